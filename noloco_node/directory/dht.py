@@ -7,12 +7,11 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # pyright: ignore[reportMissingTypeStubs]
-from hivemind.utils.timed_storage import get_dht_time  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
@@ -36,7 +35,6 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.peer_table import PeerTable
 from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
 
@@ -59,6 +57,20 @@ MOST_IDS = 1024
 """Names of keys that are remembered."""
 ALSO_TOLD = 3
 """Of these, those that an own record is stored at besides the nodes nearest to its key."""
+
+
+class Joined(Protocol):
+    """What the DHT runs on: p2pd, or a model of it."""
+
+    @property
+    def hivemind_p2p(self) -> Any:
+        """hivemind's `P2P`, or what answers as it does."""
+        ...
+
+    @property
+    def joined_peers(self) -> Sequence[str]:
+        """Addresses of the initial peers that it is connected to."""
+        ...
 
 
 class DhtDirectory:
@@ -95,6 +107,7 @@ class DhtDirectory:
         self._sampled = SampledView(stages, ambient.chance())
         self._lost = LostPeers(identity.peer_id, ambient.chance())
         self._seeking: asyncio.Task[None] | None = None
+        self._storing: dict[asyncio.Task[bool], None] = {}
         self._life = USUAL_LIFE
         """Seconds that the last own record lives."""
         self._walked_at: dict[Any, float] = {}
@@ -112,7 +125,7 @@ class DhtDirectory:
 
     def now(self) -> float:
         """DHT time, seconds."""
-        return float(get_dht_time())
+        return ambient.wall()
 
     async def enter(self, peers: Sequence[str]) -> None:
         """Make this node known to the peers at these addresses, and to those near it. Raises UserError where none of
@@ -146,7 +159,7 @@ class DhtDirectory:
         and serves its own."""
         assert record.peer_id == self._identity.peer_id, "a node can only publish its own record"
         own, stage = self._identity.peer_id, record.stage
-        self._life = life
+        self._life = self._walker.life = life
         places = self._to_write(record, life)
         last = self._last_expiry.get(stage, 0.0)
         if last > self._intake.latest_expiry:  # this clock was ahead for a moment: nobody else holds that record
@@ -178,14 +191,26 @@ class DhtDirectory:
         return tuple(dict.fromkeys((*places, *(place for place in self._written if place.stage == record.stage))))
 
     async def _store(self, key_id: Any, row: Stored) -> bool:
-        """Store an own record at those nearest to its key. Whether anybody took it, or nobody is there to ask."""
+        """Store an own record at those nearest to its key. Whether anybody took it soon, or nobody is there to ask: who
+        stalls holds up nothing, and may take it later."""
         if not self._walker.near(key_id):
             await self._walker.walk([key_id], self._also(ALSO_ASKED))
         elif not self._walker.holders(key_id):
             await self._walker.seek(key_id)
         peers = dict.fromkeys((*self._walker.near(key_id), *self._also(ALSO_TOLD)))
-        answers = await asyncio.gather(*(self._node.store(peer, [row]) for peer in peers))
-        return not answers or any(answer is not None and any(answer) for answer in answers)
+        tasks = [asyncio.create_task(self._taken(peer, row), name="store a record") for peer in peers]
+        for task in tasks:
+            self._storing[task] = None
+            task.add_done_callback(lambda task: self._storing.pop(task, None))
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._walker.patience)
+        return not tasks or any(task.done() and task.result() for task in tasks)
+
+    async def _taken(self, peer: Any, row: Stored) -> bool:
+        answer = await self._node.store(peer, [row])
+        if answer is None:
+            self._walker.silent(peer)
+        return answer is not None and any(answer)
 
     async def refresh(self) -> DirectoryView:
         """Look once: at all stages, or where they are large at some of their buckets (`SampledView`). A row stays until
@@ -288,8 +313,7 @@ class DhtDirectory:
 
     async def close(self) -> None:
         """Stop serving the DHT. The p2pd it runs on stays."""
-        if self._seeking is not None:
-            await cancel_and_wait((self._seeking,))
+        await cancel_and_wait((*self._storing, *(() if self._seeking is None else (self._seeking,))))
         await self._walker.close()
         await _leave(self._node)
 
@@ -310,7 +334,7 @@ class DhtDirectory:
 
 
 async def join_directory(
-    p2p: PrivateP2P,
+    p2p: Joined,
     identity: Identity,
     run_id: str | None,
     stages: int,
@@ -318,11 +342,13 @@ async def join_directory(
     acquaintances: Acquaintances | None = None,
     record_seconds: float = MAX_LIFE_SECONDS,
     only_asks: bool = False,
+    validator: RecordValidator | None = None,
 ) -> DhtDirectory:
     """Join the DHT through the initial peers that `p2p` is connected to, or start a new one if there are none.
 
     Where `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
     Records that claim to live much longer than `record_seconds` are not held. Who `only_asks` has no place in the DHT.
+    `validator` is for many nodes in one process, which need not each judge the same record.
     Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
     """
     met = acquaintances or Acquaintances()
@@ -336,8 +362,8 @@ async def join_directory(
 
     longest = min(MAX_LIFE_SECONDS, record_seconds) + WITHDRAWAL_SECONDS
     records = RecordStore(identity.peer_id, esteem, ambient.chance(), longest=longest)
-    validator = RecordValidator(run_id, stages)
-    intake = Intake(identity.peer_id, validator, records, met.answers, get_dht_time, longest)
+    validator = validator or RecordValidator(run_id, stages)
+    intake = Intake(identity.peer_id, validator, records, met.answers, ambient.wall, longest)
     node = await DhtNode.open(p2p.hivemind_p2p, intake, records, only_asks=only_asks)
     looked_up = 0 if run_id is None else stages
     directory = DhtDirectory(node, intake, records, identity, run_id, looked_up, met, only_asks=only_asks)

@@ -23,7 +23,6 @@ from hivemind.p2p.p2p_daemon_bindings.control import (  # pyright: ignore[report
 from hivemind.proto import dht_pb2  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.timed_storage import (  # pyright: ignore[reportMissingTypeStubs]
     MAX_DHT_TIME_DISCREPANCY_SECONDS,
-    get_dht_time,
 )
 
 from noloco_node import ambient
@@ -192,7 +191,7 @@ class DhtNode:
 
         With `introduce` the peer is asked to call back: raises CannotBeReached where it cannot, and ClocksDiffer.
         """
-        asked = get_dht_time()
+        asked = ambient.wall()
         request = _pb.PingRequest(peer=self._info, validate=introduce)
         response = await self._request(peer, PING, request, _pb.PingResponse)
         if response is None or not self._met(peer, response.peer.node_id):
@@ -241,7 +240,7 @@ class DhtNode:
 
     async def handle_ping(self, request: Any, context: Any) -> Any:
         """A node asks to be in the routing table, and with `validate` whether it can be reached."""
-        response = _pb.PingResponse(peer=self._info, dht_time=get_dht_time(), available=False)
+        response = _pb.PingResponse(peer=self._info, dht_time=ambient.wall(), available=False)
         if request.validate:
             itself = self._is_itself(context.remote_id, request.peer.node_id)
             response.available = itself and await self._call_back(context.remote_id)
@@ -435,7 +434,7 @@ def _check(peer: Any, response: Any, asked: float) -> None:
     if not response.available:
         raise CannotBeReached(f"{peer} cannot reach this node")
     slack = MAX_DHT_TIME_DISCREPANCY_SECONDS
-    if response.dht_time and not asked - slack <= response.dht_time <= get_dht_time() + slack:
+    if response.dht_time and not asked - slack <= response.dht_time <= ambient.wall() + slack:
         raise ClocksDiffer(
             f"local time must be within {slack} seconds of others (local: {asked:.3f}, peer: {response.dht_time:.3f})"
         )

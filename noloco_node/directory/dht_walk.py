@@ -7,6 +7,7 @@ were introduced by it is asked last and least.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from noloco_node.peer_table import PeerTable
 WALK_SECONDS = 5.0
 STRANGERS_SECONDS = 2.0
 """How long a walk waits for nodes that did not answer when they were asked last, or never were."""
+PATIENCE = 0.1
+"""Of a record's life: how long is waited for who stalls at most, and half of it before a second holder is asked; a walk
+that nobody answers takes no more than `WALK_PATIENCE`. Else views would empty where records are short-lived."""
+WALK_PATIENCE = 0.25
 MOST_INTRODUCED = 40
 """Nodes that one walk asks on the word of others."""
 MOST_BY_ONE = 8
@@ -84,6 +89,13 @@ class Walker:
         self._reliable = PeerTable[Any, None](MOST_REMEMBERED)
         self._near = PeerTable[Any, _Near](MOST_REMEMBERED)
         """By key; none where nobody answered."""
+        self.life = math.inf
+        """Seconds that records live, as far as this node knows."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which who stalls is waited for."""
+        return min(STRANGERS_SECONDS, PATIENCE * self.life)
 
     async def walk(self, keys: Sequence[Any], also: Sequence[Any] = ()) -> None:
         """Ask the nodes near the keys, and the peers in `also` whatever their places, until nobody nearer turns up."""
@@ -99,12 +111,13 @@ class Walker:
         for peer, wanted in first.items():
             self._ask(walk, peer, wanted)
         started = self._clock()
+        longest = min(WALK_SECONDS, WALK_PATIENCE * self.life)
         try:
             while waiting := self._waited_for(walk, self._clock() - started):
-                left = started + WALK_SECONDS - self._clock()
+                left = started + longest - self._clock()
                 if left <= 0:
                     break
-                patience = min(left, max(0.01, started + STRANGERS_SECONDS - self._clock()) if walk.answered else left)
+                patience = min(left, max(0.01, started + self.patience - self._clock()) if walk.answered else left)
                 await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         finally:
             walk.over = True
@@ -126,12 +139,12 @@ class Walker:
         first, second = (_by_peer((key, peers[turn]) for key, peers in pairs) for turn in range(GLANCED))
         for peer, asked in first.items():
             self._ask(walk, peer, asked)
-        await self._wait_for(walk.asked, SECOND_SECONDS)
-        while second and (left := began + STRANGERS_SECONDS - self._clock()) > 0.0:
+        await self._wait_for(walk.asked, min(SECOND_SECONDS, self.patience / 2.0))
+        while second and (left := began + self.patience - self._clock()) > 0.0:
             for peer in [peer for peer in second if peer not in self._asking]:
                 self._ask(walk, peer, second.pop(peer))
             await self._wait_for(second, left, asyncio.FIRST_COMPLETED)  # each is asked one thing at a time
-        await self._wait_for(walk.asked, max(0.0, began + STRANGERS_SECONDS - self._clock()))
+        await self._wait_for(walk.asked, max(0.0, began + self.patience - self._clock()))
         return all(node_id_of(peer) in walk.candidates[key] for key, peers in pairs for peer in peers)
 
     async def _wait_for(self, peers: Iterable[Any], seconds: float, until: str = asyncio.ALL_COMPLETED) -> None:
@@ -191,6 +204,12 @@ class Walker:
         if nearest:
             self._near[key] = _Near(tuple(nearest[:REPLICAS]), self._clock())
 
+    def silent(self, peer: Any) -> None:
+        """This node did not answer: it is nobody's holder until it is found again."""
+        self._reliable.pop(peer, None)
+        for key, near in [(key, near) for key, near in self._near.items() if peer in near.nodes]:
+            self._near[key] = _Near(tuple(other for other in near.nodes if other != peer), near.at)
+
     def forget(self) -> None:
         """Ask everyone again: that nobody answered was this node's own doing."""
         self._pauses.clear()
@@ -201,7 +220,7 @@ class Walker:
         await cancel_and_wait(self._asking.values())
 
     def _waited_for(self, walk: _Walk, elapsed: float) -> list[asyncio.Task[None]]:
-        patient = elapsed < STRANGERS_SECONDS or not walk.answered
+        patient = elapsed < self.patience or not walk.answered
         return [
             task
             for peer, task in self._asking.items()

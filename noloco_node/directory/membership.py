@@ -306,9 +306,22 @@ class Membership:
         self._on_change()
 
     async def run(self) -> None:
-        """Renew the record three times within its life, and once as soon as this node knows its speed, without which
-        stage peers take its clock to stand still, it ceases to be a newcomer, or it reads another block. Look at the
-        others every two seconds."""
+        """Renew the record in time, and look at the others every two seconds: neither waits for the other, since either
+        may take seconds where somebody has vanished."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._renew(), name="renew the own record")
+            await asyncio.sleep(0.0)
+            while True:
+                await self.refresh()
+                await asyncio.sleep(self._pause())
+
+    def _pause(self) -> float:
+        usual = min(REFRESH_SECONDS, self._record_seconds / 5)
+        return min(usual, LOOK_AGAIN_SECONDS) if self._hurried else usual
+
+    async def _renew(self) -> None:
+        """Three times within the record's life, and once as soon as this node knows its speed, without which stage
+        peers take its clock to stand still, it ceases to be a newcomer, or it reads another block."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
@@ -318,6 +331,4 @@ class Membership:
             if loop.time() >= renew_at or speed_known or not said_already:
                 await self.announce(self.state)
                 renew_at = loop.time() + self._record_seconds / 3
-            await self.refresh()
-            usual = min(REFRESH_SECONDS, self._record_seconds / 5)
-            await asyncio.sleep(min(usual, LOOK_AGAIN_SECONDS) if self._hurried else usual)
+            await asyncio.sleep(self._pause())

@@ -103,6 +103,13 @@ def load_identity(path: Path) -> Identity:
     return _load(path, created=False)
 
 
+def identity_of_seed(seed: bytes) -> Identity:
+    """An Ed25519 identity without a file, that of these 32 bytes: for nodes of a simulation, which hide nothing."""
+    private = Ed25519PrivateKey.from_private_bytes(seed)
+    public = _encode_public(private)
+    return Identity(Path(), peer_id_of(public), public, True, private)
+
+
 def key_of_backup(backup: bytes, passphrase: bytes) -> bytes:
     """The content of the identity file behind `Identity.backup`.
 

@@ -50,7 +50,9 @@ class Sight:
     """What one replica knows of the run's end at one moment. Seconds."""
 
     near: bool
-    """By its own clock, or by those of the origins whose microbatches it has trained."""
+    """By its own clock, or by those of the origins whose microbatches it has trained; a short run's is half-way."""
+    close: bool
+    """By the same clocks the last tenth has begun, however short the run."""
     begun: bool
     """It has trained here, or copied a stage peer that had."""
     idle: float
@@ -77,17 +79,24 @@ def verdict(sight: Sight, grace: float) -> RunVerdict:
 
     While it trains the run goes on, whatever anybody says, unless most origins have finished for long. Near the target
     it is over at once where every origin that counts has finished, after a grace where none trains any more, and after
-    some where they disagree and nothing is trained here. Far from it, as far as this replica can tell by itself, the
-    word of one origin ends nothing: it is over after a grace without work where they have all come to their end.
+    some where they disagree and nothing is trained here. That none trains says nothing before the last tenth, unless
+    one of them has finished: in a short run those that die half-way end it for nobody. Far from the target, as far as
+    this replica can tell by itself, the word of one origin ends nothing: it is over after a grace without work where
+    they have all come to their end.
     """
-    if sight.near:
-        if not sight.training and (sight.idle > grace or (sight.finished and not sight.vanished)):
-            return RunVerdict.OVER
-        if (sight.finished and sight.idle > LATE_GRACES * grace) or sight.outvoted > LATE_GRACES * grace:
-            return RunVerdict.OVER
+    said = sight.finished and not sight.vanished
+    if comes_to_its_end(sight) and not sight.training and (said or sight.idle > grace):
+        return RunVerdict.OVER
+    if sight.near and ((sight.finished and sight.idle > LATE_GRACES * grace) or sight.outvoted > LATE_GRACES * grace):
+        return RunVerdict.OVER
     if sight.ended and sight.idle > grace:
         return RunVerdict.OVER
     return RunVerdict.STALLED if sight.idle > patience(sight, grace) else RunVerdict.GOES_ON
+
+
+def comes_to_its_end(sight: Sight) -> bool:
+    """Whether nodes that leave now leave because the run ends."""
+    return sight.near and (sight.finished or (sight.close and not sight.training))
 
 
 def near_from(target: float, max_lag: float) -> float:
@@ -170,8 +179,7 @@ class EndOfRun:
 
     def in_sight(self) -> bool:
         """Whether nodes leave because the run ends: a stage that empties then is not lost."""
-        sight = self.look()
-        return sight.near and (sight.finished or not sight.training)
+        return comes_to_its_end(self.look())
 
     def look(self) -> Sight:
         """What this replica knows now."""
@@ -188,8 +196,10 @@ class EndOfRun:
         state = self._membership.state if self._membership.stage == 0 else PeerState.GONE
         trains = [peer for peer, known in self._known.items() if known.word is PeerState.TRAINING]
         rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
+        furthest = self._furthest_clock()
         return Sight(
-            near=self._is_near(),
+            near=furthest > near_from(self._target, self._max_lag),
+            close=furthest > NEAR_TARGET * self._target,
             begun=self.copied or self._last_trained() > 0.0,
             idle=idle,
             finished=finished or state is PeerState.FINISHING,
@@ -216,9 +226,9 @@ class EndOfRun:
         ended = {p: known.word is PeerState.FINISHING and known.clock > near for p, known in heard.items()}
         return self._origins is not None and not trains and self._is_true_of_most(ended)
 
-    def _is_near(self) -> bool:
+    def _furthest_clock(self) -> float:
         seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None
-        return max(self._clock(), seen or 0.0) > near_from(self._target, self._max_lag)
+        return max(self._clock(), seen or 0.0)
 
     @property
     def _memory(self) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.p2p import COUNTED_AS
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep
@@ -153,7 +154,7 @@ class Watcher:
         return None if len(counts) < 2 or not sum(counts) else evenness(counts)
 
     def _directory(self, counted: dict[PeerId, Counter[str]], now: float) -> tuple[float, float]:
-        octets = [counts["dht.find"] + counts["dht.store"] for counts in counted.values()] or [0]
+        octets = [sum(counts[kind] for kind in COUNTED_AS.values()) for counts in counted.values()] or [0]
         return fmean(octets) / max(now, 1e-9), max(octets) / max(now, 1e-9)
 
 

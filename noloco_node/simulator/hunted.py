@@ -84,7 +84,7 @@ class HuntedWorld(World):
 
     def vanish(self, node: Node) -> None:
         """A node's machine is gone: nothing breaks, and nothing comes back."""
-        node.die()
+        node.die(silent=True)
         self._ends_of_links.nowhere.add(node.peer)
         self.freeze(node)
         self.changed.fire()

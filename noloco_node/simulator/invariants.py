@@ -108,8 +108,9 @@ def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
 
 
 def _furthest(node: Told) -> float:
-    """The last outer step may meet a partner's clock below the target."""
-    return max([node.clock, *(event.clock for event in node.events if isinstance(event, InnerStep))])
+    """The last outer steps may meet partners' clocks below the target."""
+    told = (event.clock for event in node.events if isinstance(event, InnerStep | OuterStep | Account))
+    return max([node.clock, *told])
 
 
 def _no_clock_runs_past(run: Run) -> Iterator[str]:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
 from typing import Literal
-
-import base58
 
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS
+from noloco_node.identity.keys import Identity, identity_of_seed
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import become_current, say_that_it_looks
 from noloco_node.node.replica import Replica
 from noloco_node.simulator.device import SimulatedDevice
-from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory
+from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory, address_of
 from noloco_node.simulator.learning import Learning
 from noloco_node.simulator.loop import Machine
+from noloco_node.simulator.p2p import SimulatedP2P
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -32,14 +34,15 @@ Condition = Literal["running", "ended", "failed", "killed"]
 """`ended`: it left in order, at the run's end or told to; `failed`: its own code gave up."""
 
 
+@cache
+def identity_of(number: int) -> Identity:
+    """The key of the node with this number, the same in every simulation."""
+    return identity_of_seed(hashlib.sha256(f"node {number}".encode()).digest())
+
+
 def peer_of(number: int) -> PeerId:
-    """The id of the node with this number: shaped like a real one, and as evenly spread."""
-    return PeerId(base58.b58encode(b"\x12\x20" + hashlib.sha256(f"node {number}".encode()).digest()).decode())
-
-
-def address_of(peer: PeerId) -> str:
-    """What a joiner names; nobody dials it."""
-    return f"/ip4/127.0.0.1/tcp/7000/p2p/{peer}"
+    """The id of the node with this number."""
+    return identity_of(number).peer_id
 
 
 class Node:
@@ -52,7 +55,7 @@ class Node:
     def __init__(
         self,
         number: int,
-        peer: PeerId,
+        identity: Identity,
         stage: int,
         spec: RunSpec,
         settings: NodeSettings,
@@ -66,7 +69,8 @@ class Node:
     ) -> None:
         self.number = number
         self.stage = stage
-        self.peer = peer
+        self.identity = identity
+        self.peer = identity.peer_id
         self.machine = machine
         self.condition: Condition = "running"
         self.error: BaseException | None = None
@@ -78,11 +82,13 @@ class Node:
         self.weights = ""
         """Hash of the weights with which it ended, slow and fast."""
         addresses = tuple(address_of(peer) for peer in entrances)
+        self._entrances = entrances
         self._spec = spec
         self._settings = settings.model_copy(update={"initial_peers": addresses, "stage": stage})
         self._learning = learning
         self._network = network
         self._dht = dht
+        self._p2p: SimulatedP2P | None = None
         self.directory: SimulatedDirectory | None = None
         self._seconds = seconds
         self._told = told
@@ -92,11 +98,12 @@ class Node:
         if self.condition == "running":
             self._told(self, event)
 
-    def die(self) -> None:
-        """It is gone from one moment to the next: nothing of what it still does is seen by anybody."""
+    def die(self, *, silent: bool = False) -> None:
+        """It is gone from one moment to the next: nothing of what it still does is seen by anybody. Where it is
+        `silent` nobody is told either that its connections have broken."""
         self.condition = "killed"
-        if self.directory is not None:
-            self.directory.die()
+        if self._p2p is not None and not silent:
+            self._p2p.die()
 
     async def live(self) -> None:
         """From the start to the end. Never raises but when cancelled: see `condition` and `error`."""
@@ -112,29 +119,43 @@ class Node:
 
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)
-        transport = MemoryTransport(self._network, self.peer)
-        directory = self.directory = SimulatedDirectory(self._dht, self.peer, transport.acquaintances)
-        try:
-            placed = await self._learning.place(self._spec, self._settings, self.stage, device)
-            samples = self._learning.samples(self._spec, self.number, 0) if self.stage == 0 else None
-            replica = self.replica = Replica(
-                self._spec, self._settings, placed, transport, directory, device, samples=samples, emit=self.emit
-            )
-            serve_hello(transport, self._spec, lambda: self.stage)
-            replica.serve()
+        async with self.network() as (transport, directory):
             try:
-                say_that_it_looks(replica)
-                await replica.membership.look_for_others(FIRST_LOOK_SECONDS if self._settings.initial_peers else 0.0)
-                await become_current(replica)
-                await replica.run()
-                self.weights = await weights_of(replica)
+                placed = await self._learning.place(self._spec, self._settings, self.stage, device)
+                samples = self._learning.samples(self._spec, self.number, 0) if self.stage == 0 else None
+                replica = self.replica = Replica(
+                    self._spec, self._settings, placed, transport, directory, device, samples=samples, emit=self.emit
+                )
+                serve_hello(transport, self._spec, lambda: self.stage)
+                replica.serve()
+                try:
+                    say_that_it_looks(replica)
+                    await replica.membership.look_for_others(
+                        FIRST_LOOK_SECONDS if self._settings.initial_peers else 0.0
+                    )
+                    await become_current(replica)
+                    await replica.run()
+                    self.weights = await weights_of(replica)
+                finally:
+                    replica.close()
             finally:
-                replica.close()
+                await device.close()
+
+    @asynccontextmanager
+    async def network(self) -> AsyncGenerator[tuple[MemoryTransport, SimulatedDirectory]]:
+        """Join, and leave in the end."""
+        transport = MemoryTransport(self._network, self.peer)
+        self._p2p = self._dht.daemon(self.peer)
+        try:
+            directory = await self._dht.join(self._p2p, self.identity, transport.acquaintances, self._entrances)
+            self.directory = directory
+            try:
+                yield transport, directory
+            finally:
+                await directory.close()
         finally:
-            if self.condition != "killed":
-                directory.close()
+            self._p2p.die()
             await transport.close()
-            await device.close()
 
 
 async def weights_of(replica: Replica) -> str:

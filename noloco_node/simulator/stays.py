@@ -57,26 +57,22 @@ class StayingNode(Node):
 
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)
-        transport = MemoryTransport(self._network, self.peer)
-        directory = self.directory = SimulatedDirectory(self._dht, self.peer, transport.acquaintances)
         settings = self._settings.model_copy(update={"moves": "always", "stage": "auto" if self.auto else self.stage})
-        try:
-            stays = StageLifecycle(self._spec, settings, self.footprint, transport, directory)
-            self.lifecycle, saved = stays, None
-            if self.disk is not None:
-                wanted = None if self.auto else self.stage
-                saved = await ambient.elsewhere(self.disk.newest, self._spec.run_id, wanted)
-            if saved is None and self.auto:
-                await stays.look_around()
-            self.stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
-            serve_hello(transport, self._spec, lambda: stays.stage)
-            while not await self._stay(stays, saved, transport, directory, device):
-                saved = None
-        finally:
-            if self.condition != "killed":
-                directory.close()
-            await transport.close()
-            await device.close()
+        async with self.network() as (transport, directory):
+            try:
+                stays = StageLifecycle(self._spec, settings, self.footprint, transport, directory)
+                self.lifecycle, saved = stays, None
+                if self.disk is not None:
+                    wanted = None if self.auto else self.stage
+                    saved = await ambient.elsewhere(self.disk.newest, self._spec.run_id, wanted)
+                if saved is None and self.auto:
+                    await stays.look_around()
+                self.stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
+                serve_hello(transport, self._spec, lambda: stays.stage)
+                while not await self._stay(stays, saved, transport, directory, device):
+                    saved = None
+            finally:
+                await device.close()
 
     async def _stay(
         self,

@@ -17,7 +17,7 @@ from noloco_node.simulator.directory import SimulatedDht
 from noloco_node.simulator.learning import Learning, RealTensors
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import Machine, this_loop
-from noloco_node.simulator.node import Node, peer_of
+from noloco_node.simulator.node import Node, identity_of
 from noloco_node.telemetry.events import Account, AnyEvent
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import MemoryNetwork
@@ -55,7 +55,7 @@ class World:
         self.links = links or Links()
         self.links.lost = lambda peer: self.node_of(peer).condition != "running"
         self.network = MemoryNetwork(self.links)
-        self.dht = SimulatedDht(spec.stages, self.links, spec.run_id)
+        self.dht = SimulatedDht(spec.stages, self.links, spec.run_id, spec.limits.record_seconds)
         self.nodes: list[Node] = []
         self.events: list[list[AnyEvent]] = []
         """What each node told, by number."""
@@ -100,10 +100,10 @@ class World:
         running = [node.peer for node in self.running]
         entrances = self._rng.sample(running, min(ENTRANCES, len(running)))
         machine = Machine(f"node {number}", clock_ahead=clock_ahead)
-        peer = peer_of(number) if twin_of is None else twin_of.peer
+        identity = identity_of(number) if twin_of is None else twin_of.identity
         node = self._kind(
             number,
-            peer,
+            identity,
             stage,
             self.spec,
             self.settings,

@@ -35,6 +35,7 @@ A, B, C = PeerId("origin-aaaa"), PeerId("origin-bbbb"), PeerId("origin-cccc")
 OVER, ON, STALLED = RunVerdict.OVER, RunVerdict.GOES_ON, RunVerdict.STALLED
 AT_WORK = Sight(
     near=True,
+    close=True,
     begun=True,
     idle=0.0,
     finished=False,
@@ -64,6 +65,10 @@ AT_WORK = Sight(
         ({"idle": ORPHAN_GRACES + 1, "moving": True}, ON),
         ({"idle": ORPHAN_GRACES + 1, "held_up": True}, ON),
         ({"idle": HELD_UP_GRACES + 1, "held_up": True, "moving": True}, STALLED),
+        ({"close": False, "training": False, "vanished": True, "idle": 2}, ON),
+        ({"close": False, "training": False, "idle": ORPHAN_GRACES + 1}, STALLED),
+        ({"close": False, "training": False, "finished": True, "vanished": True, "idle": 2}, OVER),
+        ({"close": False, "training": False, "finished": True}, OVER),
         ({"near": False, "finished": True, "training": False, "idle": ORPHAN_GRACES - 1}, ON),
         ({"near": False, "finished": True, "outvoted": 1e9}, ON),
         ({"near": False, "training": False, "ended": True, "idle": 0.5}, ON),
