@@ -217,7 +217,7 @@ def _told(
         nodes=nodes,
         struck=frozenset(strikes.dead | strikes.liars | strikes.twins),
         max_lag=spec.max_lag_tokens,
-        lost_stage="lost_stage" in kinds,
+        lost_stage=strikes.lost_stage,
         hostile=bool(kinds & {"liar", "twin"}),
         lossy=bool(kinds & ENDS_NODES),
         complaints=complaints,

@@ -113,10 +113,19 @@ def _furthest(node: Told) -> float:
     return max([node.clock, *told])
 
 
+def _somebody_trains_to_the_end(run: Run) -> Iterator[str]:
+    """A run that is over for all was finished by one of them."""
+    ended = [_furthest(node) for node in run.survivors if node.condition == "ended"]
+    if ended and max(ended) < run.target:
+        yield f"unfinished: nobody has come further than {max(ended):.0f} of {run.target:.0f}, and all left in order"
+
+
 def _no_clock_runs_past(run: Run) -> Iterator[str]:
     """Later stages' clocks are tied to that of stage 0 within half of the lag that is allowed; within the whole where
-    more train than are counted, as two with one identity do."""
+    more train than are counted, as two with one identity do. Where stage 0 begins again it is behind theirs, which go
+    half as fast at the slowest."""
     tied = run.max_lag if run.hostile else run.max_lag / 2
+    tied += run.target / 2 if run.lost_stage else 0.0
     for node in run.survivors:
         if node.clock - run.target > (run.round_tokens if node.stage == 0 else tied):
             yield f"past: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
@@ -183,6 +192,7 @@ def _steps(nodes: Sequence[Told]) -> tuple[Mapping[tuple[str, str], tuple[int, i
 INVARIANTS = (
     _nobody_waits_for_ever,
     _survivors_come_to_the_end,
+    _somebody_trains_to_the_end,
     _no_clock_runs_past,
     _accounts_close,
     _nothing_is_dropped,

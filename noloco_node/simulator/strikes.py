@@ -53,6 +53,8 @@ class Strikes:
     liars: set[int] = field(default_factory=set[int])
     twins: set[int] = field(default_factory=set[int])
     """Nodes that share an identity."""
+    lost_stage: bool = False
+    """A stage has lost all of its replicas."""
     _apart: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     _still: Counter[int] = field(default_factory=Counter[int])
     _slow: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
@@ -119,7 +121,7 @@ class Strikes:
                 self._end(node, silent=silent)
             case Leave(back_after=back_after):
                 world.stop(node)
-                self.dead.add(node.number)
+                self._goes(node)
                 self._comes_back(node, back_after)
             case Crash(back_after=back_after):
                 self._end(node)
@@ -169,8 +171,13 @@ class Strikes:
         if node.disk is not None:
             node.disk.full = full
 
-    def _end(self, node: Node, *, silent: bool = False) -> None:
+    def _goes(self, node: Node) -> None:
+        """It leaves its stage, whatever the way."""
         self.dead.add(node.number)
+        self.lost_stage |= not any(n.stage == node.stage and n.number not in self.dead for n in self.world.running)
+
+    def _end(self, node: Node, *, silent: bool = False) -> None:
+        self._goes(node)
         if silent:
             self.world.vanish(node)
         else:
