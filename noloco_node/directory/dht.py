@@ -197,20 +197,21 @@ class DhtDirectory:
             await self._walker.walk([key_id], self._also(ALSO_ASKED))
         elif not self._walker.holders(key_id):
             await self._walker.seek(key_id)
+
+        async def taken(peer: Any) -> bool:
+            answer = await self._node.store(peer, [row])
+            if answer is None:
+                self._walker.silent(peer)
+            return answer is not None and any(answer)
+
         peers = dict.fromkeys((*self._walker.near(key_id), *self._also(ALSO_TOLD)))
-        tasks = [asyncio.create_task(self._taken(peer, row), name="store a record") for peer in peers]
+        tasks = [asyncio.create_task(taken(peer), name="store a record") for peer in peers]
         for task in tasks:
             self._storing[task] = None
             task.add_done_callback(lambda task: self._storing.pop(task, None))
         if tasks:
             await asyncio.wait(tasks, timeout=self._walker.patience)
-        return not tasks or any(task.done() and task.result() for task in tasks)
-
-    async def _taken(self, peer: Any, row: Stored) -> bool:
-        answer = await self._node.store(peer, [row])
-        if answer is None:
-            self._walker.silent(peer)
-        return answer is not None and any(answer)
+        return not tasks or any(task.done() and not task.cancelled() and task.result() for task in tasks)
 
     async def refresh(self) -> DirectoryView:
         """Look once: at all stages, or where they are large at some of their buckets (`SampledView`). A row stays until

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
+from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.directory.headcount import Headcount, is_there
@@ -308,12 +309,13 @@ class Membership:
     async def run(self) -> None:
         """Renew the record in time, and look at the others every two seconds: neither waits for the other, since either
         may take seconds where somebody has vanished."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._renew(), name="renew the own record")
-            await asyncio.sleep(0.0)
-            while True:
-                await self.refresh()
-                await asyncio.sleep(self._pause())
+        works = {"renew the own record": self._renew(), "look at the others": self._look()}
+        await all_of([asyncio.create_task(work, name=name) for name, work in works.items()])
+
+    async def _look(self) -> None:
+        while True:
+            await self.refresh()
+            await asyncio.sleep(self._pause())
 
     def _pause(self) -> float:
         usual = min(REFRESH_SECONDS, self._record_seconds / 5)

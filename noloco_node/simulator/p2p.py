@@ -22,7 +22,7 @@ from noloco_node.transport.memory import Parcel
 COUNTED_AS = {FIND: "dht.find", STORE: "dht.store", PING: "dht.ping"}
 """What bytes of the DHT are counted under."""
 
-Handler = Callable[[Any, Any], Awaitable[Any]]
+_Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class SimulatedP2P:
         self._own = own
         self._network = network
         self._links = links
-        self._handlers: dict[str, Handler] = {}
+        self._handlers: dict[str, _Handler] = {}
         self._answering: dict[asyncio.Task[Any], None] = {}
         self._dead = False
         self._context = copy_context()
@@ -57,7 +57,7 @@ class SimulatedP2P:
         for task in self._answering:
             task.cancel()
 
-    async def add_protobuf_handler(self, name: str, handler: Handler, kind: Any) -> None:
+    async def add_protobuf_handler(self, name: str, handler: _Handler, kind: Any) -> None:
         """See hivemind."""
         del kind
         self._handlers[name] = handler

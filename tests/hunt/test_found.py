@@ -19,11 +19,11 @@ def test_one_record_of_a_far_clock_beside_one_honest_stage_peer_moves_no_clock(
     assert outcome.breaches == ()
 
 
-@pytest.mark.parametrize(("seed", "silent"), [(0, False), (0, True), (1, True)])
-def test_origins_that_die_before_the_last_tenth_end_no_short_run(seed: int, silent: bool) -> None:
+@pytest.mark.parametrize("silent", [False, True])
+def test_origins_that_die_before_the_last_tenth_end_no_short_run(silent: bool) -> None:
     """In a run as short as the lag that clocks may have every replica is near its end from half-way on: where all
     origins died it was over for the others, at 0.67 to 0.76 of the target. Now stage 0 is begun again."""
     deaths = tuple(Death(at=0.75, node=node, silent=silent) for node in (0, 1))
-    outcome = carry_out(Schedule(seed=seed, replicas=(2, 3), faults=deaths))
+    outcome = carry_out(Schedule(seed=0, replicas=(2, 3), faults=deaths))
     assert outcome.fired == (True, True)
     assert outcome.breaches == ()

@@ -24,8 +24,8 @@ from noloco_node.simulator.invariants import Run
 from noloco_node.simulator.shrink import shortest_failing
 from tests.profiles import tries
 
-SEEDS = tries(200, one_of=10)
-EACH = 10
+SEEDS = tries(200, one_of=14)
+EACH = 5
 
 
 def carried_out(first: int, count: int) -> list[HuntOutcome]:
@@ -38,7 +38,7 @@ def carried_out(first: int, count: int) -> list[HuntOutcome]:
 
 @pytest.mark.parametrize("first", range(0, SEEDS, EACH))
 def test_no_schedule_of_faults_breaks_an_invariant(first: int) -> None:
-    """Ten seeds each; most of what is scheduled comes to pass."""
+    """A few seeds each; most of what is scheduled comes to pass."""
     outcomes = carried_out(first, EACH)
     fired = [each for outcome in outcomes for each in outcome.fired]
     assert sum(fired) > len(fired) / 2
