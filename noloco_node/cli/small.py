@@ -18,7 +18,7 @@ DEFAULT_METRICS_PORT = 9100
 """Where a node is asked when neither an option nor the environment says on which port it answers."""
 HOST_VARIABLE, PORT_VARIABLE = "NOLOCO_NODE_METRICS_HOST", "NOLOCO_NODE_METRICS_PORT"
 FOLDER_VARIABLE, DEFAULT_RUN_FOLDER = "NOLOCO_NODE_RUN_FOLDER", "runs/node"
-SUMMARY_WIDTH = 110
+SUMMARY_WIDTH = 150
 """Letters of a line of `config list` behind the name."""
 HEALTH_SECONDS = 4.0
 """For the whole question; the image's health check gives up after 5."""
