@@ -70,8 +70,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self.worker = StageWorker(spec, placed.trainer, placed.outer, thread, self._inner_step_taken)
         rng = random.Random(f"{settings.seed}/{transport.peer_id}")
-        context = ReplicaContext(spec, settings, stage.cut, transport, self.worker, rng, Pulse(), emit)
-        self.context = context
+        self.context = context = ReplicaContext(spec, settings, stage.cut, transport, self.worker, rng, Pulse(), emit)
         self._pace, self._capacity = Pace(), Capacity(self.worker.busy_seconds)
         self.guards = guards
         self.activity = Activity(emit)
