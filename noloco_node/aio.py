@@ -51,7 +51,8 @@ def _name_of(task: asyncio.Future[Any]) -> str:
 
 async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Wait until all of `tasks` have ended, and those that they add to it. Where one fails the others are ended, and
-    its failure is raised.
+    its failure is raised. However often the caller is cancelled meanwhile, it sees that only when they have ended: they
+    may still be writing to what it has lent them.
 
     In place of a TaskGroup wherever the failure is taken and the caller goes on: a TaskGroup (before Python 3.13) that
     ends the others just then forgets a cancellation of the caller, who would never end.
@@ -62,7 +63,7 @@ async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             failed = next((task for task in pending if task in done and _has_failed(task)), None)
     finally:
-        await cancel_and_wait(tasks)
+        await run_to_end(cancel_and_wait(tasks))
     if failed is not None:
         failed.result()
 

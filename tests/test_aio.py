@@ -142,6 +142,33 @@ async def test_the_first_failure_ends_the_others_and_is_the_one_that_is_raised()
     assert [task.cancelled() for task in tasks] == [True, False, True]
 
 
+async def test_no_task_outlives_the_caller_however_often_that_is_cancelled() -> None:
+    """What they write to is the caller's, which lets go of it then: a second signal, or one that is told again."""
+    begun, may_end, ended = asyncio.Event(), asyncio.Event(), list[bool]()
+
+    async def writes() -> None:
+        begun.set()
+        try:
+            await for_ever()
+        finally:
+            await run_to_end(asyncio.wait_for(may_end.wait(), SOON))
+            ended.append(True)
+
+    async def lends() -> None:
+        try:
+            await all_of([asyncio.create_task(writes())])
+        finally:
+            assert ended
+
+    caller = asyncio.create_task(lends())
+    await begun.wait()
+    for _ in range(3):
+        caller.cancel()
+        await one_turn()
+    may_end.set()
+    assert await ends(caller)
+
+
 async def test_who_loses_a_cancellation_is_told_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,7 @@ from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
-from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due
+from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due, too_slow_to_leave
 from noloco_node.node.replica import Replica
 from noloco_node.outer.names import CodecName
 from noloco_node.pipeline.messages import Ledger, Sample
@@ -86,16 +86,22 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def lone_node(spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None) -> AsyncIterator[Node]:
+async def lone_node(
+    spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None, *, leave_seconds: float = 600.0
+) -> AsyncIterator[Node]:
     """A node in memory on its own compute thread, from the seed or from a checkpoint; its text has COUNT windows."""
     drawn, events = list[list[int]](), list[AnyEvent]()
-    walk = WindowSampler.at(COUNT, 7, "peer", saved.standing.walk) if saved else WindowSampler(COUNT, 7, "peer")
+    begin = saved.standing.walk if saved else SamplerPosition()
+    assert isinstance(begin, SamplerPosition)
+    walk = WindowSampler.at(COUNT, 7, "peer", begin)
 
     async def draw() -> torch.Tensor:
         drawn.append(walk.take(WINDOWS))
         return window_rows(drawn[-1])
 
-    settings = NodeSettings(in_flight=1, checkpoint_rounds=2, checkpoint_seconds=0.0)
+    settings = NodeSettings(
+        in_flight=1, checkpoint_rounds=2, checkpoint_seconds=0.0, leave_seconds=leave_seconds, drain_seconds=1e-6
+    )
     samples = Samples(draw, window_rows(range(10**6, 10**6 + 4)), lambda: walk.position)
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(0, 0))
     try:
@@ -448,6 +454,26 @@ async def test_a_disk_that_refuses_is_named_once_and_training_goes_on(
     assert str(folder.path) in warnings[0]
     assert cause in warnings[0]
     assert sum("again" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(("leave_seconds", "warnings"), [(1e-5, 1), (600.0, 0)])
+async def test_a_disk_too_slow_for_a_last_checkpoint_is_named_while_there_is_time(
+    tmp_path: Path, leave_seconds: float, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the setting: at the node's end it would be too late."""
+    async with lone_node(
+        micro_spec(stages=1, outer=OUTER), CheckpointFolder(tmp_path, 2), leave_seconds=leave_seconds
+    ) as node:
+        for _ in range(2):
+            await node.keeper.save()
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("the last one would be lost" in line for line in lines) == warnings
+
+
+def test_a_node_needs_twice_a_checkpoint_and_its_drain_to_leave() -> None:
+    """A checkpoint, and the weights, which are less than another."""
+    assert not too_slow_to_leave(297.0, 600.0, 5.0)
+    assert too_slow_to_leave(298.0, 600.0, 5.0)
 
 
 async def test_where_there_is_no_memory_for_the_copy_training_goes_on(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from noloco_node import __version__
 from noloco_node.cli import main as cli
 from noloco_node.config.environment import PREFIX, node_environment
 from noloco_node.config.load import load_join
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.shipped import shipped_configs
 from noloco_node.errors import ExitCode
 
@@ -54,6 +55,19 @@ def test_every_variable_in_an_example_stands_for_a_setting(path: Path) -> None:
     """Whatever looks like one of ours."""
     named = set(re.findall(rf"{PREFIX}[A-Z_]+\b", path.read_text(encoding="utf-8")))
     assert node_environment(dict.fromkeys(named, "1")).mistakes == {}
+
+
+def test_whoever_stops_a_volunteers_node_waits_for_its_last_checkpoint() -> None:
+    """A node ends by itself within `node.leave_seconds`; who kills it sooner takes its last checkpoint away."""
+    service = (DEPLOY / "systemd" / "noloco-node.service").read_text(encoding="utf-8")
+    compose = yaml.safe_load((DEPLOY / "compose.volunteer.yaml").read_text(encoding="utf-8"))
+    pods = (DEPLOY / "kubernetes" / "volunteers.yaml").read_text(encoding="utf-8")
+    minutes = [int(found) for found in re.findall(r"(?m)^TimeoutStopSec=(\d+)min$", service)]
+    minutes += [int(node["stop_grace_period"].removesuffix("m")) for node in compose["services"].values()]
+    seconds = [60 * count for count in minutes]
+    seconds += [int(found) for found in re.findall(r"terminationGracePeriodSeconds: (\d+)", pods)]
+    assert len(seconds) >= 3
+    assert min(seconds) > NodeSettings().leave_seconds
 
 
 def commands() -> Iterator[tuple[str, list[str], Mapping[str, str]]]:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -73,6 +75,25 @@ async def test_last_words_that_nobody_takes_hold_nothing_up(monkeypatch: pytest.
     ended.way_out.begin(SOON, ExitCode.INTERRUPTED)
     assert await ended.with_code() == ExitCode.INTERRUPTED
     for_ever.set()
+
+
+EXHAUSTED = """
+import os, threading, resource
+from noloco_node.errors import ExitCode
+from noloco_node.node.way_out import bounded_way_out
+with bounded_way_out() as way_out:
+    threading.stack_size(1 << 47)  # more than there are addresses: no thread can be made any more
+    way_out.begin(0.1, ExitCode.INTERRUPTED)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    print("has begun", flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_who_has_no_thread_and_no_descriptor_left_ends_as_well() -> None:
+    """It may be what the node hangs at. Nothing can be said then, nor can its children be looked for."""
+    done = subprocess.run([sys.executable, "-c", EXHAUSTED], capture_output=True, timeout=3 * PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (ExitCode.INTERRUPTED, b"has begun\n")
 
 
 async def test_what_is_waited_for_is_named_through_contexts_and_threads() -> None:
@@ -149,6 +170,16 @@ async def test_who_is_told_to_leave_on_its_way_to_another_stage_waits_for_no_sta
             interrupts.on_signal()
 
     assert await cancelled(told)
+
+
+async def test_who_is_told_to_leave_as_it_moves_on_keeps_the_bound_of_its_way_out() -> None:
+    """The thread has heard the signal, the event loop has not yet: the cancellation is still to come."""
+    ended = Ended()
+    interrupts = Interrupts(ended.way_out, SOON)
+    interrupts.graceful(asyncio.Event())
+    interrupts.heard()
+    interrupts.moves_on()
+    assert await ended.with_code() == ExitCode.INTERRUPTED
 
 
 def test_a_way_out_begins_with_a_failure_and_ends_with_its_code() -> None:

@@ -36,6 +36,9 @@ HELD_SHARE = 0.002
 """Share of the time that checkpoints may hold the compute thread, whatever the settings say: where a snapshot takes
 long, they become rarer."""
 
+LAST_OF_ALL = 2.0
+"""What a node writes as it leaves, in checkpoints: one, and slow and fast weights, which are less than another."""
+
 HOLDS_TO_TELL = 3
 RANDOM = "random_state"
 
@@ -44,6 +47,11 @@ def is_due(*, rounds: int, seconds: float, held_seconds: float, every_rounds: in
     """Whether to take a checkpoint, `rounds` outer rounds and `seconds` after the last one began, which held the
     compute thread for `held_seconds`."""
     return rounds >= every_rounds and seconds >= max(at_least_seconds, held_seconds / HELD_SHARE)
+
+
+def too_slow_to_leave(seconds: float, leave_seconds: float, drain_seconds: float) -> bool:
+    """Whether a node whose checkpoint took so long would be ended before its last words are written."""
+    return drain_seconds + LAST_OF_ALL * seconds > leave_seconds
 
 
 class CheckpointKeeper:
@@ -61,7 +69,7 @@ class CheckpointKeeper:
         self._emit = emit
         self._settings = settings
         self._disk = OneByOne("checkpoint")
-        self._failing = False
+        self._failing = self._too_slow = False
         self._held: deque[float] = deque(maxlen=HOLDS_TO_TELL)
         self._round, self._since = replica.worker.progress.outer_rounds, ambient.monotonic()
 
@@ -132,7 +140,10 @@ class CheckpointKeeper:
         except CheckpointFailed as failure:
             error = str(failure)
         self._report(error)
-        self._emit(_event(state.progress, state.held_seconds, written, error, ambient.monotonic() - started))
+        seconds = ambient.monotonic() - started
+        if written is not None:
+            self._warn_if_slow(seconds)
+        self._emit(_event(state.progress, state.held_seconds, written, error, seconds))
 
     def _not_taken(self, error: str, started: float) -> None:
         progress, seconds = self._replica.worker.progress, ambient.monotonic() - started
@@ -182,6 +193,18 @@ class CheckpointKeeper:
         """Of the choices of routes and partners, so that a node that comes back does not choose as it did before."""
         _, words, _ = self._replica.context.rng.getstate()
         return torch.tensor(words, dtype=torch.int64)
+
+    def _warn_if_slow(self, seconds: float) -> None:
+        """Once until it is quick again: at its end it would be too late."""
+        former, bound = self._too_slow, self._settings.leave_seconds
+        self._too_slow = too_slow_to_leave(seconds, bound, self._settings.drain_seconds)
+        if self._too_slow and not former:
+            logger.warning(
+                "a checkpoint took %.0f s: leaving has node.leave_seconds (%g) in all, and the last one would be lost; "
+                "raise it, or choose a quicker disk",
+                seconds,
+                bound,
+            )
 
     def _report(self, error: str) -> None:
         where = self._folder.path

@@ -72,7 +72,7 @@ class Interrupts:
         self._stop = None
         if self.asked:
             self._cancel()
-        elif self._way_out is not None:
+        elif self._way_out is not None and not self._heard:  # else the loop has yet to hear of it, and to cancel
             self._way_out.over()
 
     def _cancel(self) -> None:

@@ -41,8 +41,8 @@ _Tell = Callable[[RunSpec | None, list[str]], None]
 
 
 async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: _Tell, way_out: WayOut | None = None) -> None:
-    """Hold the directory together until SIGINT or SIGTERM. Leaves no process and no socket behind; where its `way_out`
-    takes too long, the process ends.
+    """Hold the directory together until SIGINT or SIGTERM, which end at once what has only begun. Leaves no process and
+    no socket behind; where its `way_out` takes too long, the process ends.
 
     With a RunSpec, or where initial peers give it theirs, it also hands that out, so that strangers can join a run by
     the seed's address alone; without, it serves whatever runs come by. Raises UserError as a node does.
@@ -60,8 +60,6 @@ async def _run(
     spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: _Tell, interrupts: Interrupts
 ) -> None:
     configure_logging(settings.log_level, NodeLog(), style=settings.log_format)
-    stop = asyncio.Event()
-    interrupts.graceful(stop)
     run = None if spec is None else spec.run_id
     heartbeat = Heartbeat(asyncio.get_running_loop())
     pages = SwarmPages(heartbeat)
@@ -78,7 +76,8 @@ async def _run(
                     serve_spec(door.transport, agreed)
                 tell(agreed, door.daemon.visible_addresses())
                 pages.records = lambda: directory.records_held
-                await _serve(door, directory, agreed, settings, stop, pages, last)
+                with interrupts.leaving():
+                    await _serve(door, directory, agreed, settings, interrupts, pages, last)
     finally:
         web.stop()
         heartbeat.stop()
@@ -115,7 +114,7 @@ async def _serve(
     directory: DhtDirectory,
     spec: RunSpec | None,
     settings: NodeSettings,
-    stop: asyncio.Event,
+    interrupts: Interrupts,
     pages: SwarmPages,
     last: LastWords | None,
 ) -> None:
@@ -128,6 +127,7 @@ async def _serve(
         if settings.metrics_port is not None:
             pages.detail = "looking for the nodes of the run"
             companions.append(Onlooker(door.transport, directory, spec, over=last.over).run(pages.saw))
+    interrupts.graceful(stop := asyncio.Event())
     await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), *companions)
 
 

@@ -76,10 +76,14 @@ class WayOut:
             if not self._under_way:
                 self._under_way, self._began, self._ends_at = True, now, now + seconds
             self._ends_at, self.code = min(self._ends_at, now + seconds), int(code)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="way out", daemon=True)
-                self._thread.start()
+            self.stand_by()
             self._changed.notify()
+
+    def stand_by(self) -> None:
+        """Have the thread that watches, while there is room for one."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="way out", daemon=True)
+            self._thread.start()
 
     def over(self) -> None:
         """It has come to its end, or the node stays after all."""
@@ -95,18 +99,24 @@ class WayOut:
             while (left := self._left()) is None or left > 0.0:
                 self._changed.wait(left)
             took, code = ambient.monotonic() - self._began, self.code
+        try:
+            self._say_why(took)
+        finally:  # also where there is no memory and no thread left to say anything
+            self._end(code)
+
+    def _say_why(self, took: float) -> None:
         words = last_words(took, standing(self.loop))
         for tell in (_print, self.say):
             saying = threading.Thread(target=tell, args=(words,), name="last words", daemon=True)
             saying.start()
             saying.join(SAY_SECONDS)
-        self._end(code)
 
 
 @contextlib.contextmanager
 def bounded_way_out() -> Generator[WayOut]:
     """For the work of this process in the block; whatever it began there is over at its end."""
     way_out = WayOut()
+    way_out.stand_by()
     try:
         yield way_out
     finally:
@@ -116,12 +126,12 @@ def bounded_way_out() -> Generator[WayOut]:
 def end_at_once(code: int) -> None:
     """This process and those that it has started. Where that is not left to the system (`launcher.py`), p2pd would
     stay."""
-    for child in psutil.Process().children(recursive=True):
-        try:
-            child.kill()
-        except psutil.Error:
-            continue
-    os._exit(code)
+    try:
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    finally:  # who has no descriptor left cannot look for them
+        os._exit(code)
 
 
 def last_words(seconds: float, waits_for: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 LEAVES = 3.0
 ALONE = ("run.inner.target_tokens=1_000_000_000", "run.model.stages=1", "node.drain_seconds=0.5")
 SLOW_MACHINE = 20.0
+NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 
 
 @pytest.mark.parametrize(
@@ -97,3 +99,35 @@ async def test_who_is_told_to_leave_before_it_trains_waits_for_nothing_that_was_
             os.kill(process.pid, signal.SIGKILL)
         await process.wait()
     assert "is given up" not in (folder / "printed").read_text()
+
+
+async def test_a_seed_that_is_told_to_end_as_it_begins_waits_for_nobody(tmp_path: Path, temporary: Path) -> None:
+    """Here for a peer that takes its call and says nothing."""
+    called = asyncio.Event()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        called.set()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    before = set(p2pd_children())
+    listener = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    with printed_file(folder := tmp_path / "seed") as printed:
+        seed = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "noloco_node", "seed", "--run-folder", str(folder)),
+            *("--initial-peers", f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}"),
+            stdout=printed,
+            stderr=printed,
+        )
+    try:
+        await asyncio.wait_for(called.wait(), 150)
+        seed.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(seed.wait(), SLOW_MACHINE) == ExitCode.INTERRUPTED
+        assert set(p2pd_children()) <= before
+    finally:
+        if seed.returncode is None:
+            os.kill(seed.pid, signal.SIGKILL)
+        await seed.wait()
+        listener.close()
