@@ -4,7 +4,8 @@
 
 Two stages × two replicas on this machine. Each forward and each backward takes a set time and no processor (a paced
 device), and each node has one uplink for all of its connections (`benchmarks.shaped_links`). The share of the time that
-the first stage's devices work is taken from the nodes' own accounts.
+the first stage's devices work is taken from the nodes' own accounts. Beside it stand the same swarm in virtual time
+(`--simulated` alone does nothing else), and what the slower of device and link allows however many are under way.
 """
 
 from __future__ import annotations
@@ -13,22 +14,42 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
+from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
+from noloco_node.simulator.links import Attachment, Links, SharedWay
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import peer_of
+from noloco_node.simulator.quadratic import Quadratic, weigh_as
+from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
-from noloco_node.telemetry.events import Account
+from noloco_node.telemetry.events import Account, AnyEvent
+from noloco_node.training.compute_thread import Priority
 from tests.chaos.swarm import CONFIG, Swarm, behind
 from tests.support import free_port
 
 REPLICAS = 2
+LAYOUT = (0, 1) * REPLICAS
+UNBOUNDED = 64
+"""Microbatches under way that no link here could ask for."""
+DOWN_MBIT = 1e4
+"""Nobody's downlink is the limit."""
+STEP_SECONDS = 0.0002
+SETTLING_SECONDS = 60.0
+"""Virtual ones before anything is counted: `auto` has found its number by then."""
+SIMULATIONS = 3
+"""Seeds, of which the mean is shown."""
 MODEL = (
     "run.model.config.hidden_size=128",
     "run.model.config.intermediate_size=256",
@@ -48,7 +69,8 @@ class Point:
     """One state of devices and links."""
 
     name: str
-    in_flight: int
+    in_flight: int | None
+    """Microbatches under way of an origin; None: as many as it finds best."""
     mbit: float
     round_trip: float
     h: int = 1000
@@ -61,12 +83,30 @@ POINTS = (
     Point("latency, three in flight", 3, 100.0, 0.4),
     Point("uplink, three in flight", 3, 2.5, 0.1),
     Point("uplink and outer steps", 3, 5.0, 0.1, h=2),
+    Point("by itself", None, 100.0, 0.1),
+    Point("by itself, four times the way", None, 100.0, 0.4),
 )
 
 
-def planned(point: Point, overrides: list[str]) -> UtilisationOutlook:
-    """What the model says. The first stage's device works twice on a microbatch, the last one's once."""
-    run = load_config(CONFIG, overrides).run
+def overrides_of(point: Point) -> list[str]:
+    """The settings of such a swarm."""
+    return [*MODEL, f"node.in_flight={point.in_flight or 'auto'}", f"run.outer.inner_steps={point.h}"]
+
+
+def planned(point: Point) -> UtilisationOutlook:
+    """What the model says of it; where an origin finds its number itself, with the least that brings nearly as much as
+    the most does."""
+    if point.in_flight is not None:
+        return outlook(point, point.in_flight)
+    most = outlook(point, min(AUTO_MOST, load_config(CONFIG, overrides_of(point)).run.microbatches_a_step(REPLICAS)))
+    found = (outlook(point, count) for count in range(1, AUTO_MOST + 1))
+    return next(each for each in found if each.microbatches_a_second >= AUTO_AIM * most.microbatches_a_second)
+
+
+def outlook(point: Point, in_flight: int) -> UtilisationOutlook:
+    """What the model says of so many under way. The first stage's device works twice on a microbatch, the last one's
+    once."""
+    run = load_config(CONFIG, overrides_of(point)).run
     footprint = footprint_of(run)
     traffic = traffic_of(run, footprint)
     loads = [
@@ -75,14 +115,14 @@ def planned(point: Point, overrides: list[str]) -> UtilisationOutlook:
     ]
     link = Link(point.mbit * 125e3, point.round_trip)
     steps = run.microbatches_a_step(REPLICAS)
-    return outlook_of(loads, link, in_flight=point.in_flight, h=point.h, step_microbatches=steps)
+    return outlook_of(loads, link, in_flight=in_flight, h=point.h, step_microbatches=steps)
 
 
-async def measured(point: Point, overrides: list[str], seconds: float) -> dict[str, float]:
+async def measured(point: Point, seconds: float) -> dict[str, float]:
     """The share of the first stage's devices, and what went over its uplinks in Mbit a second."""
-    layout = [0, 1] * REPLICAS
-    ports = [free_port() for _ in layout]
-    uplinks = [Uplink(point.mbit * 125e3, point.round_trip / 2) for _ in layout]
+    overrides = overrides_of(point)
+    ports = [free_port() for _ in LAYOUT]
+    uplinks = [Uplink(point.mbit * 125e3, point.round_trip / 2) for _ in LAYOUT]
     daemons: dict[int, Uplink] = {}
     unshaped = Uplink(1e12, 0.0)
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +134,7 @@ async def measured(point: Point, overrides: list[str], seconds: float) -> dict[s
 
         async with doors(ports, uplinks, caller) as made:
             try:
-                await swarm.start(layout, lambda number: behind(ports[number], made[number].port))
+                await swarm.start(LAYOUT, lambda number: behind(ports[number], made[number].port))
                 await swarm.until_training(steps=2)
                 await swarm.rest(seconds / 4, 60.0)
                 first, sent = _accounts(swarm), sum(uplink.sent for uplink in uplinks)
@@ -104,19 +144,71 @@ async def measured(point: Point, overrides: list[str], seconds: float) -> dict[s
                 sent = sum(uplink.sent for uplink in uplinks) - sent
             finally:
                 await swarm.stop()
-    shares = [
-        (after.busy_seconds - before.busy_seconds) / (after.time - before.time)
-        for before, after in zip(first, last, strict=True)
-    ]
     return {
-        "device_share": sum(shares) / len(shares),
-        "mbit_a_node": 8e-6 * sent / took / len(layout),
+        "device_share": _share(first, last),
+        "mbit_a_node": 8e-6 * sent / took / len(LAYOUT),
         "passed_unshaped": float(unshaped.sent),
+        "load": os.getloadavg()[0],
     }
 
 
 def _accounts(swarm: Swarm) -> list[Account]:
-    return [[event for event in node.events if isinstance(event, Account)][-1] for node in swarm.of_stage(0)]
+    return [_last_account(node.events) for node in swarm.of_stage(0)]
+
+
+def _last_account(events: Sequence[AnyEvent]) -> Account:
+    return next(event for event in reversed(events) if isinstance(event, Account))
+
+
+def _share(first: Sequence[Account], last: Sequence[Account]) -> float:
+    """Of the time between, that devices worked on average."""
+    return fmean(
+        (after.busy_seconds - before.busy_seconds) / (after.time - before.time)
+        for before, after in zip(first, last, strict=True)
+    )
+
+
+def simulated(point: Point, seconds: float, seed: int) -> float:
+    """The share of the first stage's devices in virtual time."""
+    return in_virtual_time(lambda: _simulated(point, seconds, seed), seed=seed)
+
+
+async def _simulated(point: Point, seconds: float, seed: int) -> float:
+    config = load_config(CONFIG, overrides_of(point))
+    run = config.run
+    way = SharedWay([[point.round_trip]], random.Random(seed))
+    links = Links(way, weigh_as(footprint_of(run), run.outer.codec))
+    settings = config.node.model_copy(update={"seed": seed})
+
+    def device(number: int) -> Callable[[Priority], float]:
+        del number
+        return lambda work: STEP_SECONDS if work is Priority.STEP else point.operation
+
+    async with World(run, settings, learning=Quadratic(seed), device=device, links=links, seed=seed) as world:
+        for number, stage in enumerate(LAYOUT):
+            way.attach(peer_of(number), Attachment(0, point.mbit * 125e3, DOWN_MBIT * 125e3))
+            world.start(stage)
+
+        def accounts() -> list[Account]:
+            return [_last_account(world.events[number]) for number, stage in enumerate(LAYOUT) if stage == 0]
+
+        await asyncio.sleep(SETTLING_SECONDS)
+        first = accounts()
+        await asyncio.sleep(seconds)
+        return _share(first, accounts())
+
+
+def row_of(point: Point, seconds: float, real: bool) -> dict[str, Any]:
+    """One point, planned, simulated and, where wanted, measured; and what is the most that anybody could expect."""
+    plan = planned(point)
+    bound = outlook(point, UNBOUNDED).device_share[0]
+    made = fmean(simulated(point, seconds, seed) for seed in range(SIMULATIONS))
+    row = {**asdict(point), "planned": plan.device_share[0], "limit": plan.limit, "bound": bound, "simulated": made}
+    if not real:
+        return row
+    found = asyncio.run(measured(point, seconds))
+    share = found["device_share"]
+    return {**row, **found, "ratio": share / plan.device_share[0], "of_bound": share / bound}
 
 
 def main() -> None:
@@ -124,19 +216,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement")
     parser.add_argument("--only", type=int, nargs="+", default=range(len(POINTS)), help="points, by number from 0")
+    parser.add_argument("--simulated", action="store_true", help="no daemons")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for point in [POINTS[number] for number in options.only]:
-        overrides = [*MODEL, f"node.in_flight={point.in_flight}", f"run.outer.inner_steps={point.h}"]
-        outlook = planned(point, overrides)
-        found = asyncio.run(measured(point, overrides, options.seconds))
-        ratio = found["device_share"] / outlook.device_share[0]
-        load = os.getloadavg()[0]
-        rows.append(
-            {**asdict(point), **found, "planned": outlook.device_share[0], "limit": outlook.limit, "ratio": ratio}
-            | {"load": load}
-        )
+        rows.append(row_of(point, options.seconds, not options.simulated))
         print(json.dumps(rows[-1]), flush=True)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -24,7 +24,6 @@ from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
 from noloco_node.training.flat_adamw import FlatAdamW
-from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.norm_bound import NormBound
@@ -60,7 +59,6 @@ class StageTrainer(Trainer):
         flat = layout.flatten(dict(stage.named_parameters()))
         master = flat.to(device=torch.device(device), dtype=self._precision.masters)
         super().__init__(stage, layout, master, published=self._precision.published)
-        self.copies = HostCopies(self.device)
         self.wire_dtype = wire_dtype
         self._is_first, self._is_last = stage.cut.is_first, stage.cut.is_last
         self._stage = stage.to(self.device)
@@ -215,6 +213,7 @@ class StageTrainer(Trainer):
         if not skipped:
             clip = min(1.0, self._clip_norm / (norm + 1e-6))
             self.gradient.mul_(clip / tokens)
+            self.copies.before_writing()
             self._optimizer.step(learning_rate)
             self._publish()
         self._used()

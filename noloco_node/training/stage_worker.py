@@ -130,13 +130,16 @@ def outer_of(spec: RunSpec, master: Tensor) -> OuterReplica:
     outer = spec.outer
     slow = master.to(device="cpu", dtype=torch.float32, copy=True)
     check_fragments(spec, slow.numel())
-    return OuterReplica(
+    replica = OuterReplica(
         OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
         slow,
         codec=CODECS[outer.codec],
         chunk_bytes=spec.limits.chunk_bytes,
         fragments=outer.fragments,
     )
+    if master.is_cuda:  # only what is never paged out crosses beside the computing
+        replica.snapshot = torch.empty_like(slow, pin_memory=True)
+    return replica
 
 
 class OnHost(Protocol):
@@ -318,15 +321,20 @@ class StageWorker:
         await self._thread.run(Priority.STEP, lambda: self._trainer.discard(passage))
 
     async def snapshot(self, fragment: int | None = None) -> Snapshot:
-        """Copy the fragment's fast weights (None: all) for an outer step, between two device operations."""
+        """Copy the fragment's fast weights (None: all) for an outer step, as they are between two device operations. A
+        device with memory of its own works on meanwhile."""
         part = self.part(fragment).slice
 
-        def work() -> Snapshot:
+        def work() -> tuple[Snapshot, Callable[[], None] | None]:
             started = ambient.monotonic()
-            self.outer.snapshot[part].copy_(self._trainer.master[part])
-            return Snapshot(fragment, self.progress, self.current_learning_rate(), ambient.monotonic() - started)
+            under_way = self._trainer.begin_copy(self.outer.snapshot[part], part)
+            held = ambient.monotonic() - started
+            return Snapshot(fragment, self.progress, self.current_learning_rate(), held), under_way
 
-        return await self._thread.run(Priority.STEP, work)
+        snapshot, under_way = await self._thread.run(Priority.STEP, work)
+        if under_way is not None:
+            await ambient.elsewhere(under_way)
+        return snapshot
 
     async def commit(
         self, snapshot: Snapshot, *, scale: float, clock_shift: float, on_host: OnHost = ambient.elsewhere
@@ -336,7 +344,7 @@ class StageWorker:
         The inner steps taken since the snapshot are kept, and Adam's state stays. φ and δ are frozen, so all but the
         change of θ is done beside the training, by `on_host`; whoever reads the state in between settles it first.
         """
-        correction = await on_host(lambda: self.outer.prepare(scale))
+        correction = await on_host(lambda: self._trainer.bring(self.outer.prepare(scale)))
         commit = await self._thread.run(Priority.STEP, lambda: self._apply(snapshot, correction, clock_shift))
         await on_host(self.outer.settle)
         return commit

@@ -4,7 +4,7 @@ it that all have in common: weights, what has gathered for the next step, versio
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Routed, Router
+from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
 from noloco_node.training.versions import Version, VersionStore
@@ -108,6 +109,8 @@ class Trainer(ABC):
         self.master = master
         self.device = master.device
         """Where it computes."""
+        self.copies = HostCopies(self.device)
+        """Between there and the host."""
         self.router = stage.router
         self.loss_bound = LossBound(stage.vocab_size)
         """On the loss of each microbatch that others drew."""
@@ -187,15 +190,27 @@ class Trainer(ABC):
         if version is not None:
             self.versions.release(version)
 
+    def begin_copy(self, room: Tensor, part: slice) -> Callable[[], None] | None:
+        """Copy that part of the weights, as they are now, into `room` (host, fp32). None where that is done, else what
+        waits for it on another thread; the weights may be changed meanwhile."""
+        return self.copies.begin_to_host(room, self.master[part])
+
+    def bring(self, vector: Tensor) -> Tensor:
+        """A flat vector of the host where `add_to_weights` wants it. For another thread than all else here."""
+        return self.copies.bring(vector)
+
     def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
-        """θ ← θ + correction (flat, host, fp32) in that part of the vector, rounded once, and publish."""
+        """θ ← θ + correction (flat, fp32, as `bring` gives it) in that part of the vector, rounded once, and
+        publish."""
+        self.copies.before_writing()
         with torch.no_grad():
-            self.master[part].add_(correction.to(self.device))
+            self.master[part].add_(correction)
         self._publish()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
         """Replace weights (flat, any device) and AdamW's state; `optimizer_state` as `optimizer_state()` gives it."""
         del optimizer_state
+        self.copies.before_writing()
         with torch.no_grad():
             self.master.copy_(fast)
         self._publish()
