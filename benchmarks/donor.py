@@ -28,8 +28,9 @@ from noloco_node.model.stage import build_stage
 from noloco_node.state_transfer.fetch import fetch_state, new_download
 from noloco_node.telemetry.events import EventReader, InnerStep, NodeStarted
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import StageWorker, outer_of
+from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.libp2p import Libp2pTransport
 

@@ -48,8 +48,9 @@ from noloco_node.state_transfer.donor import nobody_relayed
 from noloco_node.state_transfer.participant import StateTransfer
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import StageWorker, outer_of
+from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import JsonObject, Message

@@ -92,6 +92,9 @@ class MicrobatchAnswer(WireModel):
     work_ms: Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)] | None = None
     """Milliseconds from the arrival of the whole request to this answer."""
 
+    waited_ms: Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)] = 0.0
+    """For how many of them it waited for devices, here and further on."""
+
     @property
     def work_seconds(self) -> float | None:
         """`work_ms` in seconds."""
@@ -132,6 +135,8 @@ class Trained:
     """How often all stages chose each expert."""
     codec: ActivationCodec | None = None
     """How it travelled."""
+    waited: float = 0.0
+    """Seconds for which it waited for devices from there on, as the peer says."""
 
 
 class HopFailed(Exception):
@@ -243,11 +248,13 @@ def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor, router: R
     header = answer.header
     if header.tokens != activations.shape[0] * activations.shape[1]:
         raise BadAnswer(f"the answer counts {header.tokens} tokens in activations {tuple(activations.shape)}")
+    waited = header.waited_ms / 1000
     if not answer.tensors:
-        return Trained(header.loss_sum, header.tokens, None)
+        return Trained(header.loss_sum, header.tokens, None, waited=waited)
     if router is not None and not router.whole(header.chosen, header.tokens):
         raise BadAnswer("the answer's counts of chosen experts are not those of a microbatch")
-    return Trained(header.loss_sum, header.tokens, answer.tensors[0], sum(answer.scales), chosen=header.chosen)
+    gradient, scale = answer.tensors[0], sum(answer.scales)
+    return Trained(header.loss_sum, header.tokens, gradient, scale, chosen=header.chosen, waited=waited)
 
 
 async def decoded(trained: Trained, codec: ActivationCodec, dtype: torch.dtype) -> Trained:

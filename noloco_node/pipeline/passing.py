@@ -47,6 +47,7 @@ from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
 from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_worker import StageWorker
@@ -243,7 +244,7 @@ class Downstream:
             self._codecs.carried(peer, codec, took, answer.header.work_seconds)
             self._ledger.note_received(peer, trained.tokens)
             self._transport.acquaintances.worked(peer, trained.tokens)
-        return replace(trained, peer=peer, codec=codec)
+        return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took))
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
         """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
@@ -421,15 +422,18 @@ class PipelineServer:
     async def _train(
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
     ) -> Trained:
+        waits, turn = DeviceWaits(), _turn(name.sender, header, labels)
         if self._downstream is None:
             self.mark_trained(name)
-            turn = _turn(name.sender, header, labels)
-            result = await self._worker.loss(activations, labels, source=name.sender, turn=turn, chosen=header.chosen)
+            result = await self._worker.loss(
+                activations, labels, source=name.sender, turn=turn, chosen=header.chosen, waits=waits
+            )
             self._note_work(name, header, result.tokens, result.taken_in)
-            return Trained(result.loss_sum, result.tokens, result.input_gradient, chosen=result.chosen)
+            gradient, waited = result.input_gradient, waits.seconds
+            return Trained(result.loss_sum, result.tokens, gradient, chosen=result.chosen, waited=waited)
         passage = ForwardContext(source=name.sender, positions=positions_of(labels))
         try:
-            outputs = await self._worker.forward(activations, passage, turn=_turn(name.sender, header, labels))
+            outputs = await self._worker.forward(activations, passage, turn=turn, waits=waits)
             chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
             trained = await self._send_on(header, outputs, labels, deadline, chosen)
             assert trained.gradient is not None
@@ -441,9 +445,10 @@ class PipelineServer:
                 trained.tokens,
                 source=trained.peer,
                 chosen=trained.chosen,
+                waits=waits,
             )
             self._note_work(name, header, trained.tokens, passage.taken_in)
-            return Trained(trained.loss_sum, trained.tokens, gradient, chosen=trained.chosen)
+            return replace(trained, gradient=gradient, waited=trained.waited + waits.seconds)
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise
@@ -481,6 +486,7 @@ class PipelineServer:
             load=max(0, self.pending - 1),
             chosen=trained.chosen,
             work_ms=1000.0 * (ambient.monotonic() - began),
+            waited_ms=1000.0 * trained.waited,
         )
         return Reply(header, () if gradient is None else (gradient,))
 

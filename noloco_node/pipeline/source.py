@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from noloco_node.pauses import Doubling
 from noloco_node.pipeline.in_flight import InFlight
 from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.pipeline.passing import Downstream
+from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.transport.errors import Refusal
@@ -58,7 +60,7 @@ class MicrobatchSource:
         self._waiting = ledger.waiting
         self._few_blocks = False
         self._under_way: dict[Sample, None] = {}
-        self._in_flight = InFlight(in_flight, self._share, lambda: worker.busy_seconds)
+        self._in_flight = InFlight(in_flight, self._share, self._missing)
 
     @property
     def data_wait_seconds(self) -> float:
@@ -94,7 +96,7 @@ class MicrobatchSource:
         async def keep_drawing(number: int) -> None:
             in_vain = 0
             while True:
-                while not self._in_flight.open_to(number):
+                while not self._in_flight.open_to(number, self.under_way):
                     await self._in_flight.changed.wait()
                 await way_is_open()
                 if not training_goes_on():
@@ -120,21 +122,25 @@ class MicrobatchSource:
         try:
             await self._carry_through(sample)
         except HopFailed as failure:
-            del self._under_way[sample]
+            self._ended(sample)
             self._put_back(sample, failure)
             return False
         except MicrobatchNotFinite as error:
-            del self._under_way[sample]
+            self._ended(sample)
             self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
             return False
         except asyncio.CancelledError:
-            del self._under_way[sample]
+            self._ended(sample)
             self._waiting.appendleft(sample)
             raise
         else:
-            del self._under_way[sample]
+            self._ended(sample)
             self._ledger.trained += 1
             return True
+
+    def _ended(self, sample: Sample) -> None:
+        del self._under_way[sample]
+        self._in_flight.changed.fire()
 
     async def evaluate(self, windows: Tensor, sources: Sequence[int] = ()) -> list[tuple[float, int]]:
         """Losses (nats, summed over tokens) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens:
@@ -159,17 +165,16 @@ class MicrobatchSource:
 
     async def _carry_through(self, sample: Sample) -> None:
         inputs, labels = inputs_and_labels(sample.windows)
+        drawn_at, waits = ambient.monotonic(), DeviceWaits()
         if self._downstream is None:
             await self._worker.loss(inputs, labels, draw=True)
-            self._in_flight.carried(0.0)
+            self._in_flight.carried(ambient.monotonic() - drawn_at, 0.0)
             return
         passage, drawn = ForwardContext(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
             outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)
-            sent_at = ambient.monotonic()
             trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
-            away = ambient.monotonic() - sent_at
             assert trained.gradient is not None
             await self._worker.backward(
                 passage,
@@ -178,11 +183,15 @@ class MicrobatchSource:
                 trained.tokens,
                 source=trained.peer,
                 chosen=trained.chosen,
+                waits=waits,
             )
-            self._in_flight.carried(away)
+            self._in_flight.carried(ambient.monotonic() - drawn_at, trained.waited + waits.seconds)
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise
+
+    def _missing(self) -> float:
+        return math.ceil(self._worker.tokens_missing / self._spec.microbatch_tokens)
 
     def _share(self) -> int:
         return self._spec.microbatches_a_step(self._worker.live_replicas)

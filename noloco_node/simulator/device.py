@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from noloco_node.training.compute_thread import CallOrder, Compute, Priority, attempt, settle
+from noloco_node.training.compute_thread import CallOrder, Compute, DeviceWaits, Priority, attempt, settle
 from noloco_node.training.fair_queue import OWN, QueueTurn
 
 T = TypeVar("T")
@@ -18,6 +18,8 @@ class _Call:
     priority: Priority
     work: Callable[[], Any]
     future: asyncio.Future[Any]
+    asked: float
+    waits: DeviceWaits | None
 
 
 class SimulatedDevice(Compute):
@@ -39,10 +41,12 @@ class SimulatedDevice(Compute):
         """See `Compute.waiting`."""
         return len(self._order)
 
-    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
+    async def run(
+        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+    ) -> T:
         """See `Compute.run`."""
         future: asyncio.Future[T] = self._loop.create_future()
-        self._order.put(priority, _Call(priority, work, future), turn)
+        self._order.put(priority, _Call(priority, work, future, self._loop.time(), waits), turn)
         if self._idle.is_set():
             self._idle.clear()
             self._loop.call_soon(self._next)
@@ -56,6 +60,8 @@ class SimulatedDevice(Compute):
         while len(self._order):
             call = self._order.take()
             if not call.future.cancelled():
+                if call.waits is not None:
+                    call.waits.seconds += self._loop.time() - call.asked
                 seconds = self._seconds(call.priority)
                 self._loop.call_later(seconds, self._finish, call, seconds)
                 return

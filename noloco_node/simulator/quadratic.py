@@ -29,7 +29,8 @@ from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.stage_worker import PlacedStage, outer_of
+from noloco_node.training.outer_state import outer_of
+from noloco_node.training.stage_worker import PlacedStage
 from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec

@@ -9,6 +9,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,14 @@ class Priority(IntEnum):
     FORWARD = 2
     DRAW = 3
     STOP = 4
+
+
+@dataclass(slots=True)
+class DeviceWaits:
+    """What calls have waited for."""
+
+    seconds: float = 0.0
+    """Until their turn came."""
 
 
 class Compute(ABC):
@@ -55,8 +64,11 @@ class Compute(ABC):
         """Calls that wait for their turn."""
 
     @abstractmethod
-    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
-        """Run `work` on the device; its result or exception comes back. Forwards go by their `turn`."""
+    async def run(
+        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+    ) -> T:
+        """Run `work` on the device; its result or exception comes back. Forwards go by their `turn`. What it waits is
+        added to `waits`."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -79,12 +91,21 @@ class ComputeThread(Compute):
         """See `Compute.waiting`."""
         return len(self._queue)
 
-    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
+    async def run(
+        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+    ) -> T:
         """See `Compute.run`. RuntimeError once it is closed."""
         if self._stopping:
             raise RuntimeError("the compute thread is closed")
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(priority, lambda: self._carry_out(priority, work, future), turn)
+        asked = ambient.monotonic()
+
+        def call() -> None:
+            if waits is not None:
+                waits.seconds += ambient.monotonic() - asked
+            self._carry_out(priority, work, future)
+
+        self._queue.put(priority, call, turn)
         return await future
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class HostCopies:
-    """What crosses. Belongs to the compute thread but for `bring`: it waits for the device nowhere else while it trains.
+    """What crosses. Belongs to the compute thread but for `bring`; it waits for the device nowhere else as it trains.
 
     A GPU's own queue is not asked before everything that a microbatch needs of it is in there: `to_host` is that one
     question.

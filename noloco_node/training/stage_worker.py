@@ -15,15 +15,13 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.router import Router
 from noloco_node.model.stage import Stage
-from noloco_node.outer.codec import CODECS
-from noloco_node.outer.replica import OuterReplica, Part, fragments_of
-from noloco_node.outer.update import OuterRule
+from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.training.compiled_stage import CompileBackend
-from noloco_node.training.compute_thread import Compute, Priority
+from noloco_node.training.compute_thread import Compute, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.outer_state import outer_of
 from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
 from noloco_node.training.stage_trainer import StageTrainer
@@ -122,24 +120,6 @@ async def place_stage(
         return PlacedStage(stage, trainer, outer_of(spec, trainer.master))
 
     return await thread.run(Priority.STEP, work)
-
-
-def outer_of(spec: RunSpec, master: Tensor) -> OuterReplica:
-    """The outer state of a stage that begins at these weights (flat, any device). UserError (CONFIG) as
-    `check_fragments`."""
-    outer = spec.outer
-    slow = master.to(device="cpu", dtype=torch.float32, copy=True)
-    check_fragments(spec, slow.numel())
-    replica = OuterReplica(
-        OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
-        slow,
-        codec=CODECS[outer.codec],
-        chunk_bytes=spec.limits.chunk_bytes,
-        fragments=outer.fragments,
-    )
-    if master.is_cuda:  # only what is never paged out crosses beside the computing
-        replica.snapshot = torch.empty_like(slow, pin_memory=True)
-    return replica
 
 
 class OnHost(Protocol):
@@ -245,6 +225,12 @@ class StageWorker:
         """See `Trainer.bounded`."""
         return self._trainer.bounded
 
+    @property
+    def tokens_missing(self) -> float:
+        """Until the next inner step is due."""
+        share = share_of_batch(self._spec.inner.global_batch_tokens, self.live_replicas)
+        return share - self._credit - self._trainer.tokens_accumulated
+
     def current_learning_rate(self) -> float:
         """The schedule at this replica's clock."""
         inner = self._spec.inner
@@ -257,12 +243,18 @@ class StageWorker:
         )
 
     async def forward(
-        self, inputs: Tensor, passage: ForwardContext, *, draw: bool = False, turn: QueueTurn = OWN
+        self,
+        inputs: Tensor,
+        passage: ForwardContext,
+        *,
+        draw: bool = False,
+        turn: QueueTurn = OWN,
+        waits: DeviceWaits | None = None,
     ) -> Tensor:
         """Activations for the next stage. `draw` marks a new microbatch of stage 0, which waits for all other work;
-        `turn` says on whose account others' goes."""
+        `turn` says on whose account others' goes, `waits` is told what it waits."""
         priority = Priority.DRAW if draw else Priority.FORWARD
-        return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage), turn)
+        return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage), turn, waits)
 
     async def backward(
         self,
@@ -273,16 +265,18 @@ class StageWorker:
         *,
         source: str = "",
         chosen: Sequence[int] = (),
+        waits: DeviceWaits | None = None,
     ) -> Tensor | None:
         """Gradient of the passage's inputs, from that of its outputs as the peer `source` gave it back, with how often
-        all stages `chosen` each expert; takes an inner step when this replica's share of the batch is reached."""
+        all stages `chosen` each expert; takes an inner step when this replica's share of the batch is reached. `waits`
+        as in `forward`."""
 
         def work() -> Tensor | None:
             result = self._trainer.backward(passage, gradient, loss_sum, tokens, source=source, chosen=chosen)
             self._count_gradient()
             return result
 
-        return await self._thread.run(Priority.BACKWARD, work)
+        return await self._thread.run(Priority.BACKWARD, work, OWN, waits)
 
     async def loss(
         self,
@@ -293,16 +287,17 @@ class StageWorker:
         source: str = "",
         turn: QueueTurn = OWN,
         chosen: Sequence[int] = (),
+        waits: DeviceWaits | None = None,
     ) -> LossResult:
         """Last stage: loss and gradient of the inputs that the peer `source` sent, with how often the stages before it
-        `chosen` each expert; takes an inner step when due."""
+        `chosen` each expert; takes an inner step when due. `waits` as in `forward`."""
 
         def work() -> LossResult:
             result = self._trainer.loss(inputs, labels, source=source, chosen=chosen)
             self._count_gradient()
             return result
 
-        return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work, turn)
+        return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work, turn, waits)
 
     async def evaluate(self, inputs: Tensor, positions: Tensor | None = None, turn: QueueTurn = OWN) -> Tensor:
         """Forward only; `positions` as a passage has them."""
@@ -486,15 +481,3 @@ class StageWorker:
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
         result = self._trainer.step(rate)
         self._on_inner_step(InnerReport(result, self.progress, rate, live))
-
-
-def check_fragments(spec: RunSpec, size: int) -> None:
-    """Raise UserError (CONFIG) where a stage of `size` weights cannot be cut into the run's fragments."""
-    try:
-        fragments_of(size, spec.outer.fragments)
-    except ValueError as error:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"run.outer.fragments is {spec.outer.fragments}, and a stage of this model is too small for it: {error}",
-            "lower run.outer.fragments, or cut the model into fewer stages",
-        ) from None

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from noloco_node.cli import main as cli
 from noloco_node.node import journey as node
-from noloco_node.training.compute_thread import ComputeThread, Priority
+from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 
 T = TypeVar("T")
@@ -26,7 +26,9 @@ OPERATION_SECONDS = "NOLOCO_CHAOS_OPERATION_SECONDS"
 class PacedThread(ComputeThread):
     """Works no faster than the environment says."""
 
-    async def run(self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN) -> T:
+    async def run(
+        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+    ) -> T:
         """See `ComputeThread.run`."""
         seconds = float(os.environ[OPERATION_SECONDS])
 
@@ -36,7 +38,7 @@ class PacedThread(ComputeThread):
             time.sleep(max(0.0, due - time.monotonic()))
             return result
 
-        return await super().run(priority, work if priority is Priority.STEP else paced, turn)
+        return await super().run(priority, work if priority is Priority.STEP else paced, turn, waits)
 
 
 def main() -> None:

@@ -16,8 +16,9 @@ from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of
 from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import StageWorker, outer_of
+from noloco_node.training.stage_worker import StageWorker
 from tests.worlds import micro_spec
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
+import itertools
 import random
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import median
+from typing import Any, Literal
 
 import pytest
 
-from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
-from noloco_node.pipeline.in_flight import InFlight, Rate, next_limit
+from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST, NodeSettings
+from noloco_node.config.run_spec import ActivationCodec
+from noloco_node.pipeline import in_flight
+from noloco_node.pipeline.in_flight import InFlight, Rate, holds_back, next_limit, of_use
+from noloco_node.pipeline.messages import Trained
+from noloco_node.pipeline.passing import PipelineServer
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.quadratic import Quadratic
+from noloco_node.simulator.world import World
+from noloco_node.training.compute_thread import Priority
+from tests.worlds import micro_spec
 
 
 @dataclass
@@ -21,62 +35,104 @@ class Station:
     free_at: float = 0.0
     busy: float = 0.0
 
-    def serve(self, now: float, rng: random.Random, jitter: float) -> float:
+    def serve(self, now: float, rng: random.Random, jitter: float) -> tuple[float, float]:
+        """When one that comes now is done, and for how long it waits before."""
         taken = self.seconds * rng.uniform(1.0 - jitter, 1.0 + jitter)
-        self.free_at = max(self.free_at, now) + taken
+        begins = max(self.free_at, now)
+        self.free_at = begins + taken
         self.busy += taken
-        return self.free_at
+        return self.free_at, begins - now
+
+
+@dataclass
+class Origin:
+    """One of those that send to the next stage: its device, and who of its own draws."""
+
+    device: Station
+    in_flight: InFlight
+    idle: list[int] = field(default_factory=list[int])
+    under_way: int = 0
+    own_step: int = 0
+    """Gradients of the weights that they changed."""
+    trained: int = 0
 
 
 @dataclass
 class Way:
-    """An origin's device, a round trip, and the device of the next stage: forward here, there and back, backward here.
+    """Origins' devices, a round trip, and the next stage's one device: forward here, there and back, backward here.
 
-    `until` ends with the share of the time that the origin's device has worked since `settled`."""
+    `until` ends with the share of the time that the first origin's device and the next stage's have worked since
+    `settled`."""
 
     own: float
     other: float
     round_trip: float
     share: int = 100
     jitter: float = 0.1
+    setting: int | Literal["auto"] = "auto"
+    count: int = 1
     now: float = 0.0
-    device: Station = field(init=False)
+    origins: list[Origin] = field(default_factory=list[Origin])
 
     def __post_init__(self) -> None:
-        self.device, self.next = Station(self.own / 2), Station(self.other)
-        self.in_flight = InFlight("auto", lambda: self.share, lambda: self.device.busy, lambda: self.now)
+        self.next = Station(self.other)
         self.rng = random.Random(1)
+        for number in range(self.count):
+            flight = InFlight(self.setting, lambda: self.share, partial(self.missing, number), lambda: self.now)
+            self.origins.append(Origin(Station(self.own / 2), flight))
+
+    def missing(self, number: int) -> int:
+        """Microbatches until the next step of an origin."""
+        return self.share - self.origins[number].trained % self.share
+
+    @property
+    def limit(self) -> int:
+        """Of the first origin."""
+        return self.origins[0].in_flight.limit
 
     def until(self, end: float, settled: float) -> tuple[float, float]:
-        """Share of the time that the origin's device and the next stage's work between `settled` and `end`."""
-        events: list[tuple[float, int, str, float]] = []
-        waiting = deque(range(self.in_flight.most))
+        events: list[tuple[float, int, str, int, int, float, float, int]] = []
+        order = itertools.count()
         marks: tuple[float, float] | None = None
 
-        def draw() -> None:
-            for number in [n for n in waiting if self.in_flight.open_to(n)]:
-                waiting.remove(number)
-                heapq.heappush(events, (self.device.serve(self.now, self.rng, self.jitter), number, "sent", 0.0))
+        def put(at: float, what: str, *told: Any) -> None:
+            heapq.heappush(events, (at, next(order), what, *told))
 
-        draw()
+        def draw(number: int) -> None:
+            origin = self.origins[number]
+            for slot in sorted(origin.idle):
+                if origin.in_flight.open_to(slot, origin.under_way):
+                    origin.idle.remove(slot)
+                    origin.under_way += 1
+                    done, _ = origin.device.serve(self.now, self.rng, self.jitter)
+                    put(done, "sent", number, slot, self.now, 0.0, origin.trained // self.share)
+
+        for number, origin in enumerate(self.origins):
+            origin.idle, origin.under_way = list(range(origin.in_flight.most)), 0
+            draw(number)
         while events and self.now < end:
-            self.now, number, what, sent_at = heapq.heappop(events)
+            self.now, _, what, number, slot, drawn_at, waited, step = heapq.heappop(events)
+            origin = self.origins[number]
             if marks is None and self.now >= settled:
-                marks = self.device.busy, self.next.busy
+                marks = self.origins[0].device.busy, self.next.busy
+                for each in self.origins:
+                    each.own_step = 0
             if what == "sent":
-                there = self.next.serve(self.now + self.round_trip / 2, self.rng, self.jitter)
-                heapq.heappush(events, (there + self.round_trip / 2, number, "back", self.now))
+                there, wait = self.next.serve(self.now + self.round_trip / 2, self.rng, self.jitter)
+                put(there + self.round_trip / 2, "back", number, slot, drawn_at, wait, step)
             elif what == "back":
-                away = self.now - sent_at
-                done = self.device.serve(self.now, self.rng, self.jitter)
-                heapq.heappush(events, (done, number, "done", away))
+                done, wait = origin.device.serve(self.now, self.rng, self.jitter)
+                put(done, "done", number, slot, drawn_at, waited + wait, step)
             else:
-                self.in_flight.carried(sent_at)
-                waiting.append(number)
-                draw()
+                origin.own_step += step == origin.trained // self.share
+                origin.trained += 1
+                origin.under_way -= 1
+                origin.idle.append(slot)
+                origin.in_flight.carried(self.now - drawn_at, waited)
+                draw(number)
         assert marks is not None
         passed = self.now - settled
-        return (self.device.busy - marks[0]) / passed, (self.next.busy - marks[1]) / passed
+        return (self.origins[0].device.busy - marks[0]) / passed, (self.next.busy - marks[1]) / passed
 
 
 @pytest.mark.parametrize(
@@ -90,58 +146,151 @@ def test_the_slower_device_works_nearly_always_and_no_more_are_under_way_than_th
     worked = max(way.until(2000 * max(own, other), 1000 * max(own, other)))
     bound = (own + other + round_trip) / max(own, other)
     assert worked >= AUTO_AIM - 0.05
-    assert way.in_flight.limit <= bound + 1.5
+    assert way.limit <= bound + 2.0
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_origins_that_share_a_device_do_not_fill_it_with_what_only_waits(count: int) -> None:
+    """Each alone would win by every one more, at the cost of the others, until all keep as many as they may."""
+    way = Way(0.1, 0.4, 0.1, count=count)
+    _, worked = way.until(2000.0, 1000.0)
+    assert worked >= 0.98
+    assert max(origin.in_flight.limit for origin in way.origins) <= 4
+    trained = [origin.trained for origin in way.origins]
+    assert min(trained) >= 0.6 * max(trained)
+
+
+def test_what_would_only_wait_is_drawn_with_the_next_steps_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More gradients land in the step that they were drawn for, and the device that limits works as much."""
+    held = Way(0.1, 0.4, 0.1, share=12, setting=6)
+    _, worked = held.until(1000.0, 200.0)
+    monkeypatch.setattr(in_flight, "holds_back", lambda *_: False)
+    free = Way(0.1, 0.4, 0.1, share=12, setting=6)
+    _, worked_before = free.until(1000.0, 200.0)
+    assert held.origins[0].own_step >= 1.25 * free.origins[0].own_step
+    assert worked >= 0.99 * worked_before
+
+
+def test_nothing_is_held_back_that_the_next_step_needs_or_that_would_come_back_later_for_it() -> None:
+    assert holds_back(1, 3, 0.5)
+    assert not holds_back(2, 3, 0.5), "it would be back later"
+    assert not holds_back(3, 2, 1.0), "the step needs it"
+    assert not holds_back(0, 2, 1.0), "the step is being taken"
+    assert not holds_back(1, 0, 1.0), "nobody would wake it"
+    assert not holds_back(1, 1, 0.0)
 
 
 def test_no_more_are_under_way_than_a_step_of_this_replica_has() -> None:
     way = Way(0.1, 0.1, 1.0, share=3)
     way.until(300.0, 10.0)
-    assert way.in_flight.limit == 3
+    assert way.limit == 3
     way.share = 1
-    assert way.in_flight.limit == 1
-    assert not way.in_flight.open_to(1)
+    assert way.limit == 1
+    assert not way.origins[0].in_flight.open_to(1, 1)
 
 
 def test_a_link_that_grows_slower_gets_more_and_one_that_grows_quicker_fewer() -> None:
     way = Way(0.2, 0.1, 0.05)
     way.until(100.0, 10.0)
-    few = way.in_flight.limit
+    few = way.limit
     way.round_trip = 0.6
     way.until(300.0, 110.0)
-    many = way.in_flight.limit
+    many = way.limit
     way.round_trip = 0.05
     way.until(700.0, 310.0)
     assert few <= 3 < many
-    assert way.in_flight.limit <= 3
+    assert way.limit <= 3
 
 
 def test_a_number_that_is_set_is_kept_to() -> None:
-    fixed = InFlight(5, lambda: 1, lambda: 0.0, lambda: 0.0)
+    fixed = InFlight(5, lambda: 1, lambda: 9, lambda: 0.0)
     for _ in range(100):
-        fixed.carried(10.0)
+        fixed.carried(10.0, 9.0)
     assert (fixed.limit, fixed.most) == (5, 5)
-    assert [fixed.open_to(number) for number in (4, 5)] == [True, False]
+    assert [fixed.open_to(number, number) for number in (4, 5)] == [True, False]
 
 
-def test_the_limit_stays_within_its_bounds_whatever_is_measured() -> None:
-    assert next_limit({}, 1, 5) == 5
-    assert next_limit({3: Rate(1.0, 1)}, 1, 1) == 1
-    endless = InFlight("auto", lambda: 1000, lambda: 0.0, lambda: 0.0)
+@pytest.mark.parametrize(("seconds", "waited"), [(1e9, 0.0), (1e9, 1e12), (0.0, 0.0)])
+def test_the_limit_stays_within_its_bounds_whatever_is_measured(seconds: float, waited: float) -> None:
+    endless = InFlight("auto", lambda: 1000, lambda: 1000, lambda: 0.0)
     for _ in range(100):
-        endless.carried(1e9)
+        endless.carried(seconds, waited)
     assert 1 <= endless.limit <= AUTO_MOST
 
 
 def test_the_least_number_that_brings_enough_is_kept_and_its_neighbours_are_tried_now_and_then() -> None:
-    rates = {2: Rate(1.0, 1), 3: Rate(1.5, 2), 4: Rate(1.52, 3)}
-    assert next_limit(rates, 4, 8) == 3
-    assert next_limit(rates | {2: Rate(1.0, -100)}, 4, 8) == 2
-    assert next_limit(rates | {4: Rate(1.52, -100)}, 4, 8) == 4
-    assert next_limit(rates | {4: Rate(1.52, -100)}, 4, 3) == 3
+    rates = {2: Rate(1.0, 101), 3: Rate(1.5, 102), 4: Rate(1.52, 103)}
+    assert next_limit({}, 1, 5) == 5
+    assert next_limit(rates, 104, 8) == 3
+    assert next_limit(rates | {2: Rate(1.0, 60)}, 104, 8) == 2
+    assert next_limit(rates | {4: Rate(1.52, 60)}, 104, 8) == 4
+    assert next_limit(rates | {4: Rate(1.52, 60)}, 104, 3) == 3
+    assert next_limit({3: Rate(1.0, 1)}, 1, 1) == 1
+
+
+def test_what_was_seen_when_all_began_is_not_believed_for_long() -> None:
+    rates = {2: Rate(1.0, 1), 3: Rate(1.5, 3), 4: Rate(1.5, 3)}
+    assert next_limit(rates, 2, 8) == 3
+    assert next_limit(rates, 3, 8) == 2
+
+
+def test_who_waits_at_devices_takes_no_more_places() -> None:
+    assert [of_use(3, waiting) for waiting in (0.9, 1.0, 2.0, 2.1)] == [4, 3, 3, 2]
+    assert of_use(1, 2.1) == 1
 
 
 def test_at_the_end_nobody_waits_for_a_place() -> None:
-    auto = InFlight("auto", lambda: 1, lambda: 0.0, lambda: 0.0)
-    assert not auto.open_to(7)
+    auto = InFlight("auto", lambda: 1, lambda: 1, lambda: 0.0)
+    assert not auto.open_to(7, 1)
     auto.release()
-    assert auto.open_to(7)
+    assert auto.open_to(7, 1)
+
+
+SLOW = 0.3
+
+
+async def waits_of(layout: Sequence[int], in_flight: int, claim: float | None) -> list[tuple[float, float]]:
+    """Seconds of each microbatch of a swarm with a slow last stage, and for how many of them it waited for devices. Its
+    last stage `claim`s so many where that is not None."""
+    seen: list[tuple[float, float]] = []
+    carried, answer = InFlight.carried, PipelineServer.answer
+    spec = micro_spec(stages=max(layout) + 1, steps=100000, microbatches_a_step=8)
+
+    async def lying(self: PipelineServer, trained: Trained, codec: ActivationCodec, began: float) -> Any:
+        assert claim is not None
+        return await answer(self, replace(trained, waited=claim), codec, began)
+
+    def noted(self: InFlight, seconds: float, waited: float) -> None:
+        seen.append((seconds, waited))
+        carried(self, seconds, waited)
+
+    def device(number: int) -> Callable[[Priority], float]:
+        operation = SLOW if layout[number] == max(layout) else SLOW / 10
+        return lambda work: 0.001 if work is Priority.STEP else operation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlight, "carried", noted)
+        if claim is not None:
+            patch.setattr(PipelineServer, "answer", lying)
+        settings = NodeSettings(in_flight=in_flight)
+        async with World(spec, settings, learning=Quadratic(1), device=device, seed=1) as swarm:
+            for stage in layout:
+                swarm.start(stage)
+            await asyncio.sleep(15.0)
+    return seen
+
+
+@pytest.mark.parametrize("layout", [(0, 1), (0, 1, 2)])
+def test_an_origin_is_told_for_how_long_its_microbatches_wait_for_devices_further_on(layout: Sequence[int]) -> None:
+    alone = in_virtual_time(lambda: waits_of(layout, 1, None), seed=1)
+    many = in_virtual_time(lambda: waits_of(layout, 4, None), seed=1)
+    quiet, nothing = (median(each) for each in zip(*alone, strict=True))
+    seconds, waited = (median(each) for each in zip(*many, strict=True))
+    assert nothing < 0.1 * SLOW < SLOW < waited
+    assert waited == pytest.approx(seconds - quiet, rel=0.1)
+
+
+def test_nobody_is_believed_to_have_waited_for_longer_than_its_answer_took() -> None:
+    seen = in_virtual_time(lambda: waits_of((0, 1), 1, 1e6), seed=1)
+    assert len(seen) > 10
+    assert all(waited <= seconds for seconds, waited in seen)

@@ -10,8 +10,9 @@ import torch
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import InnerReport, StageWorker, outer_of
+from noloco_node.training.stage_worker import InnerReport, StageWorker
 
 
 def make_trainer(spec: RunSpec, stage: int) -> StageTrainer:
