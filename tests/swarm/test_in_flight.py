@@ -17,7 +17,7 @@ import pytest
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST, NodeSettings
 from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.pipeline import in_flight
-from noloco_node.pipeline.in_flight import InFlight, Rate, holds_back, next_limit, of_use
+from noloco_node.pipeline.in_flight import MOST_WAITING, InFlight, Rate, holds_back, next_limit, of_use
 from noloco_node.pipeline.messages import Trained
 from noloco_node.pipeline.passing import PipelineServer
 from noloco_node.simulator.loop import in_virtual_time
@@ -146,7 +146,7 @@ def test_the_slower_device_works_nearly_always_and_no_more_are_under_way_than_th
     worked = max(way.until(2000 * max(own, other), 1000 * max(own, other)))
     bound = (own + other + round_trip) / max(own, other)
     assert worked >= AUTO_AIM - 0.05
-    assert way.limit <= bound + 2.0
+    assert way.limit <= bound + MOST_WAITING
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -235,8 +235,8 @@ def test_what_was_seen_when_all_began_is_not_believed_for_long() -> None:
 
 
 def test_who_waits_at_devices_takes_no_more_places() -> None:
-    assert [of_use(3, waiting) for waiting in (0.9, 1.0, 2.0, 2.1)] == [4, 3, 3, 2]
-    assert of_use(1, 2.1) == 1
+    assert [of_use(4, waiting) for waiting in (1.9, 2.0, 3.0, 3.1)] == [5, 4, 4, 3]
+    assert of_use(1, 3.1) == 1
 
 
 def test_at_the_end_nobody_waits_for_a_place() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
-from noloco_node.training.compute_thread import ComputeThread, Priority
+from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from tests.support import eventually
 
 
@@ -81,6 +82,19 @@ async def test_a_call_cancelled_after_it_began_runs_to_its_end() -> None:
     release.set()
     await thread.close()
     assert done == ["whole"]
+
+
+async def test_a_call_says_how_long_it_waited_for_its_turn() -> None:
+    """And not what it took."""
+    waits, at_once = DeviceWaits(), DeviceWaits()
+    async with busy_thread() as (thread, release):
+        waiting = asyncio.create_task(thread.run(Priority.FORWARD, lambda: time.sleep(0.5), waits=waits))
+        await asyncio.sleep(0.1)
+        release.set()
+        await waiting
+        await thread.run(Priority.FORWARD, lambda: time.sleep(0.5), waits=at_once)
+    assert waits.seconds >= 0.1
+    assert at_once.seconds < 0.4
 
 
 async def test_an_exception_comes_back_to_its_caller_and_the_thread_lives_on() -> None:
