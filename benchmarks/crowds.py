@@ -3,8 +3,8 @@
     python -m benchmarks.crowds docs/results/scale
 
 Looks in the folder's own folders: `directory` and `before` (what the directory costs by size, by buckets and where
-everybody is seen), `training` (figures by size), `deaths`, `flash`, `cut` (what befalls a crowd, by time). Writes
-`table.md`, `directory.png` and `events.png` beside them.
+everybody is seen), `training` and `training-10000` (figures by size), `deaths`, `flash`, `cut` (what befalls a crowd,
+by time). Writes `table.md`, `directory.png` and `events.png` beside them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def training_table(folder: Path) -> list[str]:
         "| a newcomer serves after | CPU s | MiB |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for size in sizes_of(folder / "training"):
+    for size in [*sizes_of(folder / "training"), *sizes_of(folder / "training-10000")]:
         f = size["figures"]
         joined = "-" if f["joined_after"] is None else f"{f['joined_after']:.0f} s"
         lines.append(

@@ -312,6 +312,10 @@ class BucketDirectory(_Records):
         root = ~above | self._root_turn(who, before)
         self.note_read(0, stage[root])
         levels.look_behind(who[root], behind[stage[root]])
+        # who is at level 0 and looks at a bucket of another level has read level 0 as well
+        besides = ~above & (levels.candidate[who] != NONE)
+        nowhere = np.zeros(int(besides.sum()), np.int64)
+        levels.took(who[besides], nowhere, nowhere, np.minimum(self.counts(0)[stage[besides]], MOST_RECORDS))
         hurried = (self._drawn_here[ahead, who] < SETTLED) | (levels.candidate[who] != NONE)
         hurried |= (self._held[ahead, who] == NONE).any(1)
         draws = ~above | hurried | (now - self._drawn_at[ahead, who] >= SAMPLED_AGAIN * self.life)

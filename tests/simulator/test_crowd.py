@@ -148,6 +148,15 @@ def test_counts_are_right_in_either_view(view: str) -> None:
     assert 400 < crowd.directory.replicas(3) < 800
 
 
+def test_a_stage_that_all_begin_at_once_comes_to_its_level() -> None:
+    """Where what lies at level 0 speaks of a level that nobody writes at yet: they are counted meanwhile."""
+    work = {"stages": 4, "state_bytes": 1}
+    for many in (500, 1000):
+        crowd = Crowd(settings(nodes=[many], work=work, devices={"forward_seconds": 1e6}), many)
+        crowd.agenda.run(1200.0)
+        assert crowd.directory.error < 0.12
+
+
 @pytest.mark.parametrize("view", ["everybody", "buckets"])
 def test_at_the_start_everybody_is_seen(view: str) -> None:
     """Who begins beside others sends to all of them, and renewals come each at a time of its own."""
