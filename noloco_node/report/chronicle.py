@@ -74,6 +74,8 @@ class Chronicle:
     def __init__(self, name: str) -> None:
         self.history = NodeHistory(name)
         self.lives: list[Life] = []
+        self._between = False
+        """Whether the last process has ended, or may have: one that begins tells what it does before it is up."""
         self.aborted: Counter[str] = Counter()
         """Outer steps that came to nothing, by the reason without its figures."""
         self.counts: Counter[str] = Counter()
@@ -106,8 +108,11 @@ class Chronicle:
         if isinstance(event, NodeStarted):
             self._begin(event)
         self.history.observe(event)
-        if self.lives:
+        if isinstance(event, NodeMoved | Account) or (isinstance(event, Doing) and event.what == "joining"):
+            self._between = isinstance(event, Doing)
+        if self.lives and not self._between:
             self.lives[-1].last = max(self.lives[-1].last, event.time)
+        self._between = self._between or isinstance(event, NodeStopped)
         self._meter.observe(event)
         self._note(event)
 
@@ -116,6 +121,7 @@ class Chronicle:
             self._say(self.lives[-1].last, "death", "gone without a last word")
             self.counts["ended without a last word"] += 1
         self.lives.append(Life(event.time, event.time))
+        self._between = False
         self.versions.add(event.version)
         self._per_stage = []
         self._say(event.time, "start", f"up at stage {event.stage}, its state from: {event.origin}")

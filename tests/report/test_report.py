@@ -300,6 +300,18 @@ def test_the_time_between_two_processes_is_nobodys() -> None:
     assert told.spent.doing == {"training": 40.0, "joining": 5.0}
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_life_ends_where_its_process_did(killed: bool) -> None:
+    """What the next process tells before it is up, a quarter of an hour later, is no part of it."""
+    begun = made.started("s0-r0").model_copy(update={"time": 1000.0})
+    end = made.stopped("s0-r0").model_copy(update={"time": 1020.0})
+    coming = Doing(what="joining", detail="looking for the nodes of the run", since=1900.0, time=1900.0)
+    again = begun.model_copy(update={"time": 1910.0})
+    told = Chronicle.of("s0-r0", [begun, made.account(time=1020.0), *(() if killed else (end,)), coming, again])
+    assert [(life.began, life.last) for life in told.lives] == [(1000.0, 1020.0), (1910.0, 1910.0)]
+    assert [(m.kind, m.time) for m in told.moments][1] == ("death" if killed else "end", 1020.0)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0"), (2.5, "2.5"), (250_000.0, "250k"), (1.5e6, "1.5M"), (4e-7, "4e-7"), (-3.0, "-3"), (9000.0, "9000")],
