@@ -25,7 +25,7 @@ NEAR_TARGET = 0.9
 rest, from where they may: but not before `HALF_WAY`."""
 HALF_WAY = 0.5
 LATE_GRACES = 5
-"""Grace times without work for a node whose origins disagree whether the run is over."""
+"""Grace times without work for a node whose origins disagree whether the run is over, or that the others have left."""
 ORPHAN_GRACES = 15
 """Grace times without work after which a node gives up, far from the end or left by its origins."""
 HELD_UP_GRACES = 180
@@ -69,6 +69,9 @@ class Sight:
     """The clock of an origin that counts moves."""
     held_up: bool
     """A stage has no replica."""
+    deserted: bool
+    """A stage has no replica, and since it has none a node that counts, of whatever stage, has left as at the run's
+    end."""
     ended: bool
     """Of the origins that count none trains any more, as far as their clocks tell, and most have finished and
     say themselves that they are near the target: what a replica has to go by that got no work of late."""
@@ -79,15 +82,16 @@ def verdict(sight: Sight, grace: float) -> RunVerdict:
 
     While it trains the run goes on, whatever anybody says, unless most origins have finished for long. Near the target
     it is over at once where every origin that counts has finished, after a grace where none trains any more, and after
-    some where they disagree and nothing is trained here. That none trains says nothing before the last tenth, unless
-    one of them has finished: in a short run those that die half-way end it for nobody. Far from the target, as far as
-    this replica can tell by itself, the word of one origin ends nothing: it is over after a grace without work where
-    they have all come to their end.
+    some where nothing is trained here and they disagree, or others have left and a stage is empty. That none trains
+    says nothing before the last tenth, unless one of them has finished: in a short run those that die half-way end it
+    for nobody. Far from the target, as far as this replica can tell by itself, the word of one origin ends nothing: it
+    is over after a grace without work where they have all come to their end.
     """
-    said = sight.finished and not sight.vanished
-    if comes_to_its_end(sight) and not sight.training and (said or sight.idle > grace):
+    at_once = sight.finished and not sight.vanished
+    if comes_to_its_end(sight) and not sight.training and (at_once or sight.idle > grace):
         return RunVerdict.OVER
-    if sight.near and ((sight.finished and sight.idle > LATE_GRACES * grace) or sight.outvoted > LATE_GRACES * grace):
+    said = sight.finished or sight.deserted
+    if sight.near and ((said and sight.idle > LATE_GRACES * grace) or sight.outvoted > LATE_GRACES * grace):
         return RunVerdict.OVER
     if sight.ended and sight.idle > grace:
         return RunVerdict.OVER
@@ -159,6 +163,8 @@ class EndOfRun:
         self._idle_since = self._looked = now()
         self._known: dict[PeerId, _Known] = {}
         self._outvoted_since: float | None = None
+        self._deserted = False
+        """Kept while the stage is empty: records of those that have left are soon forgotten."""
         self.copied = False
         """It came to a run that was under way, and took a stage peer's state."""
 
@@ -196,7 +202,8 @@ class EndOfRun:
         state = self._membership.state if self._membership.stage == 0 else PeerState.GONE
         trains = [peer for peer, known in self._known.items() if known.word is PeerState.TRAINING]
         rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
-        furthest = self._furthest_clock()
+        furthest, held_up = self._furthest_clock(), self._held_up()
+        self._deserted = held_up and (self._deserted or self._somebody_has_left_as_at_the_end())
         return Sight(
             near=furthest > near_from(self._target, self._max_lag),
             close=furthest > NEAR_TARGET * self._target,
@@ -207,7 +214,8 @@ class EndOfRun:
             vanished=state is not PeerState.FINISHING and any(peer not in records for peer in trains),
             outvoted=0.0 if self._outvoted_since is None else now - self._outvoted_since,
             moving=self._origins is not None and now - rose_at <= LATE_GRACES * self._grace,
-            held_up=self._held_up(),
+            held_up=held_up,
+            deserted=self._deserted,
             ended=self._have_ended(now),
         )
 
@@ -225,6 +233,12 @@ class EndOfRun:
         trains = any(known.word is PeerState.TRAINING for known in heard.values())
         ended = {p: known.word is PeerState.FINISHING and known.clock > near for p, known in heard.items()}
         return self._origins is not None and not trains and self._is_true_of_most(ended)
+
+    def _somebody_has_left_as_at_the_end(self) -> bool:
+        """Of the nodes worked with, whatever their stage; where none is seen, of those that once answered."""
+        records = {PeerId(record.peer_id): record.finished for record in self._membership.others(*PeerState)}
+        worked = {peer: finished for peer, finished in records.items() if self._acquaintances.has_worked(peer)}
+        return any((worked or {p: f for p, f in records.items() if self._acquaintances.met(p)}).values())
 
     def _furthest_clock(self) -> float:
         seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None

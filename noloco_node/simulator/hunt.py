@@ -218,6 +218,7 @@ def _told(
         struck=frozenset(strikes.dead | strikes.liars | strikes.twins),
         max_lag=spec.max_lag_tokens,
         lost_stage=strikes.lost_stage,
+        retraced=strikes.retraced,
         hostile=bool(kinds & {"liar", "twin"}),
         lossy=bool(kinds & ENDS_NODES),
         complaints=complaints,

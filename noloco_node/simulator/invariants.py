@@ -54,6 +54,9 @@ class Run:
     """Tokens by which the clocks of two stages may differ, twice."""
     lost_stage: bool = False
     """A stage has lost all of its replicas, and begins again from what is left of it, or from the seed."""
+    retraced: bool = False
+    """An origin came back from its checkpoint, which may be behind the others by all of the lag that is allowed: what
+    was trained since is trained again."""
     hostile: bool = False
     """A node lied, or two nodes had one identity."""
     lossy: bool = False
@@ -124,9 +127,9 @@ def _somebody_trains_to_the_end(run: Run) -> Iterator[str]:
 
 def _no_clock_runs_past(run: Run) -> Iterator[str]:
     """Later stages' clocks are tied to that of stage 0 within half of the lag that is allowed; within the whole where
-    more train than are counted, as two with one identity do. Where stage 0 begins again it is behind theirs, which go
-    half as fast at the slowest."""
-    tied = run.max_lag if run.hostile else run.max_lag / 2
+    more train than are counted, as two with one identity do. Where stage 0 begins again, or origins come back to it
+    from checkpoints, it is behind theirs, which go half as fast at the slowest."""
+    tied = run.max_lag if run.hostile or run.retraced else run.max_lag / 2
     tied += run.target / 2 if run.lost_stage else 0.0
     for node in run.survivors:
         if node.clock - run.target > (run.round_tokens if node.stage == 0 else tied):

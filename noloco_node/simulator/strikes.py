@@ -55,6 +55,8 @@ class Strikes:
     """Nodes that share an identity."""
     lost_stage: bool = False
     """A stage has lost all of its replicas."""
+    retraced: bool = False
+    """A node of stage 0 has come back from its checkpoint."""
     _apart: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     _still: Counter[int] = field(default_factory=Counter[int])
     _slow: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
@@ -165,6 +167,7 @@ class Strikes:
         if node.condition == "running":  # it is leaving still
             asyncio.get_running_loop().call_later(1.0, self._start_again, node)
         elif self.world.running:
+            self.retraced |= node.stage == 0
             self.world.start(node.stage, twin_of=node)
 
     def _set_full(self, node: StayingNode, full: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.simulator.faults import Death, Liar, Schedule
+from noloco_node.simulator.faults import Crash, Death, Liar, LostMessages, LostStage, Relocate, Schedule
 from noloco_node.simulator.hunt import carry_out
 
 
@@ -26,4 +26,27 @@ def test_origins_that_die_before_the_last_tenth_end_no_short_run(silent: bool) -
     deaths = tuple(Death(at=0.75, node=node, silent=silent) for node in (0, 1))
     outcome = carry_out(Schedule(seed=0, replicas=(2, 3), faults=deaths))
     assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
+
+
+def test_who_came_late_to_its_stage_waits_no_hour_for_origins_that_are_gone() -> None:
+    """The only origin left moved to the last stage at 0.94 of the target. The others had seen its clock and left; it
+    had seen none at its new stage, stood at 0.88, and waited an hour for stage 0 until it failed (seed 1022)."""
+    faults = (LostStage(at=0.167, stage=0), Relocate(at=0.938, node=3, stage=2))
+    outcome = carry_out(Schedule(seed=1022, replicas=(3, 3, 2), faults=faults))
+    assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
+    assert outcome.seconds < 600.0
+
+
+def test_origins_that_come_back_from_old_checkpoints_take_later_stages_past_the_target_within_the_lag() -> None:
+    """Two of three origins die late and come back 0.18 and 0.44 of the target behind; later stages, which go half as
+    fast meanwhile, end at 1.25 to 1.31 of it (seed 1015)."""
+    faults = (
+        LostMessages(at=0.193, node=5, what="answer", calls=17),
+        Crash(at=0.791, node=2, back_after=37.85),
+        Crash(at=1.0, node=1, back_after=0.46),
+    )
+    outcome = carry_out(Schedule(seed=1015, replicas=(3, 2, 2), faults=faults))
+    assert outcome.fired == (True, True, True)
     assert outcome.breaches == ()

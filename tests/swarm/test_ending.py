@@ -44,6 +44,7 @@ AT_WORK = Sight(
     outvoted=0.0,
     moving=False,
     held_up=False,
+    deserted=False,
     ended=False,
 )
 
@@ -65,6 +66,9 @@ AT_WORK = Sight(
         ({"idle": ORPHAN_GRACES + 1, "moving": True}, ON),
         ({"idle": ORPHAN_GRACES + 1, "held_up": True}, ON),
         ({"idle": HELD_UP_GRACES + 1, "held_up": True, "moving": True}, STALLED),
+        ({"close": False, "held_up": True, "deserted": True, "training": False, "idle": LATE_GRACES - 1}, ON),
+        ({"close": False, "held_up": True, "deserted": True, "training": False, "idle": LATE_GRACES + 1}, OVER),
+        ({"near": False, "held_up": True, "deserted": True, "idle": LATE_GRACES + 1}, ON),
         ({"close": False, "training": False, "vanished": True, "idle": 2}, ON),
         ({"close": False, "training": False, "idle": ORPHAN_GRACES + 1}, STALLED),
         ({"close": False, "training": False, "finished": True, "vanished": True, "idle": 2}, OVER),
@@ -105,7 +109,7 @@ class Time:
 class Swarm:
     """Origins A, B and C of stage 0, and a node of stage 1 or 0 that looks at them; time stands still."""
 
-    def __init__(self, *, stage: int = 1, clock: float = TARGET) -> None:
+    def __init__(self, *, stage: int = 1, clock: float = TARGET, max_lag: float = 0.0) -> None:
         self.time, self.clock, self.trained = Time(), clock, 0.0
         self.hub = MemoryDirectoryHub(2, self.time)
         self.origins = {name: self.member(name, 0) for name in (A, B, C)}
@@ -123,7 +127,7 @@ class Swarm:
             last_trained=lambda: self.trained,
             held_up=lambda: self.held_up,
             target=TARGET,
-            max_lag=0.0,
+            max_lag=max_lag,
             grace=GRACE,
             now=self.time,
         )
@@ -322,6 +326,35 @@ async def test_an_origin_that_is_cut_off_ends_when_others_have_finished_and_comp
             await swarm.say(A, *FINISHED)
         assert await swarm.verdict(LATE_GRACES - 1) is ON
         assert await swarm.verdict(ORPHAN_GRACES) is found
+
+
+@pytest.mark.parametrize(
+    ("clock", "course", "worked", "found"),
+    [
+        (0.6 * TARGET, FINISHED, True, OVER),
+        (0.6 * TARGET, STOPPED, True, ON),
+        (0.6 * TARGET, FINISHED, False, ON),
+        (0.3 * TARGET, FINISHED, True, ON),
+    ],
+)
+async def test_who_is_left_behind_by_others_at_the_runs_end_waits_some_graces_for_a_lost_stage(
+    clock: float, course: tuple[PeerState, ...], worked: bool, found: RunVerdict
+) -> None:
+    """It came to its stage late, and its own clock has not told it how far the origins were before they died. Only
+    those count with which it has worked, and their records are forgotten before its time is over."""
+    swarm = Swarm(clock=clock, max_lag=TARGET)
+    swarm.acquaintances.worked(B)
+    await swarm.say(B, PeerState.TRAINING)
+    other = swarm.member(PeerId("leaver-llll"), 1)
+    swarm.acquaintances.answered(PeerId("leaver-llll"))
+    if worked:
+        swarm.acquaintances.worked(PeerId("leaver-llll"))
+    swarm.trained, swarm.held_up = swarm.time(), True
+    for state in course:
+        await other.announce(state)
+    assert await swarm.verdict(LATE_GRACES - 1) is ON
+    swarm.hub.rows[1].pop(PeerId("leaver-llll"))
+    assert await swarm.verdict(2) is found
 
 
 async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:
