@@ -48,13 +48,13 @@ test: style
 	@$(MAKE) --no-print-directory -j4 types test-daemons test-swarm test-the-rest
 
 test-daemons: $(STAMP)
-	$(BIN)/pytest tests/daemons
+	$(BIN)/pytest tests/daemons tests/hunt
 
 test-swarm: $(STAMP)
 	$(BIN)/pytest tests/swarm
 
 test-the-rest: $(STAMP)
-	$(BIN)/pytest --ignore=tests/daemons --ignore=tests/swarm
+	$(BIN)/pytest --ignore=tests/daemons --ignore=tests/hunt --ignore=tests/swarm
 
 # All examples of the fuzzers, whole runs at full length, every process spawned.
 test-long: export NOLOCO_TESTS_LONG := 1
@@ -63,7 +63,7 @@ test-long: test
 
 # One third after the other on a machine that does nothing else: what is over its budget (tests/budgets.py).
 test-durations: $(STAMP)
-	@for folders in tests/daemons tests/swarm "--ignore=tests/daemons --ignore=tests/swarm"; \
+	@for folders in "tests/daemons tests/hunt" tests/swarm "--ignore=tests/daemons --ignore=tests/hunt --ignore=tests/swarm"; \
 	  do $(BIN)/pytest --judge-budgets $$folders || failed=1; done; test -z "$$failed"
 
 proof: $(STAMP)

@@ -51,7 +51,7 @@ async def test_a_link_is_as_slow_as_its_shape(shape: Shape, size: int, at_least:
         clear = await _round_trip(proxy.port, size)
         assert clear < at_least
         proxy.shape = shape
-        assert await _round_trip(proxy.port, size) >= at_least
+        assert await _round_trip(proxy.port, size) >= at_least - 0.01  # a loop's clock counts whole milliseconds
         assert proxy.delayed_pieces > 0
         proxy.shape = CLEAR
         assert await _round_trip(proxy.port, size) < at_least
