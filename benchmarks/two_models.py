@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from typing import Any
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
+from noloco_node.directory.buckets import TARGET
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
@@ -66,6 +68,7 @@ def configuration(nodes: int) -> Config:
 def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, fastest: float) -> CrowdSettings:
     """The same for the event model."""
     footprint = footprint_of(config.run)
+    view = "everybody" if nodes // config.run.stages <= TARGET else "buckets"
     traffic = traffic_of(config.run, footprint)
     return CrowdSettings.model_validate(
         {
@@ -87,7 +90,7 @@ def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, f
             },
             "devices": {"fastest": fastest, "forward_seconds": FORWARD_SECONDS},
             "links": {"up_mbit": 50.0, "down_mbit": 200.0, "sigma": 0.5},
-            "directory": {"view": "everybody", "record_seconds": RECORD_SECONDS},
+            "directory": {"view": view, "record_seconds": RECORD_SECONDS},
         }
     )
 
@@ -253,6 +256,7 @@ def both(seed: int, options: argparse.Namespace, known: Mapping[str, Any] | None
     settings = crowd_settings(config, options.nodes, options.warm_up, options.seconds, options.fastest)
     settings = settings.model_copy(update={"seed": seed})
     crowd = Crowd(settings, options.nodes)
+    crowd.nodes.chunk_octets = math.inf  # the quadratic's weights are a single chunk, whatever they stand for
     began = time.process_time()
     events = by_events(crowd, settings)
     spent = {"by events": time.process_time() - began}

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from noloco_node import ambient
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.acquaintance import WORK_AN_ASK, Acquaintances
 
 PRIOR = 3.0
 """Stage peers that are taken to have worked at a common start, before any has been asked."""
 PRIOR_ASKS = 16
 """Asks after which nothing of that is left."""
-WORK_AN_ASK = 0.5
-"""Of honest stage peers that are asked, at least so many come to work with this node within the same window."""
 WELCOME_SHARE = 0.25
 """Of those that have shown work, so many more (but one at least) count at once where they come later and answer."""
 SAMPLE = 16
@@ -52,12 +50,12 @@ def is_there(known: Acquaintances, record: PeerRecord) -> bool:
     return known.takes_part(peer) if record.state is PeerState.JOINING else known.serves(peer, record.stage)
 
 
-def welcome_share(asks: int, worked: int, *, from_the_start: bool) -> float:
+def welcome_share(asks: int, worked: int, *, from_the_start: bool, work_an_ask: float = WORK_AN_ASK) -> float:
     """Of stage peers that answer and have shown nothing yet, the share that counts, after so many `asks` for work of
-    their like, of which so many `worked`."""
+    their like, of which so many `worked`; of honest ones at least `work_an_ask` do."""
     prior = PRIOR * max(0.0, 1.0 - asks / PRIOR_ASKS) if from_the_start else 0.0
     doubt = 0.0 if from_the_start else 1.0
-    expected = max(float(worked), WORK_AN_ASK * asks)
+    expected = max(float(worked), work_an_ask * asks)
     return (worked + prior) / (expected + prior + doubt) if worked + prior else 0.0
 
 
@@ -133,14 +131,17 @@ class Headcount:
                 first += there
             else:
                 if seen.since not in shares:
-                    asks = self._known.asks_since(seen.since)
-                    shares[seen.since] = welcome_share(*asks, from_the_start=False)
+                    shares[seen.since] = self._welcome_share(seen.since, from_the_start=False)
                 later.append((there, shares[seen.since]))
-        share = welcome_share(*self._known.asks_since(-math.inf), from_the_start=True) if first else 0.0
+        share = self._welcome_share(-math.inf, from_the_start=True) if first else 0.0
         if sampled and share:
             idle = sum(self.idles(peer) for peer in self._seen)
             share = min(share, (working + PRIOR) / (working + idle + PRIOR))
         return count(working, first, later, share)
+
+    def _welcome_share(self, since: float, *, from_the_start: bool) -> float:
+        asks, worked = self._known.asks_since(since)
+        return welcome_share(asks, worked, from_the_start=from_the_start, work_an_ask=self._known.work_an_ask)
 
     def _sampled(self, unsure: Iterable[PeerId]) -> list[tuple[PeerId, float]]:
         """As how much of a peer each of these counts: by the stage peers that came no earlier and were drawn at random.

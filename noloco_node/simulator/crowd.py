@@ -168,7 +168,7 @@ class Crowd:
         for j in self._rng.sample(seen, min(4, len(seen))):
             if self.nodes.reach(i, j) and self.nodes.serving[j] and self._giving.get(j, 0) < DONOR_PLACES:
                 self._giving[j] = self._giving.get(j, 0) + 1
-                seconds = DONOR_PLACES * self.nodes.exchange_seconds(j, i, self.settings.work.state_bytes)
+                seconds = DONOR_PLACES * self.nodes.copy_seconds(j, i, self.settings.work.state_bytes)
                 self.agenda.after(seconds, self._copied, i, j)
                 return
         self.agenda.after(self._rng.uniform(*DONOR_PAUSE_SECONDS), self._ask, i)

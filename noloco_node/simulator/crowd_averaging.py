@@ -281,7 +281,7 @@ class CrowdAveraging:
         if not self.nodes.serving[donor] or not self.nodes.reach(i, donor):
             return
         self._taking[i] = True
-        seconds = self.nodes.exchange_seconds(donor, i, self.nodes.settings.work.state_bytes)
+        seconds = self.nodes.copy_seconds(donor, i, self.nodes.settings.work.state_bytes)
         self.agenda.after(seconds, self._caught_up, i, donor)
 
     def _caught_up(self, i: int, donor: int) -> None:

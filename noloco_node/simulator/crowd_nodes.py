@@ -20,6 +20,8 @@ PROGRESS_SECONDS = 15.0
 """After which a stream that moves no byte is given up (`pipeline.progress_seconds`)."""
 EXCHANGE_SHARE = 0.5
 """Of a link, for a weight exchange beside microbatches."""
+CHUNK_BYTES = 1 << 20
+"""`limits.chunk_bytes`."""
 
 
 class Agenda:
@@ -86,6 +88,8 @@ class Nodes:
         """That live."""
         self.sent: dict[str, float] = {}
         """Bytes by kind."""
+        self.chunk_octets: float = CHUNK_BYTES
+        """Of an exchange."""
         self._trace = hashlib.sha256()
 
     def __len__(self) -> int:
@@ -153,7 +157,20 @@ class Nodes:
         return max(0.0, self.works_until[i] - self.agenda.now) / self.settings.parcel
 
     def exchange_seconds(self, i: int, j: int, octets: float) -> float:
-        """Seconds for both to have what the other sends, beside microbatches."""
+        """Seconds for both to have what the other sends, beside microbatches: the first chunk goes there before the
+        other's comes back, those after it go side by side."""
+        there, back = self._seconds_an_octet(i, j), self._seconds_an_octet(j, i)
+        alone = min(octets, self.chunk_octets)
+        return alone * (there + back) + (octets - alone) * max(there, back) + 4.0 * self.latency(i, j)
+
+    def _seconds_an_octet(self, i: int, j: int) -> float:
+        """Of a transfer that has half of a link on which something goes already, and all of one that is idle."""
+        up = self.up[i] * (EXCHANGE_SHARE if self.up_free[i] > self.agenda.now else 1.0)
+        down = self.down[j] * (EXCHANGE_SHARE if self.down_free[j] > self.agenda.now else 1.0)
+        return 1.0 / min(up, down)
+
+    def copy_seconds(self, i: int, j: int, octets: float) -> float:
+        """Seconds for one to have a state of the other's, beside microbatches and exchanges."""
         slowest = EXCHANGE_SHARE * min(self.up[i], self.up[j], self.down[i], self.down[j])
         return octets / slowest + 4.0 * self.latency(i, j)
 

@@ -28,7 +28,47 @@ ASKS_REMEMBERED = 64
 IDLES_ALLOWED = 2
 """Times in a row that work which a peer was given may come to nothing; with the next one it has had its chance."""
 ASKS_ALLOWED = 4
-"""Windows in which a peer may be asked and refuse without any work from it in between."""
+"""Windows in which a peer may be asked and refuse without any work from it in between: at least."""
+MOST_ASKS_ALLOWED = 64
+ASKS_TO_JUDGE = 16
+"""Asks of peers that had worked before, from which on they say how often who works refuses."""
+WORK_AN_ASK = 0.25
+"""Of honest peers that are asked, so many come to work within the same window, as long as nothing else is known."""
+LEAST_WORK_AN_ASK, MOST_WORK_AN_ASK = 0.125, 0.5
+SHARE_DOUBT = 1.0
+"""Standard deviations below what those asks say."""
+MISTAKEN = 0.001
+"""Of peers that refuse no more often than those do that work, so many are taken for such as never work again."""
+REST_AN_ASK = 0.25
+"""Times as long as a peer has been asked in vain it is left alone, before it has a new chance; twice as long after each
+that came to nothing."""
+
+
+@dataclass(slots=True)
+class _Ask:
+    """This node asked a peer for work that had worked before."""
+
+    came: bool = False
+
+
+def coming_share(asks: int, came: int) -> float:
+    """Of asks of peers that work, the share that comes to work, where of so many so many did: what is safe to say;
+    `WORK_AN_ASK` where those are too few. A fast replica among slow ones, or one whose exchanges take as long as the
+    steps in between, is refused four times out of five by peers that all work."""
+    if asks < ASKS_TO_JUDGE:
+        return WORK_AN_ASK
+    share = came / asks
+    return share - SHARE_DOUBT * math.sqrt(share * (1.0 - share) / asks)
+
+
+def asks_allowed(asks: int, came: int) -> int:
+    """How often in a row a peer may be asked in vain that works as others do: of so many `asks` so many `came`."""
+    share = coming_share(asks, came)
+    if asks < ASKS_TO_JUDGE or share >= 1.0:
+        return ASKS_ALLOWED
+    if share <= 0.0:
+        return MOST_ASKS_ALLOWED
+    return min(MOST_ASKS_ALLOWED, max(ASKS_ALLOWED, math.ceil(math.log(MISTAKEN) / math.log(1.0 - share))))
 
 
 @dataclass(slots=True)
@@ -50,6 +90,12 @@ class Acquaintance:
     """How often this node asked it for work since work of it was last seen, each window counted once."""
     asked_at: float = -math.inf
     """When the last ask was that counts."""
+    asks_began_at: float = -math.inf
+    """When the first of those was."""
+    chances: int = 0
+    """How often all that it was asked came to nothing, since work of it was last seen."""
+    ask: _Ask | None = None
+    """The last one after it had worked, while nothing has come of it."""
     stage: int | None = None
     """The stage of this node's run that it serves, as it said itself over its own link; None where it has not."""
     drawn: bool | None = None
@@ -72,6 +118,10 @@ class Acquaintances:
         self._met = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
         self._workers = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
         self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
+        self._asks_again: deque[_Ask] = deque(maxlen=ASKS_REMEMBERED)
+        self.work_an_ask = WORK_AN_ASK
+        """Of honest peers that this node asks for work, at least so many come to work in the same window."""
+        self._asks_allowed = ASKS_ALLOWED
 
     def answered(self, peer: PeerId) -> None:
         """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
@@ -95,7 +145,11 @@ class Acquaintances:
             self._workers.move_to_end(peer)
         known.worked_at = known.answered_at = self._clock()
         known.tokens += tokens
-        known.idles, known.idle_since, known.silences, known.asks = 0, math.inf, 0, 0
+        known.idles, known.idle_since, known.silences = 0, math.inf, 0
+        known.asks = known.chances = 0
+        if known.ask is not None:
+            known.ask.came, known.ask = True, None
+            self._judge_asks()
 
     def idle(self, peer: PeerId) -> None:
         """`peer` was asked for work and none came: an exchange that came to nothing, a microbatch that failed."""
@@ -123,10 +177,28 @@ class Acquaintances:
         known, now = self._known(peer), self._clock()
         if now - known.asked_at < window:
             return
+        if known.asks > self._asks_allowed and not self._rests(known):
+            known.asks, known.chances = 0, known.chances + 1
+        if known.asks == 0:
+            known.asks_began_at = now
         known.asked_at = now
         known.asks += 1
         if known.worked_at == -math.inf:
             self._asks.append((peer, now))
+            return
+        known.ask = _Ask()
+        self._asks_again.append(known.ask)
+        self._judge_asks()
+
+    def _judge_asks(self) -> None:
+        asks, came = len(self._asks_again), sum(ask.came for ask in self._asks_again)
+        self.work_an_ask = min(MOST_WORK_AN_ASK, max(LEAST_WORK_AN_ASK, coming_share(asks, came)))
+        self._asks_allowed = asks_allowed(asks, came)
+
+    def _rests(self, known: Acquaintance) -> bool:
+        """Whether a peer that was asked in vain is still left alone."""
+        rest = REST_AN_ASK * 2.0**known.chances * (known.asked_at - known.asks_began_at)
+        return self._clock() - known.asked_at < rest
 
     def asks_since(self, then: float) -> tuple[int, int]:
         """How often, of late, it asked peers of which it had seen no work before; and how often work came of it."""
@@ -155,9 +227,10 @@ class Acquaintances:
         return peer in self._workers
 
     def failed(self, peer: PeerId) -> bool:
-        """Whether `peer` had its fair chance to work with this node, and no work has come of it since."""
+        """Whether `peer` had its fair chance to work with this node, and no work has come of it since. Who only refuses
+        has another one after a while: to refuse is honest."""
         known = self.of(peer)
-        return known.idles > IDLES_ALLOWED or known.asks > ASKS_ALLOWED
+        return known.idles > IDLES_ALLOWED or (known.asks > self._asks_allowed and self._rests(known))
 
     def serves(self, peer: PeerId, stage: int) -> bool:
         """Whether `peer` answers and has said itself that it serves this stage of the run."""

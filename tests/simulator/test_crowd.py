@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -206,6 +207,17 @@ def test_an_exchange_waits_for_the_devices() -> None:
     averaging = crowd_of(24, devices={"fastest": 1.0, "forward_seconds": 20.0}).averaging
     took = averaging.exchange_seconds / (averaging.kinds["paired"] / 2)
     assert 40.0 < took < 160.0
+
+
+def test_an_exchange_has_all_of_an_idle_link_and_half_of_one_that_carries_something() -> None:
+    """A single chunk goes there and then back; many go both ways at once."""
+    nodes = Crowd(settings(links={"sigma": 0.0, "near_seconds": 0.0, "far_seconds": 0.0}), 24).nodes
+    octets, up = 64.0 * nodes.chunk_octets, nodes.up[0]
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(65.0 / 64.0 * octets / up)
+    nodes.chunk_octets = math.inf
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(2.0 * octets / up)
+    nodes.carry(1, 2, octets, 1.0)
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(3.0 * octets / up)
 
 
 def test_clocks_of_a_later_stage_are_tied_to_the_origins() -> None:

@@ -10,7 +10,14 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.headcount import SAMPLE, STILL_STEPS, Headcount, count, sampled_share, welcome_share
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import ASKS_ALLOWED, IDLES_ALLOWED, Acquaintances
+from noloco_node.transport.acquaintance import (
+    ASKS_ALLOWED,
+    ASKS_TO_JUDGE,
+    IDLES_ALLOWED,
+    MOST_ASKS_ALLOWED,
+    Acquaintances,
+    asks_allowed,
+)
 
 LIFE = 20.0
 
@@ -133,6 +140,73 @@ def test_who_refuses_in_window_after_window_counts_nothing_until_it_works() -> N
     assert stage.replicas == 2
     stage.known.worked(busy)
     assert stage.replicas == 3
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
+def test_stage_peers_that_refuse_most_asks_count_as_long_as_they_work_now_and_then(share: float) -> None:
+    """A fast replica among slow ones: they are busy, or come too early, and are honest. It asks one after another for
+    an hour, and leaves nobody out for good whom it was refused by five times."""
+    stage, honest, rng = Stage(), named("honest", 31), random.Random(7)
+    stage.come(*honest)
+    counted: list[int] = []
+    for asks in range(4000):
+        peer = rng.choice([peer for peer in honest if not stage.heads.idles(peer)])
+        stage.known.asked(peer, 0.5)
+        stage.now += 0.9
+        if rng.random() < share:
+            stage.known.worked(peer)
+        if asks >= 200:
+            counted.append(stage.replicas)
+    assert min(counted) >= 29
+    assert sum(counted) / len(counted) >= 31.5
+
+
+def test_who_has_worked_once_and_refuses_ever_after_counts_ever_more_rarely() -> None:
+    """It has another chance now and then, each after twice as long as the one before."""
+    stage, (idler, *honest) = Stage(), named("stage_peer", 8)
+    stage.come(idler, *honest)
+    for peer in (idler, *honest):
+        stage.known.worked(peer)
+    rng, counted = random.Random(3), list[bool]()
+    for _ in range(8000):
+        peer = rng.choice([peer for peer in (idler, *honest) if not stage.heads.idles(peer)])
+        stage.known.asked(peer, 0.5)
+        if peer != idler and rng.random() < 0.6:
+            stage.known.worked(peer)
+        stage.now += 1.0
+        counted.append(not stage.heads.idles(idler))
+    parts = [sum(counted[at : at + 2000]) / 2000 for at in range(0, 8000, 2000)]
+    assert parts[-1] < 0.2 < parts[0] < 0.7
+    assert stage.heads.replicas([idler, *honest]) >= 8.0
+
+
+def test_what_is_allowed_follows_how_often_those_refuse_that_work() -> None:
+    """Four times where little is known or hardly any refuses, more the more they refuse, and never without end."""
+    for asks in range(65):
+        allowed = [asks_allowed(asks, came) for came in range(asks + 1)]
+        assert all(ASKS_ALLOWED <= many <= MOST_ASKS_ALLOWED for many in allowed)
+        assert allowed == sorted(allowed, reverse=True)
+        assert asks >= ASKS_TO_JUDGE or set(allowed) == {ASKS_ALLOWED}
+    assert [asks_allowed(64, came) for came in (64, 32, 13, 0)] == [4, 13, 42, 64]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_of_a_large_stage_those_count_that_were_not_asked_yet_where_most_asks_are_refused(sampled: bool) -> None:
+    """Of 255 that answer, one in four that is asked comes to work at once."""
+    stage, honest, rng = Stage(), named("honest", 255), random.Random(2)
+    stage.come(*honest)
+    counted: list[float] = []
+    for asks in range(600):
+        peer = rng.choice([peer for peer in honest if not stage.heads.idles(peer)])
+        stage.known.asked(peer, 0.5)
+        stage.now += 1.0
+        if rng.random() < 0.25:
+            stage.known.worked(peer)
+        if asks % 10 == 0:
+            stage.look()
+            counted.append(stage.heads.replicas(list(stage.clocks), sampled=sampled) / 256)
+    assert min(counted[30:]) > 0.85
+    assert sum(counted[30:]) / 30 > 0.93
 
 
 def test_a_hung_replica_leaves_within_a_records_life_and_a_slow_one_stays() -> None:
