@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ def _simulate(options: argparse.Namespace) -> int:
     sets = [*options.set, *([f"sim.seeds={options.seeds}"] if options.seeds is not None else [])]
     config = load_simulation(options.config, sets)
     run_id = config.run.run_id if isinstance(config, Config) else None
+    _can_be_written(options.out)
     expected = options.same_as and trace_to_keep(options.same_as, config.sim.model_dump(mode="json"), run_id)
     words = [word for each in sets for word in ("--set", each)]
     command = shlex.join(["noloco-node", "simulate", str(options.config), "--out", str(options.out), *words])
@@ -81,6 +83,22 @@ def _simulate(options: argparse.Namespace) -> int:
         print(f"{options.same_as} has the trace {expected}: the course is another one", file=sys.stderr)
         return int(ExitCode.CHECK_FAILED)
     return int(ExitCode.CHECK_FAILED if result.kind == "hunt" and result.figures["failed"] else ExitCode.OK)
+
+
+def _can_be_written(folder: Path) -> None:
+    """Before hours of work that would have no place. UserError (RUN_FOLDER)."""
+    from noloco_node.errors import UserError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"--out {folder} cannot be written: {error.strerror or error}",
+            "name a folder that this user can write",
+        ) from None
 
 
 def _swarm(config: Config, bar: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
+from noloco_node.config.settings import Positive, PositiveFloat, Settings
 
 
 class DeviceSettings(Settings):
     """The nodes' devices: their speeds are spread evenly on a logarithmic scale."""
 
-    fastest: Annotated[float, Field(ge=1.0)] = 16.0
+    fastest: Annotated[float, Field(ge=1.0, le=1e6)] = 16.0
     """Speed of the fastest, in times the slowest."""
     forward_seconds: PositiveFloat = 4.0
     """Of the slowest, for a microbatch through one stage; a backward takes twice as long."""
@@ -25,7 +26,7 @@ class LinkSettings(Settings):
     """Median of the uplinks, Mbit/s."""
     down_mbit: PositiveFloat = 100.0
     """The same of the downlinks."""
-    sigma: Annotated[float, Field(ge=0.0)] = 0.7
+    sigma: Annotated[float, Field(ge=0.0, le=3.0)] = 0.7
     """Deviation of their logarithm."""
     regions: Positive = 5
     """Nodes are spread over so many, evenly."""
@@ -65,9 +66,9 @@ class DirectorySettings(Settings):
     """`buckets`: large stages are seen in part, as nodes see them; `everybody`: each node reads all records."""
     record_seconds: PositiveFloat = 20.0
     """Life of a record."""
-    look_seconds: PositiveFloat = 2.0
+    look_seconds: Annotated[float, Field(ge=0.1)] = 2.0
     """Between two looks of a node."""
-    holders: Positive = 5
+    holders: Annotated[int, Field(gt=0, le=1000)] = 5
     """Nodes that keep a key."""
     record_bytes: Positive = 391
     """Of a record, and as many for asking for one key."""
@@ -81,8 +82,8 @@ class Deaths(Settings):
 
     at_seconds: Annotated[float, Field(ge=0.0)]
     """Of the swarm, from its start."""
-    share: Fraction
-    """Of the nodes that live then, drawn by chance."""
+    share: Annotated[float, Field(ge=0.0, lt=1.0)]
+    """Of the nodes that live then, drawn by chance; one lives on in any case."""
 
 
 class Arrivals(Settings):
@@ -92,7 +93,7 @@ class Arrivals(Settings):
     """When the first one comes, seconds from the start."""
     within_seconds: PositiveFloat
     """They come evenly within so long."""
-    times: PositiveFloat
+    times: Annotated[float, Field(gt=0.0, le=1e6)]
     """As many as live at the time, times this."""
 
 
@@ -112,7 +113,7 @@ class CrowdSettings(Settings):
 
     kind: Literal["crowd"]
     """What is simulated."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=10**18)] = 0
     """Of everything that chance decides: one seed, one course."""
     nodes: Annotated[tuple[Positive, ...], Field(min_length=1)]
     """Nodes at the start; several: one simulation for each."""
@@ -162,11 +163,58 @@ class CrowdSettings(Settings):
             raise ValueError(
                 f"sim.warm_up_seconds ({self.warm_up_seconds:g}) must be below sim.seconds ({self.seconds:g})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _all_befalls_somebody(self) -> CrowdSettings:
+        """What never takes effect is a mistake, and would be told as a figure without effect."""
+        for name in ("deaths", "arrivals", "cuts"):
+            for event in getattr(self, name):
+                if event.at_seconds >= self.seconds:
+                    raise ValueError(
+                        f"sim.{name}: what is to come at {event.at_seconds:g} s never does, sim.seconds is "
+                        f"{self.seconds:g}; let it come earlier, or simulate for longer"
+                    )
         for cut in self.cuts:
             if cut.region >= self.links.regions:
                 raise ValueError(
-                    f"sim.cuts: there is no region {cut.region}, sim.links.regions is {self.links.regions}"
+                    f"sim.cuts: there is no region {cut.region}, sim.links.regions is {self.links.regions}; regions "
+                    "count from 0"
                 )
+        if self.cuts and self.links.regions == 1:
+            raise ValueError(
+                "sim.cuts: sim.links.regions is 1, and nobody is elsewhere: raise it, or leave the cut out"
+            )
+        cuts = sorted(self.cuts, key=lambda cut: cut.at_seconds)
+        for one, other in pairwise(cuts):
+            if other.at_seconds < one.at_seconds + one.for_seconds:
+                raise ValueError(
+                    f"sim.cuts: one region is cut off at a time, and at {other.at_seconds:g} s one still is: let them "
+                    "come one after the other"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _records_are_seen(self) -> CrowdSettings:
+        if self.directory.record_seconds < 2.0 * self.directory.look_seconds:
+            raise ValueError(
+                f"sim.directory.record_seconds ({self.directory.record_seconds:g}) is less than twice "
+                f"sim.directory.look_seconds ({self.directory.look_seconds:g}): nodes would lose sight of those that "
+                "live; raise the one or lower the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_exchange_comes_to_its_end(self) -> CrowdSettings:
+        narrow = "up_mbit" if self.links.up_mbit <= self.links.down_mbit else "down_mbit"
+        mbit = min(self.links.up_mbit, self.links.down_mbit)
+        seconds = 8e-6 * max(self.work.exchange_bytes, self.work.microbatch_bytes) / mbit
+        if seconds > self.seconds:
+            raise ValueError(
+                f"sim.links.{narrow} is {mbit:g}: what a node sends at once (sim.work.exchange_bytes, "
+                f"sim.work.microbatch_bytes) takes {seconds:.3g} s, and sim.seconds is {self.seconds:g}; raise the "
+                "link or lower the bytes"
+            )
         return self
 
     @property

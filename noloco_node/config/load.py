@@ -80,6 +80,8 @@ SIMULATED_ALONE: Mapping[object, type[HuntConfig | CrowdConfig]] = MappingProxyT
     {"hunt": HuntConfig, "crowd": CrowdConfig}
 )
 """Kinds of simulations that no run belongs to."""
+SWARM = "swarm"
+"""The kind that a run belongs to, and that is meant where none is named."""
 
 
 class OwnData(Settings):
@@ -156,7 +158,16 @@ def load_simulation(path: Path, overrides: Sequence[str] = ()) -> SimulationConf
     raw = _read(path)
     for override in overrides:
         _apply(raw, override)
-    alone = SIMULATED_ALONE.get(_simulated_kind(raw))
+    kind = _simulated_kind(raw)
+    alone = SIMULATED_ALONE.get(kind)
+    if alone is None and kind not in (None, SWARM):  # else all that such a kind has would be named as wrong
+        known = (SWARM, *map(str, SIMULATED_ALONE))
+        raise UserError(
+            ExitCode.CONFIG,
+            f"{path}: a setting is wrong\n  sim.kind: {value_in_words(kind)} is not allowed: must be one of "
+            f"{', '.join(known)}",
+            "correct it; docs/settings.md lists every setting of sim: by its kind",
+        )
     if alone is None:
         return validate(raw, str(path))
     return _validated(alone, raw, str(path), "correct it; docs/settings.md lists every setting of sim: by its kind")

@@ -251,6 +251,8 @@ class Replica:
         self.averaging.standing.look(membership.stage_peers(), progress.steps, outer_rounds=progress.outer_rounds)
         if self.course.run_goes_on():
             self.missing.look(membership.unserved(), self.context.spec.stages)
+        else:
+            self.missing.look_back(membership.unserved())
         self.context.moved.fire()
 
     def _inner_step_taken(self, report: InnerReport) -> None:

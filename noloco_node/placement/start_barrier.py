@@ -54,6 +54,11 @@ class MissingStages:
             self._since[stage] = now
             lost = "has lost its last replica" if stage in self._served else "has no replica yet"
             logger.warning("stage %d %s: microbatches are held back until one comes", stage, lost)
-        for stage in self._since.keys() - set(unserved):
-            logger.warning("stage %d is served again after %.0f s", stage, now - self._since.pop(stage))
+        self.look_back(unserved)
         self._served |= set(range(stages)) - set(unserved)
+
+    def look_back(self, unserved: Sequence[int]) -> None:
+        """Take in only which of the stages that had no replica are served again: at the run's end a stage that empties
+        is not lost, but who still has something to train must learn that one is back."""
+        for stage in self._since.keys() - set(unserved):
+            logger.warning("stage %d is served again after %.0f s", stage, ambient.monotonic() - self._since.pop(stage))

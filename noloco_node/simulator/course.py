@@ -30,6 +30,8 @@ LOOK_SECONDS = 10.0
 BASE_BYTES = 300 << 20
 NODE_BYTES = 2 << 20
 """What a node takes without weights (measured at 32 nodes: 0.6 MiB; with what it has told in an hour, some more)."""
+ENDED_BYTES = 1 << 20
+"""What is kept of a node that has died."""
 COPIES = 10
 """Vectors of four bytes a weight that a node with tensors holds: weights, their copies, optimizer, outer step."""
 OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}
@@ -60,23 +62,42 @@ def check_simulation(config: Config, footprint: Footprint) -> None:
             f"sim.nodes is {sim.nodes}, and run.model.stages is {stages}: nobody could hold stage {sim.nodes}",
             f"set sim.nodes to {stages} at least",
         )
-    patience = config.run.limits.exchange_progress_seconds
-    slowest = max(each.outer_step for each in traffic_of(config.run, footprint)) / (sim.up_mbit * 125e3)
-    if sim.tensors == "quadratic" and 4.0 * slowest > patience:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"with sim.up_mbit {sim.up_mbit:g} an exchange takes {slowest:.0f} s, and a quadratic's is a single chunk, "
-            f"which run.limits.exchange_progress_seconds ({patience:g}) would break off",
-            f"set run.limits.exchange_progress_seconds to {4.0 * slowest:.0f} or more, or name a smaller model",
-        )
+    _check_links(config, footprint)
     weights = sum(footprint.parameters) / stages * 4 * COPIES if sim.tensors == "real" else 0.0
-    needed, free = BASE_BYTES + sim.nodes * (NODE_BYTES + weights), free_memory("cpu").host
+    ended = 0.0 if sim.life_hours is None else sim.nodes * sim.hours / sim.life_hours
+    needed = BASE_BYTES + sim.nodes * (NODE_BYTES + weights) + ended * ENDED_BYTES
+    free = free_memory("cpu").host
     if needed > free:
+        named = f"sim.nodes is {sim.nodes}"
+        named += f", and sim.life_hours {sim.life_hours:g} brings {ended:.3g} others" if ended else ""
         raise UserError(
             ExitCode.CONFIG,
-            f"sim.nodes is {sim.nodes}: with sim.tensors {sim.tensors} they take about {needed / 2**30:.1f} GiB, and "
+            f"{named}: with sim.tensors {sim.tensors} they take about {needed / 2**30:.3g} GiB, and "
             f"{free / 2**30:.1f} GiB are free",
-            "lower sim.nodes" + (", or set sim.tensors to quadratic" if weights else ""),
+            "lower sim.nodes"
+            + (", or let them live longer" if ended else "")
+            + (", or set sim.tensors to quadratic" if weights else ""),
+        )
+
+
+def _check_links(config: Config, footprint: Footprint) -> None:
+    """What is sent at once must come through before it is given up: of a quadratic all that is exchanged."""
+    sim, limits = config.sim, config.run.limits
+    patience = limits.exchange_progress_seconds
+    narrow = "up_mbit" if sim.up_mbit <= sim.down_mbit else "down_mbit"
+    mbit = min(sim.up_mbit, sim.down_mbit)
+    quadratic = sim.tensors == "quadratic"
+    octets = max(each.outer_step for each in traffic_of(config.run, footprint))
+    slowest = (octets if quadratic else min(octets, limits.chunk_bytes)) / (mbit * 125e3)
+    if 4.0 * slowest > patience:
+        said = "an exchange takes" if quadratic else "a chunk of run.limits.chunk_bytes takes"
+        why = ", and a quadratic's is a single chunk" if quadratic else ""
+        raise UserError(
+            ExitCode.CONFIG,
+            f"with sim.{narrow} {mbit:g} {said} {slowest:.3g} s{why}, which run.limits.exchange_progress_seconds "
+            f"({patience:g}) would break off",
+            f"raise sim.{narrow}, set run.limits.exchange_progress_seconds to {4.0 * slowest:.0f} or more, or name a "
+            "smaller model",
         )
 
 
@@ -97,14 +118,28 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
     learning = Quadratic(sim.seed, sim.noise) if quadratic else RealTensors()
     settings = config.node.model_copy(update={"seed": sim.seed})
 
+    stages: list[int] = []
+    """Of each node, by number: who comes for a dead one serves its stage."""
+
     def device(number: int) -> Callable[[Priority], float]:
-        return _device(config, number)
+        return device_seconds(config, number, stages[number])
+
+    def start(stage: int) -> None:
+        stages.append(stage)
+        node = _start(world, way, sim, stage)
+        if sim.life_hours is not None:
+            loop.call_later(_life(sim.life_hours, sim.seed, node.number), die, node)
+
+    def die(node: Node) -> None:
+        if node.condition == "running":
+            world.kill(node)
+            start(node.stage)
 
     async with World(config.run, settings, learning=learning, device=device, links=links, seed=sim.seed) as world:
-        watcher = Watcher(world, footprint)
+        watcher = Watcher(world, sim.nodes)
         end = sim.hours * 3600.0
         for number in range(sim.nodes):
-            _start(world, way, sim, number % config.run.stages)
+            start(number % config.run.stages)
         sample = sim.sample_seconds
         while world.running and loop.time() < end:
             await asyncio.sleep(min(LOOK_SECONDS, sample, end - loop.time()))
@@ -115,9 +150,10 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
         return watcher.figures(), world.trace, loop.time()
 
 
-def _device(config: Config, number: int) -> Callable[[Priority], float]:
-    """Of one node, for each kind of work; drawn by its number, so that another node more changes nobody's."""
-    sim, last = config.sim, number % config.run.stages == config.run.stages - 1
+def device_seconds(config: Config, number: int, stage: int) -> Callable[[Priority], float]:
+    """What a node's device takes at a stage for each kind of work; drawn by its number, so that another node more
+    changes nobody's."""
+    sim, last = config.sim, stage == config.run.stages - 1
     slower = math.exp(sim.device_spread * random.Random(f"device/{sim.seed}/{number}").gauss(0.0, 1.0))
     seconds = {kind: sim.operation_seconds * times * slower for kind, times in OPERATIONS.items()}
     if last:
@@ -134,17 +170,12 @@ def _start(world: World, way: SharedWay, sim: SimSpec, stage: int) -> Node:
     hidden = number > 0 and rng.random() < sim.relayed
     relay = _a_relay(world, way, rng) if hidden else None
     way.attach(peer_of(number), Attachment(number % len(sim.round_trips_ms), up, down, sim.loss, relay))
-    node = world.start(stage)
-    if sim.life_hours is not None:
-        loop = asyncio.get_running_loop()
+    return world.start(stage)
 
-        def die() -> None:
-            if node.condition == "running":
-                world.kill(node)
-                _start(world, way, sim, stage)
 
-        loop.call_later(rng.expovariate(1.0 / (sim.life_hours * 3600.0)), die)
-    return node
+def _life(life_hours: float, seed: int, number: int) -> float:
+    """Seconds that a node lives."""
+    return random.Random(f"life/{seed}/{number}").expovariate(1.0 / (life_hours * 3600.0))
 
 
 def _a_relay(world: World, way: SharedWay, rng: random.Random) -> PeerId | None:

@@ -124,7 +124,7 @@ class Crowd:
 
     def _churn(self) -> None:
         """One dies and one comes, after a while."""
-        rate = self.settings.churn_an_hour / 3600.0 * max(1, self.nodes.many)
+        rate = self.settings.churn_an_hour / 3600.0 * self.nodes.many
         self.agenda.after(self._rng.expovariate(rate), self._one_for_another)
 
     def _one_for_another(self) -> None:
@@ -228,7 +228,7 @@ class Crowd:
     def _befall(self, event: Deaths | Arrivals | Cut) -> None:
         if isinstance(event, Deaths):
             living = self.nodes.living()
-            for i in self._rng.sample(living, round(event.share * len(living))):
+            for i in self._rng.sample(living, min(round(event.share * len(living)), len(living) - 1)):
                 self.kill(i)
         elif isinstance(event, Arrivals):
             for _ in range(round(event.times * self.nodes.many)):

@@ -101,7 +101,7 @@ class CrowdRun:
             seconds=seconds,
             working=_mean(span, "working"),
             trained=trained,
-            of_best=trained / best,
+            of_best=trained / best if best else float("nan"),
             alone=alone / max(1, alone + paired),
             outer_steps=(alone + paired) / many / seconds * 3600.0,
             contraction=last.spread / spread[0],

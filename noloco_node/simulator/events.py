@@ -16,6 +16,10 @@ from noloco_node.sizing.machine import free_memory
 NODE_BYTES = 32_000
 """Taken to be what a node needs at the most, books of its peers included: 100,000 took 8,500 each where only the
 directory was simulated."""
+VECTORS = 3
+"""Of `sim.dimensions` for each node: weights, momentum, and what is copied of them for their spread."""
+PARCEL_BYTES = 500
+"""Of a parcel under way."""
 
 _Progress = Callable[[float, float], None]
 """Told how much is done, and of how much."""
@@ -34,12 +38,16 @@ class CrowdSize:
 
 def check_memory(settings: CrowdSettings, available: int) -> None:
     """UserError (CONFIG) where the largest size would take more than so many bytes."""
-    needed = NODE_BYTES * most_nodes(settings, max(settings.nodes))
+    weights, parcels = VECTORS * 4 * settings.dimensions, PARCEL_BYTES * settings.work.in_flight
+    needed = (NODE_BYTES + weights + parcels) * most_nodes(settings, max(settings.nodes))
     if needed > available:
+        named = {"sim.nodes": NODE_BYTES, "sim.dimensions": weights, "sim.work.in_flight": parcels}
+        most = max(named, key=lambda name: named[name])
         raise UserError(
             ExitCode.CONFIG,
-            f"sim.nodes ({max(settings.nodes)}) would take some {needed >> 20} MiB, and {available >> 20} MiB are free",
-            "simulate fewer, or on another machine",
+            f"sim.nodes ({max(settings.nodes)}) would take some {needed >> 20} MiB, most of it for {most}, and "
+            f"{available >> 20} MiB are free",
+            f"simulate fewer{'' if most == 'sim.nodes' else f', lower {most}'}, or on another machine",
         )
 
 

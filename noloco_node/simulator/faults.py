@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 _Node = Annotated[int, Field(ge=0, lt=4096)]
 """Number of a node, in the order in which they start."""
@@ -197,6 +197,19 @@ class Schedule(BaseModel):
     def stages(self) -> int:
         """Stages of the run."""
         return len(self.replicas)
+
+    @model_validator(mode="after")
+    def _of_this_swarm(self) -> Schedule:
+        """A fault of nobody would never strike."""
+        for fault in self.faults:
+            stage = getattr(fault, "stage", None)
+            if stage is not None and stage >= self.stages:
+                raise ValueError(f"a {fault.kind} is of stage {stage}, and replicas names {self.stages} stages")
+            named = fault.nodes if isinstance(fault, Partition) else (getattr(fault, "node", 0),)
+            most = self.nodes + len(self.faults)  # each brings one more node at the most
+            if any(node >= most for node in named):
+                raise ValueError(f"a {fault.kind} is of node {max(named)}, and replicas names {self.nodes} nodes")
+        return self
 
     def with_faults(self, faults: tuple[DrawnFault, ...]) -> Schedule:
         """The same swarm under others."""

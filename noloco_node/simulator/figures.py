@@ -15,8 +15,10 @@ import torch
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.p2p import COUNTED_AS
 from noloco_node.simulator.world import World
-from noloco_node.sizing.footprint import Footprint
 from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep
+
+LONG_ENOUGH_SECONDS = 60.0
+"""For what a single node receives and sends in a second."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,12 @@ class SimulationFigures:
 
 
 class Watcher:
-    """Collects from a world while it runs; it keeps no events but counts."""
+    """Collects from a world while it runs; it keeps no events but counts. The first `many` nodes are there from the
+    beginning."""
 
-    def __init__(self, world: World, footprint: Footprint) -> None:
+    def __init__(self, world: World, many: int) -> None:
         self._world = world
-        self._footprint = footprint
+        self._many = many
         self._losses: dict[int, float] = {}
         self._outer: Counter[str] = Counter()
         self._met: Counter[tuple[int, int]] = Counter()
@@ -108,10 +111,10 @@ class Watcher:
         for stage in range(world.spec.stages):
             numbers = [node.number for node in every if node.stage == stage and node.number in accounts]
             told = [accounts[number] for number in numbers]
-            lived = sum(self._last.get(number, now) - self._began.get(number, now) for number in numbers)
+            lived = sum(self._lived(number) for number in numbers)
             work.append(sum(each.busy_seconds for each in told) / lived if lived else 0.0)
         committed = self._outer["paired"] + self._outer["alone"]
-        seconds = max(now, 1e-9) * len(every)
+        seconds = max(sum(self._lived(node.number) for node in every), 1e-9)
         sent: Counter[str] = Counter()
         for counts in world.links.sent.values():
             sent.update(counts)
@@ -125,8 +128,8 @@ class Watcher:
             alone_share=self._outer["alone"] / committed if committed else 0.0,
             pairing=tuple(self._pairing(stage) for stage in range(world.spec.stages)),
             sent_per_node={method: octets / seconds for method, octets in sorted(sent.items())},
-            directory_received=self._directory(world.links.received, now),
-            directory_sent=self._directory(world.links.sent, now),
+            directory_received=self._directory(world.links.received),
+            directory_sent=self._directory(world.links.sent),
             samples=tuple(self._samples),
         )
 
@@ -148,14 +151,26 @@ class Watcher:
         of_last = [accounts[n.number] for n in self._world.nodes if n.stage == last and n.number in accounts]
         return sum(each.trained if last == 0 else each.served for each in of_last)
 
+    def _lived(self, number: int) -> float:
+        """Seconds from the first that a node told to the last."""
+        return self._last.get(number, 0.0) - self._began.get(number, 0.0)
+
     def _pairing(self, stage: int) -> Pairing | None:
-        there = [node.number for node in self._world.running if node.stage == stage]
+        there = [node.number for node in self._world.running if node.stage == stage and node.number < self._many]
         counts = [self._met[pair] for pair in combinations(there, 2)]
         return None if len(counts) < 2 or not sum(counts) else evenness(counts)
 
-    def _directory(self, counted: dict[PeerId, Counter[str]], now: float) -> tuple[float, float]:
-        octets = [sum(counts[kind] for kind in COUNTED_AS.values()) for counts in counted.values()] or [0]
-        return fmean(octets) / max(now, 1e-9), max(octets) / max(now, 1e-9)
+    def _directory(self, counted: dict[PeerId, Counter[str]]) -> tuple[float, float]:
+        """The most is that of nodes that were there for long enough: who has just come asks for everything."""
+        rates, octets, seconds = list[float](), 0, 0.0
+        for node in self._world.nodes:
+            own = sum(counted.get(node.peer, Counter[str]())[kind] for kind in COUNTED_AS.values())
+            lived = self._lived(node.number)
+            octets, seconds = octets + own, seconds + lived
+            if lived >= LONG_ENOUGH_SECONDS:
+                rates.append(own / lived)
+        mean = octets / max(seconds, 1e-9)
+        return mean, max(rates, default=mean)
 
 
 def evenness(counts: list[int]) -> Pairing:

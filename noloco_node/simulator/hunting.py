@@ -55,9 +55,10 @@ def schedules_of(hunt: HuntSpec) -> Iterator[Schedule]:
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(str(part) for part in first["loc"])
+            said = first["msg"].removeprefix("Value error, ")
             raise UserError(
                 ExitCode.CONFIG,
-                f"sim.schedule is none that this version can carry out: {place}: {first['msg']}",
+                f"sim.schedule is none that this version can carry out: {place}{': ' if place else ''}{said}",
                 "carry it out with the version that printed it, or hunt its seed: --set sim.first=SEED --seeds 1",
             ) from None
         return iter((schedule,))

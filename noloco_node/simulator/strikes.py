@@ -60,7 +60,7 @@ class Strikes:
     _apart: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     _still: Counter[int] = field(default_factory=Counter[int])
     _slow: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
-    _rules: dict[int, Fault] = field(default_factory=dict[int, Fault])
+    _rules: dict[int, list[Fault]] = field(default_factory=dict[int, list[Fault]])
     _full: dict[int, StayingNode] = field(default_factory=dict[int, StayingNode])
 
     def __post_init__(self) -> None:
@@ -85,8 +85,8 @@ class Strikes:
         """The run is over: what was to befall messages and disks has, or has not."""
         for index, node in self._full.items():
             self.fired[index] = node.disk is not None and node.disk.refused > 0
-        for index, rule in self._rules.items():
-            self.fired[index] |= rule.times is None or rule.times < _calls(self.schedule.faults[index])
+        for index, rules in self._rules.items():
+            self.fired[index] = any(rule.fired for rule in rules)
 
     def _node(self, fault: DrawnFault) -> StayingNode | None:
         """The fault's node, if it is one of a node that lives."""
@@ -109,7 +109,7 @@ class Strikes:
                 self._apart[index] = frozenset(nodes)
                 self._part()
                 asyncio.get_running_loop().call_later(seconds, self._heal, index)
-                self.fired[index] = bool(world.running)
+                self.fired[index] = len({node.number in nodes for node in world.running}) > 1
             case _ if node is not None:
                 self.fired[index] = await self._strike_node(index, fault, node)
             case _:
@@ -151,9 +151,12 @@ class Strikes:
                 self.twins |= {node.number, other.number}
             case Liar(how=how):
                 self.liars.add(node.number)
+                if rules := _lies(how, node):
+                    self._rules[index] = [world.network.inject(rule) for rule in rules]
+                    return False
                 return await self._turn(node, how)
             case LostMessages() | LateMessages() | RepeatedMessages():
-                self._rules[index] = world.network.inject(_rule(fault, node))
+                self._rules[index] = [world.network.inject(_rule(fault, node))]
                 return False
             case _:
                 return False
@@ -209,18 +212,11 @@ class Strikes:
         self._slow_down(node)
 
     async def _turn(self, node: Node, how: str) -> bool:
-        """A node turns hostile; whether it could."""
-        network, replica = self.world.network, node.replica
+        """A node's record or weights turn hostile; whether they could."""
+        replica = node.replica
         if replica is None:
             return False
-        if how in ("flipped", "huge", "nan"):
-            network.inject(Fault(FaultKind.TAMPER, target=node.peer, method="microbatch", change=_GRADIENTS[how]))
-        elif how == "busy":
-            for method in ("microbatch", "outer.propose"):
-                network.inject(Fault(FaultKind.REFUSE, target=node.peer, method=method))
-        elif how == "mute":
-            network.inject(Fault(FaultKind.DELAY, target=node.peer, method="outer.open", wait=_for_ever))
-        elif how == "ahead":
+        if how == "ahead":
             self.world.claim(node, _ahead)
         else:
             progress, weights = await replica.worker.slow_weights()
@@ -257,9 +253,15 @@ def _rule(fault: LostMessages | LateMessages | RepeatedMessages, node: Node) -> 
             return Fault(FaultKind.DELAY, target=node.peer, times=calls, wait=_after(seconds))
 
 
+def _lies(how: str, node: Node) -> list[Fault]:
+    """What befalls calls to a hostile node: of its answers, as it has them; nothing where it lies otherwise. A node
+    that nobody calls so has told no lie."""
+    if how in _GRADIENTS:
+        return [Fault(FaultKind.TAMPER, target=node.peer, method="microbatch", change=_GRADIENTS[how])]
+    if how == "busy":
+        return [Fault(FaultKind.REFUSE, target=node.peer, method=method) for method in ("microbatch", "outer.propose")]
+    return [Fault(FaultKind.DELAY, target=node.peer, method="outer.open", wait=_for_ever)] if how == "mute" else []
+
+
 def _after(seconds: float) -> Callable[[], Awaitable[None]]:
     return lambda: asyncio.sleep(seconds)
-
-
-def _calls(fault: DrawnFault) -> int:
-    return fault.calls if isinstance(fault, LostMessages | LateMessages | RepeatedMessages) else 0

@@ -65,6 +65,8 @@ class Fault:
     reason: Refusal = Refusal.BUSY
     wait: Callable[[], Awaitable[None]] | None = None
     change: Callable[[Message], Message] | None = None
+    fired: int = 0
+    """Calls that have suffered it."""
 
     def fires_on(self, source: PeerId, target: PeerId, method: str) -> bool:
         """Whether the rule matches and has not used up its times."""
@@ -173,6 +175,7 @@ class MemoryNetwork:
             if fault.kind is kind and fault.fires_on(source, target, method):
                 if fault.times is not None:
                     fault.times -= 1
+                fault.fired += 1
                 self.fired[kind] += 1
                 return fault
         return None

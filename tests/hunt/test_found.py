@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.simulator.faults import Crash, Death, Liar, LostMessages, LostStage, Relocate, Schedule
+from noloco_node.simulator.faults import Crash, Death, Liar, LostMessages, LostStage, Partition, Relocate, Schedule
 from noloco_node.simulator.hunt import carry_out
 
 
@@ -50,3 +50,14 @@ def test_origins_that_come_back_from_old_checkpoints_take_later_stages_past_the_
     outcome = carry_out(Schedule(seed=1015, replicas=(3, 2, 2), faults=faults))
     assert outcome.fired == (True, True, True)
     assert outcome.breaches == ()
+
+
+def test_an_origin_that_was_cut_off_at_the_end_learns_that_the_stages_are_back() -> None:
+    """Alone for 18 s it took the later stages for lost; when it saw them again the other origin had come to its end,
+    and nothing was looked for any more: it drew nothing beside stages that waited for it, and left after 100 s with a
+    step untrained (seed 2034)."""
+    faults = (Partition(at=1.0, nodes=(1,), seconds=17.68),)
+    outcome = carry_out(Schedule(seed=2034, replicas=(2, 4, 2), faults=faults))
+    assert outcome.fired == (True,)
+    assert outcome.breaches == ()
+    assert outcome.seconds < 180.0

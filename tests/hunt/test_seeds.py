@@ -6,6 +6,7 @@ sim.first=SEED --seeds 1`.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -54,6 +55,17 @@ def test_every_kind_of_fault_fires(kind: str) -> None:
     pytest.fail(f"{kind} never did anything")
 
 
+@pytest.mark.parametrize(("node", "fires"), [(0, False), (2, True)])
+def test_who_is_never_asked_tells_no_lie(node: int, fires: bool) -> None:
+    """A gradient is flipped in an answer, and nobody asks an origin for one; a partition with nobody on one side parts
+    nobody."""
+    lie = {"kind": "liar", "at": 0.1, "node": node, "how": "flipped"}
+    nodes = [0, 1, 2, 3] if node == 0 else [0]
+    parted = {"kind": "partition", "at": 0.2, "nodes": nodes, "seconds": 1.0}
+    schedule = {"seed": 3, "replicas": [2, 2], "faults": [lie, parted]}
+    assert carry_out(Schedule.model_validate_json(json.dumps(schedule))).fired == (fires, fires)
+
+
 def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortened to the one fault that matters. Here it is an invariant that no liar may be there."""
 
@@ -82,6 +94,14 @@ def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest
         ("sim.faults=[death, flood]", "sim.faults names flood"),
         ('sim.schedule={"seed": 1, "replicas": [2], "faults": [{"kind": "flood", "at": 0.5}]}', "the version that"),
         ('sim.schedule={"seed": 1}', "replicas"),
+        (
+            'sim.schedule={"seed": 1, "replicas": [2, 2], "faults": [{"kind": "lost_stage", "at": 0.5, "stage": 2}]}',
+            "carry out: a lost_stage is of stage 2, and replicas names 2 stages",
+        ),
+        (
+            'sim.schedule={"seed": 1, "replicas": [2], "faults": [{"kind": "death", "at": 0.5, "node": 9}]}',
+            "a death is of node 9, and replicas names 2 nodes",
+        ),
     ],
 )
 def test_what_cannot_be_hunted_is_refused(override: str, said: str) -> None:

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from noloco_node import __version__
+from noloco_node.cli.main import main
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
-from noloco_node.errors import UserError
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
-from noloco_node.simulator.course import check_simulation, simulate
+from noloco_node.simulator.course import check_simulation, device_seconds, simulate
 from noloco_node.simulator.figures import evenness
 from noloco_node.simulator.quadratic import DIMENSIONS, weigh_as
 from noloco_node.simulator.report import of_swarm, trace_to_keep, write_results
 from noloco_node.sizing.footprint import footprint_of
+from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
 
@@ -53,9 +55,45 @@ def test_a_stage_that_nobody_holds_and_more_memory_than_there_is_are_refused_wit
     assert "sim.nodes to 2" in (too_few.value.remedy or "")
     with pytest.raises(UserError, match="exchange_progress_seconds"):
         check_simulation(shipped("sim.up_mbit=1"), footprint)
+    with pytest.raises(UserError, match=r"sim\.down_mbit 1e-06 an exchange takes"):
+        check_simulation(shipped("sim.down_mbit=1e-6"), footprint)
+    with pytest.raises(UserError, match=r"sim\.up_mbit 1e-06 a chunk of run\.limits\.chunk_bytes takes"):
+        check_simulation(shipped("sim.up_mbit=1e-6", "sim.tensors=real"), footprint)
     with pytest.raises(UserError, match="GiB are free") as too_many:
         check_simulation(shipped("sim.nodes=4096", "sim.tensors=real"), footprint)
     assert "quadratic" in (too_many.value.remedy or "")
+    with pytest.raises(UserError, match=r"sim\.life_hours 1e-09 brings .* others"):
+        check_simulation(shipped("sim.life_hours=1e-9"), footprint)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not when hours of it are done."""
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    assert main(["simulate", "sim/swarm", "--out", str(taken)]) == ExitCode.RUN_FOLDER
+    said = capsys.readouterr()
+    assert f"--out {taken} cannot be written" in said.err
+    assert "virtual hours" not in said.out
+
+
+def test_who_comes_for_a_dead_node_has_a_device_for_its_stage() -> None:
+    """Whatever its number: at the last stage a forward is with its loss and backward, at others it is not."""
+    config = shipped("sim.device_spread=0")
+    for number in range(4):
+        assert [device_seconds(config, number, stage)(Priority.FORWARD) for stage in (0, 1)] == [1.0, 3.0]
+
+
+def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
+    """Where nodes die all the time, and only who is there from the beginning says whether meetings are even."""
+    whole, dying = (
+        simulate(shipped("sim.nodes=4", "sim.hours=0.03", f"sim.life_hours={life}"), lambda _done, _all: None).figures
+        for life in ("null", "0.008")
+    )
+    assert dying.nodes_started > 3 * whole.nodes_started
+    assert dying.directory_received[0] > 0.6 * whole.directory_received[0]
+    assert dying.pairing == (None, None)
 
 
 def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path) -> None:

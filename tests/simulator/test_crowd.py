@@ -263,6 +263,24 @@ def test_figures_are_of_the_time_after_the_warm_up() -> None:
         ("nodes: [3]\nwork: {stages: 8}", "a stage would have none"),
         ("parcel: 64", "lower the one"),
         ("cuts: [{at_seconds: 1, for_seconds: 1, region: 9}]", "no region 9"),
+        ("cuts: [{at_seconds: 1, for_seconds: 1}]\nlinks: {regions: 1}", "nobody is elsewhere"),
+        ("cuts: [{at_seconds: 9, for_seconds: 1}, {at_seconds: 1, for_seconds: 10, region: 1}]", "one after the other"),
+        ("cuts: [{at_seconds: 60, for_seconds: 1}]", r"sim\.cuts: what is to come at 60 s never does"),
+        ("deaths: [{at_seconds: 61, share: 0.5}]", r"sim\.deaths: .* never does"),
+        ("arrivals: [{at_seconds: 90, within_seconds: 1, times: 2}]", r"sim\.arrivals: .* never does"),
+        ("deaths: [{at_seconds: 1, share: 1.0}]", r"deaths\[0\]\.share"),
+        ("arrivals: [{at_seconds: 1, within_seconds: 1, times: 1e308}]", r"arrivals\[0\]\.times"),
+        ("links: {up_mbit: 1e-9}", r"sim\.links\.up_mbit is 1e-09: .* takes 2.4e\+11 s"),
+        ("links: {down_mbit: 1e-9}", r"sim\.links\.down_mbit is 1e-09"),
+        ("links: {sigma: 400}", r"links\.sigma"),
+        ("directory: {holders: 1000000000}", r"directory\.holders"),
+        ("directory: {record_seconds: 3}", "nodes would lose sight"),
+        ("directory: {look_seconds: 1e-300}", r"directory\.look_seconds"),
+        (
+            "kind: crowds",
+            r"a setting is wrong\n  sim\.kind: 'crowds' is not allowed: must be one of swarm, hunt",
+        ),
+        ("seed: -1", r"sim\.seed"),
         ("colour: red", "colour"),
     ],
 )
@@ -306,7 +324,18 @@ def test_each_size_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
     assert result.table.startswith("| figure | 8 nodes | 12 nodes |")
 
 
-def test_more_nodes_than_the_memory_holds_are_refused() -> None:
-    """Before anything is built."""
+def test_who_is_left_of_a_crowd_is_replaced_as_before() -> None:
+    """Of those that nearly all died at once one lives on, and while nobody else does it is the one that is drawn."""
+    crowd = crowd_of(24, deaths=[{"at_seconds": 300, "share": 0.999}], churn_an_hour=20.0, seconds=900)
+    assert min(moment.nodes for moment in crowd.moments) == 1
+
+
+def test_more_than_the_memory_holds_is_refused() -> None:
+    """Before anything is built: nodes, what each weighs, and what it keeps under way."""
+    check_memory(settings(), 8 << 30)
     with pytest.raises(UserError, match="simulate fewer"):
         check_memory(settings(nodes=[10**9]), 8 << 30)
+    with pytest.raises(UserError, match=r"sim\.dimensions"):
+        check_memory(settings(dimensions=10**9), 8 << 30)
+    with pytest.raises(UserError, match=r"sim\.work\.in_flight"):
+        check_memory(settings(work={"stages": 2, "in_flight": 10**7}), 8 << 30)
