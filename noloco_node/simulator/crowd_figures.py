@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from noloco_node.directory.buckets import bucket_of
 from noloco_node.simulator.crowd import Crowd, CrowdMoment
@@ -14,6 +15,8 @@ CLASS_BITS = 4
 CLASSES = 1 << CLASS_BITS
 FEWEST_A_CELL = 5.0
 """Meetings that two classes are expected to have, for their number to say anything."""
+FITTED = 20
+"""Turns in which a table comes to its sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +64,38 @@ class CrowdFigures:
     trace: str
 
 
-def unevenness(pairs: Sequence[tuple[int, int]], of: Sequence[int]) -> float:
-    """Chi-square by degree of freedom of a table of who came together with whom, by class, beside what the classes'
-    own numbers say; `of` gives each node's class. NaN where there are too few pairs."""
-    table = np.zeros((CLASSES, CLASSES))
-    for i, j in pairs:
-        table[of[i], of[j]] += 1.0
-    total = table.sum()
-    expected = np.outer(table.sum(1), table.sum(0)) / max(total, 1.0)
+def unevenness(pairs: Sequence[tuple[int, int]], of: Sequence[int], stage: Sequence[int]) -> float:
+    """Chi-square by degree of freedom of a table of who came together with whom, by class, beside what chance gives;
+    `of` gives each node's class, `stage` its stage. NaN where there are too few pairs.
+
+    Chance is taken stage by stage, for a class has more nodes in one than in another: across all stages the more
+    meetings there were, the more uneven they would seem, however even they are.
+    """
+    if not pairs:
+        return float("nan")
+    who, classes, stages = np.array(pairs), np.array(of), np.array(stage)
+    table, expected = np.zeros((CLASSES, CLASSES)), np.zeros((CLASSES, CLASSES))
+    between = stages[who]
+    for one, other in np.unique(between, axis=0):
+        some = classes[who[(between == (one, other)).all(1)]]
+        found = np.bincount(CLASSES * some[:, 0] + some[:, 1], minlength=CLASSES**2).reshape(CLASSES, CLASSES)
+        table += found
+        expected += _by_chance(found, np.bincount(classes[stages == one], minlength=CLASSES) if one == other else None)
     if expected.min() < FEWEST_A_CELL:
         return float("nan")
     return float(((table - expected) ** 2 / expected).sum() / (CLASSES - 1) ** 2)
+
+
+def _by_chance(found: NDArray[np.int64], among: NDArray[np.int64] | None) -> NDArray[np.float64]:
+    """A table with the same sums, in which nothing draws a class to another. Where pairs are drawn `among` so many
+    nodes of each class, nobody meets itself."""
+    weights = np.ones((CLASSES, CLASSES))
+    if among is not None:
+        np.fill_diagonal(weights, 1.0 - 1.0 / np.maximum(among, 1))
+    for _ in range(FITTED):
+        weights *= (found.sum(1) / np.maximum(weights.sum(1), 1e-9))[:, None]
+        weights *= found.sum(0) / np.maximum(weights.sum(0), 1e-9)
+    return weights
 
 
 class CrowdRun:
@@ -106,8 +130,8 @@ class CrowdRun:
             outer_steps=(alone + paired) / many / seconds * 3600.0,
             contraction=last.spread / spread[0],
             contraction_expected=last.expected / spread[1],
-            evenness=unevenness(crowd.averaging.meetings, self._classes),
-            evenness_of_routes=unevenness(crowd.pipeline.routes, self._classes),
+            evenness=unevenness(crowd.averaging.meetings, self._classes, crowd.nodes.stage),
+            evenness_of_routes=unevenness(crowd.pipeline.routes, self._classes, crowd.nodes.stage),
             error=_mean(span, "error"),
             node_bytes={kind: octets / seconds / many for kind, octets in sorted(crowd.nodes.sent.items())},
             holder_bytes={
@@ -133,6 +157,7 @@ class CrowdRun:
         crowd.averaging.refusals.clear()
         crowd.pipeline.keep_routes = True
         crowd.pipeline.lost = crowd.pipeline.hops = 0
+        crowd.joined_after.clear()
 
     @property
     def _classes(self) -> list[int]:

@@ -248,6 +248,7 @@ def _draw_crowd(sizes: Sequence[CrowdSize], path: Path) -> None:
     for panel, name in zip(sheet.panels[0], names, strict=True):
         caption(panel, name)
         panel.set_xlabel("virtual hours")  # pyright: ignore[reportUnknownMemberType]
+    sheet.panels[0][1].set_yscale("log")  # pyright: ignore[reportUnknownMemberType]
     share, spread, error = (panel.plot for panel in sheet.panels[0])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     for number, size in enumerate(sizes):
         hours, colour = [moment.at / 3600.0 for moment in size.moments], PALETTE[number % 10]
