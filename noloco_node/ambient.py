@@ -74,6 +74,11 @@ def token(octets: int) -> str:
     return secrets.token_hex(octets) if own is None else own.token(octets)
 
 
+def punctual() -> bool:
+    """Whether the loop that runs wakes everybody at the moment that was asked for, however busy the processor is."""
+    return _ambience() is not None
+
+
 async def elsewhere(work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T:
     """Do `work` off the event loop, beside it; what it returns or raises."""
     return await asyncio.to_thread(work, *args, **named)

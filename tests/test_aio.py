@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from noloco_node import aio
-from noloco_node.aio import all_of, cancel_and_wait, run_to_end
+from noloco_node.aio import LoopLag, all_of, cancel_and_wait, run_to_end
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.pieces import Width, side_by_side
 from tests.support import one_turn
 
@@ -191,3 +192,15 @@ async def test_who_loses_a_cancellation_is_told_again(
     assert task.cancelled()
     assert "the one that goes on" in caplog.text
     assert "loses_one" in caplog.text
+
+
+def test_in_virtual_time_nobody_measures_how_late_the_loop_is() -> None:
+    """It is never late, and a look ten times a second would be a tenth of all that a node does."""
+
+    async def measure() -> float:
+        lag = LoopLag()
+        async with asyncio.timeout(SOON):
+            await lag.measure()
+        return lag.take()
+
+    assert in_virtual_time(measure) == 0.0

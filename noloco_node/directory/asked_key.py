@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 
@@ -35,12 +36,13 @@ class AskedKey:
 
     def holds(self, signer: str, expires: float) -> bool:
         """Whether the asker holds this record already."""
-        return bool(self.marks) and _mark(self.salt, signer, expires) in self.marks
+        return bool(self.marks) and _mark(_salted(self.salt), signer, expires) in self.marks
 
 
 def pack_asked(key: bytes, held: Iterable[tuple[str, float]], salt: bytes, neighbours: int) -> bytes:
     """A key of a request by who holds these signers' records, with their expiries (DHT time, seconds)."""
-    marks = b"".join(_mark(salt, signer, expires) for signer, expires in islice(held, MOST_MARKS))
+    salted = _salted(salt)
+    marks = b"".join(_mark(salted, signer, expires) for signer, expires in islice(held, MOST_MARKS))
     return key + _HEAD.pack(neighbours, salt) + marks
 
 
@@ -55,5 +57,13 @@ def unpack_asked(raw: bytes) -> AskedKey:
     return AskedKey(raw[:KEY_BYTES], min(neighbours, MOST_NEIGHBOURS), salt, marks)
 
 
-def _mark(salt: bytes, signer: str, expires: float) -> bytes:
-    return blake2b(signer.encode() + _EXPIRES.pack(expires), digest_size=MARK_BYTES, salt=salt).digest()
+@lru_cache(maxsize=16)
+def _salted(salt: bytes) -> blake2b:
+    """What the marks of one request begin with."""
+    return blake2b(digest_size=MARK_BYTES, salt=salt)
+
+
+def _mark(salted: blake2b, signer: str, expires: float) -> bytes:
+    mark = salted.copy()
+    mark.update(signer.encode() + _EXPIRES.pack(expires))
+    return mark.digest()

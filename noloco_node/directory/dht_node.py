@@ -304,8 +304,8 @@ class DhtNode:
         def lacked(signer: str, held: HeldRecord) -> bool:
             return signer == own or not asked.holds(signer, held.expires)
 
-        vouched = self._records.vouched(asked.key, now).items()
-        lacking = [(signer, held) for signer, held in vouched if lacked(signer, held)]
+        live, vouches = self._records.live(asked.key, now).items(), self._records.vouches
+        lacking = [(signer, held) for signer, held in live if lacked(signer, held) and vouches(signer, held, now)]
         if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking) <= most_bytes:
             return [(signer, held.signed, held.expires) for signer, held in lacking]
         rows: list[tuple[str, bytes, float]] = []

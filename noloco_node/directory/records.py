@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, NamedTuple, Protocol
 
@@ -105,6 +105,11 @@ class Scale(NamedTuple):
 
 
 EVERYBODY = Scale()
+NOT_GONE = tuple(state for state in PeerState if state is not PeerState.GONE)
+
+
+def _no_rows() -> dict[int, tuple[LiveRecord, ...]]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +120,21 @@ class DirectoryView:
     stages: tuple[Mapping[PeerId, LiveRecord], ...]
     scales: tuple[Scale, ...] = ()
     """By stage; where there is none, everybody is seen."""
+    _ordered: dict[int, tuple[LiveRecord, ...]] = field(default_factory=_no_rows, init=False, repr=False, compare=False)
+    """Rows by peer id, of the stages that were asked for: the same view is asked many questions."""
 
     def live(self, stage: int, now: float, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Records of `stage` that live at DHT time `now` and are in one of `states` (any but GONE if none is named),
         ordered by peer id."""
-        wanted = states or tuple(state for state in PeerState if state is not PeerState.GONE)
-        rows = self.stages[stage]
-        return tuple(
-            rows[peer].record for peer in sorted(rows) if rows[peer].expires > now and rows[peer].record.state in wanted
-        )
+        wanted = states or NOT_GONE
+        return tuple(row.record for row in self._rows(stage) if row.expires > now and row.record.state in wanted)
+
+    def _rows(self, stage: int) -> tuple[LiveRecord, ...]:
+        ordered = self._ordered.get(stage)
+        if ordered is None:
+            rows = self.stages[stage]
+            ordered = self._ordered[stage] = tuple(rows[peer] for peer in sorted(rows))
+        return ordered
 
     def scale(self, stage: int) -> Scale:
         """For how many of a stage each of its records here stands."""

@@ -137,10 +137,14 @@ class RecordStore:
         self._drop_ended(key, now)
         return dict(self._rows.get(key, {}))
 
+    def vouches(self, signer: PeerId, held: HeldRecord, now: float) -> bool:
+        """Whether this node may hand a record on: nobody's word is passed on, since it would have no end."""
+        return self.esteem_of(signer, held, now) > Esteem.HEARSAY
+
     def vouched(self, key: bytes, now: float) -> dict[PeerId, HeldRecord]:
-        """Those of them that this node may hand on: nobody's word is passed on, since it would have no end."""
+        """Those of the live ones under `key` that it may."""
         live = self.live(key, now).items()
-        return {signer: held for signer, held in live if self.esteem_of(signer, held, now) > Esteem.HEARSAY}
+        return {signer: held for signer, held in live if self.vouches(signer, held, now)}
 
     def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, HeldRecord]]:
         """The same, those of whose signers most is known first, equals by chance."""

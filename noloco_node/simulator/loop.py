@@ -56,20 +56,44 @@ _MACHINE: ContextVar[Machine | None] = ContextVar("machine", default=None)
 
 
 class _Handle(asyncio.TimerHandle):
-    """A call that is due at a moment, on a machine."""
+    """A call that is due at a moment, on a machine. Of asyncio's it has the face alone: a simulation makes more of them
+    than of anything else, and those have much that is not needed here."""
 
-    __slots__ = ("machine",)
+    __slots__ = ("args", "home", "machine", "moment", "void", "work")
 
-    def __init__(
-        self, when: float, callback: Callable[..., object], args: Any, loop: SimulatedLoop, context: Context | None
-    ) -> None:
-        context = copy_context() if context is None else context
-        super().__init__(when, callback, args, loop, context)
-        self.machine = context.get(_MACHINE)
+    def __init__(self, when: float, callback: Callable[..., object], args: Any, context: Context | None = None) -> None:
+        self.moment = when
+        self.work: Callable[..., object] | None = callback
+        self.args = args
+        self.home = copy_context() if context is None else context
+        self.machine = self.home.get(_MACHINE)
+        self.void = False
 
-    def run(self) -> None:
-        """Call."""
-        self._run()  # pyright: ignore[reportUnknownMemberType, reportAttributeAccessIssue] - asyncio's types leave it out
+    def __repr__(self) -> str:
+        return f"<{self.work!r} at {self.moment:g} s>"
+
+    def when(self) -> float:
+        """See `asyncio`."""
+        return self.moment
+
+    def cancel(self) -> None:
+        """See `asyncio`: it is passed over when its time comes."""
+        self.void, self.work, self.args = True, None, ()
+
+    def cancelled(self) -> bool:
+        """See `asyncio`."""
+        return self.void
+
+    def run(self, loop: SimulatedLoop) -> None:
+        """Call, unless it was cancelled."""
+        if self.work is None:
+            return
+        try:
+            self.home.run(self.work, *self.args)
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # noqa: BLE001 - as asyncio does: told where the loop tells it
+            loop.call_exception_handler({"message": f"Exception in callback {self.work!r}", "exception": error})
 
 
 class _Future(asyncio.Future[Any]):
@@ -150,7 +174,7 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See `asyncio`."""
-        handle = _Handle(self._now, callback, args, self, context)
+        handle = _Handle(self._now, callback, args, context)
         self._put_soon(handle)
         return handle
 
@@ -158,7 +182,7 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See `asyncio`; calls of one moment come in the order in which they were asked for."""
-        handle = _Handle(when, callback, args, self, context)
+        handle = _Handle(when, callback, args, context)
         self._put_timer(handle)
         return handle
 
@@ -206,7 +230,7 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
         """Do what has come due meanwhile, and the rest in its time. Nothing for a machine that runs."""
         held, machine.held = machine.held or [], None
         for handle in held:
-            (self._put_timer if handle.when() > self._now else self._put_soon)(handle)
+            (self._put_timer if handle.moment > self._now else self._put_soon)(handle)
 
     def _put_soon(self, handle: _Handle) -> None:
         if handle.machine is not None and handle.machine.held is not None:
@@ -219,12 +243,12 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
             handle.machine.held.append(handle)
         else:
             self._timed += 1
-            heapq.heappush(self._timers, (handle.when(), self._timed, handle))
+            heapq.heappush(self._timers, (handle.moment, self._timed, handle))
 
     def _run_once(self) -> None:
         """One turn, as `BaseEventLoop.run_forever` asks for it: what was ready as it began, and timers of now."""
         timers, soon = self._timers, self._soon
-        while timers and timers[0][2].cancelled():
+        while timers and timers[0][2].void:
             heapq.heappop(timers)
         if not soon:
             if not timers:
@@ -239,12 +263,7 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
         for _ in range(len(soon)):
             if not self._soon:  # a machine was halted meanwhile
                 break
-            handle = self._soon.popleft()
-            if not handle.cancelled():
-                handle.run()
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """See `BaseEventLoop`: what is cancelled is passed over when its time comes."""
+            self._soon.popleft().run(self)
 
     def _task(
         self, loop: asyncio.AbstractEventLoop, work: Generator[Any, None, T] | Coroutine[Any, Any, T], **options: Any

@@ -181,6 +181,10 @@ class MemoryNetwork:
         return None
 
 
+_Answered = tuple[Message, int]
+"""An answer, and the bytes of its encoded header."""
+
+
 class MemoryTransport(CommonTransport):
     """Implements `Transport` among the transports of one `MemoryNetwork`."""
 
@@ -188,9 +192,9 @@ class MemoryTransport(CommonTransport):
         super().__init__(limits)
         self._network = network
         self._peer_id = peer_id
-        self._calls: dict[asyncio.Future[Message], tuple[PeerId, float]] = {}
+        self._calls: dict[asyncio.Future[_Answered], tuple[PeerId, float]] = {}
         """Under way: to whom, and the seconds without a byte after which each is given up."""
-        self._handlers: dict[asyncio.Task[Message], None] = {}  # in the order in which they began
+        self._handlers: dict[asyncio.Task[_Answered], None] = {}  # in the order in which they began
         self._closed = False
         self._context = copy_context()
         """In which it was made: what it answers runs there, whoever asks."""
@@ -218,13 +222,13 @@ class MemoryTransport(CommonTransport):
         try:
             async with asyncio.timeout(timeout):
                 target = await self._reach(peer, method, progress)
-                answer = await self._exchange(target, payload, request, progress)
+                answer, octets = await self._exchange(target, method, payload, request, progress)
         except TimeoutError:
             raise DeadlinePassed(f"{method} of {peer} took more than {timeout:g} s") from None
         size = sum(spec.nbytes for spec in answer.specs)
         if size > max_answer_bytes:
             raise ProtocolViolation(f"answer of {size} bytes exceeds {max_answer_bytes}")
-        self.traffic.add_received(method, size + len(encode_envelope("", answer.header, answer.specs)))
+        self.traffic.add_received(method, size + octets)
         return answer
 
     async def _reach(self, peer: PeerId, method: str, progress: float) -> MemoryTransport:
@@ -247,16 +251,18 @@ class MemoryTransport(CommonTransport):
             raise Refused(refuse.reason, "injected fault")
         return target
 
-    async def _exchange(self, target: MemoryTransport, payload: bytes, request: Message, progress: float) -> Message:
+    async def _exchange(
+        self, target: MemoryTransport, method: str, payload: bytes, request: Message, progress: float
+    ) -> _Answered:
         """Run the handler as a task of the target; the call ends with it, or earlier when either side breaks."""
-        self.traffic.add_sent(decode_envelope(payload).method, len(payload))
+        self.traffic.add_sent(method, len(payload))
         task = target.start_handler(self._peer_id, payload, request, self.traffic)
-        outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[_Answered] = asyncio.get_running_loop().create_future()
         self._calls[outcome] = target.peer_id, progress
-        if self._network.fire(FaultKind.REPEAT, self._peer_id, target.peer_id, decode_envelope(payload).method):
+        if self._network.fire(FaultKind.REPEAT, self._peer_id, target.peer_id, method):
             target.start_handler(self._peer_id, payload, request, self.traffic)
 
-        def settle(done: asyncio.Task[Message]) -> None:
+        def settle(done: asyncio.Task[_Answered]) -> None:
             if outcome.done():
                 return
             if done.cancelled():
@@ -275,19 +281,19 @@ class MemoryTransport(CommonTransport):
 
     def start_handler(
         self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount
-    ) -> asyncio.Task[Message]:
+    ) -> asyncio.Task[_Answered]:
         """Called by the caller's transport: answer a request in a task that this transport owns."""
         task = asyncio.create_task(self._answer(caller, payload, request, sent), context=self._context.copy())
         self._handlers[task] = None
         task.add_done_callback(self._handler_done)
         return task
 
-    def _handler_done(self, task: asyncio.Task[Message]) -> None:
+    def _handler_done(self, task: asyncio.Task[_Answered]) -> None:
         self._handlers.pop(task, None)
         if not task.cancelled():
             task.exception()
 
-    async def _answer(self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount) -> Message:
+    async def _answer(self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount) -> _Answered:
         envelope = decode_envelope(payload)
         name = self._desk.traffic_name(envelope.method)
         await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), request.specs))
@@ -310,7 +316,7 @@ class MemoryTransport(CommonTransport):
         await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs))
         if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):
             raise BrokenStream(f"{self._peer_id}: injected fault")
-        return copied
+        return copied, len(reply)
 
     def break_calls(self, to: PeerId | None) -> None:
         """Break the calls under way to one peer, or all of them."""
@@ -324,7 +330,7 @@ class MemoryTransport(CommonTransport):
         one has passed, unless bytes move again by then."""
         loop = asyncio.get_running_loop()
 
-        def give_up(outcome: asyncio.Future[Message], target: PeerId) -> None:
+        def give_up(outcome: asyncio.Future[_Answered], target: PeerId) -> None:
             if stalled(self._peer_id, target) and not outcome.done():
                 outcome.set_exception(DeadlinePassed(f"no byte moves between {self._peer_id} and {target}"))
 
