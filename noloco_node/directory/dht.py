@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
@@ -40,6 +42,8 @@ from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STORE_SECONDS = 5.0
 WALK_AGAIN = 0.5
 """Of a record's life: how often everybody near the stages' keys is asked."""
@@ -55,6 +59,8 @@ near a key does not come between those who know each other."""
 MOST_ENTRANCES = 2
 MOST_IDS = 1024
 """Names of keys that are remembered."""
+LOOKED_AT = 4
+"""Peers among which those are told first that work, for each record that is told."""
 ALSO_TOLD = 3
 """Of these, those that an own record is stored at besides the nodes nearest to its key."""
 
@@ -110,6 +116,9 @@ class DhtDirectory:
         self._storing: dict[asyncio.Task[bool], None] = {}
         self._life = USUAL_LIFE
         """Seconds that the last own record lives."""
+        self._known_as_of: tuple[DirectoryView | None, int] = (None, 0)
+        self._known: list[tuple[int, PeerId]] = []
+        """See `_introduced`."""
         self._walked_at: dict[Any, float] = {}
         """DHT time of the last walk to each stage's key: not all are looked at equally often."""
 
@@ -264,21 +273,38 @@ class DhtDirectory:
         return {peer: LiveRecord(held.record, held.expires, held.signed, place.level) for peer, held in live}
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """See `Directory.to_tell`. Others are those that have answered this node, first those whose work it has seen:
+        """See `Directory.to_tell`. Others are some that have answered this node, first those whose work it has seen:
         nobody's word is passed on."""
-        now, own, others, workers = self.now(), list[SignedRecord](), list[SignedRecord](), list[SignedRecord]()
-        for stage in range(self._stages):
-            rows = dict(self._view.stages[stage]) | self._rows(Place(stage, 0, 0), now)
-            for peer, row in rows.items():
-                told = SignedRecord(stage, peer, row.expires, row.signed, row.level)
-                if peer == self._identity.peer_id:
-                    continue
-                if row.expires > now and self._acquaintances.answers(peer):
-                    (workers if self._acquaintances.works(peer) else others).append(told)
-        own = self._own_to_tell(now)[:most]
-        for rows in (workers, others):
-            self._rng.shuffle(rows)
-        return (*own, *workers, *others)[:most]
+        now, known = self.now(), self._acquaintances
+        own, some = self._own_to_tell(now)[:most], list[tuple[int, PeerId]]()
+        if most > len(own):
+            answering = (place for place in _in_any_order(self._introduced(), self._rng) if known.answers(place[1]))
+            some = sorted(islice(answering, LOOKED_AT * most), key=lambda place: not known.works(place[1]))
+        others = (row for stage, peer in some if (row := self._newest(stage, peer, now)) is not None)
+        return (*own, *islice(others, most - len(own)))
+
+    def _introduced(self) -> list[tuple[int, PeerId]]:
+        """Whoever is in the view or at level 0, with the stage, without this node; as it was when a record last came
+        or went."""
+        if self._known_as_of[0] is not self._view or self._known_as_of[1] != len(self._records):
+            self._known_as_of = (self._view, len(self._records))
+            self._known = [
+                (stage, peer)
+                for stage in range(self._stages)
+                for peer in {**self._view.stages[stage], **self._rows(Place(stage, 0, 0), self.now())}
+                if peer != self._identity.peer_id
+            ]
+        return self._known
+
+    def _newest(self, stage: int, peer: PeerId, now: float) -> SignedRecord | None:
+        """What to tell of a peer; None where its record's life is over."""
+        row = self._view.stages[stage].get(peer)
+        held = self._records.held(self._id_of(Place(stage, 0, 0)).to_bytes(), peer)
+        if held is not None and held.expires > now and (row is None or held.expires >= row.expires):
+            return SignedRecord(stage, peer, held.expires, held.signed)
+        if row is None or row.expires <= now:
+            return None
+        return SignedRecord(stage, peer, row.expires, row.signed, row.level)
 
     def _own_to_tell(self, now: float) -> list[SignedRecord]:
         """This node's own live record of each stage, the newest first, at one of its places."""
@@ -374,6 +400,15 @@ async def join_directory(
         await directory.close()
         raise
     return directory
+
+
+def _in_any_order(items: Sequence[T], rng: random.Random) -> Iterator[T]:
+    """All of them, each next one drawn when it is asked for."""
+    left = list(items)
+    while left:
+        place = rng.randrange(len(left))
+        left[place], left[-1] = left[-1], left[place]
+        yield left.pop()
 
 
 def _place_of(row: SignedRecord) -> Place:

@@ -27,6 +27,9 @@ from noloco_node.transport.interface import Transport, Withdraw
 TIMEOUT_SECONDS = 5.0
 MOST_TOLD = 12
 """Records in one message, the teller's own included: what a header holds, and few enough to check at once."""
+FEW_TOLD = 4
+"""The same of those to a peer that has said before what it serves: its own record goes from either to the other each
+time, and of others it hears by the DHT and by whoever else calls it."""
 MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
 """Characters in base64."""
 
@@ -81,9 +84,10 @@ def serve_records(
 
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)
+        most = FEW_TOLD if transport.acquaintances.takes_part(peer) else MOST_TOLD
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
-        return _packed(run_id, stage(), directory.to_tell(MOST_TOLD))
+        return _packed(run_id, stage(), directory.to_tell(most))
 
     return on(transport, RECORDS, handle)
 
@@ -95,11 +99,12 @@ async def tell(
     directory: Directory,
     *,
     stage: int | None = None,
+    most: int = MOST_TOLD,
     timeout: float = TIMEOUT_SECONDS,
 ) -> ToldRecords:
-    """Tell a peer this node's `stage`, its own record and a few others, and take in what it answers within `timeout`
-    seconds. Never raises for the peer."""
-    request = _packed(run_id, stage, directory.to_tell(MOST_TOLD))
+    """Tell a peer this node's `stage`, its own record and others, `most` in all, and take in what it answers within
+    `timeout` seconds. Never raises for the peer."""
+    request = _packed(run_id, stage, directory.to_tell(most))
     try:
         told = await call(transport, peer, RECORDS, request, seconds=timeout)
     except Refused as refused:

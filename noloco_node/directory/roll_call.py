@@ -2,25 +2,27 @@
 
 A record only introduces its peer. Each introduced peer is asked over its own link; in a small swarm all are within
 seconds, in a large one a sample is. Who does not answer is asked again ever more rarely, so that a crowd of records
-without nodes behind them costs a few calls a second and delays nobody who calls this node itself.
+without nodes behind them costs a few calls a second and delays nobody who calls this node itself. Of two that answer
+one asks: in a call each tells the other its record, and whoever works with this node is heard without being asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from noloco_node import PROTOCOL_VERSION
+from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.aio import Pulse
 from noloco_node.bootstrap.hello import ask_hello
 from noloco_node.directory.headcount import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
-from noloco_node.directory.records_call import tell
+from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.acquaintance import ANSWER_SECONDS, Acquaintances
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
@@ -40,8 +42,15 @@ CALLS_A_SECOND = 4.0
 """In the long run."""
 BURST = 16
 """Calls that may be made at once after a quiet time, and calls under way."""
-ASK_AGAIN = 0.5
-"""Times a record's life after which a peer that answers is asked again: what records say must be told on in time."""
+ASK_AGAIN = 0.8
+"""Times a record's life, about, for which a peer that answers is not asked again unless it falls silent; longer where
+it called or worked with this node meanwhile."""
+LONGEST_QUIET = 0.6 * ANSWER_SECONDS
+"""The same in seconds at most, or its answer would no longer count."""
+OLD = 0.3
+"""Share of a record's life: whose record has no more left is asked for a newer one, since the DHT does not bring it."""
+ASK_FOR_RECORD = 0.3
+"""Times a record's life between two such calls, and to a peer that answers and has no record."""
 PAUSES = Doubling(1.0, 300.0)
 """Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
 
@@ -62,6 +71,12 @@ class _Asked:
     under_way: bool = False
     has_told: bool = False
     """It has told this node whom it knows."""
+    old: bool = False
+    """Its record's life is nearly over."""
+    asked_at: float = -math.inf
+    """When it last answered a call of this roll."""
+    quiet: float = 0.0
+    """Seconds without a word of it after which it is asked again."""
 
 
 class RollCall:
@@ -121,8 +136,15 @@ class RollCall:
             moved = asked.record is not None and asked.record.stage != record.stage
             if moved and self._known.answers(peer):
                 asked.next_try = now
-            asked.record = record
+            asked.record, asked.old = record, self._is_old(record)
+            if asked.old:
+                asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
         self._looked.fire()
+
+    def _is_old(self, record: PeerRecord) -> bool:
+        stages = self._directory.view.stages
+        row = stages[record.stage].get(PeerId(record.peer_id)) if record.stage < len(stages) else None
+        return row is not None and row.expires - self._directory.now() < OLD * self._life
 
     async def run(self) -> None:
         """Goes on until it is cancelled."""
@@ -245,8 +267,19 @@ class RollCall:
         return near if self._near_in_a_row else [stage for stage in stages if stage not in near]
 
     def _is_due(self, peer: PeerId, asked: _Asked, now: float) -> bool:
-        """Its time has come, or it has just let another call go unanswered: is it still there?"""
-        return asked.next_try <= now or self._known.of(peer).silences > asked.silences
+        """Its time has come and it was not heard meanwhile, or it has just let another call go unanswered: is it still
+        there?"""
+        known = self._known.of(peer)
+        if known.silences > asked.silences:
+            return True
+        if asked.next_try > now:
+            return False
+        left = asked.quiet - (ambient.monotonic() - known.answered_at)
+        told = asked.has_told and asked.record is not None and not asked.old
+        if left <= 0.0 or not told or not self._confirmed(peer):
+            return True
+        asked.next_try = now + left
+        return False
 
     def _pressing(self, peer: PeerId) -> bool:
         """It has called this node or moved: whoever likes can have itself asked so, and is no sample of the others."""
@@ -285,22 +318,29 @@ class RollCall:
         if at_random and record is not None:
             self._known.drew(peer, answered and is_there(self._known, record))
         if answered:
-            asked.in_vain, wait = 0, self._life * ASK_AGAIN
+            again = ASK_FOR_RECORD if asked.record is None else ASK_AGAIN
+            asked.in_vain, wait = 0, min(LONGEST_QUIET, self._life * again)
         else:
             longest = self._life if self._known.met(peer) else PAUSES.longest
             wait = min(longest, PAUSES.after(asked.in_vain))
             asked.in_vain += 1
-        asked.silences = self._known.of(peer).silences
-        asked.next_try = asyncio.get_running_loop().time() + wait * self._rng.uniform(0.75, 1.25)
+        self._wait(peer, asked, wait * self._rng.uniform(0.75, 1.25), answered=answered)
         if before != (self._known.answers(peer), self._known.of(peer).stage):
             self._on_change()
         self._looked.fire()
+
+    def _wait(self, peer: PeerId, asked: _Asked, seconds: float, *, answered: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        asked.silences, asked.next_try = self._known.of(peer).silences, now + seconds
+        if answered:
+            asked.asked_at, asked.quiet = now, seconds
 
     async def _call(self, peer: PeerId, record: PeerRecord | None, asked: _Asked, timeout: float) -> bool:
         """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
         own = self._stage()
         if own is not None and (record is None or record.state is not PeerState.JOINING):
-            told = await tell(self._transport, peer, self._run, self._directory, stage=own, timeout=timeout)
+            most = FEW_TOLD if asked.has_told and not asked.old else MOST_TOLD
+            told = await tell(self._transport, peer, self._run, self._directory, stage=own, most=most, timeout=timeout)
             asked.has_told |= told.stage is not None
             if not self._running:
                 self._named.update(dict.fromkeys(told.named[: MOST_NAMED - len(self._named)]))

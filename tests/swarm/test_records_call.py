@@ -8,7 +8,7 @@ import pytest
 
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import SignedRecord
-from noloco_node.directory.records_call import MOST_TOLD, RECORDS, serve_records, tell
+from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
@@ -48,6 +48,16 @@ async def test_both_sides_tell_and_hear_whole_records_and_no_more_than_fit() -> 
     assert (await tell(caller, TWO, RUN, asking)).answered
     assert asked.heard == [(ONE, tuple(many[:MOST_TOLD]))]
     assert asking.heard == [(TWO, (row(50),))]
+
+
+async def test_who_has_said_what_it_serves_is_told_few_from_then_on() -> None:
+    """A newcomer as many as travel at once, in its first answer."""
+    network, many = MemoryNetwork(), [row(number) for number in range(MOST_TOLD)]
+    caller, server, book = MemoryTransport(network, ONE), MemoryTransport(network, TWO), Book()
+    serve_records(server, RUN, Book(*many))
+    for _ in range(3):
+        assert (await tell(caller, TWO, RUN, book, stage=0)).answered
+    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEW_TOLD]
 
 
 @pytest.mark.parametrize("run", [RUN, "another-run"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.records_call import RECORDS, serve_records
 from noloco_node.directory.roll_call import BURST, RollCall
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.support import eventually
 
@@ -175,3 +177,110 @@ async def test_a_record_that_goes_between_the_choice_and_the_call_ends_no_node()
         finally:
             running.cancel()
             await asyncio.wait((running,))
+
+
+LIFE = 20.0
+"""Seconds, of a record in virtual time."""
+
+
+class Caller:
+    """A node that calls the roll, introduced to others by a hub; `asked` has the moments at which it was."""
+
+    def __init__(self, number: int, network: MemoryNetwork, hub: MemoryDirectoryHub) -> None:
+        self.record = record(f"a-caller-of-rolls-{number}")
+        self.network = network
+        self.transport = MemoryTransport(network, PeerId(self.record.peer_id))
+        self.directory = MemoryDirectory(hub)
+        self.asked: list[float] = []
+        serve_records(self.transport, RUN, self.directory, self._stage)
+        rng = random.Random(number)
+        self.roll = RollCall(self.transport, self.directory, RUN, lambda: 0, LIFE, self.introduced, lambda: None, rng)
+
+    def _stage(self) -> int:
+        self.asked.append(asyncio.get_running_loop().time())
+        return 0
+
+    def introduced(self) -> list[PeerRecord]:
+        live = self.directory.view.live(0, self.directory.now())
+        return [each for each in live if each.peer_id != self.record.peer_id]
+
+    def sees(self, other: Caller) -> bool:
+        return self.transport.acquaintances.serves(other.transport.peer_id, 0)
+
+    async def run(self) -> None:
+        """It looks at the directory every two seconds."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.roll.run())
+            while True:
+                await self.directory.refresh()
+                self.roll.look()
+                await asyncio.sleep(2.0)
+
+
+@contextlib.asynccontextmanager
+async def callers(many: int) -> AsyncIterator[list[Caller]]:
+    """So many, whose records live `LIFE` from now on and are not renewed by themselves."""
+    network, hub = MemoryNetwork(), MemoryDirectoryHub(1)
+    made = [Caller(number, network, hub) for number in range(many)]
+    for each in made:
+        await each.directory.publish(each.record, LIFE)
+    running = [asyncio.create_task(each.run()) for each in made]
+    try:
+        yield made
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        for each in made:
+            await each.transport.close()
+
+
+def test_of_two_that_answer_each_other_one_asks_while_the_directory_brings_both_records() -> None:
+    """Six nodes for twenty lives of a record: each pair speaks once in about two thirds of a life, not each of the two
+    twice, and nobody ceases to count."""
+
+    async def course() -> None:
+        async with callers(6) as made:
+            for _ in range(60):
+                await asyncio.sleep(LIFE / 3)
+                for each in made:
+                    await each.directory.publish(each.record, LIFE)
+                assert all(one.sees(other) and other.sees(one) for one, other in itertools.combinations(made, 2))
+            pairs, calls = 15, sum(len(each.asked) for each in made)
+            assert 20 * pairs <= calls <= 30 * pairs
+
+    in_virtual_time(course)
+
+
+def test_whose_record_grows_old_is_asked_for_a_newer_one_and_who_works_is_not_asked_before() -> None:
+    """The other works with this node every second, and its record is not renewed in the directory."""
+
+    async def course() -> None:
+        async with callers(2) as (asking, working):
+            for _ in range(19):
+                await asyncio.sleep(1.0)
+                asking.transport.acquaintances.worked(working.transport.peer_id)
+                working.transport.acquaintances.worked(asking.transport.peer_id)
+            asked = sorted(asking.asked + working.asked)
+            assert len([at for at in asked if at < 1.0]) == 2, "neither has heard of the other yet"
+            assert not [at for at in asked if 1.0 < at < 14.0]
+            assert [at for at in working.asked if 14.0 < at < 19.0]
+
+    in_virtual_time(course)
+
+
+def test_who_falls_silent_after_it_called_is_asked_again_all_the_same() -> None:
+    """That it was heard of late is no reason to wait."""
+
+    async def course() -> None:
+        async with callers(2) as (asking, silent):
+            await asyncio.sleep(3.0)
+            assert asking.sees(silent)
+            known = asking.transport.acquaintances
+            known.answered(silent.transport.peer_id)
+            asking.network.kill(silent.transport.peer_id)
+            known.silent(silent.transport.peer_id)
+            await asyncio.sleep(4.0)
+            assert not asking.sees(silent)
+
+    in_virtual_time(course)
