@@ -31,7 +31,7 @@ from noloco_node.directory.records import (
     SignedRecord,
 )
 from noloco_node.directory.sampled_view import USUAL_LIFE, SampledView
-from noloco_node.directory.store import Esteem, RecordStore
+from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
 from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, peers_unreachable
@@ -80,7 +80,10 @@ class Joined(Protocol):
 
 
 class DhtDirectory:
-    """Implements `Directory` on the DHT. Made by `join_directory`."""
+    """Implements `Directory` on the DHT. Made by `join_directory`.
+
+    Many methods: those of a directory, and of each the rule of where rows come from or go to.
+    """
 
     def __init__(
         self,
@@ -280,8 +283,12 @@ class DhtDirectory:
         if most > len(own):
             answering = (place for place in _in_any_order(self._introduced(), self._rng) if known.answers(place[1]))
             some = sorted(islice(answering, LOOKED_AT * most), key=lambda place: not known.works(place[1]))
-        others = (row for stage, peer in some if (row := self._newest(stage, peer, now)) is not None)
-        return (*own, *islice(others, most - len(own)))
+        roots = [self._id_of(Place(stage, 0, 0)).to_bytes() for stage in range(self._stages)]
+        others = (
+            _newest(stage, peer, self._records.held(roots[stage], peer), self._view.stages[stage].get(peer), now)
+            for stage, peer in some
+        )
+        return (*own, *islice((row for row in others if row is not None), most - len(own)))
 
     def _introduced(self) -> list[tuple[int, PeerId]]:
         """Whoever is in the view or at level 0, with the stage, without this node; as it was when a record last came
@@ -295,16 +302,6 @@ class DhtDirectory:
                 if peer != self._identity.peer_id
             ]
         return self._known
-
-    def _newest(self, stage: int, peer: PeerId, now: float) -> SignedRecord | None:
-        """What to tell of a peer; None where its record's life is over."""
-        row = self._view.stages[stage].get(peer)
-        held = self._records.held(self._id_of(Place(stage, 0, 0)).to_bytes(), peer)
-        if held is not None and held.expires > now and (row is None or held.expires >= row.expires):
-            return SignedRecord(stage, peer, held.expires, held.signed)
-        if row is None or row.expires <= now:
-            return None
-        return SignedRecord(stage, peer, row.expires, row.signed, row.level)
 
     def _own_to_tell(self, now: float) -> list[SignedRecord]:
         """This node's own live record of each stage, the newest first, at one of its places."""
@@ -400,6 +397,17 @@ async def join_directory(
         await directory.close()
         raise
     return directory
+
+
+def _newest(
+    stage: int, peer: PeerId, held: HeldRecord | None, row: LiveRecord | None, now: float
+) -> SignedRecord | None:
+    """What to tell of a peer, of what is held at level 0 and what is in the view; None where its life is over."""
+    if held is not None and held.expires > now and (row is None or held.expires >= row.expires):
+        return SignedRecord(stage, peer, held.expires, held.signed)
+    if row is None or row.expires <= now:
+        return None
+    return SignedRecord(stage, peer, row.expires, row.signed, row.level)
 
 
 def _in_any_order(items: Sequence[T], rng: random.Random) -> Iterator[T]:

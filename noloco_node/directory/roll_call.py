@@ -82,7 +82,10 @@ class _Asked:
 class RollCall:
     """Asks who is there. `introduced` gives the records to go by; `on_change` is called soon after an answer, or its
     absence, has changed who serves which stage. `run` must be running in the owner's task group; `sweep` needs none.
-    Who serves no `stage` only says hello: it takes no part, and has nothing to tell."""
+    Who serves no `stage` only says hello: it takes no part, and has nothing to tell.
+
+    Many methods: each is one rule of whom to ask, and when.
+    """
 
     def __init__(
         self,
