@@ -13,8 +13,9 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 AUTO_MOST = 8
 """Microbatches under way that `node.in_flight: auto` keeps at the most."""
-AUTO_AIM = 0.95
-"""It keeps the least number that brings so much of the best rate."""
+AUTO_AIM = 0.98
+"""It keeps the least number that brings so much of the best rate. Rates are seen in short windows: what is kept brings
+0.95 of the best and more."""
 
 
 class NodeSettings(Settings):

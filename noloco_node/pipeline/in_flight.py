@@ -14,7 +14,7 @@ from typing import Literal
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
-from noloco_node.config.node_settings import AUTO_MOST
+from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
 
 FIRST = 2
 WINDOW = 12
@@ -26,8 +26,6 @@ ENOUGH_WAITING = 2.0
 """Own microbatches that wait for devices on their way, on average: with so many the devices that limit are at work."""
 MOST_WAITING = 3.0
 """With more, places are taken from other origins and nothing is won: they do the same."""
-NEARLY_BEST = 0.98
-"""Of the best rate, with which a smaller number is as good: windows are short, so what is kept brings 0.95 and more."""
 LAST_ONE = 1 / 16
 """Part of one microbatch in what is taken for usual."""
 
@@ -56,7 +54,7 @@ def next_limit(rates: dict[int, Rate], window: int, most: int) -> int:
     if not fresh:
         return most
     best = max(fresh.values())
-    least = min(n for n, rate in fresh.items() if rate >= NEARLY_BEST * best)
+    least = min(n for n, rate in fresh.items() if rate >= AUTO_AIM * best)
     for other in (least + 1, least - 1):
         if 1 <= other <= most and other not in fresh:
             return other

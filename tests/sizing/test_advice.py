@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.load import load_config
+from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.sizing.advice import expect, outlook_on
+from noloco_node.pipeline.in_flight import Rate, next_limit
+from noloco_node.sizing.advice import expect, outlook_on, under_way
 from noloco_node.sizing.devices import MEMORY_GIB, REACHED, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import memory_of
@@ -30,6 +32,20 @@ def test_every_suggestion_gives_what_it_says() -> None:
         assert outlook.share == pytest.approx(suggestion.share)
         assert outlook.share > found.outlook.share
     assert [s.share for s in found.suggestions] == sorted((s.share for s in found.suggestions), reverse=True)
+
+
+@pytest.mark.parametrize("round_trip", [0.02, 0.1, 0.4, 1.6])
+def test_auto_is_planned_to_keep_what_an_origin_keeps_that_sees_the_planned_rates(round_trip: float) -> None:
+    """By one rule and one figure for how much of the best rate is enough."""
+    config = load_config(Path("tiny"), ["node.in_flight=auto", "run.inner.global_batch_tokens=65536"])
+    footprint, link = footprint_of(config.run), Link(5e6, round_trip)
+
+    def rate(number: int) -> Rate:
+        config = load_config(Path("tiny"), [f"node.in_flight={number}", "run.inner.global_batch_tokens=65536"])
+        return Rate(outlook_on(config, footprint, link, SPEED).microbatches_a_second, window=1)
+
+    seen = {number: rate(number) for number in range(1, AUTO_MOST + 1)}
+    assert under_way(config, footprint, link, SPEED) == next_limit(seen, 1, AUTO_MOST)
 
 
 def test_it_is_one_screen() -> None:
