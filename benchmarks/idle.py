@@ -2,13 +2,15 @@
 
     python -m benchmarks.idle configs/tiny.yaml --out benchmarks/results/idle.json
 
-One daemon serves the last stage of a run of which nobody serves the first: it is up, and waits. What a joiner needs
-until it trains is in `benchmarks.join`.
+One daemon serves the last stage of a run of which nobody serves the first: it is up, and waits. So does one with a
+model of almost no size: what it takes is what a daemon takes beside its model. What a joiner needs until it trains is
+in `benchmarks.join`. This package is compiled before, as whoever installs it has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import json
 import statistics
@@ -16,31 +18,48 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
+import noloco_node
 from noloco_node.config.load import load_config
 from noloco_node.telemetry.events import EventReader, NodeStarted
 
 START_SECONDS = 300.0
 LOOK_SECONDS = 0.05
+SETTLING_SECONDS = 10.0
 ROUNDS = 3
 """Of starts and of imports."""
 DAEMON = "noloco_node.node.daemon"
-LIBRARIES = ("torch", "hivemind", "transformers.modeling_utils", "transformers.models.llama.modeling_llama", DAEMON)
+OPTIMIZER = "torch._dynamo"
+"""torch loads it at the first call of any of its optimizers, with sympy and `torch.distributed.tensor`."""
+LIBRARIES = ("torch", OPTIMIZER, "hivemind", "transformers.modeling_utils", "transformers.models.llama.modeling_llama")
 MEMORY_AFTER_IMPORT = """
-import importlib, json, psutil, time
+import gc, importlib, json, psutil, time
+gc.disable()
 own = psutil.Process()
-found = {"python": (own.memory_info().rss, 0.0)}
+def taken():
+    memory = own.memory_full_info()
+    return memory.rss, memory.uss, time.process_time()
+last = taken()
+found = {"python": (*last[:2], 0.0)}
 for name in NAMES:
-    before, began = own.memory_info().rss, time.monotonic()
     importlib.import_module(name)
-    found[name] = (own.memory_info().rss - before, time.monotonic() - began)
+    now = taken()
+    found[name], last = [after - before for after, before in zip(now, last)], now
 print(json.dumps(found))
 """
+NEXT_TO_NONE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+"""A model whose weights take less than a megabyte."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +91,12 @@ def seconds_of_help() -> float:
     return statistics.median(taken)
 
 
-def imports() -> dict[str, tuple[int, float]]:
-    """Bytes and seconds that each library adds to a fresh process, in this order."""
-    program = f"NAMES = {LIBRARIES!r}\n{MEMORY_AFTER_IMPORT}"
+def imports() -> dict[str, tuple[int, int, float]]:
+    """Bytes, those that no other process shares, and seconds of the processor that each library adds to a fresh
+    process, in this order."""
+    program = f"NAMES = {(*LIBRARIES, DAEMON)!r}\n{MEMORY_AFTER_IMPORT}"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    return {name: (size, seconds) for name, (size, seconds) in json.loads(done.stdout).items()}
+    return {name: (size, own, seconds) for name, (size, own, seconds) in json.loads(done.stdout).items()}
 
 
 def _cpu(process: psutil.Process) -> float:
@@ -85,13 +105,14 @@ def _cpu(process: psutil.Process) -> float:
 
 
 @contextlib.contextmanager
-def running(config: Path) -> Iterator[tuple[subprocess.Popen[str], Path, float]]:
+def running(config: Path, settings: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], Path, float]]:
     """A daemon of the last stage, where its events are, and when it began; ended with the block."""
     last = load_config(config).run.stages - 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "node"
         command = [sys.executable, "-m", "noloco_node", "run", str(config), "--stage", str(last)]
         command += ["--run-folder", str(folder), "--metrics-port", "0"]
+        command += [part for setting in settings for part in ("--set", setting)]
         began = time.monotonic()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
             try:
@@ -132,6 +153,16 @@ def started(config: Path) -> float:
         return time.monotonic() - began
 
 
+def beside_the_model(config: Path) -> tuple[int, int]:
+    """Bytes of a daemon that waits with a model of almost no size: resident, and those that no other process shares."""
+    settings = [f"run.model.config.{name}={value}" for name, value in NEXT_TO_NONE.items()]
+    with running(config, settings) as (child, events, began):
+        _wait_until_up(child, events, began)
+        time.sleep(SETTLING_SECONDS)
+        memory = psutil.Process(child.pid).memory_full_info()
+        return memory.rss, memory.uss
+
+
 def _wait_until_up(child: subprocess.Popen[str], events: Path, began: float) -> None:
     while time.monotonic() - began < START_SECONDS:
         if child.poll() is not None:
@@ -149,7 +180,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="to look at the daemon for")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    compileall.compile_dir(Path(noloco_node.__file__).parent, quiet=1)
     found, taken = idle(options.config, options.seconds), [imports() for _ in range(ROUNDS)]
+    beside, own = beside_the_model(options.config)
     starts = [found.start_seconds, *(started(options.config) for _ in range(ROUNDS - 1))]
     start = statistics.median(starts)
     print(f"--help                 {found.help_seconds:.2f} s")
@@ -158,13 +191,15 @@ def main() -> None:
         f"{found.start_cpu_seconds:.1f} s of CPU"
     )
     print(f"memory                 {found.memory_bytes / 1e6:.0f} MB, {found.private_bytes / 1e6:.0f} of it its own")
+    print(f"memory beside a model  {beside / 1e6:.0f} MB, {own / 1e6:.0f} of it its own")
     for name in taken[0]:
-        size, seconds = (statistics.median(each[name][place] for each in taken) for place in (0, 1))
-        print(f"  import {name:<42} {size / 1e6:.0f} MB, {seconds:.2f} s")
+        size, private, seconds = (statistics.median(each[name][place] for each in taken) for place in (0, 1, 2))
+        print(f"  import {name:<42} {size / 1e6:.0f} MB, {private / 1e6:.0f} its own, {seconds:.2f} s of CPU")
     print(f"memory of p2pd         {found.p2pd_bytes / 1e6:.0f} MB")
     print(f"waiting                {found.daemon_share:.2%} of a core, p2pd {found.p2pd_share:.2%}")
     if options.out:
-        options.out.write_text(json.dumps(asdict(found) | {"starts": starts, "imports": taken}, indent=1) + "\n")
+        more = {"starts": starts, "imports": taken, "beside_model_bytes": beside, "beside_model_private_bytes": own}
+        options.out.write_text(json.dumps(asdict(found) | more, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 from noloco_node.config.load import load_config
 from noloco_node.telemetry.events import (
@@ -40,7 +42,7 @@ SETTINGS = (
     "node.torch_threads=1",
     "node.in_flight=1",
 )
-WAIT_SECONDS = 240.0
+WAIT_SECONDS = 900.0
 LOOK_SECONDS = 0.1
 END_SECONDS = 60.0
 
@@ -51,12 +53,14 @@ class Joined:
 
     up: float
     """It says that it is up: p2pd, its stage and its state are there."""
+    up_processor: float
+    """Of the processor that the daemon itself, without p2pd, took until then."""
     state: float
     """It has a stage peer's state."""
     first_step: float
     """Its first inner step, so the end of its first microbatches."""
     full_weight: float
-    """Its probation is over."""
+    """Its probation is over; before its first step where the copied state was due for an outer step."""
     probation_steps: int
     ending: str
     bytes: int
@@ -89,6 +93,11 @@ class Daemon:
     def first(self, kind: type[Event]) -> float:
         """Seconds from its command to its first event of that kind."""
         return next(each.time for each in self.events if isinstance(each, kind)) - self.began
+
+    def processor_seconds(self) -> float:
+        """That it has taken so far."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return times.user + times.system
 
     def end(self) -> None:
         """As its owner ends it."""
@@ -130,16 +139,20 @@ def swarm(config: Path, folder: Path) -> Iterator[str]:
 
 
 def join(address: str, folder: Path, stage: int) -> Joined:
-    """One joiner, until its probation is over."""
+    """One joiner, until its probation is over and it has trained."""
     joiner = Daemon(folder, "join", address, "--stage", str(stage), "--set", "node.torch_threads=1")
     try:
+        joiner.wait(has(NodeStarted), "its start")
+        processor = joiner.processor_seconds()
         joiner.wait(has(ProbationEnded), "the end of its probation")
+        joiner.wait(has(InnerStep), "its first inner step")  # a copy may be due for an outer step before that
     finally:
         joiner.end()
     downloads = [each for each in joiner.events if isinstance(each, StateDownload)]
     ending = next(each for each in joiner.events if isinstance(each, ProbationEnded))
     return Joined(
         up=joiner.first(NodeStarted),
+        up_processor=processor,
         state=downloads[-1].time - joiner.began,
         first_step=joiner.first(InnerStep),
         full_weight=ending.time - joiner.began,
@@ -147,6 +160,22 @@ def join(address: str, folder: Path, stage: int) -> Joined:
         ending=ending.reason,
         bytes=downloads[-1].total,
     )
+
+
+def table(found: Sequence[Joined]) -> Iterator[str]:
+    """What the joiners needed, in lines."""
+    yield "| seconds until a joiner | median | least | most |\n|---|---|---|---|"
+    rows = {
+        "is up": "up",
+        "is up, of its processor": "up_processor",
+        "has a stage peer's state": "state",
+        "has taken its first inner step": "first_step",
+        "counts in full": "full_weight",
+    }
+    for words, field in rows.items():
+        taken = [float(getattr(each, field)) for each in found]
+        yield f"| {words} | {statistics.median(taken):.1f} | {min(taken):.1f} | {max(taken):.1f} |"
+    yield f"\nprobation: {', '.join(f'{each.probation_steps} inner steps ({each.ending})' for each in found)}"
 
 
 def main() -> None:
@@ -162,11 +191,7 @@ def main() -> None:
         for number in range(options.rounds):
             found.append(join(address, Path(name) / f"joiner{number}", last))
             print(found[-1], flush=True)
-    print("| seconds until | median | least | most |\n|---|---|---|---|")
-    for what in ("up", "state", "first_step", "full_weight"):
-        taken = [float(getattr(each, what)) for each in found]
-        print(f"| {what} | {statistics.median(taken):.1f} | {min(taken):.1f} | {max(taken):.1f} |")
-    print(f"\nprobation: {', '.join(f'{each.probation_steps} inner steps ({each.ending})' for each in found)}")
+    print("\n".join(table(found)))
     if options.out:
         machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
         figures = {"joiners": [asdict(each) for each in found]}
