@@ -67,7 +67,7 @@ class Crowd:
         self.directory = directory_of(self.nodes, arrays)
         generator = torch.Generator().manual_seed(settings.seed)
         self.averaging = CrowdAveraging(self.nodes, self.directory, generator)
-        self.pipeline = CrowdPipeline(self.nodes, self.directory, self.averaging.trained)
+        self.pipeline = CrowdPipeline(self.nodes, self.directory, self.averaging.trained, self.averaging.missing)
         self.moments: list[CrowdMoment] = []
         self.joined_after: list[float] = []
         """Seconds from its start until a newcomer served."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class CrowdAveraging:
         self.kinds: dict[str, int] = {"paired": 0, "alone": 0, "aborted": 0, "caught_up": 0}
         self.refusals: dict[str, int] = {}
         self.exchange_seconds = 0.0
-        """Of all exchanges that were begun."""
+        """Of all exchanges that were begun, as the mean of both sides has them."""
         self.meetings: list[tuple[int, int]] = []
 
     def joined(self, i: int) -> None:
@@ -148,11 +149,19 @@ class CrowdAveraging:
             self.kinds["aborted"] += 1
             self.agenda.after(PROGRESS_SECONDS, self._give_up, partner, i)
 
+    def _share(self, replicas: int) -> float:
+        return share_of_batch(self._global_batch, min(replicas, self._most))
+
+    def missing(self, i: int) -> float:
+        """Parcels until a node's next inner step."""
+        tokens = self._share(self.directory.replicas(i)) - self._credit[i] - self._gathered[i]
+        return math.ceil(tokens / (self.nodes.settings.parcel * MICROBATCH_TOKENS))
+
     def trained(self, i: int) -> None:
         """A parcel's gradient is added; an inner step is taken where that is enough."""
         self._gathered[i] += self.nodes.settings.parcel * MICROBATCH_TOKENS
         replicas = self.directory.replicas(i)
-        share = share_of_batch(self._global_batch, min(replicas, self._most))
+        share = self._share(replicas)
         credit = credit_after_step(self._gathered[i], self._credit[i], share)
         if credit is None:
             return
@@ -205,10 +214,22 @@ class CrowdAveraging:
         self._dialling[i] = -1
         self._engaged[i], self._engaged[j] = j, i
         self.nodes.exchanging[i] = self.nodes.exchanging[j] = True
-        work = self.nodes.settings.work
-        seconds = self.nodes.turn(i) + self.nodes.turn(j) + self.nodes.exchange_seconds(i, j, work.exchange_bytes)
+        self._wait_for_turn(i, self._open, i, j)
+
+    def _wait_for_turn(self, i: int, happens: Callable[..., None], *what: object) -> None:
+        seconds = self.nodes.turn(i)
         self.exchange_seconds += seconds
-        self.agenda.after(seconds, self._complete, i, j, self.progress[i], self.progress[j])
+        self.agenda.after(seconds, happens, *what)
+
+    def _open(self, i: int, j: int) -> None:
+        """The dialler has its snapshot."""
+        self._wait_for_turn(j, self._swap, i, j, self.progress[i])
+
+    def _swap(self, i: int, j: int, before_i: Progress) -> None:
+        """Both have theirs."""
+        seconds = self.nodes.exchange_seconds(i, j, self.nodes.settings.work.exchange_bytes)
+        self.exchange_seconds += seconds
+        self.agenda.after(seconds, self._complete, i, j, before_i, self.progress[j])
 
     def _heard(self, i: int) -> tuple[float, ...]:
         """Clocks of a node's stage peers, as the directory has them."""
@@ -259,21 +280,16 @@ class CrowdAveraging:
         self.agenda.after(delay, self.consider, i)
 
     def _free(self, i: int, j: int) -> bool:
-        """Whether both were engaged with each other, as they no longer are."""
-        if self._engaged[i] != j or self._engaged[j] != i:
+        """Whether a node was engaged with this one, as it no longer is."""
+        if self._engaged[i] != j:
             return False
-        for one in (i, j):
-            self._engaged[one] = -1
-            self.nodes.exchanging[one] = False
-            self._free_since[one] = self.progress[one].steps
+        self._engaged[i], self.nodes.exchanging[i] = -1, False
+        self._free_since[i] = self.progress[i].steps
         return True
 
     def _give_up(self, i: int, j: int) -> None:
-        if self._engaged[i] != j:
-            return
-        self._engaged[i], self.nodes.exchanging[i] = -1, False
-        self._free_since[i] = self.progress[i].steps
-        self.consider(i)
+        if self._free(i, j):
+            self.consider(i)
 
     def _catch_up(self, i: int) -> None:
         """Take the state of a stage peer that is too far ahead. The other goes on meanwhile."""
@@ -297,34 +313,40 @@ class CrowdAveraging:
         self.consider(i)
 
     def _complete(self, i: int, j: int, before_i: Progress, before_j: Progress) -> None:
-        """All has come on both sides: what is changed waits for the devices."""
-        seconds = max(self.nodes.turn(i), self.nodes.turn(j))
-        self.exchange_seconds += seconds
-        self.agenda.after(seconds, self._commit, i, j, before_i, before_j)
-
-    def _commit(self, i: int, j: int, before_i: Progress, before_j: Progress) -> None:
-        if not self._free(i, j):
+        """All has come on both sides: what is changed waits for each side's own device."""
+        if self._engaged[i] != j or self._engaged[j] != i:
             return
         if not self.nodes.reach(i, j):
             self.kinds["aborted"] += 1
+            self._free(i, j)
+            self._free(j, i)
             return
         self.nodes.count("exchanges", 2.0 * self.nodes.settings.work.exchange_bytes)
-        rows = [(self.slow[one], self.momentum[one]) for one in (i, j)]
+        rows = map(self._row, (i, j))
         both = [contribution(RULE, fast=slow, slow=slow, momentum=momentum) for slow, momentum in rows]
         mean = (both[0] + both[1]) / 2
-        for slow, momentum in rows:
-            step_(RULE, mean, slow=slow, momentum=momentum)
         self.expected[i] = self.expected[j] = (self.expected[i] + self.expected[j]) / 4
-        shift = 0.5 * (before_j.clock - before_i.clock)
-        for one, before, by in ((i, before_i, shift), (j, before_j, -shift)):
-            self._went_on(one, self.progress[one].after_outer_step(0, before, by))
-            self._visits[one].stepped()
         self._visits[j].made(self.nodes.peer[i], self.directory.replicas(j) - 1)
-        self.kinds["paired"] += 2
         self.meetings.append((i, j))
         self.nodes.tell("met", i, j)
+        shift = 0.5 * (before_j.clock - before_i.clock)
+        for one, other, before, by in ((i, j, before_i, shift), (j, i, before_j, -shift)):
+            seconds = self.nodes.turn(one)
+            self.exchange_seconds += 0.5 * seconds
+            self.agenda.after(seconds, self._commit, one, other, mean, before, by)
+
+    def _row(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.slow[i], self.momentum[i]
+
+    def _commit(self, i: int, j: int, mean: torch.Tensor, before: Progress, shift: float) -> None:
+        if not self._free(i, j):
+            return
+        slow, momentum = self._row(i)
+        step_(RULE, mean, slow=slow, momentum=momentum)
+        self._went_on(i, self.progress[i].after_outer_step(0, before, shift))
+        self._visits[i].stepped()
+        self.kinds["paired"] += 1
         self.consider(i)
-        self.consider(j)
 
     def spread(self) -> tuple[float, float]:
         """Variance of the weights within a stage, a weight and a node, and what the arithmetic expects of the same

@@ -159,15 +159,14 @@ class Nodes:
     def exchange_seconds(self, i: int, j: int, octets: float) -> float:
         """Seconds for both to have what the other sends, beside microbatches: the first chunk goes there before the
         other's comes back, those after it go side by side."""
-        there, back = self._seconds_an_octet(i, j), self._seconds_an_octet(j, i)
-        alone = min(octets, self.chunk_octets)
-        return alone * (there + back) + (octets - alone) * max(there, back) + 4.0 * self.latency(i, j)
+        there, back = self._transfer_seconds(i, j, octets), self._transfer_seconds(j, i, octets)
+        first = min(1.0, self.chunk_octets / octets)
+        return first * (there + back) + (1.0 - first) * max(there, back) + 4.0 * self.latency(i, j)
 
-    def _seconds_an_octet(self, i: int, j: int) -> float:
-        """Of a transfer that has half of a link on which something goes already, and all of one that is idle."""
-        up = self.up[i] * (EXCHANGE_SHARE if self.up_free[i] > self.agenda.now else 1.0)
-        down = self.down[j] * (EXCHANGE_SHARE if self.down_free[j] > self.agenda.now else 1.0)
-        return 1.0 / min(up, down)
+    def _transfer_seconds(self, i: int, j: int, octets: float) -> float:
+        """Of a transfer that has all of both links, but half of them as long as something is on its way there."""
+        alone = octets / min(self.up[i], self.down[j])
+        return alone + min(alone, max(0.0, self.up_free[i] - self.agenda.now, self.down_free[j] - self.agenda.now))
 
     def copy_seconds(self, i: int, j: int, octets: float) -> float:
         """Seconds for one to have a state of the other's, beside microbatches and exchanges."""

@@ -1,13 +1,15 @@
 """Microbatches of a crowd on their way there and back, in parcels: who gets the next one is the node's own choice
-(`RoutingBook`), and so is whether there is a place for it (`MicrobatchLimiter`) and what a device does first
-(`CallOrder`)."""
+(`RoutingBook`), and so is when it is drawn (`InFlight`), whether there is a place for it (`MicrobatchLimiter`) and what
+a device does first (`CallOrder`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.in_flight import InFlight
 from noloco_node.pipeline.limiter import MicrobatchLimiter
 from noloco_node.pipeline.paces import RequestOutcome
 from noloco_node.pipeline.passing import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
@@ -28,7 +30,19 @@ VIEW_SECONDS = 60.0
 class Passage:
     """One parcel at one node."""
 
-    __slots__ = ("began", "excluded", "life", "node", "parent", "peer", "release", "rounds", "since")
+    __slots__ = (
+        "began",
+        "excluded",
+        "life",
+        "node",
+        "parent",
+        "peer",
+        "put_at",
+        "release",
+        "rounds",
+        "since",
+        "waited",
+    )
 
     def __init__(self, node: int, life: int, parent: Passage | None, since: float) -> None:
         self.node = node
@@ -43,19 +57,31 @@ class Passage:
         self.excluded: dict[PeerId, None] = {}
         self.rounds = 0
         self.release: Release | None = None
+        self.put_at = since
+        """When it was last given to the device."""
+        self.waited = 0.0
+        """Seconds for which it waited for devices, this one's and those further on; its draw is not counted."""
 
 
 class CrowdPipeline:
-    """All devices, books and parcels. `trained` is told whenever a node has a parcel's gradient.
+    """All devices, books and parcels. `trained` is told whenever a node has a parcel's gradient; `missing` says how
+    many a node lacks for its next inner step.
 
     Many methods: each is one step of a parcel's way.
     """
 
-    def __init__(self, nodes: Nodes, directory: CrowdDirectory, trained: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        directory: CrowdDirectory,
+        trained: Callable[[int], None],
+        missing: Callable[[int], float],
+    ) -> None:
         self.nodes = nodes
         self.directory = directory
         self.agenda = nodes.agenda
         self._trained = trained
+        self._missing = missing
         self._settings = nodes.settings
         self._parcel = float(nodes.settings.parcel)
         self._last = nodes.settings.work.stages - 1
@@ -64,6 +90,10 @@ class CrowdPipeline:
         self._book_told: list[float] = []
         self._places: list[MicrobatchLimiter] = []
         self._order: list[CallOrder[Passage]] = []
+        self._in_flight: list[InFlight | None] = []
+        """Of those that draw."""
+        self.under_way: list[int] = []
+        """Parcels that each origin has drawn and not yet trained."""
         self._working: list[bool] = []
         self._life: list[int] = []
         self._held: list[dict[Passage, None]] = []
@@ -92,6 +122,8 @@ class CrowdPipeline:
         self._book_told.append(-math.inf)
         self._places.append(MicrobatchLimiter(self._settings.work.max_pending, self.clock))
         self._order.append(CallOrder())
+        self._in_flight.append(None)
+        self.under_way.append(0)
         self._working.append(False)
         self._life.append(0)
         self._held.append({})
@@ -100,8 +132,10 @@ class CrowdPipeline:
     def begin(self, i: int) -> None:
         """A node serves from now on; one of stage 0 draws."""
         if self.nodes.stage[i] == 0:
-            for _ in range(self._settings.work.in_flight):
-                self._draw(i)
+            missing, many = partial(self._missing, i), self._settings.work.in_flight
+            self.under_way[i], in_flight = 0, InFlight(many, lambda: many, missing, self.clock)
+            self._in_flight[i] = in_flight
+            self._draw_all(i, in_flight)
 
     def left(self, i: int) -> None:
         """A node is gone, or leaves its stage: whoever waits for it finds out."""
@@ -111,18 +145,29 @@ class CrowdPipeline:
             self._fail_later(child)
         self._held[i] = {}
         self._order[i] = CallOrder()
-        self._books[i] = None
+        self._books[i] = self._in_flight[i] = None
 
     def _here(self, passage: Passage) -> bool:
         """Whether the node that has it is still where it was."""
         return self.nodes.alive[passage.node] and self._life[passage.node] == passage.life
 
-    def _draw(self, i: int) -> None:
-        passage = Passage(i, self._life[i], None, self.agenda.now)
-        self._put(Priority.DRAW, passage, OWN)
+    def _draw_all(self, i: int, in_flight: InFlight) -> None:
+        """As many as may be drawn now."""
+        while in_flight.open_to(self.under_way[i], self.under_way[i]):
+            self.under_way[i] += 1
+            self._put(Priority.DRAW, Passage(i, self._life[i], None, self.agenda.now), OWN)
+
+    def _ended(self, passage: Passage) -> None:
+        """An origin has trained what it drew."""
+        i, in_flight = passage.node, self._in_flight[passage.node]
+        assert in_flight is not None
+        self.finished += 1
+        self.under_way[i] -= 1
+        in_flight.carried(self.agenda.now - passage.since, passage.waited)
+        self._draw_all(i, in_flight)
 
     def _put(self, priority: Priority, passage: Passage, turn: QueueTurn) -> None:
-        i = passage.node
+        i, passage.put_at = passage.node, self.agenda.now
         self._order[i].put(priority, passage, turn)
         if not self._working[i]:
             self._next(i)
@@ -135,6 +180,8 @@ class CrowdPipeline:
         self._working[i] = True
         passage = order.take()
         returned = passage.peer >= 0
+        if returned or passage.parent is not None:
+            passage.waited += self.agenda.now - passage.put_at
         units = 1.0 + BACKWARDS if self.nodes.stage[i] == self._last else BACKWARDS if returned else 1.0
         seconds = units * self._parcel * self._settings.devices.forward_seconds / self.nodes.speed[i]
         self.nodes.works_until[i] = self.agenda.now + seconds
@@ -148,8 +195,7 @@ class CrowdPipeline:
         if passage.peer >= 0 or self.nodes.stage[i] == self._last:
             self._trained(i)
             if passage.parent is None:
-                self.finished += 1
-                self._draw(i)
+                self._ended(passage)
             else:
                 self._answer(passage)
         else:
@@ -257,9 +303,9 @@ class CrowdPipeline:
             return
         self.nodes.count("microbatches", self._parcel * self._octets)
         seconds = self.nodes.carry(j, parent.node, self._octets, self._parcel)
-        self.agenda.after(seconds, self._returned, parent, j, load)
+        self.agenda.after(seconds, self._returned, parent, j, load, passage.waited)
 
-    def _returned(self, passage: Passage, j: int, load: int) -> None:
+    def _returned(self, passage: Passage, j: int, load: int, waited: float) -> None:
         i = passage.node
         book = self._books[i]
         if book is None or passage.peer != j or not self._here(passage):
@@ -270,4 +316,5 @@ class CrowdPipeline:
         self.away += self.clock() - passage.began
         if self.keep_routes:
             self.routes.append((i, j))
+        passage.waited += waited
         self._put(Priority.BACKWARD, passage, OWN)

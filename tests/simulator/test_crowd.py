@@ -209,15 +209,27 @@ def test_an_exchange_waits_for_the_devices() -> None:
     assert 40.0 < took < 160.0
 
 
-def test_an_exchange_has_all_of_an_idle_link_and_half_of_one_that_carries_something() -> None:
+def test_an_origin_draws_when_the_nodes_own_decision_says_so() -> None:
+    """What would only wait for devices is drawn after the next step, though there is a place for it."""
+    crowd = crowd_of(24, devices={"fastest": 1.0, "forward_seconds": 4.0})
+    places = crowd.settings.work.in_flight
+    under_way = [crowd.pipeline.under_way[i] for i in range(24) if crowd.nodes.stage[i] == 0]
+    assert 0 < min(under_way) < places
+    assert max(under_way) <= places
+
+
+def test_an_exchange_has_all_of_an_idle_link_and_half_of_one_while_something_goes_there() -> None:
     """A single chunk goes there and then back; many go both ways at once."""
     nodes = Crowd(settings(links={"sigma": 0.0, "near_seconds": 0.0, "far_seconds": 0.0}), 24).nodes
-    octets, up = 64.0 * nodes.chunk_octets, nodes.up[0]
-    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(65.0 / 64.0 * octets / up)
+    octets = 64.0 * nodes.chunk_octets
+    alone = octets / nodes.up[0]
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(65.0 / 64.0 * alone)
     nodes.chunk_octets = math.inf
-    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(2.0 * octets / up)
-    nodes.carry(1, 2, octets, 1.0)
-    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(3.0 * octets / up)
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(2.0 * alone)
+    nodes.carry(1, 2, 0.25 * octets, 1.0)
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(2.25 * alone)
+    nodes.carry(1, 2, 8.0 * octets, 1.0)
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(3.0 * alone)
 
 
 def test_clocks_of_a_later_stage_are_tied_to_the_origins() -> None:
