@@ -22,6 +22,11 @@ from noloco_node.simulator.hunting import Hunted
 
 _Row = tuple[str, ...]
 
+LOSSES = {"quadratic": "loss of the quadratic", "real": "loss (nats per token)"}
+"""What the replicas lose, by `sim.tensors`."""
+NO_STAGE = "#404040"
+"""Colour of what is of all stages."""
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -40,6 +45,8 @@ class Simulation:
     draw: Callable[[Path], None]
     run: tuple[str, str] | None = None
     """Name and id of the run, where it is one."""
+    node: dict[str, Any] | None = None
+    """Its nodes' settings, where these are whole: those that are no defaults."""
 
     @property
     def table(self) -> str:
@@ -61,6 +68,7 @@ def write_results(result: Simulation, command: str, folder: Path) -> dict[str, P
         "core_hours": result.core_hours,
         "sim": result.sim,
         **({"run": result.run[0], "run_id": result.run[1]} if result.run else {}),
+        **({} if result.node is None else {"node": result.node}),
         "figures": result.figures,
     }
     text = json.dumps(_plain(whole), indent=1, allow_nan=False)
@@ -70,9 +78,9 @@ def write_results(result: Simulation, command: str, folder: Path) -> dict[str, P
     return files
 
 
-def trace_to_keep(path: Path, sim: dict[str, Any], run_id: str | None) -> str:
-    """The trace in the results.json of an earlier simulation, which must have been of this version, these settings and
-    this run. Raises UserError (CONFIG) where it was not, or is none."""
+def trace_to_keep(path: Path, sim: dict[str, Any], run_id: str | None, node: dict[str, Any] | None = None) -> str:
+    """The trace in the results.json of an earlier simulation, which must have been of this version, these settings,
+    its nodes' among them, and this run. Raises UserError (CONFIG) where it was not, or is none."""
     remedy = "name the results.json of a simulation by this version with the same settings"
     try:
         earlier: object = json.loads(path.read_text(encoding="utf-8"))
@@ -87,9 +95,13 @@ def trace_to_keep(path: Path, sim: dict[str, Any], run_id: str | None) -> str:
         raise UserError(ExitCode.CONFIG, f"{said}: another version's course is another one", remedy)
     before: object = found.get("sim")
     held = cast("dict[str, Any]", before) if isinstance(before, dict) else {}
-    other = sorted(name for name in {*held, *sim} if held.get(name) != _plain(sim.get(name)))
+    other = [f"sim.{name}" for name in sorted({*held, *sim}) if held.get(name) != _plain(sim.get(name))]
+    nodes: object = found.get("node")
+    if isinstance(nodes, dict) and node is not None:
+        own = cast("dict[str, Any]", nodes)
+        other += [f"node.{name}" for name in sorted({*own, *node}) if own.get(name) != _plain(node.get(name))]
     if other or found.get("run_id") != run_id:
-        names = ", ".join(f"sim.{name}" for name in other) or "the run"
+        names = ", ".join(other) or "the run"
         raise UserError(ExitCode.CONFIG, f"--same-as {path} was simulated with other settings: {names}", remedy)
     return trace
 
@@ -104,9 +116,15 @@ def of_swarm(config: Config, found: Simulated) -> Simulation:
         core_hours=found.core_hours,
         figures=found.figures.as_json(),
         rows=[("figure", "value"), *_swarm_rows(found)],
-        draw=lambda path: _draw_swarm(found, path),
+        draw=lambda path: _draw_swarm(found, path, LOSSES[config.sim.tensors]),
         run=(config.run.name, config.run.run_id),
+        node=settings_of_nodes(config),
     )
+
+
+def settings_of_nodes(config: Config) -> dict[str, Any]:
+    """Those of whole nodes that are no defaults."""
+    return config.node.model_dump(mode="json", exclude_defaults=True)
 
 
 def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
@@ -156,7 +174,8 @@ def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     yield "trained tokens a second", f"{figures.tokens_per_second:,.0f}"
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(figures.outer_steps.items()))
     yield "outer steps", kinds or "none"
-    yield "of those committed, alone", f"{figures.alone_share:.1%}"
+    taken = figures.outer_steps.get("paired", 0) + figures.outer_steps.get("alone", 0)
+    yield "of those committed, alone", f"{figures.alone_share:.1%}" if taken else "-"
     for stage, pairing in enumerate(figures.pairing):
         if pairing is not None:
             said = f"{pairing.meetings:,} meetings of {pairing.pairs:,} pairs, "
@@ -215,17 +234,17 @@ def _or_gap(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _draw_swarm(found: Simulated, path: Path) -> None:
+def _draw_swarm(found: Simulated, path: Path, losses: str) -> None:
     sheet, samples = Sheet(1, 3, title="a swarm in virtual time"), found.figures.samples
     hours = [sample.hours for sample in samples]
-    for panel, name in zip(sheet.panels[0], ("loss (nats per token)", "spread of slow weights", "nodes"), strict=True):
+    for panel, name in zip(sheet.panels[0], (losses, "spread of slow weights", "nodes"), strict=True):
         caption(panel, name)
         panel.set_xlabel("virtual hours")  # pyright: ignore[reportUnknownMemberType]
     loss, spread, nodes = (panel.plot for panel in sheet.panels[0])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    loss(hours, [_or_gap(sample.loss) for sample in samples], color=PALETTE[0])
+    loss(hours, [_or_gap(sample.loss) for sample in samples], color=NO_STAGE)
     for stage in range(len(found.figures.work_share)):
         spread(hours, [_or_gap(s.spread[stage]) for s in samples], color=PALETTE[stage % 10], label=f"stage {stage}")
-    nodes(hours, [sample.nodes for sample in samples], color=PALETTE[2])
+    nodes(hours, [sample.nodes for sample in samples], color=NO_STAGE)
     sheet.panels[0][2].set_ylim(bottom=0)  # pyright: ignore[reportUnknownMemberType]
     whole_numbers(sheet.panels[0][2].yaxis)
     sheet.legend()

@@ -116,6 +116,10 @@ def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path)
         trace_to_keep(kept, {**result.sim, "nodes": 5}, config.run.run_id)
     with pytest.raises(UserError, match="other settings: the run"):
         trace_to_keep(kept, result.sim, "another")
+    assert result.node == {"in_flight": 3}
+    assert trace_to_keep(kept, result.sim, config.run.run_id, result.node) == found.trace
+    with pytest.raises(UserError, match=r"other settings: node\.in_flight"):
+        trace_to_keep(kept, result.sim, config.run.run_id, {"in_flight": 4})
     kept.write_text(kept.read_text().replace(__version__, "0"))
     with pytest.raises(UserError, match="a trace of version 0"):
         trace_to_keep(kept, result.sim, config.run.run_id)
