@@ -257,11 +257,13 @@ class Walker:
         nearer: dict[Any, list[Any]] = {}
         for key, introduced in found.items():
             known = walk.candidates[key]
+            new = [(node_id, peer) for node_id, peer in introduced if node_id not in known and peer not in walk.asked]
+            if not new:
+                continue
             distances = sorted(key.xor_distance(node_id) for node_id in known)
             furthest = distances[BUCKET_SIZE - 1] if len(distances) >= BUCKET_SIZE else None
-            for node_id, peer in introduced:
-                near = furthest is None or key.xor_distance(node_id) < furthest
-                if near and node_id not in known and peer not in walk.asked:
+            for node_id, peer in new:
+                if furthest is None or key.xor_distance(node_id) < furthest:
                     nearer.setdefault(peer, []).append(key)
         for peer, keys in list(nearer.items())[:MOST_BY_ONE]:
             if walk.introduced >= MOST_INTRODUCED:

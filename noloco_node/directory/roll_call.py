@@ -121,6 +121,9 @@ class RollCall:
         self._near_in_a_row = 0
         self._allowance = float(BURST)
         self._allowed_at = 0.0
+        self._earliest = -math.inf
+        """Before this time nobody is due, unless a call came to nothing since `_silences` of them had."""
+        self._silences = 0
 
     @property
     def _known(self) -> Acquaintances:
@@ -133,7 +136,7 @@ class RollCall:
         before = self._asked
         kept = () if self._running else [peer for peer in self._entrances if peer in before]
         self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers, *kept)}
-        now = asyncio.get_running_loop().time()
+        now, self._earliest = asyncio.get_running_loop().time(), -math.inf
         for peer, record in records.items():
             asked = self._asked[peer]
             moved = asked.record is not None and asked.record.stage != record.stage
@@ -228,15 +231,28 @@ class RollCall:
                 group.create_task(work_off())
 
     def _due(self, now: float) -> list[PeerId]:
-        """Whom to ask now, within what is allowed."""
+        """Whom to ask now, within what is allowed. Nobody is looked at before somebody's time has come, or a call to
+        somebody came to nothing."""
         self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * self._calls_a_second)
         self._allowed_at = now
+        if now < self._earliest and self._silences == self._known.silences_in_all:
+            return []
         under_way = sum(asked.under_way for asked in self._asked.values())
         most = min(int(self._allowance), BURST - under_way)
         if most <= 0:
             return []
-        due = [peer for peer, asked in self._asked.items() if not asked.under_way and self._is_due(peer, asked, now)]
+        self._silences, self._earliest = self._known.silences_in_all, math.inf
+        due: list[PeerId] = []
+        for peer, asked in self._asked.items():
+            if asked.under_way:
+                continue
+            if self._is_due(peer, asked, now):
+                due.append(peer)
+            else:
+                self._earliest = min(self._earliest, asked.next_try)
         drawn = self._drawn(due, most)
+        if len(drawn) < len(due):
+            self._earliest = now
         self._allowance -= len(drawn)
         return drawn
 
@@ -304,8 +320,9 @@ class RollCall:
         return record is None or is_there(self._known, record)
 
     def _until_next(self, now: float) -> float | None:
-        waits = [asked.next_try - now for asked in self._asked.values() if not asked.under_way]
-        return min(LOOK_SECONDS, max(1.0 / self._calls_a_second, min(waits))) if waits else None
+        if self._earliest == math.inf:
+            return None
+        return min(LOOK_SECONDS, max(1.0 / self._calls_a_second, self._earliest - now))
 
     async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
@@ -335,6 +352,7 @@ class RollCall:
     def _wait(self, peer: PeerId, asked: _Asked, seconds: float, *, answered: bool) -> None:
         now = asyncio.get_running_loop().time()
         asked.silences, asked.next_try = self._known.of(peer).silences, now + seconds
+        self._earliest = min(self._earliest, asked.next_try)
         if answered:
             asked.asked_at, asked.quiet = now, seconds
 

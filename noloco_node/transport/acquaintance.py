@@ -117,6 +117,8 @@ class Acquaintances:
         self._clock = clock
         self._met = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
         self._workers = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
+        self.silences_in_all = 0
+        """Calls that the link lost, to whomever, so far."""
         self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
         self._asks_again: deque[_Ask] = deque(maxlen=ASKS_REMEMBERED)
         self.work_an_ask = WORK_AN_ASK
@@ -135,6 +137,7 @@ class Acquaintances:
         known = self._known(peer)
         known.silent_at = self._clock()
         known.silences += 1
+        self.silences_in_all += 1
 
     def worked(self, peer: PeerId, tokens: int = 0) -> None:
         """Work of `peer` was seen here: a microbatch, an exchange committed with it, a receipt that holds."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
+from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import PeerID
 
 from noloco_node.directory import dht_node as guarded_dht
 from noloco_node.directory import dht_walk, sampled_view
 from noloco_node.directory.asked_key import KEY_BYTES, MOST_MARKS, AskedKey, pack_asked, unpack_asked
-from noloco_node.directory.dht_node import ASKED_BYTES, node_id_of
+from noloco_node.directory.dht_node import ASKED_BYTES, BUCKET_SIZE, DEPTH_MODULO, BoundedTable, node_id_of
 from noloco_node.directory.store import HeldRecord
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
@@ -179,6 +181,24 @@ def test_what_an_asker_holds_is_left_out_and_nothing_else() -> None:
     assert unpack_asked(key) == AskedKey(key)
     for size in (0, 3, KEY_BYTES - 1, KEY_BYTES + 1, KEY_BYTES + 10, KEY_BYTES + 9 + 4 * 9999):
         assert len(unpack_asked(b"\xff" * size).marks) <= MOST_MARKS
+
+
+@pytest.mark.parametrize("many", [0, 1, 30, 700])
+def test_the_nearest_of_a_table_are_those_that_hivemind_finds(many: int) -> None:
+    """With one left out, and without; also more than there are."""
+    rng = random.Random(many)
+
+    def place() -> DHTID:
+        return DHTID(rng.getrandbits(160))
+
+    table = BoundedTable(place(), BUCKET_SIZE, DEPTH_MODULO)
+    for number in range(many):
+        table.add_or_update_node(place(), PeerID(number.to_bytes(34, "big")))
+    nodes = list(table.uid_to_peer_id)
+    for key in (place(), *nodes[:5]):
+        for most, without in ((1, None), (20, None), (20, rng.choice(nodes) if nodes else None), (2000, None)):
+            theirs = RoutingTable.get_nearest_neighbors(table, key, most, exclude=without)
+            assert table.get_nearest_neighbors(key, most, exclude=without) == theirs
 
 
 def asked_by(member: Member) -> int:
