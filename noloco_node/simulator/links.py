@@ -123,22 +123,29 @@ class SharedWay:
 
     def round_trip(self, one: PeerId, other: PeerId) -> float:
         """See `LinkModel.round_trip`."""
-        slowed = max(self._slowed.get(one, 1.0), self._slowed.get(other, 1.0))
-        stops = [one, *self.via(one, other), other]
+        return self._trip([one, *self.via(one, other), other])
+
+    def _trip(self, stops: Sequence[PeerId]) -> float:
+        slowed = max(self._slowed.get(stops[0], 1.0), self._slowed.get(stops[-1], 1.0))
         regions = [self._ends[stop].region for stop in stops]
         return slowed * sum(self._seconds[here][there] for here, there in itertools.pairwise(regions))
 
     def via(self, source: PeerId, target: PeerId) -> Sequence[PeerId]:
         """See `LinkModel.via`: the relays of those that nobody can dial, unless they are its ends."""
         relays = (self._ends[source].relay, self._ends[target].relay)
+        if relays == (None, None):
+            return ()
         return tuple(dict.fromkeys(relay for relay in relays if relay not in (None, source, target)))
 
     async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
         """See `LinkModel.carry`."""
-        stops = [source, *self.via(source, target), target]
-        hops = itertools.pairwise(stops)
-        pipes = [pipe for one, other in hops for pipe in (self._up[one], self._down[other])]
-        trip = self.round_trip(source, target)
+        between = self.via(source, target)
+        if between:
+            stops = [source, *between, target]
+            pipes = [pipe for one, other in itertools.pairwise(stops) for pipe in (self._up[one], self._down[other])]
+        else:  # most of what is carried, and this is asked for each message
+            stops, pipes = (source, target), (self._up[source], self._down[target])
+        trip = self._trip(stops)
         loss = 1.0 - math.prod(1.0 - self._ends[stop].loss for stop in stops)
         stall = STALL_SECONDS + trip if loss and self._rng.random() < loss else 0.0
         most = MATHIS * SEGMENT_OCTETS / (trip * math.sqrt(loss)) if loss and trip else math.inf
@@ -202,5 +209,5 @@ class Links:
             self.sent[relay]["relay"] += round(octets)
 
     async def _reached(self, source: PeerId, target: PeerId) -> None:
-        while self.apart(source, target):
+        while self._side and self.apart(source, target):
             await self._together.wait()
