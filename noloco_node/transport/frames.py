@@ -173,7 +173,7 @@ def encode_envelope(method: str, header: JsonObject, specs: Sequence[TensorSpec]
         raise ValueError(f"{len(specs)} tensors exceed {MAX_TENSORS}")
     tensors = [[spec.dtype, list(spec.shape)] for spec in specs]
     envelope = {"m": method, "h": dict(header), "t": tensors}
-    payload = json.dumps(envelope, allow_nan=False, separators=(",", ":")).encode()
+    payload = _TO_JSON.encode(envelope).encode()
     if len(payload) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(payload)} bytes exceeds {MAX_HEADER_BYTES}")
     return payload
@@ -215,27 +215,31 @@ def frame_lengths(nbytes: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + BODY_FRAME_BYTES, nbytes)
 
 
+def check_sendable(tensors: Sequence[torch.Tensor]) -> None:
+    """ValueError for a tensor that is not dense on the CPU."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError("only contiguous tensors on the CPU can be sent")
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's memory itself, not a copy: it must stay unchanged while it is read.
 
     ValueError for a tensor that is not dense on the CPU.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError("only contiguous tensors on the CPU can be sent")
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    array: np.ndarray[Any, np.dtype[np.uint8]] = flat.numpy()
-    return array.data
+    check_sendable((tensor,))
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach()
+    if flat.dtype is torch.bfloat16:  # which numpy does not know
+        flat = flat.view(torch.uint8) if flat.dim() else flat.reshape(1).view(torch.uint8)
+    array: np.ndarray[Any, np.dtype[Any]] = flat.numpy()
+    return array.data.cast("B")
 
 
 def _decode(kind: type[F], payload: bytes) -> F:
     try:
-        value: object = json.loads(
-            payload.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
-            parse_int=_bounded_integer,
-            parse_float=_finite_float,
-            parse_constant=_no_constant,
-        )
+        value: object = _FROM_JSON.decode(payload.decode("utf-8"))
         if payload.count(b"{") + payload.count(b"[") > MAX_JSON_DEPTH or b"\\u" in payload:
             _check_values(value, MAX_JSON_DEPTH)
         return kind.model_validate(value)
@@ -266,6 +270,15 @@ def _finite_float(text: str) -> float:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
+
+
+_TO_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_FROM_JSON = json.JSONDecoder(
+    object_pairs_hook=_unique_keys,
+    parse_int=_bounded_integer,
+    parse_float=_finite_float,
+    parse_constant=_no_constant,
+)
 
 
 def _check_values(value: object, depth: int) -> None:

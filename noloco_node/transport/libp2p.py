@@ -7,10 +7,10 @@ message ends with an END frame, a refusal is a frame of its own, and to cancel a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from noloco_node import ambient
@@ -21,15 +21,16 @@ from noloco_node.identity.signing import sign_statement, signed_by
 from noloco_node.transport.common import CommonTransport
 from noloco_node.transport.errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
 from noloco_node.transport.frames import (
+    BODY_FRAME_BYTES,
     Envelope,
     FrameError,
     FrameKind,
     Prefix,
+    check_sendable,
     decode_envelope,
     decode_refusal,
     encode_envelope,
     encode_refusal,
-    tensor_bytes,
 )
 from noloco_node.transport.messages import Message
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
@@ -46,6 +47,8 @@ LINGER_SECONDS = 1.0
 
 AT_WORK_SECONDS = 1.0
 """How often a caller hears that its request is still in hand; far below any progress deadline."""
+UNWATCHED_SECONDS = 0.02
+"""A handler may take before it is looked whether its caller is still there: most take less."""
 MOST_AT_WORK = 4096
 """AT_WORK frames before an answer: who sends more only wants to keep this node busy."""
 
@@ -115,8 +118,7 @@ class Libp2pTransport(CommonTransport):
     async def _call(
         self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
-        for tensor in request.tensors:
-            tensor_bytes(tensor)
+        check_sendable(request.tensors)
         payload = encode_envelope(method, request.header, request.specs)
         deadline = asyncio.get_running_loop().time() + timeout
         sending = _Sending(method, payload, request, progress, max_answer_bytes)
@@ -219,14 +221,13 @@ class Libp2pTransport(CommonTransport):
         body_read = False
         try:
             with self._desk.admitted(peer, envelope) as place:
-                async with self._time_for(envelope.body_bytes):
-                    request = Message(envelope.header, await stream.read_body(envelope.specs, progress))
+                at_most = self._desk.seconds_for(envelope.body_bytes)
+                request = Message(envelope.header, await stream.read_body(envelope.specs, progress, at_most))
                 body_read = True
                 self._answering.add(stream)
                 answering = self._desk.answer(peer, envelope.method, request, place)
                 payload, answer = await _while_open(stream, answering, progress)
-                async with self._time_for(sum(tensor.nbytes for tensor in answer.tensors)):
-                    await stream.write_message(payload, answer.tensors, progress)
+                await self._write_answer(stream, payload, answer)
             return True
         except Refused as refused:
             if refused.reason is Refusal.BANNED:
@@ -240,15 +241,17 @@ class Libp2pTransport(CommonTransport):
             self.traffic.add_received(name, stream.bytes_received - received)
             self.traffic.add_sent(name, stream.bytes_sent - sent)
 
-    @contextlib.asynccontextmanager
-    async def _time_for(self, body_bytes: int) -> AsyncGenerator[None]:
-        """StreamStalled where the block, which moves that much, takes longer than a slow link would."""
-        seconds = self._desk.seconds_for(body_bytes)
+    async def _write_answer(self, stream: FramedStream, payload: bytes, answer: Message) -> None:
+        progress, size = self._limits.progress_seconds, sum(tensor.nbytes for tensor in answer.tensors)
+        if size <= BODY_FRAME_BYTES:
+            await stream.write_message(payload, answer.tensors, progress)
+            return
+        seconds = self._desk.seconds_for(size)  # not for longer than a slow link would take
         try:
             async with asyncio.timeout(seconds):
-                yield
+                await stream.write_message(payload, answer.tensors, progress)
         except TimeoutError:
-            raise StreamStalled(f"{body_bytes} bytes took more than {seconds:.0f} s") from None
+            raise StreamStalled(f"{size} bytes took more than {seconds:.0f} s") from None
 
     async def _drain(self, stream: FramedStream, envelope: Envelope) -> bool:
         """Throw a refused request's body away so that the stream can be used again; False if that takes too long.
@@ -279,35 +282,57 @@ class _Sending:
 
 
 async def _exchange(lease: Lease, sending: _Sending) -> Message:
-    """Write the request and read the answer. The stream is read while it is written: a refusal may come early."""
-    stream, progress = lease.stream, sending.progress
-    writing = asyncio.create_task(stream.write_message(sending.payload, sending.request.tensors, progress))
+    """Write the request and read the answer."""
+    stream, request = lease.stream, sending.request
     try:
-        prefix = await _answer_begins(stream, writing, progress)
-        if prefix.kind is FrameKind.REFUSE:
-            refused = decode_refusal(await stream.read_payload(prefix, progress))
-            lease.reusable = writing.done() and writing.exception() is None
-            raise refused
-        await writing
-        answer = await _read_answer(stream, prefix, sending)
-        lease.reusable = True
-        return answer
+        if len(sending.payload) + sum(tensor.nbytes for tensor in request.tensors) > BODY_FRAME_BYTES:
+            return await _exchange_at_length(lease, sending)
+        stream.put_message(sending.payload, request.tensors)
+        prefix = await _answer_begins(partial(stream.read_prefix, sending.progress, sending.progress), stream, sending)
+        return await _answered(lease, prefix, sending)
     except StreamEnded:
         if lease.fresh or stream.message_complete:
             raise
         raise _RequestNotSent from None
+
+
+async def _exchange_at_length(lease: Lease, sending: _Sending) -> Message:
+    """The same where the request takes a while: the stream is read while it is written, since a refusal may come
+    early."""
+    stream, progress = lease.stream, sending.progress
+    writing = asyncio.create_task(stream.write_message(sending.payload, sending.request.tensors, progress))
+    try:
+        prefix = await _answer_begins(partial(_next_prefix, stream, writing, progress), stream, sending)
+        if prefix.kind is not FrameKind.REFUSE:
+            await writing
+        return await _answered(lease, prefix, sending)
     finally:
         await cancel_and_wait((writing,))
 
 
-async def _answer_begins(stream: FramedStream, writing: asyncio.Task[None], progress: float) -> Prefix:
+async def _answered(lease: Lease, prefix: Prefix, sending: _Sending) -> Message:
+    """The answer that begins so; Refused where it is a refusal. The stream can be lent again where it is read to its
+    end and nothing of the request is still to be sent."""
+    stream = lease.stream
+    if prefix.kind is FrameKind.REFUSE:
+        refused = decode_refusal(await stream.read_payload(prefix, sending.progress))
+        lease.reusable = stream.message_complete and stream.flushed
+        raise refused
+    answer = await _read_answer(stream, prefix, sending)
+    lease.reusable = stream.flushed
+    return answer
+
+
+async def _answer_begins(
+    next_prefix: Callable[[], Awaitable[Prefix]], stream: FramedStream, sending: _Sending
+) -> Prefix:
     """The prefix of the answer or refusal. While the request goes out, its own deadline holds; from then on something
     must come within `progress` seconds, again and again: the answer, or word that the other side is at work on it."""
     for _ in range(MOST_AT_WORK):
-        prefix = await _next_prefix(stream, writing, progress)
+        prefix = await next_prefix()
         if prefix.kind is not FrameKind.AT_WORK:
             return prefix
-        await stream.read_payload(prefix, progress)
+        await stream.read_payload(prefix, sending.progress)
     raise FrameError(f"more than {MOST_AT_WORK} frames that only say that an answer will come")
 
 
@@ -341,6 +366,19 @@ async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T], p
     """Run a handler for as long as its caller is there, who is told now and then that it is being worked on;
     StreamEnded once the caller has gone."""
     handling = asyncio.create_task(answering)
+    try:
+        await asyncio.wait((handling,), timeout=UNWATCHED_SECONDS)
+        if not handling.done():
+            await _watched(stream, handling, progress)
+        if handling.cancelled():
+            raise Refused(Refusal.INTERNAL)
+        return handling.result()
+    finally:
+        await cancel_and_wait((handling,))
+
+
+async def _watched(stream: FramedStream, handling: asyncio.Task[Any], progress: float) -> None:
+    """Return when the handler has ended."""
     watching = asyncio.create_task(stream.wait_for_end())
     both = (handling, watching)
     try:
@@ -349,8 +387,5 @@ async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T], p
         if watching.done():
             watching.result()
             raise StreamEnded("the caller went away")
-        if handling.cancelled():
-            raise Refused(Refusal.INTERNAL)
-        return handling.result()
     finally:
-        await cancel_and_wait(both)
+        await cancel_and_wait((watching,))

@@ -27,7 +27,7 @@ from noloco_node.transport.errors import (
     Refused,
     TransportError,
 )
-from noloco_node.transport.frames import Envelope, decode_envelope, encode_envelope, tensor_bytes
+from noloco_node.transport.frames import Envelope, check_sendable, decode_envelope, encode_envelope
 from noloco_node.transport.interface import TrafficCount
 from noloco_node.transport.messages import Message, TensorSpec
 from noloco_node.transport.server import TransportLimits
@@ -216,8 +216,7 @@ class MemoryTransport(CommonTransport):
     async def _call(
         self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
-        for tensor in request.tensors:
-            tensor_bytes(tensor)
+        check_sendable(request.tensors)
         payload = encode_envelope(method, request.header, request.specs)
         try:
             async with asyncio.timeout(timeout):

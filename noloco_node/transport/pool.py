@@ -77,7 +77,9 @@ class StreamPool:
     @contextlib.asynccontextmanager
     async def lend(self, peer: PeerId, open_until: float, fresh: bool) -> AsyncGenerator[Lease]:
         """A stream to `peer` for one request, open by loop time `open_until`. PeerUnreachable if there is none."""
-        streams = self._peers.setdefault(peer, _PeerStreams(asyncio.Semaphore(self._per_peer)))
+        streams = self._peers.get(peer)
+        if streams is None:
+            streams = self._peers[peer] = _PeerStreams(asyncio.Semaphore(self._per_peer))
         streams.users += 1
         try:
             lease = await self._take(peer, streams, open_until, fresh)
@@ -90,21 +92,28 @@ class StreamPool:
             self._forget_unused(peer, streams)
 
     async def _take(self, peer: PeerId, streams: _PeerStreams, open_until: float, fresh: bool) -> Lease:
+        lease = None if fresh or streams.slots.locked() else self._from_idle(streams)
+        if lease is None:
+            lease = await self._wait_for_one(peer, streams, open_until, fresh)
+        else:
+            await streams.slots.acquire()  # there is one: nothing waits
+        self._lent.add(lease.stream)
+        self._nothing_lent.clear()
+        return lease
+
+    async def _wait_for_one(self, peer: PeerId, streams: _PeerStreams, open_until: float, fresh: bool) -> Lease:
         acquired = False
         try:
             async with asyncio.timeout_at(open_until):
                 await streams.slots.acquire()
                 acquired = True
-                lease = (None if fresh else self._from_idle(streams)) or await self._open(peer)
+                return (None if fresh else self._from_idle(streams)) or await self._open(peer)
         except BaseException as error:
             if acquired:
                 streams.slots.release()
             if isinstance(error, TimeoutError):
                 raise PeerUnreachable(f"no stream to {peer} opened in time") from None
             raise
-        self._lent.add(lease.stream)
-        self._nothing_lent.clear()
-        return lease
 
     async def _open(self, peer: PeerId) -> Lease:
         if self._closed:

@@ -17,7 +17,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import OFFENSIVE, Bans
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.frames import Envelope, encode_envelope, tensor_bytes
+from noloco_node.transport.frames import Envelope, check_sendable, encode_envelope
 from noloco_node.transport.interface import Admit, Admitted, Gate, Handle, Release, TrafficCount, Withdraw
 from noloco_node.transport.messages import Message, TensorSpec
 
@@ -168,8 +168,7 @@ class RequestDesk:
             if self._methods.get(method) is not served:
                 raise Refused(Refusal.DRAINING)
             answer = await served.handle(peer, Message(request.header, request.tensors, place.parsed))
-            for tensor in answer.tensors:
-                tensor_bytes(tensor)
+            check_sendable(answer.tensors)
             return encode_envelope("", answer.header, answer.specs), answer
         except Refused:
             raise

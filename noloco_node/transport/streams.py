@@ -1,12 +1,17 @@
-"""Messages on a byte stream: reads and writes frames with a deadline on every wait."""
+"""Messages on a byte stream: reads and writes frames with a deadline on every wait.
+
+What comes is read as far as it is there, and a deadline is set only where something is not there yet: most frames of a
+small message come together. One timer of a stream looks after the deadlines of its reader: setting and lifting one for
+each wait costs more than reading a frame.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import zlib
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import TypeVar
 
 import torch
 
@@ -26,7 +31,10 @@ from noloco_node.transport.frames import (
 )
 from noloco_node.transport.messages import WIRE_DTYPES, TensorSpec
 
-T = TypeVar("T")
+READ_AHEAD_BYTES = 4096
+"""Read beyond what is needed now: a header, or the END frame behind a body."""
+MOST_UNSENT_BYTES = 64 * 1024
+"""Written and not taken by the system yet; with more, a writer waits."""
 
 
 class StreamEnded(Exception):
@@ -38,11 +46,19 @@ class StreamStalled(Exception):
 
 
 class FramedStream:
-    """One stream to one peer. Not safe for two readers or two writers at once; one of each is fine."""
+    """One stream to one peer. Not safe for two readers or two writers at once; one of each is fine.
+
+    Many methods: one to read and one to write each part of a message, and the deadlines of its reader.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._ahead = bytearray()
+        """Read, and not taken yet."""
+        self._due = self._until = math.inf
+        """When the reader has waited for too long, and when a whole body has, in the loop's time."""
+        self._look: asyncio.TimerHandle | None = None
         self.bytes_sent = 0
         """Payload bytes written so far: headers and bodies."""
         self.bytes_received = 0
@@ -52,10 +68,18 @@ class FramedStream:
     @property
     def ended(self) -> bool:
         """True once the stream is known to be of no more use."""
-        return self._writer.is_closing() or self._reader.at_eof()
+        return self._writer.is_closing() or (self._reader.at_eof() and not self._ahead)
+
+    @property
+    def flushed(self) -> bool:
+        """Whether all that was written has been taken by the system."""
+        return self._writer.transport.get_write_buffer_size() == 0
 
     def abort(self) -> None:
         """Close at once; what is not yet sent is lost. The other side sees the stream end."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
         self._writer.transport.abort()
 
     async def read_prefix(self, progress: float, idle: float | None = None) -> Prefix:
@@ -63,27 +87,38 @@ class FramedStream:
 
         Raises StreamEnded, StreamStalled, or FrameError.
         """
-        first = await self._within(idle, self._reader.readexactly(1))
-        return decode_prefix(first + await self._within(progress, self._reader.readexactly(PREFIX_BYTES - 1)))
+        if not self._ahead:
+            await self._in_time(math.inf if idle is None else idle, self._read_ahead(1))
+        return decode_prefix(await self._take(PREFIX_BYTES, progress))
 
     async def read_payload(self, prefix: Prefix, progress: float) -> bytes:
         """The payload of a small frame (HEADER, REFUSE, END), its checksum verified."""
-        payload = await self._within(progress, self._reader.readexactly(prefix.length)) if prefix.length else b""
+        payload = await self._take(prefix.length, progress)
         prefix.check(zlib.crc32(payload, prefix.checksum_start))
         self.bytes_received += prefix.length
         return payload
 
-    async def read_body(self, specs: Sequence[TensorSpec], progress: float) -> tuple[torch.Tensor, ...]:
-        """The tensors that the envelope announced, and the END frame. Bounds must have been checked before.
+    async def read_body(
+        self, specs: Sequence[TensorSpec], progress: float, at_most: float = math.inf
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors that the envelope announced, and the END frame, all of it within `at_most` seconds. Bounds must
+        have been checked before.
 
         Memory is touched only as bytes arrive, so a peer that announces much and sends nothing costs nothing.
         """
+        self._until = asyncio.get_running_loop().time() + at_most
+        try:
+            return await self._read_tensors(specs, progress)
+        finally:
+            self._until = math.inf
+
+    async def _read_tensors(self, specs: Sequence[TensorSpec], progress: float) -> tuple[torch.Tensor, ...]:
         tensors: list[torch.Tensor] = []
         for spec in specs:
             tensor = torch.empty(spec.shape, dtype=WIRE_DTYPES[spec.dtype])
             view = tensor_bytes(tensor)
             for start, end in frame_lengths(spec.nbytes):
-                await self._within(progress, self._read_piece(view[start:end]))
+                await self._read_piece(view[start:end], progress)
             tensors.append(tensor)
         await self._read_end(progress)
         return tuple(tensors)
@@ -93,7 +128,7 @@ class FramedStream:
         scratch = memoryview(bytearray(BODY_FRAME_BYTES))
         for spec in specs:
             for start, end in frame_lengths(spec.nbytes):
-                await self._within(progress, self._read_piece(scratch[: end - start]))
+                await self._read_piece(scratch[: end - start], progress)
         await self._read_end(progress)
 
     async def discard_until_end(self, at_most: float) -> None:
@@ -109,6 +144,10 @@ class FramedStream:
         Raises StreamEnded or StreamStalled.
         """
         self.message_complete = False
+        if len(envelope) + sum(tensor.nbytes for tensor in tensors) <= BODY_FRAME_BYTES:
+            self.put_message(envelope, tensors)
+            await self._sent(progress)
+            return
         parts: list[bytes | memoryview] = [encode_frame(FrameKind.HEADER, envelope)]
         waiting = len(envelope)
         for piece in _pieces(tensors):
@@ -121,6 +160,17 @@ class FramedStream:
         self.message_complete = not self._writer.is_closing()
         await self._write(parts, waiting, progress)
 
+    def put_message(self, envelope: bytes, tensors: Sequence[torch.Tensor]) -> None:
+        """Write a small message at once: by the time that it is answered it has gone."""
+        pieces = list(_pieces(tensors))
+        parts: list[bytes | memoryview] = [encode_frame(FrameKind.HEADER, envelope)]
+        for piece in pieces:
+            parts += (encode_prefix(FrameKind.BODY, piece), piece)
+        parts.append(END_FRAME)
+        self.message_complete = not self._writer.is_closing()
+        self._writer.writelines(parts)
+        self.bytes_sent += len(envelope) + sum(map(len, pieces))
+
     async def write_refusal(self, frame: bytes, progress: float) -> None:
         """Write an encoded REFUSE frame."""
         await self._write([frame], len(frame), progress)
@@ -132,45 +182,93 @@ class FramedStream:
     async def wait_for_end(self) -> None:
         """Return when the other side closes; FrameError if it sends something instead. Cancelling loses no byte."""
         try:
-            if await self._reader.read(1):
+            if self._ahead or await self._reader.read(1):
                 raise FrameError("a request came before the last one was answered")
         except OSError:
             return
 
-    async def _read_piece(self, view: memoryview) -> None:
-        prefix = decode_prefix(await self._reader.readexactly(PREFIX_BYTES))
+    async def _read_piece(self, view: memoryview, progress: float) -> None:
+        prefix = decode_prefix(await self._take(PREFIX_BYTES, progress))
         if prefix.kind is not FrameKind.BODY or prefix.length != len(view):
             raise FrameError(f"expected a BODY frame of {len(view)} bytes, got {prefix.kind.name} of {prefix.length}")
-        checksum, filled = prefix.checksum_start, 0
-        while filled < len(view):
-            data = await self._reader.read(len(view) - filled)
-            if not data:
-                raise StreamEnded("the stream ended within a frame")
-            view[filled : filled + len(data)] = data
-            checksum = zlib.crc32(data, checksum)
-            filled += len(data)
-        prefix.check(checksum)
+        there = min(len(view), len(self._ahead))
+        view[:there] = self._ahead[:there]
+        del self._ahead[:there]
+        if there < len(view):
+            await self._in_time(progress, self._read_into(view[there:]))
+        prefix.check(zlib.crc32(view, prefix.checksum_start))
         self.bytes_received += prefix.length
 
+    async def _read_into(self, view: memoryview) -> None:
+        filled = 0
+        while filled < len(view):
+            data = memoryview(await self._reader.read(len(view) - filled + READ_AHEAD_BYTES))
+            if not data:
+                raise StreamEnded("the stream ended within a frame")
+            used = min(len(data), len(view) - filled)
+            view[filled : filled + used] = data[:used]
+            self._ahead += data[used:]
+            filled += used
+
+    async def _take(self, count: int, progress: float) -> bytes:
+        """The next bytes, of which there must be so many within that time."""
+        if len(self._ahead) < count:
+            await self._in_time(progress, self._read_ahead(count))
+        taken = bytes(self._ahead[:count])
+        del self._ahead[:count]
+        return taken
+
+    async def _read_ahead(self, count: int) -> None:
+        while (lacking := count - len(self._ahead)) > 0:
+            data = await self._reader.read(lacking + READ_AHEAD_BYTES)
+            if not data:
+                raise StreamEnded("the stream ended within a frame")
+            self._ahead += data
+
     async def _read_end(self, progress: float) -> None:
-        prefix = await self.read_prefix(progress, progress)
+        prefix = decode_prefix(await self._take(PREFIX_BYTES, progress))
         if prefix.kind is not FrameKind.END:
             raise FrameError(f"expected an END frame, got {prefix.kind.name}")
-        await self.read_payload(prefix, progress)
+        prefix.check(prefix.checksum_start)
 
     async def _write(self, parts: Sequence[bytes | memoryview], payload_bytes: int, progress: float) -> None:
         self._writer.writelines(parts)
-        await self._within(progress, self._writer.drain())
+        await self._sent(progress)
         self.bytes_sent += payload_bytes
 
-    async def _within(self, seconds: float | None, wait: Awaitable[T]) -> T:
+    async def _sent(self, progress: float) -> None:
+        if self._writer.transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+            try:
+                async with asyncio.timeout(progress):
+                    await self._writer.drain()
+            except TimeoutError:
+                raise StreamStalled(f"nothing was taken for {progress:g} s") from None
+            except OSError as error:
+                raise StreamEnded(str(error)) from None
+
+    async def _in_time(self, seconds: float, reading: Awaitable[None]) -> None:
+        """Read, for so long at the most, and not beyond what the whole body may take."""
+        loop = asyncio.get_running_loop()
+        self._due = due = min(loop.time() + seconds, self._until)
+        if due < math.inf and (self._look is None or self._look.when() > due):
+            if self._look is not None:
+                self._look.cancel()
+            self._look = loop.call_at(due, self._look_after)
         try:
-            async with asyncio.timeout(seconds):
-                return await wait
-        except TimeoutError:
-            raise StreamStalled(f"nothing moved for {seconds:g} s") from None
-        except (asyncio.IncompleteReadError, OSError) as error:
+            await reading
+        except OSError as error:
             raise StreamEnded(str(error)) from None
+        finally:
+            self._due = math.inf
+
+    def _look_after(self) -> None:
+        """End a reader's wait that has been too long. The timer was set for an earlier one, mostly."""
+        self._look = None
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._due:
+            self._reader.set_exception(StreamStalled("nothing moved in time"))
+        elif self._due < math.inf:
+            self._look = loop.call_at(self._due, self._look_after)
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:

@@ -86,7 +86,7 @@ async def read_back(written: str) -> tuple[str, Message]:
     assert prefix.kind is FrameKind.HEADER
     envelope = decode_envelope(await stream.read_payload(prefix, 1.0))
     tensors = await stream.read_body(envelope.specs, 1.0)
-    assert not await reader.read(), "nothing follows"
+    await stream.wait_for_end()  # nothing follows
     return envelope.method, Message(envelope.header, tensors)
 
 

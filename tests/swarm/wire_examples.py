@@ -238,6 +238,11 @@ class _Written:
 
     def __init__(self) -> None:
         self.data = bytearray()
+        self.transport = self
+
+    def get_write_buffer_size(self) -> int:
+        """Nothing is left."""
+        return 0
 
     def is_closing(self) -> bool:
         """It never is."""
