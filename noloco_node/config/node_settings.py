@@ -69,7 +69,7 @@ class NodeSettings(Settings):
     in_flight: Annotated[int, Field(gt=0, le=256)] | Literal["auto"] = "auto"
     """Microbatches that a stage-0 replica keeps under way. `auto`: as few as keep devices at work, its own and those of
     later stages, at most 8, and never more than its share of a step's batch: gradients of more would be staler.
-    Whatever is set, one that would only wait for devices is drawn after the next inner step."""
+    Whatever is set, one that would only wait, for devices or its link, is drawn after the next inner step."""
     prefetch_bytes: Positive = 16_000_000
     """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8

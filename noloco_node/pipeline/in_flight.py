@@ -64,8 +64,8 @@ def next_limit(rates: dict[int, Rate], window: int, most: int) -> int:
 def holds_back(missing: float, under_way: int, waiting: float) -> bool:
     """Whether a microbatch had better be drawn after the next inner step than now: then its gradient is of the weights
     that it changes. `missing`: microbatches until that step, all of which must be under way; `waiting`: the part of
-    its way for which one waits for devices. By so much it may be drawn later and be back no later, and while one waits
-    so long that part of those `under_way` come back."""
+    its way for which one waits for devices and links. By so much it may be drawn later and be back no later, and while
+    one waits so long that part of those `under_way` come back."""
     return 0 < missing <= min(under_way, waiting * under_way)
 
 
@@ -111,11 +111,13 @@ class InFlight:
         self._released = True
         self.changed.fire()
 
-    def carried(self, seconds: float, waited: float) -> None:
+    def carried(self, seconds: float, waited: float, link_wait: float = 0.0) -> None:
         """A microbatch was trained, so many seconds after it was drawn, for which of them it waited for devices once
-        its forward had begun: until then it takes nobody's place and is of the newest weights."""
+        its forward had begun: until then it takes nobody's place and is of the newest weights. `link_wait`: for how
+        many it waited for its link. That says that it could have been drawn later, and not that its place brings
+        nothing: while links wait for each other at random, one more fills what would be empty."""
         if seconds > 0.0:
-            self._waiting += LAST_ONE * (waited / seconds - self._waiting)
+            self._waiting += LAST_ONE * ((waited + link_wait) / seconds - self._waiting)
         if not self._auto:
             return
         if self._passed_over < self._kept:  # drawn under another limit

@@ -3,7 +3,8 @@
 A link is quick enough for a codec where carrying a microbatch and its gradient takes little beside what is done with
 them at the other end: then the device is what limits the training, and nothing is won by sending less. What carrying
 takes is the sender's own clock less what the answer says of the work. A peer that tells a lie there gets wider or
-narrower codes, and harms nobody.
+narrower codes, and harms nobody. What it takes beyond the least that it has taken of late is waiting: others were on
+the way to the same link, at either end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ OF_A_MICROBATCH = 1 / 8
 PROBES = 1 / 32
 """Share of microbatches that go by another codec than the link's own, so that it is known what that takes now. They
 also hide which microbatches are copies for an audit, since those go by the codec of the first."""
+LONGER = 1 / 256
+"""Part of one microbatch by which the least that carrying takes grows towards what it takes: a way that has become
+longer is believed after some hundreds, and one that only has more on it is found free now and then by then."""
 LINKS_REMEMBERED = 1024
 INLINE_NUMBERS = 1 << 15
 """So many are coded on the event loop (0.2 ms), more beside it."""
@@ -36,6 +40,7 @@ INLINE_NUMBERS = 1 << 15
 @dataclass(slots=True)
 class _Link:
     carrying: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
+    least: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
     work: float = 0.0
 
 
@@ -63,16 +68,24 @@ class LinkCodecs:
         link = self._links.get(peer)
         return self._allowed[-1] if link is None else codec_for(self._bytes, link.carrying, link.work)
 
-    def carried(self, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> None:
+    def carried(self, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> float:
         """A microbatch went to `peer` and its gradient came back within so many seconds, of which the peer says that
-        its work took `work`; None: it says nothing."""
-        if len(self._allowed) == 1 or work is None:
-            return
+        its work took `work`; None: it says nothing. Returns for how many of them it waited for the link."""
+        if work is None:
+            return 0.0
         link = self._links[peer] = self._links.get(peer) or _Link()
         seconds, work = max(0.0, took - work), min(work, took)
+        link.least[codec] = least_carrying(link.least.get(codec), seconds)
         before = link.carrying.get(codec)
         link.work = work if not link.carrying else link.work + OF_A_MICROBATCH * (work - link.work)
         link.carrying[codec] = seconds if before is None else before + OF_A_MICROBATCH * (seconds - before)
+        return seconds - link.least[codec]
+
+
+def least_carrying(before: float | None, seconds: float) -> float:
+    """What carrying takes at the least, where nothing else is on the way, now that one took so many `seconds`; None:
+    that one is the first."""
+    return seconds if before is None else min(seconds, before + LONGER * (seconds - before))
 
 
 def codec_for(

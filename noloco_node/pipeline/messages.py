@@ -137,6 +137,8 @@ class Trained:
     """How it travelled."""
     waited: float = 0.0
     """Seconds for which it waited for devices from there on, as the peer says."""
+    link_wait: float = 0.0
+    """Seconds for which it waited for the link to the peer, there and back, by the sender's own clock."""
 
 
 class HopFailed(Exception):

@@ -1,8 +1,7 @@
 """A microbatch's way there and back.
 
 Each hop has one owner: the sender keeps the activations until the gradient is back, and on a refusal, a time-out or a
-broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers for a stage;
-`MicrobatchSource` stands where the way begins (`origin.py`).
+broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers; `source.py` has its origin.
 """
 
 from __future__ import annotations
@@ -240,11 +239,12 @@ class Downstream:
             trained = await decoded(read_answer(answer, activations, self._router), codec, activations.dtype)
         self._book.reported(peer, answer.header.load)
         self.blockage.through()
+        link_wait = 0.0
         if mode == "train":
-            self._codecs.carried(peer, codec, took, answer.header.work_seconds)
+            link_wait = self._codecs.carried(peer, codec, took, answer.header.work_seconds)
             self._ledger.note_received(peer, trained.tokens)
             self._transport.acquaintances.worked(peer, trained.tokens)
-        return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took))
+        return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took), link_wait=link_wait)
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
         """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""

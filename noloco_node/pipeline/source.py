@@ -185,7 +185,8 @@ class MicrobatchSource:
                 chosen=trained.chosen,
                 waits=waits,
             )
-            self._in_flight.carried(ambient.monotonic() - drawn_at, trained.waited + waits.seconds)
+            waited = trained.waited + waits.seconds
+            self._in_flight.carried(ambient.monotonic() - drawn_at, waited, trained.link_wait)
         except BaseException:
             await run_to_end(self._worker.discard(passage))
             raise

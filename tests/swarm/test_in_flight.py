@@ -20,7 +20,9 @@ from noloco_node.pipeline import in_flight
 from noloco_node.pipeline.in_flight import MOST_WAITING, InFlight, Rate, holds_back, next_limit, of_use
 from noloco_node.pipeline.messages import Trained
 from noloco_node.pipeline.passing import PipelineServer
+from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import peer_of
 from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.world import World
 from noloco_node.training.compute_thread import Priority
@@ -249,9 +251,19 @@ def test_at_the_end_nobody_waits_for_a_place() -> None:
 SLOW = 0.3
 
 
-async def waits_of(layout: Sequence[int], in_flight: int, claim: float | None) -> list[tuple[float, float]]:
-    """Seconds of each microbatch of a swarm with a slow last stage, and for how many of them it waited for devices. Its
-    last stage `claim`s so many where that is not None."""
+def full_uplinks(count: int) -> Links:
+    """Each takes activations or a gradient away in `SLOW` seconds, one at a time."""
+    way = SharedWay([[0.02]], random.Random(1))
+    for number in range(count):
+        way.attach(peer_of(number), Attachment(0, 1e5, 1e9))
+    return Links(way, lambda parcel: 1e5 * SLOW if parcel.specs else 0.0)
+
+
+async def waits_of(
+    layout: Sequence[int], in_flight: int, claim: float | None, *, links: bool = False
+) -> list[tuple[float, float]]:
+    """Seconds of each microbatch of a swarm whose last stage is slow, or with `links` whose uplinks are, and for how
+    many of them it waited. Its last stage `claim`s so many where that is not None."""
     seen: list[tuple[float, float]] = []
     carried, answer = InFlight.carried, PipelineServer.answer
     spec = micro_spec(stages=max(layout) + 1, steps=100000, microbatches_a_step=8)
@@ -260,23 +272,25 @@ async def waits_of(layout: Sequence[int], in_flight: int, claim: float | None) -
         assert claim is not None
         return await answer(self, replace(trained, waited=claim), codec, began)
 
-    def noted(self: InFlight, seconds: float, waited: float) -> None:
-        seen.append((seconds, waited))
-        carried(self, seconds, waited)
+    def noted(self: InFlight, seconds: float, waited: float, link_wait: float = 0.0) -> None:
+        seen.append((seconds, link_wait if links else waited))
+        carried(self, seconds, waited, link_wait)
 
     def device(number: int) -> Callable[[Priority], float]:
-        operation = SLOW if layout[number] == max(layout) else SLOW / 10
-        return lambda work: 0.001 if work is Priority.STEP else operation
+        rng = random.Random(number)
+        operation = SLOW if layout[number] == max(layout) and not links else SLOW / 10
+        return lambda work: 0.001 if work is Priority.STEP else operation * rng.uniform(0.9, 1.1)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InFlight, "carried", noted)
         if claim is not None:
             patch.setattr(PipelineServer, "answer", lying)
         settings = NodeSettings(in_flight=in_flight)
-        async with World(spec, settings, learning=Quadratic(1), device=device, seed=1) as swarm:
+        way = full_uplinks(len(layout)) if links else None
+        async with World(spec, settings, learning=Quadratic(1), device=device, links=way, seed=1) as swarm:
             for stage in layout:
                 swarm.start(stage)
-            await asyncio.sleep(15.0)
+            await asyncio.sleep(30.0 if links else 15.0)
     return seen
 
 
@@ -288,6 +302,27 @@ def test_an_origin_is_told_for_how_long_its_microbatches_wait_for_devices_furthe
     seconds, waited = (median(each) for each in zip(*many, strict=True))
     assert nothing < 0.1 * SLOW < SLOW < waited
     assert waited == pytest.approx(seconds - quiet, rel=0.1)
+
+
+def test_an_origin_sees_that_its_microbatches_wait_for_a_full_link() -> None:
+    """Four of its own are on the way to links that take one at a time; alone one waits for none."""
+    alone = in_virtual_time(lambda: waits_of((0, 1), 1, None, links=True), seed=1)
+    many = in_virtual_time(lambda: waits_of((0, 1), 4, None, links=True), seed=1)
+    nothing, waited = (median(wait for _, wait in each) for each in (alone, many))
+    assert nothing < 0.1 * SLOW < SLOW < waited
+
+
+def test_what_waits_for_a_link_is_drawn_after_the_step_and_keeps_its_place() -> None:
+    """It could have been drawn later; its place is no other origin's."""
+    now = 0.0
+    by_link, by_device, neither = (InFlight("auto", lambda: 9, lambda: 1.0, lambda: now) for _ in range(3))
+    for _ in range(60):
+        now += 1.0
+        by_link.carried(10.0, 0.0, 9.0)
+        by_device.carried(10.0, 9.0)
+        neither.carried(10.0, 0.0)
+    assert [each.open_to(0, 2) for each in (by_link, by_device, neither)] == [False, False, True]
+    assert by_link.limit == neither.limit
 
 
 def test_nobody_is_believed_to_have_waited_for_longer_than_its_answer_took() -> None:

@@ -18,7 +18,7 @@ from noloco_node.simulator.world import World as SimulatedWorld
 from tests.worlds import micro_spec
 
 ALLOWED: tuple[ActivationCodec, ...] = ("fp32", "bf16", "int8")
-SIZES = {codec: token_bytes(INT8_BLOCK, codec) for codec in ALLOWED}
+SIZES: dict[ActivationCodec, int] = {codec: token_bytes(INT8_BLOCK, codec) for codec in ALLOWED}
 PEER = PeerId("some peer of the next stage")
 WORK = 0.4
 
@@ -94,9 +94,9 @@ def test_in_a_swarm_the_slow_link_carries_int8_and_the_quick_one_does_not(monkey
     carried: dict[PeerId, list[ActivationCodec]] = {}
     note = LinkCodecs.carried
 
-    def noted(self: LinkCodecs, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> None:
+    def noted(self: LinkCodecs, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> float:
         carried.setdefault(peer, []).append(codec)
-        note(self, peer, codec, took, work)
+        return note(self, peer, codec, took, work)
 
     monkeypatch.setattr(LinkCodecs, "carried", noted)
     pipeline = PipelineSpec(activations=("fp32", "int8"), routing="uniform")
@@ -116,7 +116,21 @@ def test_in_a_swarm_the_slow_link_carries_int8_and_the_quick_one_does_not(monkey
 
     assert in_virtual_time(work, seed=1) == [0, 0, 1, 1]
     quick, slow = carried[peer_of(2)], carried[peer_of(3)]
-    for codecs, wanted in ((quick, "fp32"), (slow, "int8")):
+    found: tuple[tuple[list[ActivationCodec], ActivationCodec], ...] = ((quick, "fp32"), (slow, "int8"))
+    for codecs, wanted in found:
         late = codecs[len(codecs) // 2 :]
         assert len(late) > 10
         assert late.count(wanted) > 0.9 * len(late), wanted
+
+
+def test_what_carrying_takes_beyond_the_least_of_late_is_waiting() -> None:
+    """Also where there is one codec. A way that has become longer is believed after a while, and a lie about the work
+    is no more than its answer took."""
+    codecs = LinkCodecs(("fp16",), random.Random(1))
+    assert codecs.carried(PEER, "fp16", 0.7, None) == 0.0
+    waits = [codecs.carried(PEER, "fp16", took, WORK) for took in (WORK + 0.3, WORK + 0.1, WORK + 0.5)]
+    assert waits == pytest.approx([0.0, 0.0, 0.4], abs=0.002)
+    longer = [codecs.carried(PEER, "fp16", WORK + 0.5, WORK) for _ in range(2000)]
+    assert longer[-1] < 0.01
+    assert codecs.carried(PEER, "fp16", 0.6, 1e9) == 0.0
+    assert codecs.carried(PEER, "fp16", 0.6, 0.0) <= 0.6
