@@ -63,23 +63,25 @@ class MicrobatchLimiter:
         self._reliable[peer] = self._clock() + RELIABLE_SECONDS
 
     def _release(self, peer: PeerId) -> None:
-        if self._answered[peer] > 0:
-            self._answered[peer] -= 1
+        if peer in self._answered:
+            _one_less(self._answered, peer)
         else:
             self._reliable.pop(peer, None)
-        self._answered = +self._answered
-        self._taken[peer] -= 1
-        if not self._taken[peer]:
-            del self._taken[peer]
+        _one_less(self._taken, peer)
 
     def _strangers_have_theirs(self) -> bool:
         """Whether peers that are not reliable hold all places that may be theirs."""
+        theirs = max(1, self._limit - self._limit // 2)
+        if self.taken < theirs:
+            return False
         self._reliable.expire(self._clock())
-        strangers = sum(count for peer, count in self._taken.items() if peer not in self._reliable)
-        return bool(self._reliable) and strangers >= max(1, self._limit - self._limit // 2)
+        strangers = sum([count for peer, count in self._taken.items() if peer not in self._reliable])
+        return bool(self._reliable) and strangers >= theirs
 
     def _keeps_for_others(self, peer: PeerId) -> bool:
         """Whether the places that are left are for others than `peer`."""
+        if not self._wanted:
+            return False
         self._wanted.expire(self._clock())
         others = len(self._wanted.keys() - {peer})
         if self._limit - self.taken > others:
@@ -88,3 +90,9 @@ class MicrobatchLimiter:
 
     def _want(self, peer: PeerId) -> None:
         self._wanted[peer] = self._clock() + WANTED_SECONDS
+
+
+def _one_less(counts: Counter[PeerId], peer: PeerId) -> None:
+    counts[peer] -= 1
+    if not counts[peer]:
+        del counts[peer]

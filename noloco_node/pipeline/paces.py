@@ -7,7 +7,7 @@ below each deadline, or fails at once each time, breaks no rule: it is asked les
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -55,18 +55,12 @@ class _Pace:
     came: float = 1.0
     """Share of requests that brought what was asked for, as of `at`."""
     at: float = 0.0
-    under_way: list[float] = field(default_factory=list[float])
-    hangs: list[float] = field(default_factory=list[float])
-    """When it held requests up for nothing; those that were under way together are one."""
 
     def came_at(self, now: float) -> float:
         """`came`, as time has forgiven."""
+        if self.came == 1.0:
+            return 1.0
         return 1.0 - (1.0 - self.came) * 0.5 ** ((now - self.at) / FAILURES_HALVE_SECONDS)
-
-    def seconds_at(self, now: float, reference: float) -> float:
-        """What it takes, requests that are under way included."""
-        seconds = self.forgiven(now, reference)
-        return max(seconds, now - self.under_way[0]) if self.under_way else seconds
 
     def forgiven(self, now: float, reference: float) -> float:
         """`seconds`; of what is beyond the reference time forgives."""
@@ -97,36 +91,50 @@ class Paces:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._paces: dict[PeerId, _Pace] = {}
+        self._under_way: dict[PeerId, list[float]] = {}
+        """When each request to a peer began that has not ended."""
+        self._hangs: dict[PeerId, list[float]] = {}
+        """When a peer held requests up for nothing; those that were under way together are one."""
         self._kept: _Kept | None = None
+        self._among: Sequence[PeerId] = ()
+        self._known: list[_Pace] = []
+        """Of those among whom it was looked last: every microbatch asks, and of a large stage few were ever asked."""
 
     def began(self, peer: PeerId) -> float:
         """A request is under way; returns when it began."""
         now = self._clock()
-        pace = self._paces.get(peer) or self._paces.setdefault(peer, _Pace(at=now))
-        pace.under_way.append(now)
+        if peer not in self._paces:
+            pace = self._paces[peer] = _Pace(at=now)
+            if peer in self._among:
+                self._known.append(pace)
+        self._under_way.setdefault(peer, []).append(now)
         return now
 
     def ended(self, peer: PeerId, began: float, how: RequestOutcome) -> float:
         """It has ended. Returns the seconds for which the peer is to be left alone: the first time in a while that it
         held requests up for nothing costs it none, since a node may stand still for a moment."""
         pace, now = self._paces[peer], self._clock()
-        pace.under_way.remove(began)
+        under_way = self._under_way[peer]
+        under_way.remove(began)
+        if not under_way:
+            del self._under_way[peer]
         if how is RequestOutcome.UNTOLD:
             return 0.0
         took, before = now - began, pace.came_at(now)
-        pace.came = before + OF_AN_ANSWER * ((how is RequestOutcome.CAME) - before)
+        came = before + OF_AN_ANSWER * ((how is RequestOutcome.CAME) - before)
+        pace.came = came if came < 1.0 else 1.0  # the same number for all: most peers have no other
         usual = took if pace.seconds is None else pace.forgiven(now, took)
         if how is RequestOutcome.CAME or (how is RequestOutcome.PASSED_UPWARD and took > usual):
             pace.seconds = usual + OF_AN_ANSWER * (took - usual)
         pace.at = now
-        return self._rest(pace, began, now) if how is RequestOutcome.FAILED and took >= HANG_SECONDS else 0.0
+        return self._rest(peer, began, now) if how is RequestOutcome.FAILED and took >= HANG_SECONDS else 0.0
 
-    @staticmethod
-    def _rest(pace: _Pace, began: float, now: float) -> float:
-        pace.hangs = [at for at in pace.hangs if now - at < LONGEST_REST_SECONDS]
-        if not pace.hangs or began >= pace.hangs[-1]:
-            pace.hangs.append(now)
-        return min(LONGEST_REST_SECONDS, REST_MULTIPLE * (len(pace.hangs) - 1) * (now - began))
+    def _rest(self, peer: PeerId, began: float, now: float) -> float:
+        hangs = [at for at in self._hangs.get(peer, ()) if now - at < LONGEST_REST_SECONDS]
+        if not hangs or began >= hangs[-1]:
+            hangs.append(now)
+        self._hangs[peer] = hangs
+        return min(LONGEST_REST_SECONDS, REST_MULTIPLE * (len(hangs) - 1) * (now - began))
 
     def weights(self, peers: Sequence[PeerId], among: Sequence[PeerId] | None = None) -> dict[PeerId, float]:
         """How often to ask each, beside 1 for one as quick as its stage peers, which are those in `among`; who is not
@@ -136,9 +144,14 @@ class Paces:
         reference, best = self._bounds(peers if among is None else among, now)
         known = ((peer, self._paces[peer]) for peer in peers if peer in self._paces)
         return {
-            peer: _slowness(pace.seconds_at(now, reference), reference) * _yield(pace.came_at(now), best)
+            peer: _slowness(self._seconds_at(peer, pace, now, reference), reference) * _yield(pace.came_at(now), best)
             for peer, pace in known
         }
+
+    def _seconds_at(self, peer: PeerId, pace: _Pace, now: float, reference: float) -> float:
+        """What it takes, requests that are under way included."""
+        seconds, under_way = pace.forgiven(now, reference), self._under_way.get(peer)
+        return max(seconds, now - under_way[0]) if under_way else seconds
 
     def yields_little(self, peer: PeerId, peers: Sequence[PeerId]) -> bool:
         """Whether asking `peer` brings far less than asking the best of `peers`."""
@@ -152,18 +165,22 @@ class Paces:
         kept = self._kept
         if len(peers) > FEW and kept is not None and kept.among is peers and 0.0 <= now - kept.at < BOUNDS_SECONDS:
             return kept.bounds
-        self._forget(peers)
-        known = [self._paces[peer] for peer in peers if peer in self._paces]
-        quick = sorted(pace.seconds for pace in known if pace.seconds is not None)
+        if peers is not self._among:
+            self._forget(peers)
+            self._among, self._known = peers, [*filter(None, map(self._paces.get, peers))]
+        known = self._known
+        quick = sorted([pace.seconds for pace in known if pace.seconds is not None])
         reference = quick[len(quick) > 2] if quick else 0.0
-        bounds = _Bounds(reference, max((pace.came_at(now) for pace in known), default=1.0))
+        faultless = not known or any(pace.came == 1.0 for pace in known)
+        bounds = _Bounds(reference, 1.0 if faultless else max(pace.came_at(now) for pace in known))
         self._kept = _Kept(peers, now, bounds)
         return bounds
 
     def _forget(self, peers: Sequence[PeerId]) -> None:
         if len(self._paces) > 2 * len(peers) + 64:
             live = set(peers)
-            self._paces = {peer: pace for peer, pace in self._paces.items() if peer in live or pace.under_way}
+            self._paces = {peer: pace for peer, pace in self._paces.items() if peer in live or peer in self._under_way}
+            self._hangs = {peer: hangs for peer, hangs in self._hangs.items() if peer in self._paces}
 
 
 def _slowness(seconds: float, reference: float) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
@@ -33,8 +33,7 @@ FULL = 1 << 20
 UNBLEMISHED = Reputation()
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A live next-stage peer as its caller knows it."""
 
     peer: PeerId
@@ -120,9 +119,9 @@ class RoutingBook:
         self._strategy: RoutingName = strategy
         self._rng = rng
         self._clock = clock
-        self._peers: tuple[PeerId, ...] = ()
-        self._live: frozenset[PeerId] = frozenset()
+        self._peers: Sequence[PeerId] = ()
         self._in_order: tuple[PeerId, ...] = ()
+        """The same by their ids, for `fixed`."""
         self._outstanding: dict[PeerId, int] = {}
         self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
@@ -137,15 +136,23 @@ class RoutingBook:
         """Peers that are connected through relays only, as of now."""
 
     def update(self, peers: Sequence[PeerId], own_rank: int) -> None:
-        """Take over the directory's live next-stage peers and this peer's place among its stage peers."""
-        if tuple(peers) != self._peers:
-            self._peers, self._live = tuple(peers), frozenset(peers)
-            self._in_order = tuple(sorted(peers))
-            self._load = {peer: load for peer, load in self._load.items() if peer in self._live}
-            self._suspended = {peer: until for peer, until in self._suspended.items() if peer in self._live}
-            self._failures = {peer: count for peer, count in self._failures.items() if peer in self._live}
+        """Take over the directory's live next-stage peers, a sequence that nobody changes, and this peer's place among
+        its stage peers."""
+        same = peers is self._peers or (len(peers) == len(self._peers) and tuple(peers) == tuple(self._peers))
+        if not same:
+            self._peers = peers
+            self._in_order = tuple(sorted(peers)) if self._strategy == "fixed" else ()
+            self._forget(peers)
             self.changed.fire()
         self.own_rank = own_rank
+
+    def _forget(self, peers: Sequence[PeerId]) -> None:
+        """What says nothing any more: loads that are too old, and all of who is no longer live."""
+        now = self._clock()
+        self._load = {peer: load for peer, load in self._load.items() if now - load[1] < LOAD_LIFE_SECONDS}
+        for table in (self._load, self._suspended, self._failures):
+            for gone in table.keys() - peers if table else ():
+                del table[gone]
 
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
         """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial.
@@ -166,18 +173,22 @@ class RoutingBook:
     def _drawn(self, excluded: Collection[PeerId]) -> list[PeerId]:
         """A few live peers, and beside them a few of those that are excluded: these say whether others are full."""
         drawn = self._rng.sample(self._peers, min(len(self._peers), FEW + len(excluded)))
-        out = [peer for peer in islice(excluded, FEW) if peer in self._live]
-        return [*[peer for peer in drawn if peer not in excluded][:FEW], *out]
+        if not excluded:
+            return drawn
+        some = list(islice(excluded, FEW))
+        live = set(some).intersection(self._peers)
+        return [*[peer for peer in drawn if peer not in excluded][:FEW], *[peer for peer in some if peer in live]]
 
     def _described(self, peers: Sequence[PeerId], now: float) -> list[Candidate]:
         relayed, weights = self.relayed(), self._paces.weights(peers, self._peers)
+        outstanding, suspended, reputes = self._outstanding, self._suspended, self._reputes
         return [
             Candidate(
                 peer,
-                self._outstanding.get(peer, 0),
-                self._load_of(peer, now),
-                self._suspended.get(peer, 0.0),
-                self.repute(peer).trust(now),
+                outstanding.get(peer, 0),
+                self._load_of(peer, now) if peer in self._load else 0,
+                suspended.get(peer, 0.0),
+                reputes[peer].trust(now) if peer in reputes else Trust.ORDINARY,
                 weights.get(peer, 1.0),
                 peer in relayed,
             )

@@ -251,7 +251,7 @@ class Crowd:
         nodes, now = self.nodes, self.agenda.now
         finished, worked, at = self._before
         passed = max(now - at, 1e-9)
-        serving = [i for i, serves in enumerate(nodes.serving) if serves]
+        serving: list[int] = np.flatnonzero(nodes.serving_row).tolist()
         unit = self.settings.devices.forward_seconds * (1.0 + BACKWARDS) * self.settings.work.stages
         spread, expected = self.averaging.spread()
         return CrowdMoment(

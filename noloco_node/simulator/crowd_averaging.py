@@ -22,7 +22,7 @@ from noloco_node.averaging.matchmaking import (
 from noloco_node.directory.peer_clocks import laggard, lags
 from noloco_node.outer.update import OuterRule, contribution, step_
 from noloco_node.simulator.crowd_directory import CrowdDirectory
-from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes
+from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
 from noloco_node.training.progress import Progress, staggered
 from noloco_node.training.schedule import credit_after_step, share_of_batch, tied_pace
 from noloco_node.transport.errors import Refusal
@@ -84,7 +84,7 @@ class CrowdAveraging:
         self.refusals: dict[str, int] = {}
         self.exchange_seconds = 0.0
         """Of all exchanges that were begun, as the mean of both sides has them."""
-        self.meetings: list[tuple[int, int]] = []
+        self.meetings = Pairs()
 
     def joined(self, i: int) -> None:
         """A node that `Nodes.add` gave its number to."""
@@ -112,15 +112,14 @@ class CrowdAveraging:
         """Everybody looks into the directory, and what time it is in each stage is known. All hear the same of it: the
         median of all clocks, where a node has that of those that it sees."""
         nodes = self.nodes
-        many = len(nodes)
-        serving, stages = np.flatnonzero(np.array(nodes.serving, np.bool_)), nodes.stage_row[:many]
-        by_stage = [serving[stages[serving] == stage] for stage in range(nodes.settings.work.stages)]
+        serving = np.flatnonzero(nodes.serving_row)
+        by_stage = [serving[nodes.stage_row[serving] == stage] for stage in range(nodes.settings.work.stages)]
         self._middle = [float(np.median(self.clocks[who])) if len(who) else 0.0 for who in by_stage]
-        origins: list[int] = by_stage[0].tolist()
-        if origins:
-            self._origins_middle = weighted_median(
-                (self.progress[i].clock, round(1e3 * nodes.speed[i])) for i in origins
-            )
+        if len(by_stage[0]):
+            origins = by_stage[0][np.argsort(self.clocks[by_stage[0]])]  # what is sorted is quickly sorted again
+            weights = np.rint(1e3 * nodes.speed_row[origins]).astype(np.int64)
+            clocks = self.clocks[origins]
+            self._origins_middle = weighted_median(zip(clocks.tolist(), weights.tolist(), strict=True))
 
     @property
     def _most_lag(self) -> float:
@@ -327,7 +326,7 @@ class CrowdAveraging:
         mean = (both[0] + both[1]) / 2
         self.expected[i] = self.expected[j] = (self.expected[i] + self.expected[j]) / 4
         self._visits[j].made(self.nodes.peer[i], self.directory.replicas(j) - 1)
-        self.meetings.append((i, j))
+        self.meetings.append(i, j)
         self.nodes.tell("met", i, j)
         shift = 0.5 * (before_j.clock - before_i.clock)
         for one, other, before, by in ((i, j, before_i, shift), (j, i, before_j, -shift)):
@@ -353,9 +352,8 @@ class CrowdAveraging:
         meetings; means over the stages."""
         found: list[tuple[float, float]] = []
         by_stage: dict[int, list[int]] = {}
-        for i, serving in enumerate(self.nodes.serving):
-            if serving:
-                by_stage.setdefault(self.nodes.stage[i], []).append(i)
+        for i in np.flatnonzero(self.nodes.serving_row).tolist():
+            by_stage.setdefault(self.nodes.stage[i], []).append(i)
         for who in by_stage.values():
             if len(who) > 1:
                 rows = self.slow[torch.tensor(who)].double()

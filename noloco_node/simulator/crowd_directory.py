@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from noloco_node.directory.bucket_arrays import NONE, Flags, Floats, Ints, StageLevels
-from noloco_node.directory.buckets import MOST_LEVEL, PREFIX_BITS, level_behind
+from noloco_node.directory.buckets import MOST_LEVEL, PREFIX_BITS, bucket_of, level_behind
 from noloco_node.directory.sampled_view import (
     HELD,
     MOST_ROWS,
@@ -26,6 +27,8 @@ RENEWALS = 3
 """Of a record within its life."""
 NEAR = 2
 """A node's own stage and the next."""
+SEEN_AT_ONCE = MOST_RECORDS
+"""Most that one sees of a stage whose records still lie at level 0: no holder keeps more under a key."""
 DRAWN_FROM = 1024
 """Where everybody is seen, of whom one is drawn as of all."""
 
@@ -44,7 +47,7 @@ class CrowdDirectory(Protocol):
         """How many live at a node's own stage, as it sees it."""
         ...
 
-    def seen(self, i: int, ahead: int) -> list[PeerId]:
+    def seen(self, i: int, ahead: int) -> Sequence[PeerId]:
         """Peers of a node's own stage (`ahead` 0; itself left out) or of the next (1) that it sees."""
         ...
 
@@ -86,6 +89,10 @@ class _Records:
         self._sums: dict[int, Ints] = {}
         self._strengths: dict[int, Floats] = {}
         self._speeds = np.zeros(0)
+        self._peers: dict[tuple[int, int, int], tuple[PeerId, ...]] = {}
+        """Of buckets that somebody has asked for since the last tick."""
+        self._parts: dict[tuple[int, int], tuple[PeerId, ...]] = {}
+        """The same of parts of level 0, by column."""
         self.read: dict[int, Floats] = {}
         self.written: dict[int, Floats] = {}
 
@@ -93,8 +100,7 @@ class _Records:
         """Who publishes its record now: they live, have come to their stage, and have not done so for a third of a
         life. Those who do it for the first time, all at the start, come again each at a time of its own."""
         nodes, now = self.nodes, self.nodes.agenda.now
-        here = np.array(nodes.serving, np.bool_)
-        who = np.flatnonzero(here & (self.renew_at[: len(here)] <= now))
+        who = np.flatnonzero(nodes.serving_row & (self.renew_at <= now))
         part = np.where(np.isneginf(self.renew_at[who]), self.rng.random(len(who)), 1.0)
         self.renew_at[who] = now + part * (self.life / RENEWALS)
         return who
@@ -104,14 +110,14 @@ class _Records:
         nodes, now, many = self.nodes, self.nodes.agenda.now, len(self.nodes)
         self.column[:many], self.columns = nodes.stage_row[:many], self.stages
         if nodes.apart is not None:
-            self.column[:many] += self.stages * (np.array(nodes.region) == nodes.apart)
+            self.column[:many] += self.stages * (nodes.region_row[:many] == nodes.apart)
             self.columns = 2 * self.stages
         who = np.flatnonzero((nodes.expires[:, :many] > now).any(0))
         keys = (self.column[who] << PREFIX_BITS) | nodes.prefix[who]
         order = np.argsort(keys, kind="stable")
         self.order, self.keys = who[order], keys[order]
-        self._edges, self._sums, self._strengths = {}, {}, {}
-        self._speeds = np.array(nodes.speed)[self.order]
+        self._edges, self._sums, self._strengths, self._peers, self._parts = {}, {}, {}, {}, {}
+        self._speeds = nodes.speed_row[self.order]
 
     def edges(self, level: int) -> Ints:
         """Where the buckets of a level begin among the sorted, those of all stages one after another."""
@@ -137,7 +143,30 @@ class _Records:
 
     def forget(self, i: int) -> None:
         """See `CrowdDirectory.forget`."""
+        column, prefix = int(self.column[i]), int(self.nodes.prefix[i])
+        for level in np.flatnonzero(self.nodes.expires[:, i]).tolist():
+            self._peers.pop((column, level, bucket_of(prefix, level)), None)
+            if level == 0:
+                self._parts.clear()
         self.nodes.expires[:, i] = 0.0
+
+    def peers(self, column: int, level: int, bucket: int) -> tuple[PeerId, ...]:
+        """Their ids, for all who hold that bucket the same."""
+        place = column, level, bucket
+        found = self._peers.get(place)
+        if found is None:
+            peer = self.nodes.peer
+            found = self._peers[place] = tuple([peer[j] for j in self.rows(column, level, bucket)])
+        return found
+
+    def part(self, column: int, i: int) -> tuple[PeerId, ...]:
+        """Who lies at level 0, as one node sees them: all, or of more than holders keep each so-manieth."""
+        every = self.peers(column, 0, 0)
+        parts = max(1, math.ceil(len(every) / SEEN_AT_ONCE))
+        place = column, i % parts
+        if place not in self._parts:
+            self._parts[place] = every[i % parts :: parts]
+        return self._parts[place]
 
     def rows(self, column: int, level: int, bucket: int) -> list[int]:
         """Nodes whose records live in a bucket."""
@@ -180,8 +209,7 @@ class _Records:
 
     def note_error(self, number: Floats, who: Ints) -> None:
         """Of what these take for the number of their own stage."""
-        serving = np.array(self.nodes.serving, np.bool_)
-        true = np.bincount(self.column[: len(serving)][serving], minlength=self.columns)
+        true = np.bincount(self.column[self.nodes.serving_row], minlength=self.columns)
         of = true[self.column[who]]
         known = of > 0
         self.error = float(np.sqrt(np.mean((number[known] / of[known] - 1.0) ** 2))) if known.any() else math.nan
@@ -205,9 +233,9 @@ class WholeDirectory(_Records):
         self._many = self.counts(0).tolist()
         self._seen = [self._drawn(self.rows(column, 0, 0)) for column in range(self.columns)]
         for stage in range(self.stages):
-            side = self.column[: len(nodes)][np.array(nodes.alive, np.bool_)] // self.stages
+            side = self.column[nodes.alive_row] // self.stages
             self.note_read(0, stage + self.stages * side)
-        serving = np.flatnonzero(np.array(nodes.serving, np.bool_))
+        serving = np.flatnonzero(nodes.serving_row)
         self.note_error(np.array(self._many, float)[self.column[serving]], serving)
 
     def _drawn(self, rows: list[int]) -> list[int]:
@@ -222,7 +250,7 @@ class WholeDirectory(_Records):
         first = int(self.column[i]) // self.stages * self.stages
         return self.strengths_at(0)[first : first + self.stages].tolist()
 
-    def seen(self, i: int, ahead: int) -> list[PeerId]:
+    def seen(self, i: int, ahead: int) -> Sequence[PeerId]:
         """See `CrowdDirectory.seen`."""
         peer = self.nodes.peer
         return [peer[j] for j in self._seen[int(self.column[i]) + ahead] if j != i]
@@ -249,14 +277,14 @@ class BucketDirectory(_Records):
         self._publish()
         self.sort()
         self._tick += 1
-        everybody = np.flatnonzero(np.array(self.nodes.alive, np.bool_))
+        everybody = np.flatnonzero(self.nodes.alive_row)
         behind = np.array([self._behind(column) for column in range(self.columns)])
         for ahead in range(NEAR):
             who = everybody[self.nodes.stage_row[everybody] + ahead < self.stages]
             self._look(ahead, who, behind)
         self._behind_of = behind
         self._look_further(everybody)
-        serving = np.flatnonzero(np.array(self.nodes.serving, np.bool_))
+        serving = np.flatnonzero(self.nodes.serving_row)
         self.note_error(self.number[0, serving], serving)
 
     def replicas(self, i: int) -> int:
@@ -281,14 +309,15 @@ class BucketDirectory(_Records):
         for levels in self.levels:
             levels.forget(np.array([i]))
 
-    def seen(self, i: int, ahead: int) -> list[PeerId]:
+    def seen(self, i: int, ahead: int) -> Sequence[PeerId]:
         """See `CrowdDirectory.seen`."""
-        peer, column = self.nodes.peer, int(self.column[i]) + ahead
-        level = int(self.levels[ahead].level[i])
+        column, level = int(self.column[i]) + ahead, int(self.levels[ahead].level[i])
         held = [bucket for bucket in self._held[ahead, i].tolist() if bucket != NONE] if level else []
-        if not held:
-            return [peer[j] for j in self.rows(column, 0, 0) if j != i]
-        return [peer[j] for bucket in held for j in self.rows(column, level, bucket) if j != i]
+        parts = [self.peers(column, level, bucket) for bucket in held] if held else [self.part(column, i)]
+        own = self.nodes.peer[i]
+        if ahead or not any(own in part for part in parts):
+            return sum(parts[1:], parts[0])
+        return [peer for part in parts for peer in part if peer != own]
 
     def _publish(self) -> None:
         nodes, who = self.nodes, self.due()

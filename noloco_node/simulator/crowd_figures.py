@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from noloco_node.directory.buckets import bucket_of
+from noloco_node.directory.bucket_arrays import Ints
+from noloco_node.directory.buckets import PREFIX_BITS
 from noloco_node.simulator.crowd import Crowd, CrowdMoment
 
 CLASS_BITS = 4
@@ -64,23 +65,22 @@ class CrowdFigures:
     trace: str
 
 
-def unevenness(pairs: Sequence[tuple[int, int]], of: Sequence[int], stage: Sequence[int]) -> float:
+def unevenness(pairs: Ints, of: Ints, stage: Ints) -> float:
     """Chi-square by degree of freedom of a table of who came together with whom, by class, beside what chance gives;
     `of` gives each node's class, `stage` its stage. NaN where there are too few pairs.
 
     Chance is taken stage by stage, for a class has more nodes in one than in another: across all stages the more
     meetings there were, the more uneven they would seem, however even they are.
     """
-    if not pairs:
+    if not len(pairs):
         return float("nan")
-    who, classes, stages = np.array(pairs), np.array(of), np.array(stage)
     table, expected = np.zeros((CLASSES, CLASSES)), np.zeros((CLASSES, CLASSES))
-    between = stages[who]
+    between = stage[pairs]
     for one, other in np.unique(between, axis=0):
-        some = classes[who[(between == (one, other)).all(1)]]
+        some = of[pairs[(between == (one, other)).all(1)]]
         found = np.bincount(CLASSES * some[:, 0] + some[:, 1], minlength=CLASSES**2).reshape(CLASSES, CLASSES)
         table += found
-        expected += _by_chance(found, np.bincount(classes[stages == one], minlength=CLASSES) if one == other else None)
+        expected += _by_chance(found, np.bincount(of[stage == one], minlength=CLASSES) if one == other else None)
     if expected.min() < FEWEST_A_CELL:
         return float("nan")
     return float(((table - expected) ** 2 / expected).sum() / (CLASSES - 1) ** 2)
@@ -130,8 +130,8 @@ class CrowdRun:
             outer_steps=(alone + paired) / many / seconds * 3600.0,
             contraction=last.spread / spread[0],
             contraction_expected=last.expected / spread[1],
-            evenness=unevenness(crowd.averaging.meetings, self._classes, crowd.nodes.stage),
-            evenness_of_routes=unevenness(crowd.pipeline.routes, self._classes, crowd.nodes.stage),
+            evenness=unevenness(crowd.averaging.meetings.rows, self._classes, self._stages),
+            evenness_of_routes=unevenness(crowd.pipeline.routes.rows, self._classes, self._stages),
             error=_mean(span, "error"),
             node_bytes={kind: octets / seconds / many for kind, octets in sorted(crowd.nodes.sent.items())},
             holder_bytes={
@@ -160,8 +160,12 @@ class CrowdRun:
         crowd.joined_after.clear()
 
     @property
-    def _classes(self) -> list[int]:
-        return [bucket_of(int(prefix), CLASS_BITS) for prefix in self.crowd.nodes.prefix[: len(self.crowd.nodes)]]
+    def _classes(self) -> Ints:
+        return self.crowd.nodes.prefix[: len(self.crowd.nodes)] >> (PREFIX_BITS - CLASS_BITS)
+
+    @property
+    def _stages(self) -> Ints:
+        return self.crowd.nodes.stage_row[: len(self.crowd.nodes)]
 
 
 def _mean(span: Sequence[CrowdMoment], name: str) -> float:

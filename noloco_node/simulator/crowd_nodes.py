@@ -8,11 +8,13 @@ import itertools
 import math
 import random
 import struct
+from array import array
 from collections.abc import Callable
 
 import numpy as np
 
 from noloco_node.config.crowd_spec import CrowdSettings
+from noloco_node.directory.bucket_arrays import Flags, Ints
 from noloco_node.directory.buckets import MOST_LEVEL, prefix_of
 from noloco_node.identity.peer_id import PeerId
 
@@ -47,6 +49,30 @@ class Agenda:
         self.now = until
 
 
+class Pairs:
+    """Who came together with whom, in eight bytes each."""
+
+    def __init__(self) -> None:
+        self._numbers = array("i")
+
+    def __len__(self) -> int:
+        return len(self._numbers) // 2
+
+    def append(self, i: int, j: int) -> None:
+        """They came together."""
+        self._numbers.append(i)
+        self._numbers.append(j)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._numbers = array("i")
+
+    @property
+    def rows(self) -> Ints:
+        """All so far, one after the other."""
+        return np.array(self._numbers, np.int64).reshape(-1, 2)
+
+
 def peer_of(number: int) -> PeerId:
     """The id of a node."""
     return PeerId(f"{number:07d}")
@@ -72,16 +98,21 @@ class Nodes:
         self.down_free: list[float] = []
         self.works_until: list[float] = []
         """When each device ends what it works on."""
-        self.exchanging: list[bool] = []
-        self.alive: list[bool] = []
-        self.serving: list[bool] = []
+        self.exchanging = bytearray(most)
+        self.alive = bytearray(most)
+        self.serving = bytearray(most)
         """It lives and has the state of its stage."""
+        self.alive_row: Flags = np.frombuffer(self.alive, np.bool_)
+        """The same memory as an array; so is the next one."""
+        self.serving_row: Flags = np.frombuffer(self.serving, np.bool_)
         self.born: list[float] = []
         self.died: list[float] = []
         self.apart: int | None = None
         """The region that is cut off."""
         self.prefix = np.zeros(most, np.int64)
         self.stage_row = np.zeros(most, np.int64)
+        self.speed_row = np.zeros(most)
+        self.region_row = np.zeros(most, np.int64)
         self.expires = np.zeros((MOST_LEVEL + 1, most))
         """Ends of the lives of their records, by level."""
         self.many = 0
@@ -107,12 +138,11 @@ class Nodes:
         self.up_free.append(0.0)
         self.down_free.append(0.0)
         self.works_until.append(0.0)
-        self.exchanging.append(False)
-        self.alive.append(True)
-        self.serving.append(serving)
+        self.alive[i], self.serving[i] = True, serving
         self.born.append(self.agenda.now)
         self.died.append(math.inf)
         self.prefix[i], self.stage_row[i] = prefix_of(self.peer[i]), stage
+        self.speed_row[i], self.region_row[i] = self.speed[i], self.region[i]
         self.many += 1
         self.tell("joined", i, stage)
         return i
@@ -126,13 +156,14 @@ class Nodes:
 
     def living(self) -> list[int]:
         """All that live."""
-        return [i for i, alive in enumerate(self.alive) if alive]
+        found: list[int] = np.flatnonzero(self.alive_row).tolist()
+        return found
 
     def reach(self, i: int, j: int) -> bool:
         """Whether anything gets from one to the other now."""
-        if self.apart is None:
-            return self.alive[j]
-        return self.alive[j] and (self.region[i] == self.apart) == (self.region[j] == self.apart)
+        if self.apart is None or not self.alive[j]:
+            return self.alive[j] == 1
+        return (self.region[i] == self.apart) == (self.region[j] == self.apart)
 
     def latency(self, i: int, j: int) -> float:
         """Seconds one way."""

@@ -15,7 +15,7 @@ from noloco_node.pipeline.paces import RequestOutcome
 from noloco_node.pipeline.passing import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.simulator.crowd_directory import CrowdDirectory
-from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes
+from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
 from noloco_node.training.compute_thread import CallOrder, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.transport.errors import Refused
@@ -54,7 +54,7 @@ class Passage:
         self.peer = -1
         """Who has it next."""
         self.began = 0.0
-        self.excluded: dict[PeerId, None] = {}
+        self.excluded: tuple[PeerId, ...] = ()
         self.rounds = 0
         self.release: Release | None = None
         self.put_at = since
@@ -88,7 +88,7 @@ class CrowdPipeline:
         self._octets = float(nodes.settings.work.microbatch_bytes)
         self._books: list[RoutingBook | None] = []
         self._book_told: list[float] = []
-        self._places: list[MicrobatchLimiter] = []
+        self._places: list[MicrobatchLimiter | None] = []
         self._order: list[CallOrder[Passage]] = []
         self._in_flight: list[InFlight | None] = []
         """Of those that draw."""
@@ -107,7 +107,7 @@ class CrowdPipeline:
         self.hops = 0
         self.away = 0.0
         """Seconds, as microbatches have them, from being sent to whoever answered to the answer: of all answers."""
-        self.routes: list[tuple[int, int]] = []
+        self.routes = Pairs()
         """Sender and receiver of parcels that came through, where they are kept."""
         self.keep_routes = False
 
@@ -120,7 +120,7 @@ class CrowdPipeline:
         assert i == len(self._books)
         self._books.append(None)
         self._book_told.append(-math.inf)
-        self._places.append(MicrobatchLimiter(self._settings.work.max_pending, self.clock))
+        self._places.append(None)
         self._order.append(CallOrder())
         self._in_flight.append(None)
         self.under_way.append(0)
@@ -145,11 +145,11 @@ class CrowdPipeline:
             self._fail_later(child)
         self._held[i] = {}
         self._order[i] = CallOrder()
-        self._books[i] = self._in_flight[i] = None
+        self._books[i] = self._places[i] = self._in_flight[i] = None
 
     def _here(self, passage: Passage) -> bool:
-        """Whether the node that has it is still where it was."""
-        return self.nodes.alive[passage.node] and self._life[passage.node] == passage.life
+        """Whether the node that has it lives and is still where it was."""
+        return self._life[passage.node] == passage.life
 
     def _draw_all(self, i: int, in_flight: InFlight) -> None:
         """As many as may be drawn now."""
@@ -229,7 +229,7 @@ class CrowdPipeline:
             if not passage.excluded:
                 pause = max(pause, self._settings.directory.look_seconds)
                 self._book_told[i] = -math.inf
-            passage.excluded.clear()
+            passage.excluded = ()
             self.agenda.after(pause, self._send, passage)
             return
         passage.peer, passage.began = int(peer), book.sent(peer)
@@ -252,8 +252,11 @@ class CrowdPipeline:
         if not self.nodes.serving[j] or self.nodes.stage[j] != self.nodes.stage[i] + 1:
             self.agenda.after(self._parcel * self.nodes.latency(j, i), self._refuse, passage)
             return
+        places = self._places[j]
+        if places is None:
+            places = self._places[j] = MicrobatchLimiter(self._settings.work.max_pending, self.clock)
         try:
-            release = self._places[j].take(self.nodes.peer[i])
+            release = places.take(self.nodes.peer[i])
         except Refused:
             self.refused += 1
             self.agenda.after(self._parcel * self.nodes.latency(j, i), self._refuse, passage)
@@ -269,7 +272,7 @@ class CrowdPipeline:
             return
         book.done(peer, passage.began, RequestOutcome.UNTOLD)
         book.full(peer)
-        passage.excluded[peer] = None
+        passage.excluded += (peer,)
         passage.peer = -1
         self._send(passage)
 
@@ -284,19 +287,21 @@ class CrowdPipeline:
         peer = self.nodes.peer[passage.peer]
         book.done(peer, passage.began, RequestOutcome.FAILED)
         book.failed(peer)
-        passage.excluded[peer] = None
+        passage.excluded += (peer,)
         passage.peer = -1
         self._send(passage)
 
     def _answer(self, passage: Passage) -> None:
         """A node gives back the gradient of what it was asked for, and its place is free."""
         parent, j = passage.parent, passage.node
+        places = self._places[j]
         assert parent is not None
+        assert places is not None
         assert passage.release is not None
         self._held[j].pop(parent, None)
-        self._places[j].answered(self.nodes.peer[parent.node])
+        places.answered(self.nodes.peer[parent.node])
         passage.release()
-        load = self._places[j].taken
+        load = places.taken
         if not self.nodes.reach(j, parent.node) or parent.peer != j:
             if self.nodes.alive[parent.node] and parent.peer == j:
                 self._fail_later(parent)
@@ -315,6 +320,6 @@ class CrowdPipeline:
         book.reported(peer, load)
         self.away += self.clock() - passage.began
         if self.keep_routes:
-            self.routes.append((i, j))
+            self.routes.append(i, j)
         passage.waited += waited
         self._put(Priority.BACKWARD, passage, OWN)

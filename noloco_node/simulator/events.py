@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from noloco_node import collector
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.crowd import Crowd, CrowdMoment, most_nodes
 from noloco_node.simulator.crowd_figures import CrowdFigures, CrowdRun
 from noloco_node.sizing.machine import free_memory
 
-NODE_BYTES = 32_000
-"""Taken to be what a node needs at the most, books of its peers included: 100,000 took 8,500 each where only the
-directory was simulated."""
+NODE_BYTES = 56_000
+"""Taken to be what a node needs at the most, books of its peers included: so much it was after an hour of 1,000, those
+that had died in it and what does not grow with the nodes included, and 16,000 after four minutes of 100,000."""
 VECTORS = 3
 """Of `sim.dimensions` for each node: weights, momentum, and what is copied of them for their spread."""
 PARCEL_BYTES = 500
@@ -56,13 +57,19 @@ def simulate_sizes(settings: CrowdSettings, progress: _Progress) -> Iterator[Cro
     check_memory(settings, free_memory("cpu").host)
     whole, before = sum(settings.nodes), 0
     for many in settings.nodes:
-        began = time.process_time()
-        course = CrowdRun(Crowd(settings, many))
 
         def told(share: float, many: int = many, before: int = before) -> None:
             progress(before + share * many, whole)
 
-        figures = course.run(told=told)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        yield CrowdSize(figures, tuple(course.crowd.moments), time.process_time() - began, peak)
+        with collector.paused():
+            size = _simulated(settings, many, told)
+        yield size
         before += many
+
+
+def _simulated(settings: CrowdSettings, many: int, told: Callable[[float], None]) -> CrowdSize:
+    began = time.process_time()
+    course = CrowdRun(Crowd(settings, many))
+    figures = course.run(told=told)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return CrowdSize(figures, tuple(course.crowd.moments), time.process_time() - began, peak)

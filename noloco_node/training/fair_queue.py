@@ -33,9 +33,10 @@ class FairQueue(Generic[T]):
         """In cost: where the source stood that was served last."""
         self._latest = 0.0
         """Where the source stands that has had most."""
-        self._lines: dict[str, _Line[T]] = {}
         self._waiting: dict[str, _Line[T]] = {}
-        """Those with something waiting: each turn looks at these alone."""
+        """Those with something waiting."""
+        self._stood: dict[str, float] = {}
+        """Where others stand that have had more than whoever was served last."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -43,13 +44,11 @@ class FairQueue(Generic[T]):
 
     def push(self, sources: Sequence[str], cost: float, item: T) -> None:
         """Let an item wait, on the account of `sources[0]`, within it on that of the next."""
-        line = self._lines.get(sources[0])
+        line = self._waiting.get(sources[0])
         if line is None:
-            self._forget_some()
-            line = self._lines[sources[0]] = _Line()
-        if sources[0] not in self._waiting:
-            line.stands_at = max(line.stands_at, self._now)
-            self._waiting[sources[0]] = line
+            if len(self._waiting) + len(self._stood) >= SOURCES_REMEMBERED:
+                self._stood = {}
+            line = self._waiting[sources[0]] = _Line(max(self._stood.pop(sources[0], 0.0), self._now))
         self._count += 1
         if len(sources) > 1:
             line.parts = line.parts or FairQueue()
@@ -73,20 +72,20 @@ class FairQueue(Generic[T]):
         self._latest = max(self._latest, line.stands_at)
         if not len(line):
             del self._waiting[source]
+            self._stood[source] = line.stands_at
             if not self._waiting:  # nobody has to wait for anybody: all begin anew
                 self._now = self._latest
+                self._stood.clear()
         return cost, item
-
-    def _forget_some(self) -> None:
-        if len(self._lines) >= SOURCES_REMEMBERED:
-            self._lines = {source: line for source, line in self._lines.items() if source in self._waiting}
 
 
 class _Line(Generic[T]):
     """What one source has waiting, by itself or by its parts."""
 
-    def __init__(self) -> None:
-        self.stands_at = 0.0
+    __slots__ = ("items", "parts", "stands_at")
+
+    def __init__(self, stands_at: float) -> None:
+        self.stands_at = stands_at
         self.items: deque[tuple[float, T]] = deque()
         self.parts: FairQueue[T] | None = None
 

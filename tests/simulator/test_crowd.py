@@ -14,10 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import CrowdConfig, HuntConfig, load_config, load_simulation
+from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.errors import UserError
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.crowd_figures import CLASSES, CrowdRun, unevenness
@@ -113,7 +115,7 @@ def test_a_region_that_is_cut_off_sees_itself_alone() -> None:
     crowd.agenda.run(1190.0)
     region = crowd.nodes.region
     assert len(crowd.averaging.meetings) > meetings
-    assert all(region[i] == region[j] for i, j in crowd.averaging.meetings[meetings:])
+    assert all(region[i] == region[j] for i, j in crowd.averaging.meetings.rows[meetings:].tolist())
     of_one = [i for i in range(24) if region[i] == 1 and crowd.nodes.stage[i] == 0]
     assert {crowd.directory.replicas(i) for i in of_one} == {len(of_one)}
     crowd.agenda.run(1300.0)
@@ -173,6 +175,37 @@ def test_at_the_start_everybody_is_seen(view: str) -> None:
     crowd.nodes.sent.clear()
     crowd.agenda.run(72.0)
     assert 0.3 < crowd.nodes.sent["directory written"] / written < 3.0
+
+
+def test_who_leaves_its_stage_has_all_its_places_at_the_next_one() -> None:
+    """What it held where it was is lost, and holds no place any more."""
+    crowd = Crowd(settings(work=settings().work.model_dump() | {"in_flight": 1, "max_pending": 1}), 24)
+    crowd.agenda.run(300.0)
+    i = next(i for i in range(24) if crowd.nodes.stage[i] == 1 and crowd.nodes.works_until[i] > 300.0)
+    crowd.pipeline.left(i)
+    worked = crowd.pipeline.busy[i]
+    crowd.agenda.run(1800.0)
+    assert crowd.pipeline.busy[i] > worked
+
+
+def test_of_a_stage_that_begins_at_once_each_sees_as_many_as_holders_keep() -> None:
+    """Another part each, and all together everybody; as many as there are where these are few."""
+    crowd = Crowd(settings(devices={"forward_seconds": 1e6}), 2400)
+    of_stage = {crowd.nodes.peer[i] for i in range(2400) if crowd.nodes.stage[i] == 1}
+    seen = [crowd.directory.seen(i, 1) for i in range(2400) if crowd.nodes.stage[i] == 0]
+    assert max(map(len, seen)) <= MOST_RECORDS < len(of_stage)
+    assert {peer for each in seen for peer in each} == of_stage
+    few = Crowd(settings(), 24)
+    assert len(few.directory.seen(few.nodes.stage.index(0), 1)) == few.nodes.stage.count(1)
+
+
+def test_who_goes_to_another_stage_is_seen_no_longer() -> None:
+    """Not even by those that had asked who is there just before."""
+    crowd = Crowd(settings(devices={"forward_seconds": 1e6}), 24)
+    one, other, *_ = (i for i in range(24) if crowd.nodes.stage[i] == 1)
+    assert crowd.nodes.peer[one] in crowd.directory.seen(other, 0)
+    crowd.directory.forget(one)
+    assert crowd.nodes.peer[one] not in crowd.directory.seen(other, 0)
 
 
 def test_who_sends_slowly_keeps_nobody_off_a_downlink() -> None:
@@ -252,10 +285,10 @@ def _median(values: Iterable[float]) -> float:
 def test_unevenness_tells_chance_from_a_preference() -> None:
     """About 1 for pairs drawn at random, far more where one class is met twice as often by another."""
     rng = random.Random(2)
-    of, one_stage = [i % CLASSES for i in range(1000)], [0] * 1000
+    of, one_stage = np.arange(1000) % CLASSES, np.zeros(1000, np.int64)
     pairs = [(rng.randrange(1000), rng.randrange(1000)) for _ in range(20_000)]
-    assert 0.7 < unevenness(pairs, of, one_stage) < 1.3
-    assert unevenness([*pairs, *[(16 * k, 16 * k + 1) for k in range(60)] * 2], of, one_stage) > 1.5
+    assert 0.7 < unevenness(np.array(pairs), of, one_stage) < 1.3
+    assert unevenness(np.array([*pairs, *[(16 * k, 16 * k + 1) for k in range(60)] * 2]), of, one_stage) > 1.5
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -263,16 +296,16 @@ def test_a_class_that_has_more_nodes_in_one_stage_than_in_another_is_no_preferen
     """300 nodes of four stages, each pair of a stage equally likely, or each of one stage and the next: 1.4 to 2.0
     where stages are not told apart, and ever more the more meetings there are."""
     rng = random.Random(1)
-    of, stage = [rng.randrange(CLASSES) for _ in range(300)], [i % 4 for i in range(300)]
+    of, stage = np.array([rng.randrange(CLASSES) for _ in range(300)]), np.arange(300) % 4
     within = [[i for i in range(300) if stage[i] == s] for s in range(4)]
 
     def pair(s: int) -> tuple[int, int]:
         one, other = rng.sample(within[s], 2)
         return one, rng.choice(within[s + 1]) if ahead else other
 
-    pairs = [pair(rng.randrange(4 - ahead)) for _ in range(20_000)]
+    pairs = np.array([pair(rng.randrange(4 - ahead)) for _ in range(20_000)])
     assert 0.7 < unevenness(pairs, of, stage) < 1.3
-    assert unevenness(pairs, of, [0] * 300) > 1.3
+    assert unevenness(pairs, of, np.zeros(300, np.int64)) > 1.3
 
 
 def test_figures_are_of_the_time_after_the_warm_up() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.paces import RequestOutcome
+from noloco_node.pipeline.paces import BOUNDS_SECONDS, Paces, RequestOutcome
 from noloco_node.pipeline.routing import RoutingBook
 
 PEERS = [PeerId(name) for name in ("hostile", "a", "b", "c")]
@@ -96,3 +96,19 @@ def test_one_hostile_peer_of_four_takes_at_most_a_quarter_of_the_pace(how: str, 
 def test_honest_peers_lose_nothing_to_each_other() -> None:
     """Also where one is twice as slow: it has its part by its speed."""
     assert trained_beside(lambda _: (USUAL, "trained"), 3) > 0.99
+
+
+def test_a_peer_that_is_asked_for_the_first_time_counts_at_once_among_many() -> None:
+    """Of a large stage only those that were asked are looked at, whoever that is by now."""
+    now = 0.0
+    many = [PeerId(f"peer {number:03d}") for number in range(100)]
+    paces = Paces(lambda: now)
+    assert paces.weights(many) == {}
+    for number, peer in enumerate(many[:4]):
+        began = paces.began(peer)
+        now += 1.0 if number < 3 else 10.0
+        paces.ended(peer, began, RequestOutcome.CAME)
+    now += BOUNDS_SECONDS
+    weights = paces.weights(many)
+    assert [weights[peer] == 1.0 for peer in many[:4]] == [True, True, True, False]
+    assert set(weights) == set(many[:4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -40,8 +39,8 @@ def test_balanced_takes_the_less_loaded_of_two() -> None:
     rng = random.Random(0)
     given = candidates([3, 2, 1, 0])
     counts = Counter(choose_peer("balanced", given, own_rank=0, now=1.0, rng=rng) for _ in range(4000))
-    assert counts["a"] == 0
-    assert counts["d"] == pytest.approx(2000, abs=150)
+    assert counts[PeerId("a")] == 0
+    assert counts[PeerId("d")] == pytest.approx(2000, abs=150)
 
 
 def test_balanced_counts_own_requests_under_way() -> None:
@@ -64,10 +63,10 @@ def test_whom_audits_go_against_gets_nothing_while_others_work(strategy: Routing
     """Nor where all others have been asked already and are busy: then nobody is asked. Alone, it is."""
     rng = random.Random(0)
     doubted, *others = candidates([0, 5, 5])
-    doubted = replace(doubted, trust=worse)
+    doubted = doubted._replace(trust=worse)
     chosen = {choose_peer(strategy, [doubted, *others], own_rank=r, now=1.0, rng=rng) for r in range(9)}
     assert chosen == {"b", "c"}
-    assert choose_peer(strategy, [doubted, *others], own_rank=0, now=1.0, rng=rng, excluded={"b", "c"}) is None
+    assert choose_peer(strategy, [doubted, *others], own_rank=0, now=1.0, rng=rng, excluded=PEERS[1:3]) is None
     assert choose_peer(strategy, [doubted], own_rank=0, now=1.0, rng=rng) == "a"
 
 
@@ -75,11 +74,11 @@ def test_a_peer_on_trial_helps_out_where_all_others_are_suspended_but_not_one_th
     """Samples must not be dropped while a peer lives that may be honest."""
     rng = random.Random(0)
     trial, aside, other = candidates([0, 0, 0], [0.0, 0.0, 9.0])
-    both = [replace(trial, trust=Trust.ON_TRIAL), replace(aside, trust=Trust.SET_ASIDE), other]
+    both = [trial._replace(trust=Trust.ON_TRIAL), aside._replace(trust=Trust.SET_ASIDE), other]
     chosen = {choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng) for _ in range(50)}
     assert chosen == {"a"}
     assert choose_peer("uniform", both[1:], own_rank=0, now=1.0, rng=rng) == "c"
-    assert choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng, excluded={"c"}, desperate=True) == "a"
+    assert choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng, excluded={PeerId("c")}, desperate=True) == "a"
 
 
 def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:

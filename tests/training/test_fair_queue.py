@@ -130,4 +130,15 @@ def test_who_was_away_neither_saved_up_nor_owes_and_names_are_forgotten() -> Non
     for number in range(1_000):
         queue.push((f"name {number}",), 1.0, "")
         queue.pop()
-    assert len(queue._lines) <= SOURCES_REMEMBERED
+    assert len(queue._stood) <= SOURCES_REMEMBERED
+
+
+def test_who_has_had_more_than_others_stands_behind_them_while_somebody_waits() -> None:
+    """Also where it had nothing waiting in between."""
+    queue = FairQueue[str]()
+    queue.push(("a",), 10.0, "a")
+    queue.push(("b",), 1.0, "b")
+    queue.push(("b",), 1.0, "b again")
+    assert queue.pop() == "a"
+    queue.push(("a",), 1.0, "a again")
+    assert [queue.pop() for _ in range(3)] == ["b", "b again", "a again"]
