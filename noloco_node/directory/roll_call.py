@@ -143,7 +143,7 @@ class RollCall:
             if moved and self._known.answers(peer):
                 asked.next_try = now
             asked.record, asked.old = record, self._is_old(record)
-            if asked.old:
+            if asked.old and not asked.in_vain:  # of who does not answer there is no newer one to be had
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
         self._looked.fire()
 
@@ -291,6 +291,7 @@ class RollCall:
         known = self._known.of(peer)
         if known.silences > asked.silences:
             return True
+        asked.silences = known.silences  # fewer where it was heard since: the next one counts again
         if asked.next_try > now:
             return False
         left = asked.quiet - (ambient.monotonic() - known.answered_at)

@@ -284,3 +284,38 @@ def test_who_falls_silent_after_it_called_is_asked_again_all_the_same() -> None:
             assert not asking.sees(silent)
 
     in_virtual_time(course)
+
+
+def test_ghosts_whose_records_are_always_nearly_over_are_asked_ever_more_rarely_all_the_same() -> None:
+    """A stranger renews records that live a few seconds: to ask for a newer one is for peers that answer."""
+
+    async def course() -> None:
+        async with callers(2) as (asking, ghost):
+            asking.network.kill(ghost.transport.peer_id)
+            for _ in range(60):
+                await ghost.directory.publish(ghost.record, LIFE / 5)
+                await asyncio.sleep(1.0)
+            assert 4 <= asking.transport.acquaintances.of(ghost.transport.peer_id).silences <= 9
+
+    in_virtual_time(course)
+
+
+def test_who_called_after_a_silence_is_asked_at_once_at_the_next_one() -> None:
+    """What it did not answer before it was heard again hides nothing of what it does not answer now."""
+
+    async def course() -> None:
+        async with callers(2) as (asking, silent):
+            await asyncio.sleep(3.0)
+            known, peer = asking.transport.acquaintances, silent.transport.peer_id
+            asking.network.kill(peer)
+            known.silent(peer)
+            await asyncio.sleep(0.5)
+            assert not asking.sees(silent)
+            known.answered(peer)  # it called, and the roll has noticed
+            await asyncio.sleep(5.0)
+            assert asking.sees(silent)
+            known.silent(peer)
+            await asyncio.sleep(2.0)
+            assert not asking.sees(silent)
+
+    in_virtual_time(course)
