@@ -16,7 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
         "ambient",
-        "errors aio address_space collector malloc marks pauses peer_table",
+        "errors aio address_space collector marks pauses peer_table",
         "outer",
         "config",
         "model data",

@@ -29,7 +29,6 @@ from noloco_node.cli.printing import (
 )
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
-from noloco_node.malloc import share_one_arena
 
 if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
@@ -60,7 +59,6 @@ def swarm(options: argparse.Namespace) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run one node of a configuration, or one for each device."""
-    share_one_arena()
     _tie_to_launcher(options)
     from noloco_node.config.load import load_config
     from noloco_node.node.early_checks import check_peers, check_trainable
@@ -90,7 +88,6 @@ def run(options: argparse.Namespace) -> int:
 
 def join(options: argparse.Namespace) -> int:
     """Run one node, or one for each device, of a run that others have begun."""
-    share_one_arena()
     _tie_to_launcher(options)
     from noloco_node.config.load import load_join
     from noloco_node.node.early_checks import check_own_data, check_peers
@@ -117,7 +114,6 @@ def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
 
 def seed(options: argparse.Namespace) -> int:
     """Hold a run's directory together."""
-    share_one_arena()
     from noloco_node.node.early_checks import check_peers
     from noloco_node.node.way_out import bounded_way_out
 
