@@ -102,13 +102,17 @@ def _nobody_waits_for_ever(run: Run) -> Iterator[str]:
 def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
     stages = {node.stage for node in run.nodes}
     for node in run.survivors:
-        if node.condition == "failed" and not (
-            len(run.survivors) < len(stages) and "a stage has no replica" in node.error
-        ):
+        alone = len(run.survivors) < len(stages) and "a stage has no replica" in node.error
+        if node.condition == "failed" and not alone and not _came_too_late(node):
             yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
         short = run.target - _furthest(node) > (0.0 if node.stage == 0 and not node.late else run.max_lag)
         if node.condition == "ended" and short and not run.lost_stage:
             yield f"short: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
+
+
+def _came_too_late(node: Told) -> bool:
+    """Whoever comes without a checkpoint when all have left is told that the run is over, and ends."""
+    return node.late and "has come to its end" in node.error and "nobody else answers" in node.error
 
 
 def _furthest(node: Told) -> float:

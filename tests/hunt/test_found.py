@@ -61,3 +61,12 @@ def test_an_origin_that_was_cut_off_at_the_end_learns_that_the_stages_are_back()
     assert outcome.fired == (True,)
     assert outcome.breaches == ()
     assert outcome.seconds < 180.0
+
+
+def test_who_comes_back_without_a_checkpoint_when_all_have_left_is_told_that_the_run_is_over() -> None:
+    """It had died before its first checkpoint; records of the others said that they had finished, and nobody answered.
+    That is no fault of the node's, as the hunt took it to be (seed 2238)."""
+    faults = (Crash(at=0.369, node=3, back_after=23.88), Partition(at=0.379, nodes=(0, 4), seconds=11.82))
+    outcome = carry_out(Schedule(seed=2238, replicas=(5,), faults=faults))
+    assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
