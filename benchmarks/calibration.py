@@ -266,8 +266,8 @@ def main() -> None:
         made = [simulated(state, options.warm_up, options.seconds, seed) for seed in range(SIMULATIONS)]
         rows.append({**known, "simulated": made})
         print(table(rows[-1:]), json.dumps(known["beside"]), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        if options.out:
+            options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import resource
 import shutil
 import socket
@@ -25,10 +26,12 @@ TORCH_CACHE = "torchinductor_"
 
 
 def free_port() -> int:
-    """One of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One of this machine that nothing listens on now, and that the system usually gives to no outgoing connection:
+    one could take it before its node comes to listen on it."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))
+            return int(probe.getsockname()[1])
 
 
 async def eventually(check: Callable[[], T], within: float = 60.0, what: str = "", *, every: float = 0.01) -> T:
