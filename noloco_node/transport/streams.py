@@ -68,6 +68,8 @@ class FramedStream:
     @property
     def ended(self) -> bool:
         """True once the stream is known to be of no more use."""
+        if self._reader.exception() is not None:  # its deadline and its last bytes came in the same turn of the loop
+            return True
         return self._writer.is_closing() or (self._reader.at_eof() and not self._ahead)
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -161,3 +163,19 @@ async def test_a_stream_on_which_much_is_still_to_be_sent_is_lent_to_no_other_ca
     over.set()
     await server.stop_serving(STREAM_PROTOCOL)
     assert opened > 1
+
+
+async def test_a_stream_whose_last_bytes_came_with_its_deadline_serves_no_other_call() -> None:
+    """The loop stood still while they came: the message is whole, but the reader is at its end."""
+    near, far = socket.socketpair()
+    stream = FramedStream(*await asyncio.open_connection(sock=near))
+    with far:
+        reading = asyncio.create_task(stream.read_prefix(0.05, 0.05))
+        await asyncio.sleep(0)
+        far.sendall(await on_the_wire("echo", MESSAGES[1]))
+        time.sleep(0.1)  # noqa: ASYNC251 - what is tested
+        prefix = await reading
+        await stream.read_payload(prefix, 0.05)
+        await stream.read_body((), 0.05)
+        assert stream.ended
+    stream.abort()
