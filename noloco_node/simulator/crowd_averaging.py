@@ -152,9 +152,9 @@ class CrowdAveraging:
         return share_of_batch(self._global_batch, min(replicas, self._most))
 
     def missing(self, i: int) -> float:
-        """Parcels until a node's next inner step."""
+        """Microbatches until a node's next inner step: a parcel is held back as one of them would be."""
         tokens = self._share(self.directory.replicas(i)) - self._credit[i] - self._gathered[i]
-        return math.ceil(tokens / (self.nodes.settings.parcel * MICROBATCH_TOKENS))
+        return math.ceil(tokens / MICROBATCH_TOKENS)
 
     def trained(self, i: int) -> None:
         """A parcel's gradient is added; an inner step is taken where that is enough."""
