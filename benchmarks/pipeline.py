@@ -7,8 +7,9 @@
 The single process takes its best of several microbatch and thread settings (or what `--single` names); then single and
 swarm are measured in turn, so that both see the same machine, every variant once before any is measured again. The
 swarm's rate is taken between the moment when every first-stage replica has taken some inner steps and the moment when
-the first of them stops training: start-up and the end are left out on both sides. Validation losses are at equal
-tokens. A variant is a layout, a number of microbatches in flight and a codec of activations.
+the first of them has trained 95 % of the tokens: start-up, the last evaluation and the end are left out on both sides.
+Validation losses are at equal tokens. A variant is a layout, a number of microbatches in flight and a codec of
+activations.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ SINGLE_SECONDS = 25
 THREADS = (1, 2)
 WINDOWS = (4, 8, 16, 32)
 STEPS_BEFORE_WINDOW = 5
+WINDOW_ENDS = 0.95
+"""Share of the tokens: what comes after is the end, and each head's evaluation of the whole of its held-out text."""
 
 
 @dataclass(frozen=True)
@@ -115,25 +118,28 @@ def shares(before: dict[str, float], after: dict[str, float]) -> CpuShare:
 class Activity(Observer):
     """Takes the CPU times at the start and at the end of the window in which the swarm's rate is measured."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, tokens: int) -> None:
         self._heads = heads
+        self._last_clock = WINDOW_ENDS * tokens
         self._steps: dict[str, list[InnerStep]] = {}
         self._finals: dict[str, float] = {}
+        self._clock = 0.0
         self._pids: dict[str, int] = {}
         self._cpu: list[dict[str, float]] = []
         self._span: list[float] = []
 
     def on_event(self, node: SwarmNode, event: AnyEvent) -> None:
-        """Open the window once all heads are under way, close it when one has ended its training."""
+        """Open the window once all heads are under way, close it when one is nearly at the end."""
         self._pids[node.name] = node.pid
         if node.stage > 0:
             return
         if isinstance(event, InnerStep):
             self._steps.setdefault(node.name, []).append(event)
+            self._clock = max(self._clock, event.clock)
         if isinstance(event, Evaluation) and event.final:
             self._finals[node.name] = event.loss
         ready = len(self._steps) == self._heads and min(map(len, self._steps.values())) >= STEPS_BEFORE_WINDOW
-        if (not self._cpu and ready) or (len(self._cpu) == 1 and self._finals):
+        if (not self._cpu and ready) or (len(self._cpu) == 1 and self._clock >= self._last_clock):
             self._cpu.append(cpu_of(list(self._pids.values())))
             self._span.append(event.time)
 
@@ -153,7 +159,7 @@ class Activity(Observer):
 
 async def run_swarm(config: Config) -> dict[str, Any]:
     """One whole run of a local swarm, measured."""
-    watch = Activity(config.local_swarm.replicas)
+    watch = Activity(config.local_swarm.replicas, config.run.inner.target_tokens)
     with tempfile.TemporaryDirectory() as folder:
         swarm = LocalSwarm(config, Path(folder) / "run", observer=watch)
         try:
@@ -201,11 +207,14 @@ def parse() -> argparse.Namespace:
 def variants(options: argparse.Namespace) -> list[Variant]:
     """All that are to be measured."""
     config = load_config(options.config, options.set)
-    own = (config.run.model.stages, config.local_swarm.replicas)
-    codecs = options.activations or [config.run.pipeline.activations[0]]
+    layouts: list[tuple[int, int]] = options.layouts or [(config.run.model.stages, config.local_swarm.replicas)]
+    codecs: list[str] = options.activations or [config.run.pipeline.activations[0]]
+    flights: list[int] = options.in_flight
     return [
         Variant(stages, replicas, in_flight, codec)
-        for (stages, replicas), in_flight, codec in product(options.layouts or [own], options.in_flight, codecs)
+        for stages, replicas in layouts
+        for in_flight in flights
+        for codec in codecs
     ]
 
 
