@@ -64,7 +64,7 @@ class DirectorySettings(Settings):
 
     view: Literal["everybody", "buckets"] = "buckets"
     """`buckets`: large stages are seen in part, as nodes see them; `everybody`: each node reads all records."""
-    record_seconds: PositiveFloat = 20.0
+    record_seconds: Annotated[float, Field(gt=0.0, le=86_400.0)] = 20.0
     """Life of a record."""
     look_seconds: Annotated[float, Field(ge=0.1)] = 2.0
     """Between two looks of a node."""
@@ -123,7 +123,7 @@ class CrowdSettings(Settings):
     """What happens before is in no figure."""
     churn_an_hour: Annotated[float, Field(ge=0.0, le=20.0)] = 0.0
     """Deaths within an hour for each node that lives; as many come."""
-    min_stay_seconds: PositiveFloat = 1200.0
+    min_stay_seconds: Annotated[float, Field(ge=1.0)] = 1200.0
     """See `node.min_stay_seconds`."""
     parcel: Positive = 1
     """Microbatches that go as one: in the pipeline all takes so many times as long, latencies and rests too, and each
@@ -175,6 +175,16 @@ class CrowdSettings(Settings):
                         f"sim.{name}: what is to come at {event.at_seconds:g} s never does, sim.seconds is "
                         f"{self.seconds:g}; let it come earlier, or simulate for longer"
                     )
+        fewest = min(self.nodes)
+        for name, event, share in (
+            *(("deaths", "die", each.share) for each in self.deaths),
+            *(("arrivals", "come", each.times) for each in self.arrivals),
+        ):
+            if round(share * fewest) == 0:
+                raise ValueError(
+                    f"sim.{name}: {share:g} times {fewest} nodes is nobody, and none would {event}; raise it, or leave "
+                    "it out"
+                )
         for cut in self.cuts:
             if cut.region >= self.links.regions:
                 raise ValueError(

@@ -98,6 +98,11 @@ def _by_chance(found: NDArray[np.int64], among: NDArray[np.int64] | None) -> NDA
     return weights
 
 
+def _left(spread: float, at_first: float) -> float:
+    """Of the spread at first; NaN where there was none, each stage having one node."""
+    return spread / at_first if at_first else float("nan")
+
+
 class CrowdRun:
     """Runs one crowd and takes its figures."""
 
@@ -128,8 +133,8 @@ class CrowdRun:
             of_best=trained / best if best else float("nan"),
             alone=alone / max(1, alone + paired),
             outer_steps=(alone + paired) / many / seconds * 3600.0,
-            contraction=last.spread / spread[0],
-            contraction_expected=last.expected / spread[1],
+            contraction=_left(last.spread, spread[0]),
+            contraction_expected=_left(last.expected, spread[1]),
             evenness=unevenness(crowd.averaging.meetings.rows, self._classes, self._stages),
             evenness_of_routes=unevenness(crowd.pipeline.routes.rows, self._classes, self._stages),
             error=_mean(span, "error"),

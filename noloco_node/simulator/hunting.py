@@ -4,7 +4,6 @@ command that repeats it."""
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import shlex
 import time
@@ -51,7 +50,7 @@ def schedules_of(hunt: HuntSpec) -> Iterator[Schedule]:
         raise UserError(ExitCode.CONFIG, f"sim.faults names {', '.join(unknown)}", f"name some of: {', '.join(KINDS)}")
     if hunt.schedule is not None:
         try:
-            schedule = Schedule.model_validate_json(json.dumps(hunt.schedule))
+            schedule = Schedule.model_validate(hunt.schedule)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(str(part) for part in first["loc"])

@@ -94,6 +94,9 @@ def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest
         ("sim.faults=[death, flood]", "sim.faults names flood"),
         ('sim.schedule={"seed": 1, "replicas": [2], "faults": [{"kind": "flood", "at": 0.5}]}', "the version that"),
         ('sim.schedule={"seed": 1}', "replicas"),
+        ("sim.schedule={seed: 2026-11-24, replicas: [2]}", "seed: Input should be a valid integer"),
+        ("sim.schedule={seed: 1, replicas: [2], faults: [{2026-11-24: death}]}", "faults.0"),
+        ("sim.schedule={seed: 1, replicas: !!binary aGVsbG8=}", "replicas"),
         (
             'sim.schedule={"seed": 1, "replicas": [2, 2], "faults": [{"kind": "lost_stage", "at": 0.5, "stage": 2}]}',
             "carry out: a lost_stage is of stage 2, and replicas names 2 stages",

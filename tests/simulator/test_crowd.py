@@ -317,6 +317,13 @@ def test_figures_are_of_the_time_after_the_warm_up() -> None:
     assert 1.0 < figures.outer_steps < 120.0
 
 
+def test_a_crowd_of_one_node_for_each_stage_has_no_spread_to_lose() -> None:
+    """Nobody has a stage peer."""
+    figures = CrowdRun(Crowd(settings(seconds=60, churn_an_hour=0.0), 2)).run()
+    assert math.isnan(figures.contraction)
+    assert math.isnan(figures.contraction_expected)
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -338,6 +345,10 @@ def test_figures_are_of_the_time_after_the_warm_up() -> None:
         ("directory: {holders: 1000000000}", r"directory\.holders"),
         ("directory: {record_seconds: 3}", "nodes would lose sight"),
         ("directory: {look_seconds: 1e-300}", r"directory\.look_seconds"),
+        ("directory: {record_seconds: 1e300}", r"directory\.record_seconds"),
+        ("min_stay_seconds: 1e-300", r"sim\.min_stay_seconds"),
+        ("deaths: [{at_seconds: 1, share: 0.01}]", r"sim\.deaths: 0\.01 .* nobody"),
+        ("arrivals: [{at_seconds: 1, within_seconds: 1, times: 0.01}]", r"sim\.arrivals: 0\.01 .* nobody"),
         (
             "kind: crowds",
             r"a setting is wrong\n  sim\.kind: 'crowds' is not allowed: must be one of swarm, hunt",
