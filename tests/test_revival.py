@@ -22,9 +22,10 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import revival
 from noloco_node.node.checkpointing import CheckpointKeeper
-from noloco_node.node.first_state import become_current
+from noloco_node.node.first_state import become_current, obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.revival import revive_if_lost
+from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.state_transfer.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
@@ -199,6 +200,18 @@ async def test_without_a_copy_the_seed_stands() -> None:
         progress, after = await newcomer.worker.full_state()
         assert progress.clock == 0.0
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_who_brings_a_stage_back_waits_no_day_for_the_run_to_begin(tmp_path: Path) -> None:
+    """A hunt left two nodes for three stages (seed 5023). Nothing had been trained at the one that was begun again, and
+    so its node waited for others that are started by hand."""
+    async with trained_world(guards=0, giving=3) as (made, (_, _, _, newcomer), _):
+        await lose(made, 2)
+        spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
+        stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
+        assert not newcomer.end.look().begun
+        assert await obtain_state(newcomer, stays, None, CheckpointFolder(tmp_path, 1)) == "seed"
+        assert newcomer.end.look().begun
 
 
 async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up() -> None:

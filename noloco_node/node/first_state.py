@@ -60,6 +60,7 @@ async def obtain_state(
             await _wait_for_who_held_it(replica, stays, holders)
             revived = await _bring_back(replica, stays, checkpoints)
             if revived is not None:
+                replica.begins_late()
                 return revived
         donor = await become_current(replica, saved_clock)
     except UserError as error:

@@ -92,13 +92,14 @@ class Replica:
             context, self.membership, self.averaging, self.state_transfer.copier, self._pace, self._behind
         )
         self.missing = MissingStages()
-        self._end = self._make_end()
+        self.end = self._make_end()
+        """When the run is over for it."""
         self.course = ReplicaCourse(
             context,
             self.membership,
             self.averaging.exchanger,
             self.outer_steps,
-            self._end,
+            self.end,
             self.missing,
             origin=self.pipeline.origin,
             samples=samples,
@@ -147,9 +148,13 @@ class Replica:
         self.pipeline.heed_relays(relayed)
         self.outer_steps.relayed = relayed
 
+    def begins_late(self) -> None:
+        """The run has begun, though nothing was trained here yet."""
+        self.end.came_late = True
+
     def begins_as_copy(self) -> None:
         """Its state is a stage peer's: it begins on probation, and the run has begun."""
-        self._end.copied = True
+        self.begins_late()
         self.outer_steps.begin_on_probation()
 
     def serve(self) -> None:

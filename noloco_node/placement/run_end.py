@@ -54,7 +54,7 @@ class Sight:
     close: bool
     """By the same clocks the last tenth has begun, however short the run."""
     begun: bool
-    """It has trained here, or copied a stage peer that had."""
+    """It has trained here, or came to a run that was under way."""
     idle: float
     """Since it last trained, or came."""
     finished: bool
@@ -165,8 +165,8 @@ class EndOfRun:
         self._outvoted_since: float | None = None
         self._deserted = False
         """Kept while the stage is empty: records of those that have left are soon forgotten."""
-        self.copied = False
-        """It came to a run that was under way, and took a stage peer's state."""
+        self.came_late = False
+        """It came to a run that was under way: it took a stage peer's state, or brought a lost stage back."""
 
     async def wait(self, stop: asyncio.Event, moved: Pulse) -> None:
         """Return when the run is over, or when `stop` is set; `moved` fires when there may be something new. Raises
@@ -207,7 +207,7 @@ class EndOfRun:
         return Sight(
             near=furthest > near_from(self._target, self._max_lag),
             close=furthest > NEAR_TARGET * self._target,
-            begun=self.copied or self._last_trained() > 0.0,
+            begun=self.came_late or self._last_trained() > 0.0,
             idle=idle,
             finished=finished or state is PeerState.FINISHING,
             training=state is PeerState.TRAINING or any(peer in records for peer in trains),

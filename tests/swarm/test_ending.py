@@ -397,7 +397,7 @@ async def test_time_in_which_this_process_stood_still_counts_for_nothing() -> No
 async def test_who_gives_up_says_why_and_what_to_do() -> None:
     """With the exit code of peers that are out of reach."""
     swarm = Swarm(clock=320.0)
-    swarm.end.copied = True
+    swarm.end.came_late = True
     await swarm.verdict(ORPHAN_GRACES + 1)
     with pytest.raises(UserError, match="nothing has been trained here for 3") as raised:
         await swarm.end.wait(asyncio.Event(), Pulse())
