@@ -30,6 +30,7 @@ from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
+from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of
@@ -81,6 +82,7 @@ def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, f
                 "stages": config.run.stages,
                 "microbatch_bytes": round(traffic[0].forward),
                 "state_bytes": round(STATE_BYTES * fmean(footprint.parameters)),
+                "exchange_seconds": config.sim.exchange_seconds * fmean(footprint.parameters) / 1e6,
                 "exchange_bytes": round(fmean(each.outer_step for each in traffic)),
                 "microbatches_a_step": MICROBATCHES_A_STEP,
                 "inner_steps": INNER_STEPS,
@@ -265,7 +267,8 @@ def both(seed: int, options: argparse.Namespace, known: Mapping[str, Any] | None
     else:
         began = time.process_time()
         work = by_nodes(config, crowd, options.warm_up, options.seconds, seed)
-        nodes = in_virtual_time(lambda: work, seed=seed)
+        arithmetic = exchange_arithmetic(config.run, footprint_of(config.run), config.sim.exchange_seconds)
+        nodes = in_virtual_time(lambda: work, seed=seed, elsewhere_seconds=arithmetic)
         spent["whole nodes"] = time.process_time() - began
     return {"seed": seed, "whole nodes": nodes, "by events": events, "cpu_seconds": spent}
 

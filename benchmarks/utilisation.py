@@ -26,9 +26,11 @@ from typing import Any
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
+from noloco_node.config.sim_spec import SimSpec
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import peer_of
+from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of
@@ -170,7 +172,12 @@ def _share(first: Sequence[Account], last: Sequence[Account]) -> float:
 
 def simulated(point: Point, seconds: float, seed: int) -> float:
     """The share of the first stage's devices in virtual time."""
-    return in_virtual_time(lambda: _simulated(point, seconds, seed), seed=seed)
+    run = load_config(CONFIG, overrides_of(point)).run
+    return in_virtual_time(
+        lambda: _simulated(point, seconds, seed),
+        seed=seed,
+        elsewhere_seconds=exchange_arithmetic(run, footprint_of(run), SimSpec().exchange_seconds),
+    )
 
 
 async def _simulated(point: Point, seconds: float, seed: int) -> float:

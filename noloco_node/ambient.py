@@ -96,11 +96,19 @@ class LeftBehind(ThreadPoolExecutor):
         super().shutdown(wait=False, cancel_futures=True)
 
 
+class OneThread(ThreadPoolExecutor):
+    """One thread. By its `name` a loop in virtual time knows what its work takes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, name)
+        self.name = name
+
+
 class OneByOne:
     """Work off the event loop, one piece after another, on a thread of this name."""
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, name)
+        self._pool = OneThread(name)
         self._stopped = False
 
     async def do(self, work: Callable[[], T]) -> T:

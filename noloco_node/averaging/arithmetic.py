@@ -15,6 +15,8 @@ from noloco_node.transport.interface import Transport
 
 T = TypeVar("T")
 
+THREAD = "outer"
+
 
 class Arithmetic:
     """One piece after another: what a closed session left there is done before the next session clears the buffers."""
@@ -22,7 +24,7 @@ class Arithmetic:
     def __init__(self, transport: Transport, worker: StageWorker) -> None:
         self._transport = transport
         self._worker = worker
-        self._thread = OneByOne("outer")
+        self._thread = OneByOne(THREAD)
 
     async def do(self, work: Callable[[], T]) -> T:
         """What `work` returns, or raises."""

@@ -45,6 +45,8 @@ class WorkSettings(Settings):
     """Activations of one microbatch between two stages; its gradients are as many."""
     exchange_bytes: Positive = 30_000_000
     """What a replica sends in an outer step."""
+    exchange_seconds: Annotated[float, Field(ge=0.0)] = 0.0
+    """Seconds of a node's processor that an exchange takes on its side; 30 MB of int8 take some 0.9."""
     state_bytes: Positive = 360_000_000
     """What a joiner copies."""
     microbatches_a_step: Positive = 4

@@ -34,6 +34,9 @@ class SimSpec(Settings):
     device_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0
     """Of the devices' speeds: standard deviation of their logarithm. With 0.7 the quickest of 16 are ten times as fast
     as the slowest."""
+    exchange_seconds: Annotated[float, Field(ge=0.0)] = 0.03
+    """Seconds of a node's processor that an exchange takes on its side for a million weights: coding, checks, the step.
+    `benchmarks.outer` measures 0.026 to 0.035."""
     round_trips_ms: Annotated[tuple[tuple[PositiveFloat, ...], ...], Field(min_length=1, max_length=64)] = ((20.0,),)
     """Milliseconds there and back, from each region to each; nodes are dealt out to the regions in turn."""
     up_mbit: PositiveFloat = 50.0

@@ -18,6 +18,7 @@ from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.links import Attachment, Links, SharedWay, as_they_are
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
+from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
@@ -106,7 +107,11 @@ def simulate(config: Config, progress: _Progress) -> Simulated:
     footprint = footprint_of(config.run)
     check_simulation(config, footprint)
     began = time.process_time()
-    figures, trace, seconds = in_virtual_time(lambda: _run(config, footprint, progress), seed=config.sim.seed)
+    figures, trace, seconds = in_virtual_time(
+        lambda: _run(config, footprint, progress),
+        seed=config.sim.seed,
+        elsewhere_seconds=exchange_arithmetic(config.run, footprint, config.sim.exchange_seconds),
+    )
     return Simulated(figures, trace, seconds / 3600.0, (time.process_time() - began) / 3600.0)
 
 

@@ -22,6 +22,9 @@ PROGRESS_SECONDS = 15.0
 """After which a stream that moves no byte is given up (`pipeline.progress_seconds`)."""
 EXCHANGE_SHARE = 0.5
 """Of a link, for a weight exchange beside microbatches."""
+IN_TURN = 4 / 3
+"""What an exchange takes of one side's processor until both have committed, in what it takes there in all: before the
+commit one side works while the other waits."""
 CHUNK_BYTES = 1 << 20
 """`limits.chunk_bytes`."""
 
@@ -188,11 +191,11 @@ class Nodes:
         return max(0.0, self.works_until[i] - self.agenda.now) / self.settings.parcel
 
     def exchange_seconds(self, i: int, j: int, octets: float) -> float:
-        """Seconds for both to have what the other sends, beside microbatches: the first chunk goes there before the
-        other's comes back, those after it go side by side."""
+        """Seconds for both to have what the other sends and to have worked it out, beside microbatches: the first chunk
+        goes there before the other's comes back, those after it go side by side."""
         there, back = self._transfer_seconds(i, j, octets), self._transfer_seconds(j, i, octets)
-        first = min(1.0, self.chunk_octets / octets)
-        return first * (there + back) + (1.0 - first) * max(there, back) + 4.0 * self.latency(i, j)
+        first, worked_out = min(1.0, self.chunk_octets / octets), IN_TURN * self.settings.work.exchange_seconds
+        return first * (there + back) + (1.0 - first) * max(there, back) + 4.0 * self.latency(i, j) + worked_out
 
     def _transfer_seconds(self, i: int, j: int, octets: float) -> float:
         """Of a transfer that has all of both links, but half of them as long as something is on its way there."""

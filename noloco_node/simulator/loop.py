@@ -17,7 +17,7 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from noloco_node.ambient import Ambience
+from noloco_node.ambient import Ambience, OneThread
 
 T = TypeVar("T")
 
@@ -26,6 +26,10 @@ WALL = 1.8e9
 TURNS_AT_ONE_MOMENT = 1_000_000
 """Turns of the loop without a step of the clock, after which it will never move any more."""
 SHOWN_TASKS = 20
+
+
+ThreadSeconds = Callable[[str], float]
+"""What a piece of work takes on the thread of this name; the name is empty where a piece has no thread to itself."""
 
 
 class Stuck(RuntimeError):
@@ -119,7 +123,7 @@ class _Task(asyncio.Task[Any]):
 
 
 class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
-    """One seed, one course of events. `elsewhere_seconds` is what each piece of work off the loop takes.
+    """One seed, one course of events. `elsewhere_seconds` says what a piece of work off the loop takes.
 
     There are no threads, sockets or processes here: call_soon_threadsafe from another thread is refused, and who waits
     for a socket waits for ever, which is told as `Stuck`.
@@ -127,7 +131,7 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
     Many methods: those of an event loop and those of an `Ambience` are given.
     """
 
-    def __init__(self, seed: int, elsewhere_seconds: float = 0.0) -> None:
+    def __init__(self, seed: int, elsewhere_seconds: ThreadSeconds = lambda _thread: 0.0) -> None:
         super().__init__()
         self.set_task_factory(self._task)
         self._now = 0.0
@@ -206,7 +210,7 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
         """Done when its time is over, on this thread; one after another where there is an `executor`."""
         future: asyncio.Future[T] = self.create_future()
         begin = self._now if executor is None else max(self._now, self._free_at.get(executor, self._now))
-        end = begin + self._elsewhere_seconds
+        end = begin + self._elsewhere_seconds(executor.name if isinstance(executor, OneThread) else "")
         if executor is not None:
             self._free_at[executor] = end
         if end > self._now:
@@ -301,7 +305,12 @@ def _place(task: asyncio.Task[Any]) -> str:
     return name if frame is None else f"{name}, line {frame.f_lineno} of {frame.f_code.co_filename.rpartition('/')[2]}"
 
 
-def in_virtual_time(work: Callable[[], Coroutine[Any, Any, T]], *, seed: int = 0, elsewhere_seconds: float = 0.0) -> T:
+def in_virtual_time(
+    work: Callable[[], Coroutine[Any, Any, T]],
+    *,
+    seed: int = 0,
+    elsewhere_seconds: ThreadSeconds = lambda _thread: 0.0,
+) -> T:
     """Run `work()` on a loop of its own to its end. Raises what it raises, and Stuck."""
     with asyncio.Runner(loop_factory=lambda: SimulatedLoop(seed, elsewhere_seconds)) as runner:
         return runner.run(work())

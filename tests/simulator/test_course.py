@@ -125,6 +125,17 @@ def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path)
         trace_to_keep(kept, result.sim, config.run.run_id)
 
 
+def test_what_an_exchange_takes_of_a_processor_is_in_the_course() -> None:
+    """Of nodes that exchange within half a minute."""
+    often = ("run.outer.inner_steps=2", "run.outer.min_inner_steps=1")
+    free, dear = (
+        simulate(shipped("sim.nodes=4", "sim.hours=0.01", *often, f"sim.exchange_seconds={seconds}"), lambda *_: None)
+        for seconds in (0, 0.3)
+    )
+    assert free.figures.outer_steps["paired"] > 0
+    assert free.trace != dear.trace
+
+
 def test_evenness_tells_uniform_meetings_from_uneven_ones() -> None:
     """28 pairs, some 40 meetings each; then one pair that meets three times as often."""
     rng, counts = random.Random(2), [0] * 28

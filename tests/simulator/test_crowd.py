@@ -263,6 +263,9 @@ def test_an_exchange_has_all_of_an_idle_link_and_half_of_one_while_something_goe
     assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(2.25 * alone)
     nodes.carry(1, 2, 8.0 * octets, 1.0)
     assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(3.0 * alone)
+    work = nodes.settings.work.model_copy(update={"exchange_seconds": 3.0})
+    nodes.settings = nodes.settings.model_copy(update={"work": work})
+    assert nodes.exchange_seconds(0, 1, octets) == pytest.approx(3.0 * alone + 4.0)
 
 
 def test_clocks_of_a_later_stage_are_tied_to_the_origins() -> None:

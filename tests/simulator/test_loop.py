@@ -76,7 +76,7 @@ async def _of_three(shared: bool) -> tuple[list[int], float]:
 @pytest.mark.parametrize(("shared", "seconds"), [(True, 6.0), (False, 2.0)])
 def test_work_elsewhere_takes_its_modelled_time(shared: bool, seconds: float) -> None:
     """One after another on one thread, else side by side; in the order of asking also where it takes no time."""
-    done, took = in_virtual_time(lambda: _of_three(shared), elsewhere_seconds=2.0)
+    done, took = in_virtual_time(lambda: _of_three(shared), elsewhere_seconds=lambda _: 2.0)
     assert took == pytest.approx(seconds)
     assert sorted(done) == [0, 1, 2]
     assert in_virtual_time(lambda: _of_three(shared)) == ([0, 1, 2], 0.0)
@@ -107,7 +107,7 @@ def test_work_elsewhere_raises_where_it_was_asked_for_and_begins_no_more_once_st
         return len(done)
 
     if simulated:
-        assert in_virtual_time(work, elsewhere_seconds=2.0) == 0
+        assert in_virtual_time(work, elsewhere_seconds=lambda _: 2.0) == 0
     else:
         assert asyncio.run(work()) == 0
 

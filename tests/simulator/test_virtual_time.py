@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import statistics
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
 
+from noloco_node.averaging.arithmetic import THREAD
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.learning import Learning, RealTensors
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import WALL, in_virtual_time
+from noloco_node.simulator.processor import PIECES, exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.world import SECONDS, World
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, OuterStep, StateDownload
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import Fault, FaultKind
@@ -178,3 +182,29 @@ def test_nothing_goes_between_sides_that_are_apart_and_all_again_once_they_are_t
     hops = PipelineSpec(progress_seconds=2)
     longer = micro_spec(steps=40, microbatches_a_step=4, outer=SPEC.outer, limits=limits, pipeline=hops)
     simulated(course, spec=longer)
+
+
+def test_an_exchange_takes_the_time_of_its_arithmetic_on_either_side() -> None:
+    """Where nothing else does: as many pieces of work as a simulation reckons with, and a step alone has three."""
+    footprint = footprint_of(SPEC)
+    thread_seconds, pieces = exchange_arithmetic(SPEC, footprint, 1.0), list[str]()
+
+    def counted(thread: str) -> float:
+        pieces.append(thread)
+        return thread_seconds(thread)
+
+    async def work() -> list[OuterStep]:
+        settings = NodeSettings(in_flight=2, drain_seconds=1, seed=1)
+        async with World(SPEC, settings, learning=Quadratic(), seed=1) as world:
+            world.populate(REPLICAS)
+            await world.ended(600.0)
+            return [event for event in told(world) if isinstance(event, OuterStep)]
+
+    steps = in_virtual_time(work, seed=1, elsewhere_seconds=counted)
+    paired = [step.seconds for step in steps if step.kind == "paired"]
+    assert not any(step.kind == "aborted" for step in steps)
+    assert pieces.count(THREAD) == PIECES * len(paired) + 3 * sum(step.kind == "alone" for step in steps)
+    one_side = statistics.fmean(footprint.parameters) / 1e6
+    # until the commit one works while the other waits: 5 pieces of who dials and 2 of the other, of 12; 1 of its own
+    assert min(paired) >= one_side * 7 / PIECES
+    assert thread_seconds("") == thread_seconds("checkpoint") == 0.0
