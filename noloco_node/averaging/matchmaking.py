@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal
@@ -33,8 +34,7 @@ class Window:
         return 2 * max(1, self.min_inner_steps)
 
 
-@dataclass(frozen=True, slots=True)
-class PairingState:
+class PairingState(NamedTuple):
     """What the decision to dial rests on."""
 
     steps_since_outer: Sequence[int]
@@ -104,8 +104,8 @@ def _draw(
 ) -> PeerId:
     weights = weigh(stage_peers) if weigh is not None else ()
     if len(set(weights)) <= 1:
-        return rng.choice(list(stage_peers))
-    return rng.choices(list(stage_peers), weights)[0]
+        return rng.choice(stage_peers)
+    return rng.choices(stage_peers, weights)[0]
 
 
 def retry_delay(step_seconds: float, rng: random.Random) -> float:

@@ -67,7 +67,10 @@ class StageLevels:
         many = known.sum(1)
         ordered = np.sort(np.where(known, here, np.iinfo(np.int64).max), 1)
         upper = np.take_along_axis(ordered, np.minimum(many // 2, LOOKED_BACK - 1)[:, None], 1)[:, 0]
-        return np.where(many > 0, upper, self.estimates(who) / np.exp2(self.level[who]))
+        full = upper.astype(np.float64)
+        none = many == 0
+        full[none] = self.estimates(who[none]) / np.exp2(self.level[who[none]])
+        return full
 
     def next_buckets(self, who: Ints) -> tuple[Ints, Ints]:
         """Levels and buckets to read next; of a few none comes twice before all have come."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -30,8 +29,10 @@ class MicrobatchLimiter:
         self._limit = limit
         self._limit_per_peer = limit - limit // 4
         self._clock = clock
-        self._taken: Counter[PeerId] = Counter()
-        self._answered: Counter[PeerId] = Counter()
+        self._taken: dict[PeerId, int] = {}
+        """By peer; none of those that have none."""
+        self._count = 0
+        self._answered: dict[PeerId, int] = {}
         """Of these, those that an answer was given to."""
         self._reliable = PeerTimes[PeerId](PEERS_REMEMBERED)
         """Whose last place came to something, and until when that counts."""
@@ -41,25 +42,28 @@ class MicrobatchLimiter:
     @property
     def taken(self) -> int:
         """Places taken now."""
-        return self._taken.total()
+        return self._count
 
     def take(self, peer: PeerId) -> Release:
         """A place for one microbatch of `peer`; what is returned gives it back. Refused (`busy`) if none is free."""
-        if self.taken >= self._limit:
+        if self._count >= self._limit:
             self._want(peer)
-            raise Refused(Refusal.BUSY, f"{self.taken} microbatches are pending here")
-        if self._taken[peer] >= self._limit_per_peer or self._keeps_for_others(peer):
-            raise Refused(Refusal.BUSY, f"{self._taken[peer]} of your microbatches are pending here")
+            raise Refused(Refusal.BUSY, f"{self._count} microbatches are pending here")
+        of_peer = self._taken.get(peer, 0)
+        if of_peer >= self._limit_per_peer or (self._wanted and self._keeps_for_others(peer, of_peer)):
+            raise Refused(Refusal.BUSY, f"{of_peer} of your microbatches are pending here")
         if peer not in self._reliable and self._strangers_have_theirs():
             self._want(peer)
             raise Refused(Refusal.BUSY, "half of the places are for peers whose microbatches were trained here")
-        self._wanted.pop(peer, None)
-        self._taken[peer] += 1
+        if self._wanted:
+            self._wanted.pop(peer, None)
+        self._taken[peer] = of_peer + 1
+        self._count += 1
         return partial(self._release, peer)
 
     def answered(self, peer: PeerId) -> None:
         """A place of `peer` came to something: the answer to its microbatch is ready."""
-        self._answered[peer] += 1
+        self._answered[peer] = self._answered.get(peer, 0) + 1
         self._reliable[peer] = self._clock() + RELIABLE_SECONDS
 
     def _release(self, peer: PeerId) -> None:
@@ -68,31 +72,32 @@ class MicrobatchLimiter:
         else:
             self._reliable.pop(peer, None)
         _one_less(self._taken, peer)
+        self._count -= 1
 
     def _strangers_have_theirs(self) -> bool:
         """Whether peers that are not reliable hold all places that may be theirs."""
         theirs = max(1, self._limit - self._limit // 2)
-        if self.taken < theirs:
+        if self._count < theirs:
             return False
         self._reliable.expire(self._clock())
         strangers = sum([count for peer, count in self._taken.items() if peer not in self._reliable])
         return bool(self._reliable) and strangers >= theirs
 
-    def _keeps_for_others(self, peer: PeerId) -> bool:
-        """Whether the places that are left are for others than `peer`."""
-        if not self._wanted:
-            return False
+    def _keeps_for_others(self, peer: PeerId, of_peer: int) -> bool:
+        """Whether the places that are left are for others than `peer`, which has so many."""
         self._wanted.expire(self._clock())
         others = len(self._wanted.keys() - {peer})
-        if self._limit - self.taken > others:
+        if self._limit - self._count > others:
             return False
-        return self._taken[peer] >= max(1, self._limit // len({peer, *self._taken, *self._wanted}))
+        return of_peer >= max(1, self._limit // len({peer, *self._taken, *self._wanted}))
 
     def _want(self, peer: PeerId) -> None:
         self._wanted[peer] = self._clock() + WANTED_SECONDS
 
 
-def _one_less(counts: Counter[PeerId], peer: PeerId) -> None:
-    counts[peer] -= 1
-    if not counts[peer]:
+def _one_less(counts: dict[PeerId, int], peer: PeerId) -> None:
+    left = counts[peer] - 1
+    if left:
+        counts[peer] = left
+    else:
         del counts[peer]

@@ -33,6 +33,9 @@ LONGEST_REST_SECONDS = 600.0
 FEW = 8
 """Peers among which it is looked anew each time what is quick; among more, once in `BOUNDS_SECONDS`."""
 BOUNDS_SECONDS = 1.0
+BOUNDS_CHANGE = 1 / 8
+"""Answers by which they are looked at anew, beside the peers that answered before: where answers are as rare as seconds
+each of them would have it looked."""
 
 
 class RequestOutcome(Enum):
@@ -55,6 +58,10 @@ class _Pace:
     came: float = 1.0
     """Share of requests that brought what was asked for, as of `at`."""
     at: float = 0.0
+
+    def faultless(self, most: float) -> bool:
+        """Whether each request to it came to something, and none of its answers takes more than so many seconds."""
+        return self.came == 1.0 and (self.seconds or 0.0) <= most
 
     def came_at(self, now: float) -> float:
         """`came`, as time has forgiven."""
@@ -97,6 +104,8 @@ class Paces:
         """When a peer held requests up for nothing; those that were under way together are one."""
         self._kept: _Kept | None = None
         self._among: Sequence[PeerId] = ()
+        self._answers = 0
+        """Requests that ended since bounds were looked for."""
         self._known: list[_Pace] = []
         """Of those among whom it was looked last: every microbatch asks, and of a large stage few were ever asked."""
 
@@ -105,8 +114,7 @@ class Paces:
         now = self._clock()
         if peer not in self._paces:
             pace = self._paces[peer] = _Pace(at=now)
-            if peer in self._among:
-                self._known.append(pace)
+            self._known.append(pace)
         self._under_way.setdefault(peer, []).append(now)
         return now
 
@@ -116,6 +124,7 @@ class Paces:
         pace, now = self._paces[peer], self._clock()
         under_way = self._under_way[peer]
         under_way.remove(began)
+        self._answers += 1
         if not under_way:
             del self._under_way[peer]
         if how is RequestOutcome.UNTOLD:
@@ -140,13 +149,15 @@ class Paces:
         """How often to ask each, beside 1 for one as quick as its stage peers, which are those in `among`; who is not
         named has 1. The second quickest says what is quick, so that one that answers anything at once says nothing of
         the others."""
-        now = self._clock()
+        now, paces, weights = self._clock(), self._paces, dict[PeerId, float]()
         reference, best = self._bounds(peers if among is None else among, now)
-        known = ((peer, self._paces[peer]) for peer in peers if peer in self._paces)
-        return {
-            peer: _slowness(self._seconds_at(peer, pace, now, reference), reference) * _yield(pace.came_at(now), best)
-            for peer, pace in known
-        }
+        for peer in peers:
+            pace = paces.get(peer)
+            if pace is None or (pace.faultless(TOLERANCE * reference) and peer not in self._under_way):
+                continue
+            slowness = _slowness(self._seconds_at(peer, pace, now, reference), reference)
+            weights[peer] = slowness * _yield(pace.came_at(now), best)
+        return weights
 
     def _seconds_at(self, peer: PeerId, pace: _Pace, now: float, reference: float) -> float:
         """What it takes, requests that are under way included."""
@@ -163,7 +174,7 @@ class Paces:
     def _bounds(self, peers: Sequence[PeerId], now: float) -> _Bounds:
         """Of a stage that is large: as of a moment ago, since every microbatch asks."""
         kept = self._kept
-        if len(peers) > FEW and kept is not None and kept.among is peers and 0.0 <= now - kept.at < BOUNDS_SECONDS:
+        if len(peers) > FEW and kept is not None and kept.among is peers and self._serves(kept, now):
             return kept.bounds
         if peers is not self._among:
             self._forget(peers)
@@ -173,8 +184,13 @@ class Paces:
         reference = quick[len(quick) > 2] if quick else 0.0
         faultless = not known or any(pace.came == 1.0 for pace in known)
         bounds = _Bounds(reference, 1.0 if faultless else max(pace.came_at(now) for pace in known))
-        self._kept = _Kept(peers, now, bounds)
+        self._kept, self._answers = _Kept(peers, now, bounds), 0
         return bounds
+
+    def _serves(self, kept: _Kept, now: float) -> bool:
+        """Whether bounds are of late enough: of this moment, or as little has changed since as a few answers change."""
+        passed, few = now - kept.at, BOUNDS_CHANGE * len(self._known)
+        return 0.0 <= passed < BOUNDS_SECONDS or (0.0 <= passed < FAILURES_HALVE_SECONDS and self._answers < few)
 
     def _forget(self, peers: Sequence[PeerId]) -> None:
         if len(self._paces) > 2 * len(peers) + 64:

@@ -72,7 +72,7 @@ def choose_peer(
     pool = [c for c in candidates if c.trust is Trust.ORDINARY]
     if desperate or all(c.suspended_until > now for c in pool):
         pool = [c for c in candidates if c.trust is not Trust.SET_ASIDE] or list(candidates)
-    eligible = [c for c in pool if c.peer not in excluded]
+    eligible = [c for c in pool if c.peer not in excluded] if excluded else pool
     if strategy == "fixed" and eligible:
         ordered = sorted(eligible, key=lambda c: c.peer)
         return ordered[own_rank % len(ordered)].peer
@@ -81,7 +81,8 @@ def choose_peer(
         return min(eligible, key=lambda c: c.suspended_until).peer if eligible else None
     if strategy == "uniform":
         return rng.choice(available).peer
-    others_are_full = any(c.weight == 1.0 and c.suspended_until <= now for c in pool if c.peer in excluded)
+    refusing = [c for c in pool if c.peer in excluded] if excluded else ()
+    others_are_full = any(c.weight == 1.0 and c.suspended_until <= now for c in refusing)
     return _balanced(available, rng, others_are_full)
 
 
@@ -99,7 +100,8 @@ def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_ful
         ordinary = relayed if rng.random() < share_of_relayed(len(relayed), len(direct)) else direct
     if len(ordinary) == 1:
         return ordinary[0].peer
-    first, second = rng.sample(ordinary, 2)
+    place = int(rng.random() * len(ordinary))
+    first, second = ordinary[place], ordinary[place - 1 - int(rng.random() * (len(ordinary) - 1))]
     return first.peer if _burden(first) <= _burden(second) else second.peer
 
 
@@ -165,16 +167,20 @@ class RoutingBook:
             return self._in_order[self.own_rank % len(self._in_order)]
         if few and self._strategy != "fixed":
             drawn = self._described(self._drawn(excluded), now)
-            asked = (c for c in drawn if c.peer not in excluded)
-            if any(c.trust is Trust.ORDINARY and c.suspended_until <= now for c in asked):
-                return self._chosen(drawn, now, excluded, desperate=False)
+            for c in drawn:
+                if c.trust is Trust.ORDINARY and c.suspended_until <= now and c.peer not in excluded:
+                    return self._chosen(drawn, now, excluded, desperate=False)
         return self._chosen(self._described(self._peers, now), now, excluded, desperate=desperate)
 
     def _drawn(self, excluded: Collection[PeerId]) -> list[PeerId]:
         """A few live peers, and beside them a few of those that are excluded: these say whether others are full."""
-        drawn = self._rng.sample(self._peers, min(len(self._peers), FEW + len(excluded)))
+        peers, many, chance = self._peers, len(self._peers), self._rng.random
         if not excluded:
-            return drawn
+            places = dict[int, None]()
+            while len(places) < FEW:
+                places[int(chance() * many)] = None
+            return [peers[place] for place in places]
+        drawn = self._rng.sample(peers, min(many, FEW + len(excluded)))
         some = list(islice(excluded, FEW))
         live = set(some).intersection(self._peers)
         return [*[peer for peer in drawn if peer not in excluded][:FEW], *[peer for peer in some if peer in live]]

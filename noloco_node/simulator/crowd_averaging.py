@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ DIAL_SECONDS = 5.0
 """Until it is known that nobody answers."""
 LAG_ROUNDS = 4
 """Times H inner steps' worth of tokens: the default of `outer.max_lag_tokens`."""
+ORIGINS_HEARD = 1024
+"""Of more, each so-manieth's clock is heard."""
 NO_LIMIT = 1 << 40
 """Replicas, where the directory is by buckets."""
 
@@ -116,7 +119,7 @@ class CrowdAveraging:
         by_stage = [serving[nodes.stage_row[serving] == stage] for stage in range(nodes.settings.work.stages)]
         self._middle = [float(np.median(self.clocks[who])) if len(who) else 0.0 for who in by_stage]
         if len(by_stage[0]):
-            origins = by_stage[0][np.argsort(self.clocks[by_stage[0]])]  # what is sorted is quickly sorted again
+            origins = by_stage[0][:: math.ceil(len(by_stage[0]) / ORIGINS_HEARD)]
             weights = np.rint(1e3 * nodes.speed_row[origins]).astype(np.int64)
             clocks = self.clocks[origins]
             self._origins_middle = weighted_median(zip(clocks.tolist(), weights.tolist(), strict=True))
@@ -179,11 +182,11 @@ class CrowdAveraging:
             self._catch_up(i)
         progress = self.progress[i]
         state = PairingState(
-            steps_since_outer=progress.steps_since_outer,
-            steps_free=progress.steps - self._free_since[i],
-            stage_peers=lambda: self.directory.seen(i, 0),
-            engaged=self._busy(i),
-            next_try=self._next_try[i],
+            progress.steps_since_outer,
+            progress.steps - self._free_since[i],
+            partial(self.directory.seen, i, 0),
+            self._busy(i),
+            self._next_try[i],
         )
         decision = decide(state, self.window, now=self.agenda.now, rng=self.nodes.rng)
         if isinstance(decision, Dial):
@@ -321,9 +324,8 @@ class CrowdAveraging:
             self._free(j, i)
             return
         self.nodes.count("exchanges", 2.0 * self.nodes.settings.work.exchange_bytes)
-        rows = map(self._row, (i, j))
-        both = [contribution(RULE, fast=slow, slow=slow, momentum=momentum) for slow, momentum in rows]
-        mean = (both[0] + both[1]) / 2
+        slow, momentum = self.slow[[i, j]], self.momentum[[i, j]]
+        mean = contribution(RULE, fast=slow, slow=slow, momentum=momentum).mean(0)
         self.expected[i] = self.expected[j] = (self.expected[i] + self.expected[j]) / 4
         self._visits[j].made(self.nodes.peer[i], self.directory.replicas(j) - 1)
         self.meetings.append(i, j)
@@ -334,14 +336,10 @@ class CrowdAveraging:
             self.exchange_seconds += 0.5 * seconds
             self.agenda.after(seconds, self._commit, one, other, mean, before, by)
 
-    def _row(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.slow[i], self.momentum[i]
-
     def _commit(self, i: int, j: int, mean: torch.Tensor, before: Progress, shift: float) -> None:
         if not self._free(i, j):
             return
-        slow, momentum = self._row(i)
-        step_(RULE, mean, slow=slow, momentum=momentum)
+        step_(RULE, mean, slow=self.slow[i], momentum=self.momentum[i])
         self._went_on(i, self.progress[i].after_outer_step(0, before, shift))
         self._visits[i].stepped()
         self.kinds["paired"] += 1

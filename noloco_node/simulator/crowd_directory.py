@@ -271,6 +271,8 @@ class BucketDirectory(_Records):
         self._drawn_here = np.zeros((NEAR, most), np.int64)
         self._tick = 0
         self._behind_of = np.zeros(self.stages, np.int64)
+        self._replicas = [1] * most
+        """`number` of each one's own stage as of the last tick, as the count that a node goes by."""
 
     def tick(self) -> None:
         """See `CrowdDirectory.tick`."""
@@ -284,12 +286,13 @@ class BucketDirectory(_Records):
             self._look(ahead, who, behind)
         self._behind_of = behind
         self._look_further(everybody)
+        self._replicas = np.maximum(1, np.rint(self.number[0])).astype(np.int64).tolist()
         serving = np.flatnonzero(self.nodes.serving_row)
         self.note_error(self.number[0, serving], serving)
 
     def replicas(self, i: int) -> int:
         """See `CrowdDirectory.replicas`."""
-        return max(1, round(float(self.number[0, i])))
+        return self._replicas[i]
 
     def strengths(self, i: int) -> list[float]:
         """See `CrowdDirectory.strengths`: of two buckets of each stage, at the level that level 0 speaks of."""
@@ -306,6 +309,7 @@ class BucketDirectory(_Records):
         """See `CrowdDirectory.forget`."""
         super().forget(i)
         self._held[:, i], self._drawn_here[:, i], self.number[:, i] = NONE, 0, 1.0
+        self._replicas[i] = 1
         for levels in self.levels:
             levels.forget(np.array([i]))
 
@@ -314,10 +318,11 @@ class BucketDirectory(_Records):
         column, level = int(self.column[i]) + ahead, int(self.levels[ahead].level[i])
         held = [bucket for bucket in self._held[ahead, i].tolist() if bucket != NONE] if level else []
         parts = [self.peers(column, level, bucket) for bucket in held] if held else [self.part(column, i)]
+        others = sum(parts[1:], parts[0])
+        if ahead or (held and bucket_of(int(self.nodes.prefix[i]), level) not in held):
+            return others
         own = self.nodes.peer[i]
-        if ahead or not any(own in part for part in parts):
-            return sum(parts[1:], parts[0])
-        return [peer for part in parts for peer in part if peer != own]
+        return [peer for peer in others if peer != own]
 
     def _publish(self) -> None:
         nodes, who = self.nodes, self.due()

@@ -27,28 +27,58 @@ IN_TURN = 4 / 3
 commit one side works while the other waits."""
 CHUNK_BYTES = 1 << 20
 """`limits.chunk_bytes`."""
+MOMENT_SECONDS = 0.25
+"""What happens within it is kept in order; see `Agenda`."""
+
+_Entry = tuple[float, int, Callable[..., None], tuple[object, ...]]
+"""When, the number that tells those of one time apart, and what is called with what."""
 
 
 class Agenda:
-    """What happens when. Of two things at one time that goes first which was entered first."""
+    """What happens when. Of two things at one time that goes first which was entered first.
+
+    Only what is due within the same moment is kept in order; the rest lies by moments until then, for a heap of
+    hundreds of thousands is gone through, far apart in memory, for each thing that is entered or taken out.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.happened = 0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._number = itertools.count()
+        self._moment = 0
+        self._soon: list[_Entry] = []
+        """A heap of what is due within the moment."""
+        self._later: dict[int, list[_Entry]] = {}
+        """What is due at later ones, in no order."""
+        self._moments: list[int] = []
+        """A heap of these."""
 
     def after(self, seconds: float, happens: Callable[..., None], *what: object) -> None:
         """Let it happen so many seconds from now."""
-        heapq.heappush(self._heap, (self.now + seconds, next(self._number), happens, what))
+        at = self.now + seconds
+        entry, moment = (at, next(self._number), happens, what), int(at / MOMENT_SECONDS)
+        if moment <= self._moment:
+            heapq.heappush(self._soon, entry)
+        elif moment in self._later:
+            self._later[moment].append(entry)
+        else:
+            self._later[moment] = [entry]
+            heapq.heappush(self._moments, moment)
 
     def run(self, until: float) -> None:
         """Let all happen that is due by then."""
-        heap = self._heap
-        while heap and heap[0][0] <= until:
-            self.now, _, happens, what = heapq.heappop(heap)
-            self.happened += 1
-            happens(*what)
+        pop = heapq.heappop
+        while self._soon or (self._moments and self._moments[0] * MOMENT_SECONDS <= until):
+            if not self._soon:
+                self._moment = pop(self._moments)
+                self._soon = sorted(self._later.pop(self._moment))
+            soon = self._soon
+            while soon and soon[0][0] <= until:
+                self.now, _, happens, what = pop(soon)
+                self.happened += 1
+                happens(*what)
+            if soon:
+                break
         self.now = until
 
 
@@ -89,6 +119,7 @@ class Nodes:
         self.agenda = agenda
         self.rng = rng
         self.most = most
+        self._near, self._far = 0.5 * settings.links.near_seconds, 0.5 * settings.links.far_seconds
         self.peer: list[PeerId] = []
         self.stage: list[int] = []
         self.speed: list[float] = []
@@ -170,20 +201,19 @@ class Nodes:
 
     def latency(self, i: int, j: int) -> float:
         """Seconds one way."""
-        links = self.settings.links
-        return 0.5 * (links.near_seconds if self.region[i] == self.region[j] else links.far_seconds)
+        return self._near if self.region[i] == self.region[j] else self._far
 
     def carry(self, i: int, j: int, octets: float, times: float) -> float:
         """Seconds until so many bytes have come from one to the other: one thing after the other on either link, and
         what is exchanged beside takes its part. A downlink is taken for as long as the bytes need on it, not for as
         long as a slow uplink needs for them. All takes so many `times` as long; the bytes are counted by whoever
         sends."""
-        now = self.agenda.now
+        now, sent, taken = self.agenda.now, self.up_free[i], self.down_free[j]
         up = self.up[i] * (EXCHANGE_SHARE if self.exchanging[i] else 1.0)
         down = self.down[j] * (EXCHANGE_SHARE if self.exchanging[j] else 1.0)
-        self.up_free[i] = sent = max(now, self.up_free[i]) + times * octets / up
-        self.down_free[j] = taken = max(now, self.down_free[j]) + times * octets / down
-        return max(sent, taken) - now + times * self.latency(i, j)
+        self.up_free[i] = sent = (sent if sent > now else now) + times * octets / up
+        self.down_free[j] = taken = (taken if taken > now else now) + times * octets / down
+        return (sent if sent > taken else taken) - now + times * self.latency(i, j)
 
     def turn(self, i: int) -> float:
         """Seconds until a device comes to what goes before all else: a snapshot of the weights, or a change of them. It

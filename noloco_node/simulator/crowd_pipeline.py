@@ -84,6 +84,7 @@ class CrowdPipeline:
         self._missing = missing
         self._settings = nodes.settings
         self._parcel = float(nodes.settings.parcel)
+        self._unit_seconds = self._parcel * nodes.settings.devices.forward_seconds
         self._last = nodes.settings.work.stages - 1
         self._octets = float(nodes.settings.work.microbatch_bytes)
         self._books: list[RoutingBook | None] = []
@@ -97,6 +98,8 @@ class CrowdPipeline:
         self._working: list[bool] = []
         self._life: list[int] = []
         self._held: list[dict[Passage, None]] = []
+        self._turn: list[QueueTurn] = []
+        """On whose account each node's parcels wait elsewhere."""
         self.busy: list[float] = []
         """Seconds that each device has worked."""
         self.finished = 0
@@ -127,6 +130,7 @@ class CrowdPipeline:
         self._working.append(False)
         self._life.append(0)
         self._held.append({})
+        self._turn.append(QueueTurn((self.nodes.peer[i],), 1.0))
         self.busy.append(0.0)
 
     def begin(self, i: int) -> None:
@@ -167,23 +171,27 @@ class CrowdPipeline:
         self._draw_all(i, in_flight)
 
     def _put(self, priority: Priority, passage: Passage, turn: QueueTurn) -> None:
-        i, passage.put_at = passage.node, self.agenda.now
+        i = passage.node
+        if not self._working[i]:  # nothing waits there
+            self._work(i, passage)
+            return
+        passage.put_at = self.agenda.now
         self._order[i].put(priority, passage, turn)
-        if not self._working[i]:
-            self._next(i)
 
     def _next(self, i: int) -> None:
         order = self._order[i]
         if not len(order):
             self._working[i] = False
             return
-        self._working[i] = True
         passage = order.take()
-        returned = passage.peer >= 0
-        if returned or passage.parent is not None:
+        if passage.peer >= 0 or passage.parent is not None:
             passage.waited += self.agenda.now - passage.put_at
-        units = 1.0 + BACKWARDS if self.nodes.stage[i] == self._last else BACKWARDS if returned else 1.0
-        seconds = units * self._parcel * self._settings.devices.forward_seconds / self.nodes.speed[i]
+        self._work(i, passage)
+
+    def _work(self, i: int, passage: Passage) -> None:
+        self._working[i] = True
+        units = 1.0 + BACKWARDS if self.nodes.stage[i] == self._last else BACKWARDS if passage.peer >= 0 else 1.0
+        seconds = units * self._unit_seconds / self.nodes.speed[i]
         self.nodes.works_until[i] = self.agenda.now + seconds
         self.agenda.after(seconds, self._worked, passage, seconds)
 
@@ -243,13 +251,13 @@ class CrowdPipeline:
         return self.agenda.now - self.nodes.died[j] >= self._settings.directory.record_seconds
 
     def _arrive(self, passage: Passage) -> None:
-        i, j = passage.node, passage.peer
+        i, j, nodes = passage.node, passage.peer, self.nodes
         if not self._here(passage):
             return
-        if not self.nodes.reach(i, j):
+        if not nodes.reach(i, j):
             self._fail_later(passage)
             return
-        if not self.nodes.serving[j] or self.nodes.stage[j] != self.nodes.stage[i] + 1:
+        if not nodes.serving[j] or nodes.stage[j] != nodes.stage[i] + 1:
             self.agenda.after(self._parcel * self.nodes.latency(j, i), self._refuse, passage)
             return
         places = self._places[j]
@@ -264,7 +272,7 @@ class CrowdPipeline:
         child = Passage(j, self._life[j], passage, self.agenda.now)
         child.release = release
         self._held[j][passage] = None
-        self._put(Priority.FORWARD, child, QueueTurn((self.nodes.peer[i],), 1.0))
+        self._put(Priority.FORWARD, child, self._turn[i])
 
     def _refuse(self, passage: Passage) -> None:
         book, peer = self._books[passage.node], self.nodes.peer[passage.peer]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -64,7 +63,9 @@ class FairQueue(Generic[T]):
         """The next item and its cost. IndexError where none waits."""
         if not self._waiting:
             raise IndexError("nothing waits")
-        source, line = min(self._waiting.items(), key=lambda each: each[1].stands_at)
+        source, line = next(iter(self._waiting.items()))
+        if len(self._waiting) > 1:
+            source, line = min(self._waiting.items(), key=_stands_at)
         self._now = line.stands_at
         cost, item = line.take()
         self._count -= 1
@@ -79,6 +80,10 @@ class FairQueue(Generic[T]):
         return cost, item
 
 
+def _stands_at(waiting: tuple[str, _Line[Any]]) -> float:
+    return waiting[1].stands_at
+
+
 class _Line(Generic[T]):
     """What one source has waiting, by itself or by its parts."""
 
@@ -86,11 +91,11 @@ class _Line(Generic[T]):
 
     def __init__(self, stands_at: float) -> None:
         self.stands_at = stands_at
-        self.items: deque[tuple[float, T]] = deque()
+        self.items: list[tuple[float, T]] = []
         self.parts: FairQueue[T] | None = None
 
     def __len__(self) -> int:
         return len(self.items) + (len(self.parts) if self.parts else 0)
 
     def take(self) -> tuple[float, T]:
-        return self.items.popleft() if self.items or self.parts is None else self.parts.take()
+        return self.items.pop(0) if self.items or self.parts is None else self.parts.take()

@@ -67,7 +67,7 @@ class Progress:
         """One more inner step, on `tokens` of its own, while that many replicas of its stage train; `pace` ties the
         clock to those of the origins (`schedule.tied_pace`)."""
         clock = self.clock + tokens * live_replicas * pace
-        return replace(self, steps=self.steps + 1, tokens=self.tokens + tokens, clock=clock)
+        return Progress(self.steps + 1, self.tokens + tokens, clock, self.outer_rounds, self.marks)
 
     def after_outer_step(self, fragment: int | None, snapshot: Progress, clock_shift: float) -> Progress:
         """An outer step of a fragment has been committed, `snapshot` being where its weights were copied."""

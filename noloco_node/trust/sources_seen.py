@@ -8,9 +8,11 @@ names cost nothing, work does.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from noloco_node import ambient
@@ -68,12 +70,10 @@ class _Trained:
 def weighted_median(weighted: Iterable[tuple[float, int]]) -> float:
     """The low median of values with weights, at least one of them above zero."""
     ordered = sorted(weighted)
-    half, passed = sum(weight for _, weight in ordered) / 2, 0
-    for value, weight in ordered:
-        passed += weight
-        if passed >= half:
-            return value
-    raise ValueError("nothing has weight")
+    passed = list(accumulate(weight for _, weight in ordered))
+    if not passed:
+        raise ValueError("nothing has weight")
+    return ordered[bisect_left(passed, passed[-1] / 2)][0]
 
 
 def median_voice(voices: Iterable[Voice]) -> float | None:
