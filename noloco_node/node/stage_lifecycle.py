@@ -27,7 +27,7 @@ from noloco_node.placement.balancing import Server, as_seen_at_work, servers_of,
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.machine import free_memory
-from noloco_node.sizing.memory import fitting_stages, memory_of
+from noloco_node.sizing.memory import Memory, fitting_stages, memory_of
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import NodeMoved, Warned
 from noloco_node.transport.interface import Transport
@@ -41,7 +41,8 @@ BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
 
 
 class StageLifecycle:
-    """What a node keeps through all of its stays, and how one ends and the next begins. Made by `stays_of`."""
+    """What a node keeps through all of its stays, and how one ends and the next begins. Made by `stays_of`. `free` is
+    the memory for a stage's state; None: what this machine has now."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class StageLifecycle:
         footprint: Footprint,
         transport: Transport,
         directory: Directory,
+        free: Memory | None = None,
     ) -> None:
         self._spec = spec
         self._settings = settings
@@ -61,7 +63,7 @@ class StageLifecycle:
         self._roll = self._make_roll(transport)
         self.arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
         self._needs = memory_of(spec, settings, footprint, spec.most_sharing)
-        self._fitting = fitting_stages(self._needs, free_memory(settings.device))
+        self._fitting = fitting_stages(self._needs, free or free_memory(settings.device))
         self._began = 0.0
         self._looked_in_vain = False
         self.ledger = Ledger()

@@ -20,6 +20,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
 from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
+from noloco_node.simulator.stays import StayingWorld
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.machine import free_memory
@@ -123,14 +124,11 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
     learning = Quadratic(sim.seed, sim.noise) if quadratic else RealTensors()
     settings = config.node.model_copy(update={"seed": sim.seed})
 
-    stages: list[int] = []
-    """Of each node, by number: who comes for a dead one serves its stage."""
-
     def device(number: int) -> Callable[[Priority], float]:
-        return device_seconds(config, number, stages[number])
+        by_stage = [device_seconds(config, number, stage) for stage in range(config.run.stages)]
+        return lambda work: by_stage[world.nodes[number].stage](work)
 
     def start(stage: int) -> None:
-        stages.append(stage)
         node = _start(world, way, sim, stage)
         if sim.life_hours is not None:
             loop.call_later(_life(sim.life_hours, sim.seed, node.number), die, node)
@@ -140,7 +138,9 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
             world.kill(node)
             start(node.stage)
 
-    async with World(config.run, settings, learning=learning, device=device, links=links, seed=sim.seed) as world:
+    async with StayingWorld(
+        config.run, settings, footprint, learning=learning, device=device, links=links, seed=sim.seed
+    ) as world:
         watcher = Watcher(world, sim.nodes)
         end = sim.hours * 3600.0
         for number in range(sim.nodes):

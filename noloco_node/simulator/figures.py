@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.node import Node
 from noloco_node.simulator.p2p import COUNTED_AS
 from noloco_node.simulator.world import World
-from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep
+from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, NodeMoved, OuterStep
 
 LONG_ENOUGH_SECONDS = 60.0
 """For what a single node receives and sends in a second."""
@@ -53,6 +54,8 @@ class SimulationFigures:
     nodes_started: int
     nodes_failed: int
     nodes_killed: int
+    moves: int
+    """To another stage."""
     work_share: tuple[float, ...]
     """Of each stage: share of the time for which devices worked."""
     tokens_per_second: float
@@ -87,6 +90,16 @@ class Watcher:
         self._samples: list[SimulationSample] = []
         self._began: dict[int, float] = {}
         self._last: dict[int, float] = {}
+        self._books: dict[int, tuple[float, Account]] = {}
+        """Of each node: when it told them last, and what."""
+        self._worked = [0.0] * world.spec.stages
+        """Seconds that devices worked at each stage, by the nodes' books."""
+        self._there = [0.0] * world.spec.stages
+        """Seconds that nodes were there, by the same."""
+        self._trained = 0
+        """Microbatches at the last stage."""
+        self._moves = 0
+        self._movers: set[int] = set()
         world.on_event = self._take
 
     def sample(self) -> None:
@@ -96,9 +109,10 @@ class Watcher:
         losses = [self._losses[node.number] for node in running if node.number in self._losses]
         spread: list[float | None] = []
         for stage in range(world.spec.stages):
-            slow = [node.replica.worker.outer.slow for node in running if node.stage == stage and node.replica]
+            there = [node.replica for node in running if node.replica and node.replica.stage == stage]
+            slow = [replica.worker.outer.slow for replica in there]
             spread.append(float(torch.stack(slow).double().var(0).mean()) if len(slow) > 1 else None)
-        hours, trained = asyncio.get_running_loop().time() / 3600.0, self._trained()
+        hours, trained = asyncio.get_running_loop().time() / 3600.0, self._trained
         self._samples.append(
             SimulationSample(hours, fmean(losses) if losses else None, tuple(spread), len(running), trained)
         )
@@ -106,13 +120,7 @@ class Watcher:
     def figures(self) -> SimulationFigures:
         """Of the run so far."""
         world, now = self._world, asyncio.get_running_loop().time()
-        every, accounts = world.nodes, world.accounts()
-        work: list[float] = []
-        for stage in range(world.spec.stages):
-            numbers = [node.number for node in every if node.stage == stage and node.number in accounts]
-            told = [accounts[number] for number in numbers]
-            lived = sum(self._lived(number) for number in numbers)
-            work.append(sum(each.busy_seconds for each in told) / lived if lived else 0.0)
+        every, shares = world.nodes, zip(self._worked, self._there, strict=True)
         committed = self._outer["paired"] + self._outer["alone"]
         seconds = max(sum(self._lived(node.number) for node in every), 1e-9)
         sent: Counter[str] = Counter()
@@ -122,8 +130,9 @@ class Watcher:
             nodes_started=len(every),
             nodes_failed=sum(node.condition == "failed" for node in every),
             nodes_killed=sum(node.condition == "killed" for node in every),
-            work_share=tuple(work),
-            tokens_per_second=self._trained() * world.spec.microbatch_tokens / max(now, 1e-9),
+            moves=self._moves,
+            work_share=tuple(worked / there if there else 0.0 for worked, there in shares),
+            tokens_per_second=self._trained * world.spec.microbatch_tokens / max(now, 1e-9),
             outer_steps=dict(self._outer),
             alone_share=self._outer["alone"] / committed if committed else 0.0,
             pairing=tuple(self._pairing(stage) for stage in range(world.spec.stages)),
@@ -133,11 +142,16 @@ class Watcher:
             samples=tuple(self._samples),
         )
 
-    def _take(self, node: Any, event: AnyEvent) -> None:
+    def _take(self, node: Node, event: AnyEvent) -> None:
         now = asyncio.get_running_loop().time()
         self._began.setdefault(node.number, now)
         self._last[node.number] = now
-        if isinstance(event, InnerStep):
+        if isinstance(event, Account):
+            self._take_books(node, now, event)
+        elif isinstance(event, NodeMoved):
+            self._moves += 1
+            self._movers.add(node.number)
+        elif isinstance(event, InnerStep):
             self._losses[node.number] = event.loss
         elif isinstance(event, OuterStep):
             self._outer[event.kind] += 1
@@ -145,18 +159,24 @@ class Watcher:
                 other = self._world.node_of(PeerId(event.partner)).number
                 self._met[min(node.number, other), max(node.number, other)] += 1
 
-    def _trained(self) -> int:
+    def _take_books(self, node: Node, now: float, books: Account) -> None:
+        """They go on through all of a node's stays; what has come since the last ones is of its present stage."""
         last = self._world.spec.stages - 1
-        accounts = self._world.accounts()
-        of_last = [accounts[n.number] for n in self._world.nodes if n.stage == last and n.number in accounts]
-        return sum(each.trained if last == 0 else each.served for each in of_last)
+        at, before = self._books.get(node.number, (self._began[node.number], None))
+        self._books[node.number] = now, books
+        self._worked[node.stage] += books.busy_seconds - (before.busy_seconds if before else 0.0)
+        self._there[node.stage] += now - at
+        if node.stage == last:
+            trained = (each.trained if last == 0 else each.served for each in (books, before) if each)
+            self._trained += next(trained) - next(trained, 0)
 
     def _lived(self, number: int) -> float:
         """Seconds from the first that a node told to the last."""
         return self._last.get(number, 0.0) - self._began.get(number, 0.0)
 
     def _pairing(self, stage: int) -> Pairing | None:
-        there = [node.number for node in self._world.running if node.stage == stage and node.number < self._many]
+        stayed = [node for node in self._world.running if node.number < self._many and node.number not in self._movers]
+        there = [node.number for node in stayed if node.stage == stage]
         counts = [self._met[pair] for pair in combinations(there, 2)]
         return None if len(counts) < 2 or not sum(counts) else evenness(counts)
 

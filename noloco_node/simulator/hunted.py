@@ -13,8 +13,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.learning import Learning
 from noloco_node.simulator.links import Links, LinkSeconds, PlainWay
 from noloco_node.simulator.node import Node
-from noloco_node.simulator.stays import Disk, StayingNode
-from noloco_node.simulator.world import DeviceTimes, World
+from noloco_node.simulator.stays import Disk, StayingNode, StayingWorld
+from noloco_node.simulator.world import DeviceTimes
 from noloco_node.sizing.footprint import Footprint
 
 
@@ -30,7 +30,7 @@ class HuntedLinks(Links):
         return one in self.nowhere or other in self.nowhere or super().apart(one, other)
 
 
-class HuntedWorld(World):
+class HuntedWorld(StayingWorld):
     """A world of nodes that move. Those whose peers `disks` names keep checkpoints below `folder`."""
 
     def __init__(
@@ -46,18 +46,17 @@ class HuntedWorld(World):
         folder: Path,
         disks: frozenset[int],
     ) -> None:
-        super().__init__(spec, settings, learning=learning, device=device, links=links, seed=seed)
-        self._kind = StayingNode
+        super().__init__(spec, settings, footprint, learning=learning, device=device, links=links, seed=seed)
         self._ends_of_links = links
-        self._footprint = footprint
         self._folder = folder
         self._with_disk = disks
         self._disks: dict[PeerId, Disk] = {}
         self._auto = False
 
     def _outfit(self, node: Node) -> None:
+        super()._outfit(node)
         assert isinstance(node, StayingNode)
-        node.footprint, node.auto = self._footprint, self._auto
+        node.auto = self._auto
         if node.number in self._with_disk:
             self._disks[node.peer] = Disk(self._folder / f"{node.number}")
         node.disk = self._disks.get(node.peer)
@@ -75,12 +74,6 @@ class HuntedWorld(World):
         await self.until(lambda: not self.running, within)
         nowhere = self._ends_of_links.nowhere
         await asyncio.wait([self._lives[node.number] for node in self.nodes if node.peer not in nowhere])
-
-    def stop(self, node: Node) -> None:
-        """See `World.stop`."""
-        assert isinstance(node, StayingNode)
-        node.told_to_leave = True
-        super().stop(node)
 
     def vanish(self, node: Node) -> None:
         """A node's machine is gone: nothing breaks, and nothing comes back."""

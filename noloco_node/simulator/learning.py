@@ -13,6 +13,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
+from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.placing import on_its_device
 from noloco_node.training.stage_worker import PlacedStage
@@ -30,6 +31,10 @@ class Learning(Protocol):
         """A stage with its first weights."""
         ...
 
+    def weights(self, footprint: Footprint) -> tuple[int, ...]:
+        """How many stand on the device at each stage, where the run's own model has that `footprint`."""
+        ...
+
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
         """The text of the node with this number, of which it drew so many microbatches before."""
         ...
@@ -41,6 +46,10 @@ class RealTensors:
     async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
         """See `Learning.place`. UserError as `build_stage`."""
         return await on_its_device(spec, settings, build_stage(spec.model, stage), thread)
+
+    def weights(self, footprint: Footprint) -> tuple[int, ...]:
+        """See `Learning.weights`."""
+        return footprint.parameters
 
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
         """See `Learning.samples`."""

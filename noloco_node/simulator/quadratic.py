@@ -208,6 +208,10 @@ class Quadratic:
 
         return await thread.run(Priority.STEP, work)
 
+    def weights(self, footprint: Footprint) -> tuple[int, ...]:
+        """See `Learning.weights`."""
+        return (DIMENSIONS,) * len(footprint.parameters)
+
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
         """See `Learning.samples`."""
         return numbered_samples(spec, number, drawn, VOCABULARY)

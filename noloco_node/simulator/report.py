@@ -168,8 +168,8 @@ def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     figures = found.figures
     yield "virtual time", f"{found.virtual_hours:.2f} h"
     yield "virtual hours a core hour", f"{found.virtual_hours / max(found.core_hours, 1e-9):.0f}"
-    counts = (figures.nodes_started, figures.nodes_killed, figures.nodes_failed)
-    yield "nodes started / killed / failed", " / ".join(map(str, counts))
+    counts = (figures.nodes_started, figures.nodes_killed, figures.nodes_failed, figures.moves)
+    yield "nodes started / killed / failed, moves", " / ".join(map(str, counts))
     yield "devices at work, by stage", ", ".join(f"{share:.0%}" for share in figures.work_share)
     yield "trained tokens a second", f"{figures.tokens_per_second:,.0f}"
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(figures.outer_steps.items()))

@@ -1,17 +1,20 @@
-"""A node of a simulation that may move: the stays of `node.journey`, with the same lifecycle and checkpoints, on a
-machine that has no p2pd, no run folder and no receipts."""
+"""Nodes of a simulation that may move: the stays of `node.journey`, with the same lifecycle and checkpoints, on
+machines that have no p2pd, no run folder and no receipts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import serve_hello
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
@@ -19,12 +22,18 @@ from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.directory import SimulatedDirectory
 from noloco_node.simulator.invariants import left_open
+from noloco_node.simulator.learning import Learning
+from noloco_node.simulator.links import Links
 from noloco_node.simulator.node import Node, weights_of
+from noloco_node.simulator.world import DeviceTimes, World
 from noloco_node.sizing.footprint import Footprint
+from noloco_node.sizing.memory import Memory
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, KeptStanding, Written
 from noloco_node.transport.memory import MemoryTransport
 
 KEPT = 2
+ENDLESS = Memory(0, 1 << 62)
+"""A simulated machine holds any stage: what is free on the one that simulates must not change a course."""
 
 
 class Disk(CheckpointFolder):
@@ -45,8 +54,8 @@ class Disk(CheckpointFolder):
 
 
 class StayingNode(Node):
-    """Goes from stage to stage as a daemon does. `outfit` gives it what it needs for that; without a disk it takes no
-    checkpoints."""
+    """Goes from stage to stage as a daemon does that did not choose its own, unless `node.moves` is `never`. Its world
+    gives it what it needs for that; without a disk it takes no checkpoints."""
 
     footprint: Footprint
     disk: Disk | None = None
@@ -57,10 +66,11 @@ class StayingNode(Node):
 
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)
-        settings = self._settings.model_copy(update={"moves": "always", "stage": "auto" if self.auto else self.stage})
+        moves = "never" if self._settings.moves == "never" else "always"
+        settings = self._settings.model_copy(update={"moves": moves, "stage": "auto" if self.auto else self.stage})
         async with self.network() as (transport, directory):
             try:
-                stays = StageLifecycle(self._spec, settings, self.footprint, transport, directory)
+                stays = StageLifecycle(self._spec, settings, self.footprint, transport, directory, ENDLESS)
                 self.lifecycle, saved = stays, None
                 if self.disk is not None:
                     wanted = None if self.auto else self.stage
@@ -146,3 +156,33 @@ class StayingNode(Node):
                 task.cancel()
         if keeper is not None and (stays.move is None or self.told_to_leave):
             await keeper.save()
+
+
+class StayingWorld(World):
+    """A world of nodes that go where they are needed most, keep copies of other stages and bring lost ones back."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        settings: NodeSettings,
+        footprint: Footprint,
+        *,
+        device: DeviceTimes,
+        learning: Learning,
+        links: Links,
+        seed: int,
+    ) -> None:
+        super().__init__(spec, settings, learning=learning, device=device, links=links, seed=seed)
+        self._kind = StayingNode
+        # a copy is refused that has not as many weights as its stage
+        self._footprint = replace(footprint, parameters=learning.weights(footprint))
+
+    def _outfit(self, node: Node) -> None:
+        assert isinstance(node, StayingNode)
+        node.footprint = self._footprint
+
+    def stop(self, node: Node) -> None:
+        """See `World.stop`."""
+        assert isinstance(node, StayingNode)
+        node.told_to_leave = True
+        super().stop(node)

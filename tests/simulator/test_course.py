@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
 from pathlib import Path
@@ -11,18 +12,26 @@ import pytest
 from noloco_node import __version__
 from noloco_node.cli.main import main
 from noloco_node.config.load import Config, load_config
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
 from noloco_node.simulator.course import check_simulation, device_seconds, simulate
-from noloco_node.simulator.figures import evenness
-from noloco_node.simulator.quadratic import DIMENSIONS, weigh_as
+from noloco_node.simulator.figures import SimulationFigures, Watcher, evenness
+from noloco_node.simulator.links import Links
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.quadratic import DIMENSIONS, Quadratic, weigh_as
 from noloco_node.simulator.report import of_swarm, trace_to_keep, write_results
+from noloco_node.simulator.stays import StayingWorld
+from noloco_node.simulator.world import SECONDS
 from noloco_node.sizing.footprint import footprint_of
+from noloco_node.telemetry.events import AnyEvent, NodeMoved
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
+from tests.worlds import micro_spec
 
 
 def shipped(*overrides: str) -> Config:
@@ -127,13 +136,51 @@ def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path)
 
 def test_what_an_exchange_takes_of_a_processor_is_in_the_course() -> None:
     """Of nodes that exchange within half a minute."""
-    often = ("run.outer.inner_steps=2", "run.outer.min_inner_steps=1")
+    often = ("run.outer.inner_steps=2", "run.outer.min_inner_steps=1", "sim.operation_seconds=0.2")
     free, dear = (
         simulate(shipped("sim.nodes=4", "sim.hours=0.01", *often, f"sim.exchange_seconds={seconds}"), lambda *_: None)
         for seconds in (0, 0.3)
     )
     assert free.figures.outer_steps["paired"] > 0
     assert free.trace != dear.trace
+
+
+def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves() -> None:
+    """From the copy that a node of another stage kept, with the clock that the copy has; figures tell what is done at
+    which stage, wherever a node has been before."""
+    limits = LimitsSpec(record_seconds=2.0, grace_seconds=2, guard_seconds=1.0)
+    spec = micro_spec(steps=10_000, microbatches_a_step=4, outer=OuterSpec(inner_steps=2, min_inner_steps=1))
+    spec = spec.model_copy(update={"limits": limits, "guard_copies": 1})
+
+    async def work() -> tuple[list[AnyEvent], SimulationFigures]:
+        async with StayingWorld(
+            spec,
+            NodeSettings(in_flight=2, seed=1),
+            footprint_of(spec),
+            device=lambda _: SECONDS.__getitem__,
+            learning=Quadratic(),
+            links=Links(),
+            seed=1,
+        ) as world:
+            watcher = Watcher(world, 6)
+            world.populate(3)
+            await asyncio.sleep(30.0)
+            for node in world.running[3:]:
+                world.kill(node)
+            before = watcher.figures()
+            await asyncio.sleep(30.0)
+            after = watcher.figures()
+            assert after.tokens_per_second * 60.0 > before.tokens_per_second * 30.0
+            assert [node.condition for node in world.nodes] == ["running"] * 3 + ["killed"] * 3
+            assert {node.stage for node in world.running} == {0, 1}
+            return [event for events in world.events for event in events], after
+
+    told, figures = in_virtual_time(work, seed=1)
+    moved = [event for event in told if isinstance(event, NodeMoved)]
+    first = moved[0]
+    assert (first.why, first.origin, first.from_stage, first.stage) == ("lost", "guard", 0, 1)
+    assert first.clock > 0.0
+    assert figures.moves == len(moved)
 
 
 def test_evenness_tells_uniform_meetings_from_uneven_ones() -> None:
