@@ -22,7 +22,7 @@ from noloco_node.averaging.messages import (
     Proposal,
     check_proposal,
 )
-from noloco_node.averaging.session import Session, account_of, failure_of, opening_of, overdue
+from noloco_node.averaging.session import Session, account_of, failure_of, opened_late, opening_of, overdue
 from noloco_node.averaging.side import Side
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
@@ -124,7 +124,7 @@ class Responder:
             raise Refused(refusal)
         session = side.new_session(proposal.exchange, peer, "dialled", proposal.fragment)
         tokens = progress.tokens_since(session.fragment)
-        session.agreed(tokens, proposal.tokens, gives_only=weightless)
+        session.agreed(progress.steps, tokens, proposal.tokens, gives_only=weightless)
         engagement.begin(Change.AGREE, session)
         if weightless:
             side.standing.gave(progress.steps)
@@ -154,6 +154,11 @@ class Responder:
         outer = side.worker.outer
         if not side.engagement.holds(session, Phase.AGREED):
             raise Refused(Refusal.MALFORMED, "this exchange is open already")
+        late = opened_late(session, ambient.monotonic(), side.worker.progress.steps, side.spec.outer.inner_steps)
+        if late is not None:
+            side.report_abort(session, late)
+            side.close(session)
+            raise Refused(Refusal.UNKNOWN_EXCHANGE, late)
         side.engagement.go_on(session, Change.OPEN)
         if not await all_finite(tensors[0]):
             raise self._broken_off(session, "not_finite: the gauge holds NaN or infinity")

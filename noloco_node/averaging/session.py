@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 CHUNKS_PER_LIMIT = 1
 """An exchange may take the progress deadline for each chunk, and once more: on a slow link, where chunks go one by one
 (`streams_for`), that is what it takes."""
+STALE_SECONDS, STALE_WINDOWS = 5.0, 2
+"""An opening that comes later than both after the agreement, in seconds and in windows of H inner steps of this
+replica, is refused: it is of weights from before, and both sides would move by half of what was trained since."""
 LEAVE_SECONDS = 2.0
 """Time to tell a partner that an exchange is over: it would find out by itself, only later."""
 
@@ -55,6 +58,8 @@ class Session:
     weight: float = 1.0
     """n·w of this replica."""
     started: float = field(default_factory=ambient.monotonic)
+    agreed_at: int = 0
+    """Inner steps of the dialled replica when it agreed."""
     last_progress: float = field(default_factory=ambient.monotonic)
     snapshot: Snapshot | None = None
     partner_clock: float = 0.0
@@ -83,9 +88,9 @@ class Session:
         if not acceptance.weightless:
             self.weight, _ = token_weights((tokens, acceptance.tokens))
 
-    def agreed(self, tokens: int, others: int, *, gives_only: bool) -> None:
-        """This replica agrees; tokens of both since their last steps."""
-        self.gives_only = gives_only
+    def agreed(self, steps: int, tokens: int, others: int, *, gives_only: bool) -> None:
+        """This replica agrees, after so many inner steps; tokens of both since their last steps."""
+        self.agreed_at, self.gives_only = steps, gives_only
         if not gives_only:
             self.weight, _ = token_weights((tokens, others))
 
@@ -151,6 +156,15 @@ def overdue(session: Session, now: float, limit: float, chunks: int) -> str | No
     if now - session.last_progress > limit:
         return f"stalled: no chunk for {limit:g} s"
     return f"slow: not done within {whole:g} s" if now - session.started > whole else None
+
+
+def opened_late(session: Session, now: float, steps: int, inner_steps: int) -> str | None:
+    """Why the opening that comes `now` must be refused by the replica that was dialled, which has taken so many
+    `steps`; None where it has come soon enough after the agreement. `inner_steps` is H."""
+    seconds, since = now - session.started, steps - session.agreed_at
+    if seconds <= STALE_SECONDS or since <= STALE_WINDOWS * inner_steps:
+        return None
+    return f"stale: opened {seconds:.0f} s and {since} inner steps after the agreement"
 
 
 _WORDS: tuple[tuple[type[Exception], str], ...] = (

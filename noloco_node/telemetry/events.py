@@ -112,8 +112,8 @@ class OuterStep(Event):
     partner: str | None
     role: Literal["dialler", "dialled", "none"]
     reason: str
-    """Why it was aborted, as `word: what was said`; empty otherwise. The word is a refusal's, or `left`, `stalled`,
-    `slow`, `not_finite`, `unreachable`, `broken_stream`, `deadline_passed`, `protocol_violation`, `link`."""
+    """Why it was aborted, as `word: what was said`; empty otherwise. The word is a refusal's, or `left`, `stale`,
+    `stalled`, `slow`, `not_finite`, `unreachable`, `broken_stream`, `deadline_passed`, `protocol_violation`, `link`."""
     spread: float | None
     """mean((θ_i − θ_j)²)/2 over the sampled weights: estimates the variance across replicas."""
     difference_norm: float | None

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.simulator.faults import Crash, Death, Liar, LostMessages, LostStage, Partition, Relocate, Schedule
+from noloco_node.simulator.faults import (
+    Crash,
+    Death,
+    Liar,
+    LostMessages,
+    LostStage,
+    Partition,
+    Relocate,
+    Schedule,
+)
 from noloco_node.simulator.hunt import carry_out
 
 
@@ -69,4 +78,11 @@ def test_who_comes_back_without_a_checkpoint_when_all_have_left_is_told_that_the
     faults = (Crash(at=0.369, node=3, back_after=23.88), Partition(at=0.379, nodes=(0, 4), seconds=11.82))
     outcome = carry_out(Schedule(seed=2238, replicas=(5,), faults=faults))
     assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
+
+
+def test_an_exchange_whose_opening_stood_still_through_a_partition_moves_no_clock_past_the_target() -> None:
+    """Its snapshot was of 364 tokens and the other's of 830; then two of five ended at 911 of 768 (seed 2225)."""
+    outcome = carry_out(Schedule(seed=2225, replicas=(5,), faults=(Partition(at=0.466, nodes=(2,), seconds=9.92),)))
+    assert outcome.fired == (True,)
     assert outcome.breaches == ()

@@ -20,6 +20,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.outer import clipping
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
+from noloco_node.outer.replica import Part
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
@@ -33,12 +34,15 @@ RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="f
 
 
 @contextlib.asynccontextmanager
-async def trained_replicas(outer: OuterSpec, microbatches: Sequence[int]) -> AsyncIterator[World]:
-    """Replicas of the only stage, each trained on so many samples of its own, that can be dialled."""
+async def trained_replicas(
+    outer: OuterSpec, microbatches: Sequence[int], patience: float = 0.4
+) -> AsyncIterator[World]:
+    """Replicas of the only stage, each trained on so many samples of its own, that can be dialled. `patience`: seconds
+    until an exchange that stands still is given up."""
     spec = micro_spec(
         stages=1,
         outer=outer,
-        limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=0.4, record_seconds=3, grace_seconds=1),
+        limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=patience, record_seconds=3, grace_seconds=1),
     )
     async with world(spec, replicas=len(microbatches)) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
@@ -133,6 +137,46 @@ async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
         assert float((trained - snapshot).abs().max()) > 1e-4, "a step was taken meanwhile"
         assert outer_steps(made, 0, "paired")[0].inner_steps_meanwhile == 1
         assert made.network.fired[FaultKind.DELAY] == 1
+
+
+async def test_an_opening_that_stood_still_while_the_partner_trained_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its snapshot is of before: each side would move by half of what the partner has trained since (a hunt's seed
+    2225 went past the target by that). Both sides give it up, and the next one is as ever."""
+    monkeypatch.setattr(exchange_session, "STALE_SECONDS", 0.0)
+    async with trained_replicas(RULE, (4, 4), patience=60.0) as made:
+        left, right = made.replicas
+        held, release = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            held.set()
+            await release.wait()
+
+        made.network.inject(Fault(FaultKind.DELAY, method=exchange.OPEN.name, times=1, wait=wait))
+        dialling = asyncio.create_task(left.averaging.exchanger.dial(peer_name(0, 1)))
+        async with asyncio.timeout(60):
+            await held.wait()
+        assert right.pipeline.origin is not None
+        for _ in range(exchange_session.STALE_WINDOWS * RULE.inner_steps + 1):
+            await right.pipeline.origin.train_one()
+        before = [await state_of(replica) for replica in (left, right)]
+        release.set()
+        assert not await dialling
+        for index, replica in enumerate((left, right)):
+            assert unchanged(before[index], await state_of(replica))
+            assert "stale: opened" in outer_steps(made, index, "aborted")[0].reason
+        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "late"), [(4.0, 100, False), (60.0, 4, False), (60.0, 5, True), (5.1, 5, True)]
+)
+def test_an_opening_is_late_by_time_and_by_steps(seconds: float, steps: int, late: bool) -> None:
+    """Of quick steps many fit between two answers; of slow ones few into a long wait."""
+    session = exchange_session.Session("x", peer_name(0, 1), "dialled", None, Part(0, 8), started=100.0)
+    session.agreed(7, 1, 1, gives_only=False)
+    assert (exchange_session.opened_late(session, 100.0 + seconds, 7 + steps, 2) is not None) is late
 
 
 async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> None:
