@@ -3,8 +3,9 @@
     python -m benchmarks.crowds docs/results/scale
 
 Looks in the folder's own folders: `directory` and `before` (what the directory costs by size, by buckets and where
-everybody is seen), `training` and `training-10000` (figures by size), `deaths`, `flash`, `cut` (what befalls a crowd,
-by time). Writes `table.md`, `directory.png` and `events.png` beside them.
+everybody is seen), `training`, `training-10000` and `mass` (figures by size), `churn-5` and `churn-50` (the same by
+churn), `single` (of microbatches that go one by one), `deaths`, `flash`, `cut` (what befalls a crowd, by time). What is
+not there is left out. Writes `table.md`, `directory.png`, `sizes.png` and `events.png` beside them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+SIZES = ("training", "training-10000", "mass")
+WORK = (*SIZES, "churn-5", "churn-50", "single")
+KINDS = ("directory read", "directory written", "microbatches", "exchanges", "states")
 EVENTS = {"deaths": "a quarter dies", "flash": "ten times as many come within five minutes", "cut": "a region cut off"}
 
 
@@ -52,23 +56,50 @@ def directory_table(folder: Path) -> list[str]:
     return lines
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What a simulation was told (`sim`)."""
+    return json.loads((folder / "results.json").read_text(encoding="utf-8"))["sim"]
+
+
 def training_table(folder: Path) -> list[str]:
-    """What a crowd trains, by size."""
+    """What a crowd trains, by size and churn."""
     lines = [
-        "| nodes | devices work | of the best assignment | outer steps alone | outer steps a node and hour "
-        "| spread left (arithmetic) | evenness of pairs, routes | microbatches lost "
-        "| a newcomer serves after | CPU s | MiB |",
+        "| nodes | churn an hour | microbatches as one | devices work | of the best assignment | outer steps alone "
+        "| outer steps a node and hour | spread left (arithmetic) | evenness of pairs, routes | microbatches lost "
+        "| moves a node and hour | a newcomer serves after | counts wrong by (rms) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in WORK:
+        for size in sizes_of(folder / name):
+            f, told = size["figures"], settings_of(folder / name)
+            joined = "-" if f["joined_after"] is None else f"{f['joined_after']:.0f} s"
+            lines.append(
+                f"| {f['nodes']:,} | {told['churn_an_hour']:.0%} | {told['parcel']} | {f['working']:.1%} | "
+                f"{f['of_best']:.1%} | {f['alone']:.2%} | {f['outer_steps']:.1f} | {f['contraction']:.3f} "
+                f"({f['contraction_expected']:.3f}) | {_number(f['evenness'])}, {_number(f['evenness_of_routes'])} | "
+                f"{f['lost']:.2%} | {f['moves']:.2f} | {joined} | {f['error']:.1%} |"
+            )
+    return lines
+
+
+def costs_table(folder: Path) -> list[str]:
+    """What a node sends by kind, what a holder gives, and what simulating it took, by size."""
+    lines = [
+        "| nodes | directory read | written | microbatches | exchanges | states | a holder: mean "
+        "| highest of a hundred | highest | CPU s, µs a node-second | peak MiB, kB a node |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for size in [*sizes_of(folder / "training"), *sizes_of(folder / "training-10000")]:
-        f = size["figures"]
-        joined = "-" if f["joined_after"] is None else f"{f['joined_after']:.0f} s"
-        lines.append(
-            f"| {f['nodes']:,} | {f['working']:.1%} | {f['of_best']:.1%} | {f['alone']:.2%} | {f['outer_steps']:.1f} | "
-            f"{f['contraction']:.3f} ({f['contraction_expected']:.3f}) | {_number(f['evenness'])}, "
-            f"{_number(f['evenness_of_routes'])} | {f['lost']:.2%} | {joined} | {size['cpu_seconds']:.0f} | "
-            f"{size['peak_mib']:.0f} |"
-        )
+    for name in SIZES:
+        for size in sizes_of(folder / name):
+            f, seconds = size["figures"], settings_of(folder / name)["seconds"]
+            sent = "".join(f" {f['node_bytes'].get(kind, 0.0) / 1000:,.1f} |" for kind in KINDS)
+            held = "".join(f" {octets / 1000:,.1f} |" for octets in f["holder_bytes"].values())
+            per_second = size["cpu_seconds"] / f["nodes"] / seconds * 1e6
+            per_node = size["peak_mib"] * 1048.576 / f["nodes"]
+            lines.append(
+                f"| {f['nodes']:,} |{sent}{held} {size['cpu_seconds']:.0f}, {per_second:.1f} | {size['peak_mib']:.0f}, "
+                f"{per_node:.0f} |"
+            )
     return lines
 
 
@@ -107,6 +138,27 @@ def draw_directory(folder: Path) -> None:
     plt.close(figure)
 
 
+def draw_sizes(folder: Path) -> None:
+    """What a node sends by kind, and what it trains, by size."""
+    sizes = [size["figures"] for name in SIZES for size in sizes_of(folder / name)]
+    nodes = [f["nodes"] for f in sizes]
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
+    for kind in KINDS:
+        axes[0].loglog(nodes, [f["node_bytes"].get(kind, float("nan")) / 1000 for f in sizes], "o-", label=kind)
+    axes[0].set(title="what a node sends", ylabel="kB/s")
+    for name, label in (("working", "devices work"), ("of_best", "of the best assignment"), ("error", "counts wrong")):
+        axes[1].semilogx(nodes, [100 * f[name] for f in sizes], "o-", label=label)
+    axes[1].set(title="what comes of it", ylabel="%")
+    axes[1].set_ylim(bottom=0)
+    for axis in axes:
+        axis.set_xlabel("nodes (four stages)")
+        axis.grid(visible=True, alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "sizes.png", dpi=110)
+    plt.close(figure)
+
+
 def draw_events(folder: Path) -> None:
     """What is trained beside what could be, over time."""
     shown = {name: title for name, title in EVENTS.items() if sizes_of(folder / name)}
@@ -133,7 +185,7 @@ def events_table(folder: Path) -> list[str]:
     ]
     for name, title in EVENTS.items():
         for size in sizes_of(folder / name):
-            settings = json.loads((folder / name / "results.json").read_text(encoding="utf-8"))["sim"]
+            settings = settings_of(folder / name)
             event = (settings["deaths"] or settings["arrivals"] or settings["cuts"])[0]
             seconds = recovered(size["moments"], event["at_seconds"])
             joined = size["figures"]["joined_after"]
@@ -149,11 +201,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
-    parts = (directory_table(folder), training_table(folder), events_table(folder))
+    parts = (training_table(folder), costs_table(folder), events_table(folder), directory_table(folder))
     text = "\n\n".join("\n".join(part) for part in parts) + "\n"
     (folder / "table.md").write_text(text, encoding="utf-8")
     print(text)
     draw_directory(folder)
+    draw_sizes(folder)
     draw_events(folder)
 
 

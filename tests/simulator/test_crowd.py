@@ -23,6 +23,7 @@ from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.errors import UserError
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.crowd_figures import CLASSES, CrowdRun, unevenness
+from noloco_node.simulator.crowd_nodes import Agenda
 from noloco_node.simulator.events import check_memory, simulate_sizes
 from noloco_node.simulator.report import of_crowd, write_results
 
@@ -56,6 +57,34 @@ def crowd_of(many: int, **fields: Any) -> Crowd:
     crowd = Crowd(settings(nodes=[many], **fields), many)
     crowd.run(120.0)
     return crowd
+
+
+def test_things_happen_in_the_order_of_their_times_and_of_their_entry() -> None:
+    """Those that others enter while they happen too, at once and much later, in however many runs."""
+    agenda, rng, seen = Agenda(), random.Random(3), list[tuple[float, int]]()
+
+    def happens(number: int, due: float) -> None:
+        assert agenda.now == due
+        seen.append((due, number))
+        if len(seen) < 300:
+            for _ in range(2):
+                enter(rng.choice((0.0, 0.01, 0.3, 40.0)) * rng.randrange(3))
+
+    entered = 0
+
+    def enter(seconds: float) -> None:
+        nonlocal entered
+        entered += 1
+        agenda.after(seconds, happens, entered, agenda.now + seconds)
+
+    for _ in range(20):
+        enter(rng.random() * 5.0)
+    for until in (0.1, 0.1, 3.0, 3.1, 200.0):
+        agenda.run(until)
+        assert agenda.now == until
+        assert all(due <= until for due, _ in seen)
+    assert seen == sorted(seen)
+    assert len(seen) == entered == agenda.happened
 
 
 def test_another_process_with_another_hash_seed_has_the_same_trace() -> None:

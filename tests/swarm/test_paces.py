@@ -111,3 +111,29 @@ def test_a_peer_that_is_asked_for_the_first_time_counts_at_once_among_many() -> 
     now += BOUNDS_SECONDS
     weights = paces.weights(many)
     assert set(weights) == {many[3]}  # who is not named has 1
+
+
+def test_what_is_quick_among_many_is_looked_for_anew_when_an_eighth_has_answered() -> None:
+    """Where seconds lie between two answers each of them would have all peers looked at otherwise."""
+    now = 0.0
+    many = [PeerId(f"peer {number:03d}") for number in range(64)]
+    paces = Paces(lambda: now)
+
+    def answers(peer: PeerId, seconds: float) -> None:
+        nonlocal now
+        began = paces.began(peer)
+        now += seconds
+        paces.ended(peer, began, RequestOutcome.CAME)
+
+    for peer in many:
+        answers(peer, 1.0)
+    now += BOUNDS_SECONDS
+    assert paces.weights(many) == {}
+    for time in range(7):
+        for peer in many[:3]:  # a hundredth of what the others take
+            answers(peer, 0.01)
+        if time < 2:
+            now += BOUNDS_SECONDS
+            assert paces.weights(many) == {}
+    now += BOUNDS_SECONDS
+    assert set(paces.weights(many)) == set(many[3:])
