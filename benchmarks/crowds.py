@@ -4,8 +4,8 @@
 
 Looks in the folder's own folders: `directory` and `before` (what the directory costs by size, by buckets and where
 everybody is seen), `training`, `training-10000` and `mass` (figures by size), `churn-5` and `churn-50` (the same by
-churn), `single` (of microbatches that go one by one), `deaths`, `flash`, `cut` (what befalls a crowd, by time). What is
-not there is left out. Writes `table.md`, `directory.png`, `sizes.png` and `events.png` beside them.
+churn), `deaths`, `flash`, `cut` (what befalls a crowd, by time). What is not there is left out. Writes `table.md`,
+`directory.png`, `sizes.png` and `events.png` beside them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 SIZES = ("training", "training-10000", "mass")
-WORK = (*SIZES, "churn-5", "churn-50", "single")
+WORK = (*SIZES, "churn-5", "churn-50")
 KINDS = ("directory read", "directory written", "microbatches", "exchanges", "states")
 EVENTS = {"deaths": "a quarter dies", "flash": "ten times as many come within five minutes", "cut": "a region cut off"}
 
@@ -91,7 +91,7 @@ def costs_table(folder: Path) -> list[str]:
     ]
     for name in SIZES:
         for size in sizes_of(folder / name):
-            f, seconds = size["figures"], settings_of(folder / name)["seconds"]
+            f, seconds = size["figures"], size["moments"][-1]["at"]
             sent = "".join(f" {f['node_bytes'].get(kind, 0.0) / 1000:,.1f} |" for kind in KINDS)
             held = "".join(f" {octets / 1000:,.1f} |" for octets in f["holder_bytes"].values())
             per_second = size["cpu_seconds"] / f["nodes"] / seconds * 1e6
@@ -153,7 +153,9 @@ def draw_sizes(folder: Path) -> None:
     for axis in axes:
         axis.set_xlabel("nodes (four stages)")
         axis.grid(visible=True, alpha=0.3)
-        axis.legend(fontsize=8)
+    axes[0].set_ylim(bottom=0.01)
+    axes[0].legend(fontsize=8, loc="lower right")
+    axes[1].legend(fontsize=8, loc="center right", bbox_to_anchor=(1.0, 0.35))
     figure.tight_layout()
     figure.savefig(folder / "sizes.png", dpi=110)
     plt.close(figure)
