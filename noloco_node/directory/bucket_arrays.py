@@ -19,6 +19,8 @@ from noloco_node.directory.buckets import (
     PREFIX_BITS,
     RAISE,
     TARGET,
+    Estimate,
+    estimated,
 )
 
 Ints = NDArray[np.int64]
@@ -59,6 +61,17 @@ class StageLevels:
         number = _middle(densities, known)
         last = np.where(known[:, -1], counts[:, -1] * np.exp2(levels[:, -1]), 0.0)
         return np.where(self.level[who] == 0, last, number)
+
+    def estimate(self, i: int) -> Estimate:
+        """`StageLevel.estimate` of one node, with its error."""
+        rows = zip(self._counts[i].tolist(), self._count_levels[i].tolist(), strict=True)
+        known = [(count, level) for count, level in rows if count != NONE]
+        if not known:
+            return Estimate(0.0, 1.0)
+        if self.level[i] == 0:
+            count, level = known[-1]
+            return Estimate(float(count << level))
+        return estimated([float(count << level) for count, level in known], [count for count, _ in known])
 
     def fullness(self, who: Ints) -> Floats:
         """See `StageLevel.fullness`."""

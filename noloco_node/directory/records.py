@@ -120,6 +120,8 @@ class DirectoryView:
     stages: tuple[Mapping[PeerId, LiveRecord], ...]
     scales: tuple[Scale, ...] = ()
     """By stage; where there is none, everybody is seen."""
+    settled: bool = True
+    """Whether it is known how large each stage is. Of a large one the first look shows only some."""
     _ordered: dict[int, tuple[LiveRecord, ...]] = field(default_factory=_no_rows, init=False, repr=False, compare=False)
     """Rows by peer id, of the stages that were asked for: the same view is asked many questions."""
 
@@ -153,7 +155,7 @@ class DirectoryView:
         """The same without one peer: a node that comes back finds its former life's record still there, and must not
         take itself for somebody else."""
         rest = tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages)
-        return DirectoryView(rest, self.scales)
+        return DirectoryView(rest, self.scales, self.settled)
 
 
 class Directory(Protocol):

@@ -131,7 +131,8 @@ class SampledView:
         """All rows that live, and for how many each stands."""
         rows = tuple(self._rows_of(each, now) for each in self._stages)
         scales = (_scale(each, here, now) for each, here in zip(self._stages, rows, strict=True))
-        return DirectoryView(rows, tuple(scales))
+        settled = not any(each.level.confirming or (each.level.level and not each.held) for each in self._stages)
+        return DirectoryView(rows, tuple(scales), settled)
 
     def _near(self, stage: int) -> bool:
         return self._own is not None and self._own <= stage <= self._own + 1

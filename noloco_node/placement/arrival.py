@@ -18,6 +18,9 @@ from noloco_node.transport.acquaintance import Acquaintances
 
 logger = logging.getLogger(__name__)
 
+SETTLING_LOOKS = 8
+"""Within which it is known how large the stages are, where anything of it is to be known."""
+
 
 class Arrival:
     """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed. `ask` asks whoever the
@@ -40,6 +43,7 @@ class Arrival:
     async def choose(self, work: Sequence[float], fitting: Collection[int], rng: random.Random) -> int:
         """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the
         same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold."""
+        await self._see_how_large_they_are()
         first = self._others(work)
         chosen = choose_stage(supply_of(first, work), fitting, rng)
         await self._publish(chosen, PeerState.JOINING)
@@ -50,6 +54,15 @@ class Arrival:
             await self.withdraw(chosen)
             await self._publish(better, PeerState.JOINING)
         return better
+
+    async def _see_how_large_they_are(self) -> None:
+        """Of a stage of thousands the first look shows as few as of one of some dozens, and all joiners the same."""
+        looks = 0
+        while not self._directory.view.settled and looks < SETTLING_LOOKS:
+            await self._directory.refresh()
+            looks += 1
+        if looks:
+            await self._ask()
 
     async def confirmed(self, stage: int, work: Sequence[float], worth: Callable[[Sequence[Server]], bool]) -> bool:
         """Announce this node at `stage`, look again, and keep to it if it is still `worth` it beside all others that

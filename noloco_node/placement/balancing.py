@@ -7,12 +7,14 @@ relative to the stages' mean, strength is capacity × work: a node keeps its str
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from noloco_node.directory.headcount import WELCOME_SHARE, is_there
+from noloco_node.directory.buckets import TARGET
+from noloco_node.directory.headcount import SAMPLE, WELCOME_SHARE, is_there, sampled_share
 from noloco_node.directory.records import DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
@@ -29,6 +31,12 @@ DAMPING = 0.5
 """Share of a stage's surplus that moves at each look, on average: views are stale, and all look at the same time."""
 CLEAR_GAIN = 0.5
 """The poorer of the two stages must gain at least this much of what the moving node brings."""
+DOUBT = 1.5
+"""Standard deviations of what a stage is seen to lack, where stages are seen in part, that are taken for chance: the
+more it lacks beyond, the more go there."""
+PRIOR_SERVERS = 4
+"""Nodes as unlike each other as their mean is large, that a sample is taken to hold besides: few may be alike by
+chance."""
 RESCUE_SLOT_SECONDS = 5.0
 """How much longer each next candidate waits before it moves to a lost stage: long enough to see that another did."""
 
@@ -45,6 +53,8 @@ class Server:
     """The stage of which it keeps a copy."""
     stands_for: float = 1.0
     """So many of its stage, where only a sample of that is seen."""
+    error: float = 0.0
+    """Of the strength of its stage, as a sample tells it: relative, one standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,8 @@ class Supply:
     """Sum over its nodes, those on their way included."""
     work: tuple[float, ...]
     """Relative work for a token."""
+    errors: tuple[float, ...] = ()
+    """Standard deviations of `strength`; empty where everybody is seen."""
 
     @property
     def throughput(self) -> list[float]:
@@ -66,15 +78,40 @@ class Supply:
         """Tokens/s of every stage if strength could be divided at will: no assignment gives the swarm more."""
         return sum(self.strength) / sum(self.work)
 
+    def clear_share(self, poor: int) -> float:
+        """Of what a stage lacks beside an even division, the share that is no matter of chance; 1 where everybody is
+        seen."""
+        if not self.errors:
+            return 1.0
+        part = self.work[poor] / sum(self.work)
+        doubt = DOUBT * math.hypot(*(error * (part - (s == poor)) for s, error in enumerate(self.errors)))
+        lack = self.level * self.work[poor] - self.strength[poor]
+        return max(0.0, 1.0 - doubt / lack) if lack > 0.0 else 0.0
+
+
+def sample_error(seen: int, total: float, squares: float, number: float, number_error: float) -> float:
+    """Relative standard deviation of a stage's strength, where `number` nodes (known to `number_error`) are taken to be
+    like the `seen` ones, drawn at random, whose strengths have this `total` and sum of `squares`."""
+    if not seen or total <= 0.0:
+        return 1.0
+    unlike = max(0.0, squares * seen / total**2 - 1.0)
+    unlike = (seen * unlike + PRIOR_SERVERS) / (seen + PRIOR_SERVERS)
+    return math.sqrt(number_error**2 + unlike / seen * max(0.0, 1.0 - seen / number))
+
 
 def servers_of(
     view: DirectoryView, work: Sequence[float], now: float, known: Acquaintances, *, without: PeerId | None
 ) -> list[Server]:
     """All nodes that count at DHT time `now`, but `without`: that answer this node, and did not let it down when it
     gave them work. Whoever has no known speed yet counts like the median; more than that counts only who has worked,
-    and nobody for more than `CREDIBLE_STRENGTH` of it."""
-    introduced = [r for stage in range(len(work)) for r in view.live(stage, now, *COUNTED) if r.peer_id != without]
-    records = [r for r in introduced if is_there(known, r) and not known.failed(PeerId(r.peer_id))]
+    and nobody for more than `CREDIBLE_STRENGTH` of it. Of a stage that is too large to ask everybody those that were
+    not asked yet count as far as the others turned out to be there."""
+    introduced = [
+        [r for r in view.live(stage, now, *COUNTED) if r.peer_id != without and not known.failed(PeerId(r.peer_id))]
+        for stage in range(len(work))
+    ]
+    there = [[r for r in rows if is_there(known, r)] for rows in introduced]
+    records = [r for rows in there for r in rows]
     worked = {r.peer_id for r in records if known.has_worked(PeerId(r.peer_id))}
     speeds = [(r.capacity * work[r.stage], r.peer_id in worked) for r in records if r.capacity > 0.0]
     usual = median([speed for speed, has in speeds if has or not worked] or [speed for speed, _ in speeds] or [1.0])
@@ -84,9 +121,39 @@ def servers_of(
         return min(claimed, usual * (CREDIBLE_STRENGTH if record.peer_id in worked else 1.0))
 
     return [
-        Server(PeerId(r.peer_id), r.stage, strength(r), r.state in PRESENT, r.guards, view.scale(r.stage).each)
-        for r in records
+        server
+        for stage, rows in enumerate(introduced)
+        for server in _servers_of_stage(stage, rows, [(r, strength(r)) for r in there[stage]], view, known, usual)
     ]
+
+
+def _servers_of_stage(
+    stage: int,
+    rows: Sequence[PeerRecord],
+    there: Sequence[tuple[PeerRecord, float]],
+    view: DirectoryView,
+    known: Acquaintances,
+    usual: float,
+) -> list[Server]:
+    """Those of one stage that are there, with their strengths, and for how many of its `rows` and of others each
+    stands."""
+    scale, each, error = view.scale(stage), view.scale(stage).each, 0.0
+    unsure = list[PeerId]()
+    if (each > 1.0 or len(rows) > TARGET) and len(there) < len(rows):
+        answering = {r.peer_id for r, _ in there}
+        others = [PeerId(r.peer_id) for r in rows if r.peer_id not in answering]
+        unsure = [peer for peer in others if known.unsure(peer, stage)]
+    if not there and each > 1.0:
+        # Nobody of these was asked yet: it says no more of the stage than that they may be on their way there.
+        return [Server(peer, stage, usual, present=False, stands_for=each, error=1.0) for peer in unsure]
+    if unsure and there:
+        asked = len(rows) - len(unsure)
+        share = len(there) / asked if each > 1.0 and asked < SAMPLE else sampled_share(asked, len(there))
+        each *= 1.0 + len(unsure) * share / len(there)
+    if each > 1.0:
+        total, squares = math.fsum(s for _, s in there), math.fsum(s * s for _, s in there)
+        error = sample_error(len(there), total, squares, each * len(there), scale.error)
+    return [Server(PeerId(r.peer_id), stage, s, r.state in PRESENT, r.guards, each, error) for r, s in there]
 
 
 def as_seen_at_work(
@@ -111,10 +178,12 @@ def usual_strength(servers: Sequence[Server]) -> float:
 
 def supply_of(servers: Sequence[Server], work: Sequence[float]) -> Supply:
     """Sum the nodes up by stage."""
-    totals = [0.0] * len(work)
+    totals, errors = [0.0] * len(work), [0.0] * len(work)
     for server in servers:
         totals[server.stage] += server.strength * server.stands_for
-    return Supply(tuple(totals), tuple(work))
+        errors[server.stage] = max(errors[server.stage], server.error)
+    known = tuple(error * total for error, total in zip(errors, totals, strict=True))
+    return Supply(tuple(totals), tuple(work), known if any(known) else ())
 
 
 def choose_stage(supply: Supply, fitting: Collection[int], rng: random.Random) -> int:
@@ -160,7 +229,8 @@ def plan_move(
 
     Each node of a stage with a surplus moves with a probability at which half of the surplus moves on average, to a
     poor stage drawn by how much it lacks. So thousands that decide alone, on views that are old, move about as many as
-    are needed; and none moves where the poorer of the two stages would gain less than half of what it brings.
+    are needed; and none moves where the poorer of the two stages would gain less than half of what it brings. Of
+    stages that are seen in part it moves the more rarely the more of what they differ by may be chance.
     """
     level, throughput = supply.level, supply.throughput
     surplus = supply.strength[own_stage] - level * supply.work[own_stage]
@@ -168,11 +238,24 @@ def plan_move(
         return None
     if rng.random() >= DAMPING * surplus / supply.strength[own_stage]:
         return None
-    poor = [s for s in sorted(fitting) if s != own_stage and worth_moving(supply, own_stage, own_strength, s)]
+    poor = poor_stages(supply, own_stage, own_strength, fitting)
     if not poor:
         return None
     lacks = [level * supply.work[stage] - supply.strength[stage] for stage in poor]
-    return rng.choices(poor, weights=[max(lack, 1e-9 * level) for lack in lacks])[0]
+    chosen = rng.choices(poor, weights=[max(lack, 1e-9 * level) for lack in lacks])[0]
+    clear = supply.clear_share(chosen)
+    return chosen if clear >= 1.0 or rng.random() < clear else None
+
+
+def poor_stages(supply: Supply, own_stage: int, own_strength: float, fitting: Collection[int]) -> list[int]:
+    """Stages that gain by this node's move, and lack more than chance explains."""
+    return [
+        stage
+        for stage in sorted(fitting)
+        if stage != own_stage
+        and worth_moving(supply, own_stage, own_strength, stage)
+        and supply.clear_share(stage) > 0.0
+    ]
 
 
 def worth_moving(supply: Supply, own_stage: int, own_strength: float, to: int) -> bool:

@@ -13,12 +13,14 @@ from typing import Literal
 from noloco_node.placement.balancing import (
     Server,
     plan_move,
+    poor_stages,
     rescue_rank,
     rescue_wait,
     supply_of,
     unserved_stages,
     worth_moving,
 )
+from noloco_node.placement.sightings import Sightings
 
 LOOKS_A_STAY = 20
 """Looks for a poorer stage within the shortest stay; a decision waits up to the time between two looks."""
@@ -63,9 +65,16 @@ class Relocation:
     _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _shut: int | None = field(default=None, init=False)
+    _sightings: Sightings = field(init=False)
 
     def __post_init__(self) -> None:
+        self._sightings = Sightings(self.standing.confirm_seconds)
         self._next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
+
+    @property
+    def next_look(self) -> float:
+        """When it looks for a poorer stage again, seconds; for lost ones it looks at every call."""
+        return self._next_look
 
     @property
     def _pause(self) -> float:
@@ -113,13 +122,17 @@ class Relocation:
     def _balance(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
         if now < self._next_look:
             return None
-        supply = supply_of([*others, here], self.standing.work)
+        supply = self._sightings.look(now, [*others, here], self.standing.work)
         planned, self._planned = self._planned, None
         pause = self.standing.stay_seconds * self._pause
         if planned is not None and worth_moving(supply, here.stage, here.strength, planned[0]):
             return Move(planned[0], "poor")
         fitting = [stage for stage in self.standing.fitting if stage not in lost]
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)
+        told = bool(poor_stages(supply, here.stage, here.strength, fitting))
+        if told or self._sightings.age(now) >= self.standing.stay_seconds:
+            # By what it saw a node draws once: at each look anew, and all would go before one sees that some went.
+            self._sightings = Sightings(self.standing.confirm_seconds)
         if target is None:
             self._next_look = now + pause * self.rng.uniform(0.5, 1.5)
         else:

@@ -13,8 +13,8 @@ import torch
 
 from noloco_node.config.crowd_spec import Arrivals, CrowdSettings, Cut, Deaths
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.placement.balancing import Server, Supply, choose_stage
-from noloco_node.placement.migration import LOOKS_A_STAY, MigrationStanding, Relocation
+from noloco_node.placement.balancing import Server, Supply, choose_stage, supply_of
+from noloco_node.placement.migration import MigrationStanding, Relocation
 from noloco_node.simulator.crowd_averaging import CrowdAveraging
 from noloco_node.simulator.crowd_directory import directory_of
 from noloco_node.simulator.crowd_nodes import Agenda, Nodes
@@ -148,9 +148,14 @@ class Crowd:
             return
         i = self._add(0, serving=False)
         self._new.add(i)
-        seen = self.directory.strengths(i)
-        supply = self._supply([one + other for one, other in zip(seen, self._joining, strict=True)])
-        self._go_to(i, choose_stage(supply, range(len(seen)), self._rng))
+        work = (1.0,) * self.settings.work.stages
+        supply = supply_of([*self.directory.servers(i), *self._on_their_way()], work)
+        self._go_to(i, choose_stage(supply, range(len(work)), self._rng))
+
+    def _on_their_way(self) -> list[Server]:
+        """Those of each stage as one."""
+        joining = enumerate(self._joining)
+        return [Server(PeerId(f"to {s}"), s, strength, present=False) for s, strength in joining if strength > 0.0]
 
     def _go_to(self, i: int, stage: int) -> None:
         self.nodes.stage[i] = stage
@@ -199,24 +204,21 @@ class Crowd:
         stay, life = self.settings.min_stay_seconds, self.settings.directory.record_seconds
         work = (1.0,) * stages
         standing = MigrationStanding(work, range(stages), self.agenda.now, stay, life)
-        self._look_further(i, Relocation(standing, self._rng), stay)
+        self._look_further(i, Relocation(standing, self._rng))
 
-    def _look_further(self, i: int, relocation: Relocation, pause: float) -> None:
-        self.agenda.after(pause, self._look, i, relocation)
+    def _look_further(self, i: int, relocation: Relocation) -> None:
+        self.agenda.after(relocation.next_look - self.agenda.now, self._look, i, relocation)
 
     def _look(self, i: int, relocation: Relocation) -> None:
-        """A node asks itself whether another stage needs it more. What it sees of a stage stands there as one server:
+        """A node asks itself whether another stage needs it more. What it sees in a bucket stands there as one server:
         of those that are lost none is seen, and rescues are not simulated."""
         if not self.nodes.serving[i]:
             return
         own, stage = self.nodes.speed[i], self.nodes.stage[i]
-        seen = self.directory.strengths(i)
-        seen[stage] = max(0.0, seen[stage] - own)
-        others = [Server(PeerId(f"stage {s}"), s, max(strength, 1e-9)) for s, strength in enumerate(seen)]
-        others += [Server(PeerId(f"to {s}"), s, v, present=False) for s, v in enumerate(self._joining) if v > 0.0]
+        others = [*self.directory.servers(i), *self._on_their_way()]
         move = relocation.look(self.agenda.now, Server(self.nodes.peer[i], stage, own), others)
         if move is None:
-            self._look_further(i, relocation, self.settings.min_stay_seconds / LOOKS_A_STAY)
+            self._look_further(i, relocation)
             return
         self.moves += 1
         self.nodes.tell("moves", i, move.stage)

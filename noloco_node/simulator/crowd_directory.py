@@ -9,7 +9,15 @@ from typing import Protocol
 import numpy as np
 
 from noloco_node.directory.bucket_arrays import NONE, Flags, Floats, Ints, StageLevels
-from noloco_node.directory.buckets import MOST_LEVEL, PREFIX_BITS, bucket_of, level_behind
+from noloco_node.directory.buckets import (
+    KEPT,
+    MOST_LEVEL,
+    PREFIX_BITS,
+    Estimate,
+    bucket_of,
+    estimated,
+    level_behind,
+)
 from noloco_node.directory.sampled_view import (
     HELD,
     MOST_ROWS,
@@ -21,6 +29,7 @@ from noloco_node.directory.sampled_view import (
 )
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.balancing import Server, sample_error
 from noloco_node.simulator.crowd_nodes import Nodes
 
 RENEWALS = 3
@@ -51,8 +60,8 @@ class CrowdDirectory(Protocol):
         """Peers of a node's own stage (`ahead` 0; itself left out) or of the next (1) that it sees."""
         ...
 
-    def strengths(self, i: int) -> list[float]:
-        """Sum of the speeds of the nodes of each stage, as a node sees it."""
+    def servers(self, i: int) -> list[Server]:
+        """What a node sees of the others of each stage, those of a bucket as one."""
         ...
 
     def holder_bytes(self) -> Floats:
@@ -87,7 +96,7 @@ class _Records:
         self.keys = np.zeros(0, np.int64)
         self._edges: dict[int, Ints] = {}
         self._sums: dict[int, Ints] = {}
-        self._strengths: dict[int, Floats] = {}
+        self._strengths: dict[int, tuple[Floats, Floats]] = {}
         self._speeds = np.zeros(0)
         self._peers: dict[tuple[int, int, int], tuple[PeerId, ...]] = {}
         """Of buckets that somebody has asked for since the last tick."""
@@ -133,13 +142,36 @@ class _Records:
             self._sums[level] = np.diff(np.concatenate(([0], np.cumsum(lives)))[self.edges(level)])
         return self._sums[level]
 
-    def strengths_at(self, level: int) -> Floats:
-        """Sum of the speeds of those who have records in each bucket of a level."""
+    def strengths_at(self, level: int) -> tuple[Floats, Floats]:
+        """Sums of the speeds of those who have records in each bucket of a level, and of their squares."""
         if level not in self._strengths:
             lives = self.nodes.expires[level, self.order] > self.nodes.agenda.now
-            speeds = np.concatenate(([0.0], np.cumsum(self._speeds * lives)))
-            self._strengths[level] = np.diff(speeds[self.edges(level)])
+            edges, speeds = self.edges(level), self._speeds * lives
+            sums, squares = (np.concatenate(([0.0], np.cumsum(each)))[edges] for each in (speeds, speeds * speeds))
+            self._strengths[level] = np.diff(sums), np.diff(squares)
         return self._strengths[level]
+
+    def others_of(
+        self, i: int, column: int, level: int, buckets: Sequence[int], number: Estimate | None
+    ) -> list[Server]:
+        """What a node sees in these buckets of a stage, each as one server; they stand for so many, or for themselves
+        alone where there is no `number`."""
+        speeds, squares = self.strengths_at(level)
+        own = (
+            bucket_of(int(self.nodes.prefix[i]), level) if column == self.column[i] and self.nodes.serving[i] else NONE
+        )
+        seen, total, squared, servers = 0, 0.0, 0.0, list[tuple[str, float]]()
+        for bucket in buckets:
+            place, speed = (column << level) + bucket, self.nodes.speed[i] if bucket == own else 0.0
+            strength = max(0.0, float(speeds[place]) - speed)
+            seen += int(self.counts(level)[place]) - (bucket == own)
+            total, squared = total + strength, squared + float(squares[place]) - speed * speed
+            servers.append((f"bucket {bucket} of stage {column}", max(strength, 1e-9)))
+        each, error, stage = 1.0, 0.0, column % self.stages
+        if number is not None:
+            each = max(1.0, number.number / max(1, seen))
+            error = sample_error(seen, total, squared, each * max(1, seen), number.error)
+        return [Server(PeerId(name), stage, strength, stands_for=each, error=error) for name, strength in servers]
 
     def forget(self, i: int) -> None:
         """See `CrowdDirectory.forget`."""
@@ -245,10 +277,11 @@ class WholeDirectory(_Records):
         """See `CrowdDirectory.replicas`."""
         return max(1, self._many[int(self.column[i])])
 
-    def strengths(self, i: int) -> list[float]:
-        """See `CrowdDirectory.strengths`."""
+    def servers(self, i: int) -> list[Server]:
+        """See `CrowdDirectory.servers`."""
         first = int(self.column[i]) // self.stages * self.stages
-        return self.strengths_at(0)[first : first + self.stages].tolist()
+        columns = range(first, first + self.stages)
+        return [server for column in columns for server in self.others_of(i, column, 0, (0,), None)]
 
     def seen(self, i: int, ahead: int) -> Sequence[PeerId]:
         """See `CrowdDirectory.seen`."""
@@ -294,15 +327,25 @@ class BucketDirectory(_Records):
         """See `CrowdDirectory.replicas`."""
         return self._replicas[i]
 
-    def strengths(self, i: int) -> list[float]:
-        """See `CrowdDirectory.strengths`: of two buckets of each stage, at the level that level 0 speaks of."""
-        first = int(self.column[i]) // self.stages * self.stages
-        found: list[float] = []
-        for column in range(first, first + self.stages):
-            level = max(0, int(self._behind_of[column]) - 1)
-            speeds, random = self.strengths_at(level), self.nodes.rng.random
-            drawn = [int(random() * (1 << level)) for _ in range(HELD)] if level else [0]
-            found.append(sum(float(speeds[(column << level) + b]) for b in drawn) / len(drawn) * (1 << level))
+    def servers(self, i: int) -> list[Server]:
+        """See `CrowdDirectory.servers`: of the own stage and the next those that it holds, of the others a bucket drawn
+        anew, with the number that some more of them speak for."""
+        first, own = int(self.column[i]) // self.stages * self.stages, self.nodes.stage[i]
+        found: list[Server] = []
+        for stage in range(self.stages):
+            ahead, column, draw = stage - own, first + stage, self.nodes.rng
+            held = [b for b in self._held[ahead, i].tolist() if b != NONE] if 0 <= ahead < NEAR else []
+            level = int(self.levels[ahead].level[i]) if held else max(0, int(self._behind_of[column]) - 1)
+            many = 1 << level
+            if level and not held:
+                counts = self.counts(level)
+                drawn = [int(counts[(column << level) + b]) for b in draw.sample(range(many), min(KEPT, many))]
+                number = estimated([float(n << level) for n in drawn], drawn)
+                found += self.others_of(i, column, level, (draw.randrange(many),), number)
+            elif held and len(held) < many:
+                found += self.others_of(i, column, level, held, self.levels[ahead].estimate(i))
+            else:
+                found += self.others_of(i, column, level, held or (0,), None)
         return found
 
     def forget(self, i: int) -> None:

@@ -42,6 +42,7 @@ def test_rows_of_arrays_decide_as_one_node_does() -> None:
         rows.took(everybody, np.array(at), np.array([bucket for _, bucket in levels]), np.array(counts))
         assert rows.level.tolist() == [node.level for node in each]
         assert rows.estimates(everybody).tolist() == [node.estimate.number for node in each]
+        assert [rows.estimate(i) for i in everybody] == [node.estimate for node in each]
         assert rows.fullness(everybody).tolist() == [node.fullness for node in each]
         written = [set[int]() for _ in each]
         for where, who in rows.levels_to_write(everybody, np.array(prefixes)):
