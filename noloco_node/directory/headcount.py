@@ -68,6 +68,11 @@ def sampled_share(drawn: int, there: int) -> float:
     return max(0.0, share - SAMPLE_DOUBT * math.sqrt(share * (1.0 - share) / drawn))
 
 
+def unasked_share(asked: int, there: int) -> float:
+    """The same of a stage that is seen in part, of which few were asked when another part is seen: as those are."""
+    return there / asked if 0 < asked < SAMPLE else sampled_share(asked, there)
+
+
 def count(working: float, first: float, later: Sequence[tuple[float, float]], first_share: float) -> float:
     """This replica and those that count beside it: the `working` ones, the `first` ones that have been there from the
     start at their share, and the `later` ones, each as far as it is there, with its share; a few of these are welcome

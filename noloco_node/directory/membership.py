@@ -11,7 +11,7 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
-from noloco_node.directory.headcount import Headcount, is_there
+from noloco_node.directory.headcount import Headcount, is_there, unasked_share
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
@@ -221,8 +221,15 @@ class Membership:
         return [peer for peer in answering if not any(peer in stage for stage in rows)]
 
     def unserved(self) -> list[int]:
-        """Stages, the own one aside, of which nobody that serves is there, whatever the records say."""
-        return [s for s in range(self.stages) if s != self.stage and not self.there(s, *SERVING)]
+        """Stages, the own one aside, of which nobody that serves is there, whatever the records say. Of one that is
+        seen in part others are seen every dozen of seconds: while none of these was asked, nothing is known."""
+        others = [stage for stage in range(self.stages) if stage != self.stage and not self.there(stage, *SERVING)]
+        return [stage for stage in others if self.scale(stage) == 1.0 or not self._unasked(stage, *SERVING)]
+
+    def _unasked(self, stage: int, *states: PeerState) -> list[PeerId]:
+        """Peers at a stage of which nothing is known but that they are introduced."""
+        peers = [PeerId(r.peer_id) for r in self.live(stage, *states) if not is_there(self._known, r)]
+        return [peer for peer in peers if peer != self._own and self._known.unsure(peer, stage)]
 
     def replicas_per_stage(self) -> list[int]:
         """Replicas of each stage that are there, this one included; of a large one an estimate."""
@@ -238,9 +245,17 @@ class Membership:
 
     def _counts(self, *states: PeerState, own: int) -> list[int]:
         """Other nodes of each stage that are there, and `own` at this one's."""
-        counts = [round(len(self.there(stage, *states)) * self.scale(stage)) for stage in range(self.stages)]
+        counts = [round(self._there_and_unasked(stage, *states) * self.scale(stage)) for stage in range(self.stages)]
         counts[self.stage] += own
         return counts
+
+    def _there_and_unasked(self, stage: int, *states: PeerState) -> float:
+        there = len(self.there(stage, *states))
+        if self.scale(stage) == 1.0:
+            return float(there)
+        unasked = len(self._unasked(stage, *states))
+        rows = sum(record.peer_id != self._own for record in self.live(stage, *states))
+        return there + unasked * unasked_share(rows - unasked, there)
 
     def hurry(self, hurried: bool = True) -> None:
         """From now on look at the others more often, or no longer: whatever this node waits for, the others wait for as

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from noloco_node.directory.buckets import TARGET
-from noloco_node.directory.headcount import SAMPLE, WELCOME_SHARE, is_there, sampled_share
+from noloco_node.directory.headcount import WELCOME_SHARE, is_there, sampled_share, unasked_share
 from noloco_node.directory.records import DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
@@ -148,7 +148,7 @@ def _servers_of_stage(
         return [Server(peer, stage, usual, present=False, stands_for=each, error=1.0) for peer in unsure]
     if unsure and there:
         asked = len(rows) - len(unsure)
-        share = len(there) / asked if each > 1.0 and asked < SAMPLE else sampled_share(asked, len(there))
+        share = unasked_share(asked, len(there)) if each > 1.0 else sampled_share(asked, len(there))
         each *= 1.0 + len(unsure) * share / len(there)
     if each > 1.0:
         total, squares = math.fsum(s for _, s in there), math.fsum(s * s for _, s in there)

@@ -46,6 +46,9 @@ _Pace = Callable[[int, str], Awaitable[None]]
 
 IDLE_SHARE = 3.0
 """Pause after each chunk of a copy that is renewed, in times that the chunk took: training needs the network more."""
+SPARE_GUARDS = 3
+"""Nodes of a stage that is seen in part that take themselves for each one that is to keep a copy, on average: with one,
+there would be none more than a third of the time."""
 RETRY_SHARE = 0.1
 """After a failure a guard tries again in this share of the usual time."""
 OFFER_SECONDS = 10.0
@@ -175,7 +178,7 @@ class StageCopies:
             return None
 
     async def renew(self, membership: Membership) -> bool:
-        stage = guarded_stage(membership.stage, membership.own_rank(), self._spec.stages, self._spec.guard_copies)
+        stage = guarded_stage(membership.stage, guard_rank(membership), self._spec.stages, self._spec.guard_copies)
         if self.kept is not None and self.kept.stage != stage and membership.there(self.kept.stage, PeerState.TRAINING):
             self.kept = None  # never that of a stage which only this copy may be left of
         if stage is None:
@@ -280,6 +283,12 @@ class StageCopies:
             root=root,
         )
         return sign_copy(self._transport, manifest, weights)
+
+
+def guard_rank(membership: Membership) -> int:
+    """A node's place among those of its stage that may keep copies. In a stage that is seen in part each estimates its
+    own, and no node or several may take a place: so several are meant to."""
+    return membership.own_rank() // (SPARE_GUARDS if membership.scale(membership.stage) > 1.0 else 1)
 
 
 def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:

@@ -219,13 +219,14 @@ def part(stage: int, strength: float, error: float, name: str = "") -> Server:
 
 def test_several_looks_tell_more_than_one_where_they_show_others() -> None:
     """As many as are new, and no more than come in the time in which a stage is counted anew: 120 s."""
-    same, other, hasty = Sightings(LIFE), Sightings(LIFE), Sightings(LIFE)
-    for look in range(9):
-        seen = same.look(120.0 * look, [part(0, 90.0 + 5 * look, 0.1), part(1, 100.0, 0.1)], (1.0, 1.0))
-        others = other.look(
-            120.0 * look, [part(stage, 90.0 + 5 * look, 0.1, str(look)) for stage in (0, 1)], (1.0, 1.0)
-        )
-        hurried = hasty.look(2.0 * look, [part(stage, 110.0, 0.1, str(look)) for stage in (0, 1)], (1.0, 1.0))
+    same, other, hasty, even = Sightings(LIFE), Sightings(LIFE), Sightings(LIFE), (1.0, 1.0)
+    for look in range(8):
+        same.look(120.0 * look, [part(0, 90.0 + 5 * look, 0.1), part(1, 100.0, 0.1)], even)
+        other.look(120.0 * look, [part(stage, 90.0 + 5 * look, 0.1, str(look)) for stage in (0, 1)], even)
+        hasty.look(2.0 * look, [part(stage, 110.0, 0.1, str(look)) for stage in (0, 1)], even)
+    seen = same.look(960.0, [part(0, 130.0, 0.1), part(1, 100.0, 0.1)], even)
+    others = other.look(960.0, [part(stage, 130.0, 0.1, "last") for stage in (0, 1)], even)
+    hurried = hasty.look(16.0, [part(stage, 110.0, 0.1, "last") for stage in (0, 1)], even)
     assert seen.strength[0] == others.strength[0] == pytest.approx(110.0)
     assert seen.errors[1] == pytest.approx(10.0)
     assert others.errors[0] == pytest.approx(11.0 / 3.0, rel=0.05)
