@@ -17,7 +17,7 @@ whoever is seen."""
 
 
 @dataclass(slots=True)
-class _Seen:
+class _StageSeen:
     """Of one stage."""
 
     looks: int = 0
@@ -37,7 +37,7 @@ class Sightings:
     record_seconds: float
     """Life of a record."""
     _began: float | None = None
-    _stages: dict[int, _Seen] = field(default_factory=dict[int, _Seen])
+    _stages: dict[int, _StageSeen] = field(default_factory=dict[int, _StageSeen])
 
     def age(self, now: float) -> float:
         """Seconds since the first look."""
@@ -55,7 +55,7 @@ class Sightings:
             if error <= 0.0:
                 self._stages.pop(stage, None)
                 continue
-            seen = self._stages.setdefault(stage, _Seen())
+            seen = self._stages.setdefault(stage, _StageSeen())
             peers = frozenset(server.peer for server in servers if server.stage == stage)
             since = (now - seen.at) / (RECOUNTED * self.record_seconds)
             _take(seen, peers, supply.strength[stage], error, since)
@@ -65,7 +65,7 @@ class Sightings:
         return Supply(tuple(strengths), supply.work, tuple(errors))
 
 
-def _take(seen: _Seen, peers: frozenset[PeerId], strength: float, error: float, since: float) -> None:
+def _take(seen: _StageSeen, peers: frozenset[PeerId], strength: float, error: float, since: float) -> None:
     fresh = min(since, len(peers - seen.peers) / max(1, len(peers)))
     seen.independent += fresh if seen.looks else 1.0
     seen.looks += 1
