@@ -21,6 +21,7 @@ from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
 from noloco_node.state_transfer.backups import guard_rank, guarded_stage
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
+from tests.inside import directory_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
 from tests.swarm.worlds import AllAnswer
 
@@ -197,7 +198,7 @@ def test_the_runs_end_is_known_where_few_of_the_origins_are_seen() -> None:
     now, rng, origins = [1000.0], random.Random(3), by_bucket(names(0))
     met, known, seen = rng.sample(names(0), 40), Acquaintances(lambda: now[0]), OriginsSeen(lambda: now[0])
     members = membership_of(PeerId("watcher-wwww"), 2, view_of([[], [], []], [0, 0, 0]), known)
-    directory = members._directory
+    directory = directory_of(members)
     assert isinstance(directory, Shown)
     trained = [1000.0]
     end = EndOfRun(
