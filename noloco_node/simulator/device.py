@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from noloco_node.training.compute_thread import CallOrder, Compute, DeviceWaits, Priority, attempt, settle
 from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.host_copies import Ahead
 
 T = TypeVar("T")
 
@@ -42,9 +43,15 @@ class SimulatedDevice(Compute):
         return len(self._order)
 
     async def run(
-        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+        self,
+        priority: Priority,
+        work: Callable[[], T],
+        turn: QueueTurn = OWN,
+        waits: DeviceWaits | None = None,
+        ahead: Ahead | None = None,
     ) -> T:
-        """See `Compute.run`."""
+        """See `Compute.run`. It has no memory of its own that anything could come to."""
+        del ahead
         future: asyncio.Future[T] = self._loop.create_future()
         self._order.put(priority, _Call(priority, work, future, self._loop.time(), waits), turn)
         if self._idle.is_set():

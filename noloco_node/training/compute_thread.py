@@ -1,5 +1,5 @@
 """The one thread that owns the device. Work is taken in the order: step, backward, forward, new draw; forwards of
-several sources take turns."""
+several sources take turns. What the next call needs on a device with memory of its own is sent there meanwhile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from typing import Any, Generic, TypeVar
 
 from noloco_node import ambient
 from noloco_node.training.fair_queue import OWN, FairQueue, QueueTurn
+from noloco_node.training.host_copies import Ahead
 
 T = TypeVar("T")
 C = TypeVar("C")
+
+MOST_AHEAD = 2
+"""Calls whose inputs are sent before their turn: the next one, and one that was the next until another overtook it."""
 
 
 class Priority(IntEnum):
@@ -65,10 +69,15 @@ class Compute(ABC):
 
     @abstractmethod
     async def run(
-        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+        self,
+        priority: Priority,
+        work: Callable[[], T],
+        turn: QueueTurn = OWN,
+        waits: DeviceWaits | None = None,
+        ahead: Ahead | None = None,
     ) -> T:
         """Run `work` on the device; its result or exception comes back. Forwards go by their `turn`. What it waits is
-        added to `waits`."""
+        added to `waits`. What it needs may come `ahead` of it."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -83,6 +92,8 @@ class ComputeThread(Compute):
         self._loop = asyncio.get_running_loop()
         self._queue = _Waiting()
         self._stopping = False
+        self._sender: threading.Thread | None = None
+        """Sends what calls need ahead of them; made for the first that needs anything."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -92,7 +103,12 @@ class ComputeThread(Compute):
         return len(self._queue)
 
     async def run(
-        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+        self,
+        priority: Priority,
+        work: Callable[[], T],
+        turn: QueueTurn = OWN,
+        waits: DeviceWaits | None = None,
+        ahead: Ahead | None = None,
     ) -> T:
         """See `Compute.run`. RuntimeError once it is closed."""
         if self._stopping:
@@ -105,15 +121,27 @@ class ComputeThread(Compute):
                 waits.seconds += ambient.monotonic() - asked
             self._carry_out(priority, work, future)
 
-        self._queue.put(priority, call, turn)
-        return await future
+        if ahead is None:
+            self._queue.put(priority, _Call(call), turn)
+            return await future
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send, name="copies", daemon=True)
+            self._sender.start()
+        try:
+            self._queue.put(priority, _Call(call, ahead), turn)
+            return await future
+        finally:
+            ahead.forget()
 
     async def close(self) -> None:
         """See `Compute.close`: the thread ends."""
         if not self._stopping:
             self._stopping = True
-            self._queue.put(Priority.STOP, _leave, OWN)
+            self._queue.put(Priority.STOP, _Call(_leave), OWN)
         await ambient.elsewhere(self._thread.join)
+        if self._sender is not None:
+            self._queue.close()
+            await ambient.elsewhere(self._sender.join)
 
     def _carry_out(self, priority: Priority, work: Callable[[], T], future: asyncio.Future[T]) -> None:
         if future.cancelled():
@@ -127,11 +155,16 @@ class ComputeThread(Compute):
         while True:
             call = self._queue.get()
             try:
-                call()
+                call.work()
             except _Leave:
                 return
             finally:
                 del call  # else it would hold what it was called with, and its result, until the next one comes
+
+    def _send(self) -> None:
+        while (ahead := self._queue.next_ahead()) is not None:
+            ahead.begin()
+            del ahead
 
 
 class CallOrder(Generic[C]):
@@ -152,6 +185,12 @@ class CallOrder(Generic[C]):
         else:
             heapq.heappush(self._heap, (priority, next(self._number), call))
 
+    def first(self) -> C:
+        """The call that would be next now. IndexError where none waits."""
+        if self._heap and (self._heap[0][0] < Priority.FORWARD or not len(self._forwards)):
+            return self._heap[0][2]
+        return self._forwards.first()
+
     def take(self) -> C:
         """The next call. IndexError where none waits."""
         if self._heap and (self._heap[0][0] < Priority.FORWARD or not len(self._forwards)):
@@ -159,28 +198,57 @@ class CallOrder(Generic[C]):
         return self._forwards.pop()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    work: Callable[[], None]
+    ahead: Ahead | None = None
+
+
 class _Waiting:
-    """Others put calls in, the compute thread takes them out."""
+    """Others put calls in, the compute thread takes them out, and a third one has the next one's inputs sent."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._order: CallOrder[Callable[[], None]] = CallOrder()
+        self._order: CallOrder[_Call] = CallOrder()
+        self._sent: set[_Call] = set()
+        """Calls that wait, and whose inputs need not be sent any more."""
+        self._closed = False
 
     def __len__(self) -> int:
         with self._changed:
             return len(self._order)
 
-    def put(self, priority: Priority, call: Callable[[], None], turn: QueueTurn) -> None:
+    def put(self, priority: Priority, call: _Call, turn: QueueTurn) -> None:
         with self._changed:
             self._order.put(priority, call, turn)
-            self._changed.notify()
+            self._changed.notify_all()
 
-    def get(self) -> Callable[[], None]:
+    def get(self) -> _Call:
         """The next call; waits for one."""
         with self._changed:
             while not len(self._order):
                 self._changed.wait()
-            return self._order.take()
+            call = self._order.take()
+            self._sent.discard(call)
+            self._changed.notify_all()
+            return call
+
+    def next_ahead(self) -> Ahead | None:
+        """What the next call needs, once; waits for one that needs anything. None when it is closed."""
+        with self._changed:
+            while not self._closed:
+                call = self._order.first() if len(self._order) else None
+                if call is not None and call.ahead and call not in self._sent and len(self._sent) < MOST_AHEAD:
+                    self._sent.add(call)
+                    return call.ahead
+                self._changed.wait()
+            return None
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class _Leave(Exception):

@@ -59,13 +59,13 @@ class FairQueue(Generic[T]):
         """The next item. IndexError where none waits."""
         return self.take()[1]
 
+    def first(self) -> T:
+        """The item that would be next now. IndexError where none waits."""
+        return self._next()[1].first()
+
     def take(self) -> tuple[float, T]:
         """The next item and its cost. IndexError where none waits."""
-        if not self._waiting:
-            raise IndexError("nothing waits")
-        source, line = next(iter(self._waiting.items()))
-        if len(self._waiting) > 1:
-            source, line = min(self._waiting.items(), key=_stands_at)
+        source, line = self._next()
         self._now = line.stands_at
         cost, item = line.take()
         self._count -= 1
@@ -78,6 +78,13 @@ class FairQueue(Generic[T]):
                 self._now = self._latest
                 self._stood.clear()
         return cost, item
+
+    def _next(self) -> tuple[str, _Line[T]]:
+        if not self._waiting:
+            raise IndexError("nothing waits")
+        if len(self._waiting) > 1:
+            return min(self._waiting.items(), key=_stands_at)
+        return next(iter(self._waiting.items()))
 
 
 def _stands_at(waiting: tuple[str, _Line[Any]]) -> float:
@@ -99,3 +106,6 @@ class _Line(Generic[T]):
 
     def take(self) -> tuple[float, T]:
         return self.items.pop(0) if self.items or self.parts is None else self.parts.take()
+
+    def first(self) -> T:
+        return self.items[0][1] if self.items or self.parts is None else self.parts.first()

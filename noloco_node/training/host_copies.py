@@ -2,21 +2,35 @@
 
 The processor and a GPU go the same way through here. On the processor nothing is copied that is there already.
 
-What a microbatch needs is waited for. What an outer step needs, a vector as long as the stage, crosses on a stream of
-its own: the device computes on meanwhile, and who waits for it is not the thread that keeps the device at work.
+What a microbatch needs of the device is waited for. What it needs there may come ahead of it, while the device works on
+another: then only the device waits for it. What an outer step needs, a vector as long as the stage, crosses on a stream
+of its own: the device computes on meanwhile, and who waits for it is not the thread that keeps the device at work.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _OnItsWay:
+    """A tensor of the host and what becomes of it on the device."""
+
+    source: Tensor
+    there: Tensor
+    done: Any
+    """The event at which it is there."""
+
+
 class HostCopies:
-    """What crosses. Belongs to the compute thread but for `bring`; it waits for the device nowhere else as it trains.
+    """What crosses. Belongs to the compute thread but for `bring` and what comes ahead; it waits for the device nowhere
+    else as it trains.
 
     A GPU's own queue is not asked before everything that a microbatch needs of it is in there: `to_host` is that one
     question.
@@ -28,19 +42,72 @@ class HostCopies:
         self._streams: Any = None
         if device.type == "cuda" if apart is None else apart:
             self._streams = torch.get_device_module(device)
-            self._stream, self._long = self._streams.Stream(device), self._streams.Stream(device)
+            self._coming, self._going, self._long = (self._streams.Stream(device) for _ in range(3))
+        self._ahead: dict[int, _OnItsWay] = {}
+        self._lock = threading.Lock()
+        self._taken: Any = None
+        """The event at which the device has read what came last."""
         self.waits = 0
         """How often the device was waited for."""
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A host tensor on the device; itself where it is there in this precision. Waits for nothing. What crosses is
-        as narrow as it came."""
+        as narrow as it came, and what comes `ahead` is not sent again."""
         if self._streams is None:
             return tensor.to(device=self._device, dtype=dtype)
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        self._beside([(there, self._pinned(tensor.shape, tensor.dtype).copy_(tensor))], self._stream)
-        self._streams.current_stream(self._device).wait_stream(self._stream)
-        return there.to(dtype)
+        with self._lock:
+            coming = self._ahead.pop(id(tensor), None)
+        coming = coming or self._send(tensor)
+        current = self._streams.current_stream(self._device)
+        current.wait_event(coming.done)
+        here = coming.there.to(dtype, copy=True)
+        taken = self._streams.Event()
+        taken.record(current)
+        self._taken = taken  # before what came is let go: see `_send`
+        return here
+
+    def ahead(self, *tensors: Tensor) -> Ahead | None:
+        """These host tensors, which `to_device` will be asked for by a call that waits for its turn. None where they
+        need no way. For any thread, as what it returns is."""
+        return None if self._streams is None else Ahead(self, tensors)
+
+    def begin(self, tensor: Tensor, wanted: Callable[[], bool]) -> None:
+        """Send a host tensor to the device, and keep what comes of it if it is still `wanted` then. Nothing is sent
+        where the device has no memory for it: its call will say so, or find some."""
+        try:
+            coming = self._send(tensor)
+        except torch.OutOfMemoryError:
+            return
+        with self._lock:
+            if wanted():
+                self._ahead[id(tensor)] = coming
+
+    def forget(self, tensor: Tensor) -> None:
+        """It is not wanted any more: the device's memory for it is free."""
+        with self._lock:
+            self._ahead.pop(id(tensor), None)
+
+    @property
+    def coming(self) -> int:
+        """Tensors that have been sent ahead and not been taken."""
+        return len(self._ahead)
+
+    def _send(self, tensor: Tensor) -> _OnItsWay:
+        """Begin to copy a tensor of the host.
+
+        Its memory there is of the stream that brings it, and is used anew by that stream alone. Nobody gives it back
+        before `_taken` says that the device has read it, so whoever gets memory here and then looks at `_taken` waits
+        for every earlier reader of it, and for no computation beyond that.
+        """
+        pinned = self._pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        with self._streams.stream(self._coming):
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            if (taken := self._taken) is not None:
+                self._coming.wait_event(taken)
+            there.copy_(pinned, non_blocking=True)
+        done = self._streams.Event()
+        done.record(self._coming)
+        return _OnItsWay(tensor, there, done)
 
     def to_host(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """These tensors of the device on the host, all by one wait."""
@@ -48,9 +115,9 @@ class HostCopies:
         if self._streams is None:
             return tuple(tensor.to("cpu") for tensor in tensors)
         here = [(self._pinned(tensor.shape, tensor.dtype), tensor) for tensor in tensors]
-        self._beside(here, self._stream)
+        self._beside(here, self._going)
         done = self._streams.Event()
-        done.record(self._stream)
+        done.record(self._going)
         done.synchronize()
         return tuple(to for to, _ in here)
 
@@ -93,3 +160,24 @@ class HostCopies:
 
     def _pinned(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+
+class Ahead:
+    """Tensors of the host that a call wants on the device, for whoever lets it wait. For any thread."""
+
+    def __init__(self, copies: HostCopies, tensors: tuple[Tensor, ...]) -> None:
+        self._copies = copies
+        self._tensors = tensors
+        self._wanted = True
+
+    def begin(self) -> None:
+        """Send them now, while the device works on something else."""
+        for tensor in self._tensors:
+            if self._wanted:
+                self._copies.begin(tensor, lambda: self._wanted)
+
+    def forget(self) -> None:
+        """The call is over, or will not be: whatever was sent and not taken is let go, and nothing is sent any more."""
+        self._wanted = False
+        for tensor in self._tensors:
+            self._copies.forget(tensor)

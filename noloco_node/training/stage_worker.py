@@ -254,7 +254,8 @@ class StageWorker:
         """Activations for the next stage. `draw` marks a new microbatch of stage 0, which waits for all other work;
         `turn` says on whose account others' goes, `waits` is told what it waits."""
         priority = Priority.DRAW if draw else Priority.FORWARD
-        return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage), turn, waits)
+        ahead = self._trainer.copies.ahead(inputs)
+        return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage), turn, waits, ahead)
 
     async def backward(
         self,
@@ -276,7 +277,7 @@ class StageWorker:
             self._count_gradient()
             return result
 
-        return await self._thread.run(Priority.BACKWARD, work, OWN, waits)
+        return await self._thread.run(Priority.BACKWARD, work, OWN, waits, self._trainer.copies.ahead(gradient))
 
     async def loss(
         self,
@@ -297,7 +298,8 @@ class StageWorker:
             self._count_gradient()
             return result
 
-        return await self._thread.run(Priority.DRAW if draw else Priority.FORWARD, work, turn, waits)
+        priority, ahead = Priority.DRAW if draw else Priority.FORWARD, self._trainer.copies.ahead(inputs, labels)
+        return await self._thread.run(priority, work, turn, waits, ahead)
 
     async def evaluate(self, inputs: Tensor, positions: Tensor | None = None, turn: QueueTurn = OWN) -> Tensor:
         """Forward only; `positions` as a passage has them."""

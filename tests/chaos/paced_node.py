@@ -17,6 +17,7 @@ from noloco_node.cli import main as cli
 from noloco_node.node import journey as node
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.host_copies import Ahead
 
 T = TypeVar("T")
 
@@ -27,7 +28,12 @@ class PacedThread(ComputeThread):
     """Works no faster than the environment says."""
 
     async def run(
-        self, priority: Priority, work: Callable[[], T], turn: QueueTurn = OWN, waits: DeviceWaits | None = None
+        self,
+        priority: Priority,
+        work: Callable[[], T],
+        turn: QueueTurn = OWN,
+        waits: DeviceWaits | None = None,
+        ahead: Ahead | None = None,
     ) -> T:
         """See `ComputeThread.run`."""
         seconds = float(os.environ[OPERATION_SECONDS])
@@ -38,7 +44,7 @@ class PacedThread(ComputeThread):
             time.sleep(max(0.0, due - time.monotonic()))
             return result
 
-        return await super().run(priority, work if priority is Priority.STEP else paced, turn, waits)
+        return await super().run(priority, work if priority is Priority.STEP else paced, turn, waits, ahead)
 
 
 def main() -> None:

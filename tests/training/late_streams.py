@@ -1,0 +1,110 @@
+"""Streams of copies that do as a GPU's do: what is put on one happens when somebody waits for it, and not before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from noloco_node.training.host_copies import HostCopies
+
+CPU = torch.device("cpu")
+
+
+class LateStream:
+    """Keeps what is put on it."""
+
+    def __init__(self, _device: object = None) -> None:
+        self.put = 0
+        self.waiting: deque[Callable[[], object]] = deque()
+        self.waited: list[LateEvent] = []
+        """Events that what is put here now must wait for."""
+        self.made: list[Tensor] = []
+        """Memory that was taken for it."""
+
+    def wait_stream(self, other: LateStream) -> None:
+        """What is put here from now on finds all that was put on the other one done. The device's own has nothing that
+        waits; for it this is the moment."""
+        if other.waiting and not isinstance(self, Prompt):
+            raise AssertionError("a stream of copies waits for another one")
+        other.run()
+
+    def wait_event(self, event: LateEvent) -> None:
+        """The same of what was put there before the event."""
+        self.waited.append(event)
+        event.synchronize()
+
+    def run(self, until: int | None = None) -> None:
+        """Do what was put here, the first so many."""
+        left = self.put - (self.put if until is None else until)
+        while len(self.waiting) > left:
+            self.waiting.popleft()()
+
+
+class Prompt(LateStream):
+    """The device's own: whatever it is given is done at once."""
+
+
+class LateEvent:
+    """See `torch.cuda.Event`."""
+
+    def record(self, stream: LateStream) -> None:
+        """The moment at which what is on the stream now is done."""
+        self.stream, self._until = stream, stream.put
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.stream.run(self._until)
+
+
+class _Put(TorchDispatchMode):
+    def __init__(self, stream: LateStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ != "copy_":
+            made = func(*args, **(kwargs or {}))
+            self._stream.made.append(made)
+            return made
+        self._stream.put += 1
+        self._stream.waiting.append(lambda: func(*args, **(kwargs or {})))
+        return args[0]
+
+
+class LateStreams:
+    """A module of a device, as `torch.cuda` is one."""
+
+    Event = LateEvent
+
+    def __init__(self) -> None:
+        self.own = Prompt()
+        self.made: list[LateStream] = []
+
+    def Stream(self, _device: object) -> LateStream:
+        """One more."""
+        self.made.append(LateStream())
+        return self.made[-1]
+
+    def current_stream(self, _device: object) -> LateStream:
+        """The device's own."""
+        return self.own
+
+    @contextmanager
+    def stream(self, stream: LateStream) -> Generator[None]:
+        """What is copied in the block is put on the stream."""
+        with _Put(stream):
+            yield
+
+
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[HostCopies, LateStreams]:
+    """Copies to a device apart, whose streams are late."""
+    streams = LateStreams()
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: streams)
+    return HostCopies(CPU, apart=True), streams
