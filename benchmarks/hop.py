@@ -4,7 +4,11 @@
 
 Two processes, a p2pd each. The same bytes go there and as many come back: over an asyncio TCP connection, over a bare
 stream of p2pd (which is what p2pd bears), over this project's transport on the same p2pd, over hivemind's unary call,
-and over gRPC's. With --round-trip and --mbit all of it goes through a shaping proxy.
+and over gRPC's. With --round-trip and --mbit all of it goes through a shaping proxy, a process of its own.
+
+    python -m benchmarks.hop --matrix --out benchmarks/results/hop-matrix.json
+
+does so for links of 20, 100 and 200 ms and of 20, 100 and 1000 Mbit/s, over TCP, p2pd and the transport.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
-import random
+import os
 import statistics
 import sys
 import tempfile
@@ -39,7 +44,7 @@ from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
-from tests.chaos.proxy import Shape, ShapingProxy
+from tests.chaos.proxy import Shape
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 Tensor: Any = runtime_pb2.Tensor  # pyright: ignore
@@ -51,6 +56,14 @@ MOST_UNARY = (4 << 20) - 1024
 MOST_GRPC = 1 << 30
 BULK_BYTES = 64 << 20
 CARRIERS = ("tcp", "bare p2pd", "noloco", "hivemind unary", "grpc unary")
+MATRIX = tuple(itertools.product((20.0, 100.0, 1000.0), (20.0, 100.0, 200.0)))
+"""Mbit/s and milliseconds there and back."""
+MATRIX_CARRIERS = CARRIERS[:3]
+MATRIX_SIZES = (64 << 10, 1 << 20, 4 << 20)
+MATRIX_SIZES_QUICK = (*MATRIX_SIZES, 16 << 20)
+QUICK_MBIT = 100.0
+MOST_SHAPED = 4
+"""Calls in a row over a link that takes its time."""
 START_SECONDS = 60.0
 CALL_SECONDS = 600.0
 
@@ -171,23 +184,19 @@ async def _shaped(port: int, shape: Shape | None) -> AsyncIterator[int]:
     if shape is None:
         yield port
         return
-    proxy = ShapingProxy(port, random.Random(port), shape.pieces_under_way)
-    proxy.shape = shape
-    await proxy.start()
-    try:
-        yield proxy.port
-    finally:
-        await proxy.close()
+    link = ("--link", str(port), str(shape.delay), str(shape.bits_per_second / 1e6))
+    async with other_process("benchmarks.pair", *link, seconds=START_SECONDS) as (where, _):
+        yield where["port"]
 
 
 @contextlib.asynccontextmanager
 async def carriers(
-    where: dict[str, Any], folder: Path, shape: Shape | None
+    where: dict[str, Any], folder: Path, shape: Shape | None, wanted: Sequence[str] = CARRIERS
 ) -> AsyncIterator[tuple[dict[str, Exchange], PrivateP2P]]:
-    """Every way to the server, and the p2pd on this side."""
+    """The `wanted` ways to the server, and the p2pd on this side."""
     async with contextlib.AsyncExitStack() as stack:
         tcp_port = await stack.enter_async_context(_shaped(where["tcp"], shape))
-        grpc_port = await stack.enter_async_context(_shaped(where["grpc"], shape))
+        grpc_port = await stack.enter_async_context(_shaped(where["grpc"], shape if CARRIERS[-1] in wanted else None))
         address = parse_address(where["p2p"])
         p2p_port = await stack.enter_async_context(_shaped(address.port, shape))
         entrance = f"/ip4/127.0.0.1/tcp/{p2p_port}/p2p/{address.peer}"
@@ -225,15 +234,17 @@ async def carriers(
             assert len(await stub(bytes(size))) == size
 
         ways = (_by_bytes(reader, writer), _by_bytes(bare_reader, bare_writer), by_noloco, by_unary, by_grpc)
-        yield dict(zip(CARRIERS, ways, strict=True)), daemon
+        made: dict[str, Exchange] = dict(zip(CARRIERS, ways, strict=True))
+        yield {name: made[name] for name in wanted}, daemon
 
 
-async def measure(ways: dict[str, Exchange], cpu: Processes, size: int, rounds: int) -> list[Measured]:
-    """Every carrier in turn, again and again: whatever disturbs the machine disturbs all."""
+async def measure(ways: dict[str, Exchange], cpu: Processes, size: int, rounds: int, most: int = 32) -> list[Measured]:
+    """Every carrier in turn, again and again, at `most` so many calls at a time: whatever disturbs the machine disturbs
+    all."""
     able = [carrier for carrier in ways if carrier != "hivemind unary" or size <= MOST_UNARY]
     taken: dict[str, list[float]] = {carrier: [] for carrier in able}
     worked: dict[str, float] = dict.fromkeys(able, 0.0)
-    times = max(1, min(32, (4 << 20) // size))
+    times = max(1, min(most, (4 << 20) // size))
     for turn in range(rounds + 1):
         for carrier in able:
             before, began = cpu.seconds(), time.perf_counter()
@@ -312,17 +323,64 @@ def table(measured: Sequence[Measured]) -> str:
         ours, bare = row["noloco"], row["bare p2pd"]
         cells.append(f"{ours.seconds / bare.seconds:.2f}")
         cells.append(f"{ours.cpu_seconds / bare.cpu_seconds:.2f}" if bare.cpu_seconds else "–")
-        shown = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-        lines.append(f"| {shown} | " + " | ".join(cells) + " |")
+        lines.append(f"| {_size(size)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def shape_of(round_trip: float, mbit: float) -> Shape | None:
+    """Of milliseconds there and back and Mbit/s each way, 0 for as fast as it goes; None where both are."""
+    if not round_trip and not mbit:
+        return None
+    return Shape(delay=round_trip / 2e3, bits_per_second=mbit * 1e6 if mbit else Shape().bits_per_second)
+
+
+async def run_matrix(rounds: int) -> list[dict[str, Any]]:
+    """Every link in turn, between the same two processes."""
+    cells: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        server = other_process("benchmarks.hop", "--serve", name, seconds=START_SECONDS)
+        async with server as (where, pid):
+            for mbit, round_trip in MATRIX:
+                shape = shape_of(round_trip, mbit)
+                async with carriers(where, Path(name), shape, MATRIX_CARRIERS) as (ways, daemon):
+                    cpu = Processes((psutil.Process().pid, pid, where["p2pd"], daemon.pid))
+                    for size in MATRIX_SIZES_QUICK if mbit >= QUICK_MBIT else MATRIX_SIZES:
+                        found = await measure(ways, cpu, size, rounds, MOST_SHAPED)
+                        cell = {"mbit": mbit, "round_trip_ms": round_trip, "load": os.getloadavg()[0]}
+                        cells += [cell | asdict(each) for each in found]
+                        print(f"{mbit:g} Mbit/s, {round_trip:g} ms: {table(found).splitlines()[-1]}", flush=True)
+    return cells
+
+
+def matrix_table(cells: Sequence[dict[str, Any]]) -> str:
+    """A row for each link, a cell for each size: the transport's time, and over that of the bare stream and of TCP."""
+    sizes = sorted({cell["bytes"] for cell in cells})
+    lines = ["| Mbit/s, ms | " + " | ".join(_size(size) for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
+    for mbit, round_trip in MATRIX:
+        shown = [f"{mbit:g}, {round_trip:g}"]
+        for size in sizes:
+            here = (mbit, round_trip, size)
+            took = {
+                cell["carrier"]: cell["seconds"]
+                for cell in cells
+                if (cell["mbit"], cell["round_trip_ms"], cell["bytes"]) == here
+            }
+            if not took:
+                shown.append("–")
+                continue
+            tcp, bare, ours = (took[name] for name in MATRIX_CARRIERS)
+            shown.append(f"{1e3 * ours:,.0f} ms; {ours / bare:.2f}; {ours / tcp:.2f}")
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 async def run(options: argparse.Namespace) -> tuple[list[Measured], list[Bulk]]:
     """Start the server, measure every size, then many streams at once."""
-    shape = None
-    if options.round_trip or options.mbit:
-        bits = options.mbit * 1e6 if options.mbit else Shape().bits_per_second
-        shape = Shape(delay=options.round_trip / 2e3, bits_per_second=bits)
+    shape = shape_of(options.round_trip, options.mbit)
     with tempfile.TemporaryDirectory() as name:
         server = other_process("benchmarks.hop", "--serve", name, seconds=START_SECONDS)
         async with server as (where, pid), carriers(where, Path(name), shape) as (ways, daemon):
@@ -346,11 +404,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-trip", type=float, default=0.0, metavar="MS")
     parser.add_argument("--mbit", type=float, default=0.0, help="Mbit/s each way; 0: as fast as it goes")
+    parser.add_argument("--matrix", action="store_true", help="every link of the matrix, with sizes of its own")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.serve:
         uvloop.run(serve(options.serve))
+        return
+    if options.matrix:
+        cells = uvloop.run(run_matrix(options.rounds))
+        print(matrix_table(cells))
+        if options.out:
+            options.out.write_text(json.dumps({"rounds": options.rounds, "measured": cells}, indent=1) + "\n")
         return
     found, bulks = uvloop.run(run(options))
     print(table(found))
