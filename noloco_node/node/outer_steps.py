@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from noloco_node import ambient
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
@@ -97,8 +97,11 @@ class OuterSteps:
             last_round=last_round,
             behind=self._behind.stands_back,
             last_done=self.last_taken,
-            weigh=lambda stage_peers: self._ways.weights(stage_peers, self.relayed(), ambient.monotonic()),
+            weigh=self._weights,
         )
+
+    def _weights(self, stage_peers: Sequence[PeerId]) -> list[float]:
+        return self._ways.weights(stage_peers, self.relayed(), ambient.monotonic())
 
     async def catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""
