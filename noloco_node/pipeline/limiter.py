@@ -8,6 +8,7 @@ from functools import partial
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTimes
+from noloco_node.training.compute_thread import DeviceLoad
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
 
@@ -16,6 +17,13 @@ WANTED_SECONDS = 1.0
 RELIABLE_SECONDS = 120.0
 """How long a peer is taken to bring work after a place of it came to something."""
 PEERS_REMEMBERED = 1024
+AHEAD_SECONDS = 0.5
+"""Of a device's work that may wait for it before a microbatch is sent on to others: to ask another takes about that."""
+ASKS_TO_WAIT = 2
+"""Asks that came to nothing, after which a microbatch may wait wherever there is a place. A sender that has asked all
+whom it sees counts as many."""
+OF_A_MICROBATCH = 1 / 8
+"""Part of one in what a microbatch usually takes."""
 
 
 class MicrobatchLimiter:
@@ -23,10 +31,19 @@ class MicrobatchLimiter:
     four) is for others than whoever has most: one peer that fills what it can get shuts nobody out. Places that
     others found taken just now are kept for them, until they ask again, from whoever has more than its part. While
     there are peers whose places came to something of late, half of all are for these: keys that were never seen before
-    cost nothing, and a place is held for as long as its body is on its way."""
+    cost nothing, and a place is held for as long as its body is on its way.
 
-    def __init__(self, limit: int, clock: Callable[[], float] = ambient.monotonic) -> None:
+    Where work waits for the device already, whoever has not asked around yet is refused as well: another device may be
+    idle, and only this node knows how long a microbatch takes here."""
+
+    def __init__(
+        self, limit: int, clock: Callable[[], float] = ambient.monotonic, load: Callable[[], DeviceLoad] = DeviceLoad
+    ) -> None:
         self._limit = limit
+        self._load = load
+        self._usual = 0.0
+        """Seconds of the device that a microbatch usually takes, steps and all; 0 before the first."""
+        self._busy = load().busy_seconds
         self._limit_per_peer = limit - limit // 4
         self._clock = clock
         self._taken: dict[PeerId, int] = {}
@@ -44,8 +61,11 @@ class MicrobatchLimiter:
         """Places taken now."""
         return self._count
 
-    def take(self, peer: PeerId) -> Release:
-        """A place for one microbatch of `peer`; what is returned gives it back. Refused (`busy`) if none is free."""
+    def take(self, peer: PeerId, asks: int = ASKS_TO_WAIT) -> Release:
+        """A place for one microbatch of `peer`, which has asked so often for it before, this node or others; what is
+        returned gives it back. Refused (`busy`) if none is free, or where it would wait and has not asked around."""
+        if asks < ASKS_TO_WAIT and (waiting := self._load().waiting) and waiting * self._usual > AHEAD_SECONDS:
+            raise Refused(Refusal.BUSY, f"{waiting} microbatches wait for the device")
         if self._count >= self._limit:
             self._want(peer)
             raise Refused(Refusal.BUSY, f"{self._count} microbatches are pending here")
@@ -64,6 +84,8 @@ class MicrobatchLimiter:
     def answered(self, peer: PeerId) -> None:
         """A place of `peer` came to something: the answer to its microbatch is ready."""
         self._answered[peer] = self._answered.get(peer, 0) + 1
+        before, self._busy = self._busy, self._load().busy_seconds
+        self._usual += (OF_A_MICROBATCH if self._usual else 1.0) * (self._busy - before - self._usual)
         self._reliable[peer] = self._clock() + RELIABLE_SECONDS
 
     def _release(self, peer: PeerId) -> None:

@@ -57,6 +57,7 @@ class MicrobatchHeader(WireModel):
     id: RandomId
     """Random; the same on every hop and every attempt."""
     attempt: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Asks for this hop that came to nothing before; see `MicrobatchLimiter.take`."""
     budget_ms: Annotated[int, Field(ge=1, le=86_400_000)]
     """Milliseconds left; the receiver fails upward before they are over."""
     mode: Mode = "train"
@@ -118,6 +119,8 @@ class Outgoing:
     """How often the stages so far chose each expert."""
     codec: ActivationCodec | None = None
     """How they travel; None: as suits the link."""
+    asks: int = 0
+    """Of it that came to nothing, before the one that was answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,13 @@ def given_up(reason: Refusal, why: str, reached: bool) -> HopFailed:
     """What to raise when all tries are used up. Where nobody had the microbatch in hand the origin must know: it is
     held back then, however often."""
     return HopFailed(reason if reached else Refusal.OUT_OF_REACH, why, reached=reached)
+
+
+def passed_upward(refusal: Refused, reached: bool) -> HopFailed:
+    """What to raise where a peer says that others further on gave up."""
+    if refusal.reason is Refusal.OUT_OF_REACH:
+        return HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached)
+    return HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True)
 
 
 @dataclass(slots=True, eq=False)

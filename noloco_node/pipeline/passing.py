@@ -25,7 +25,7 @@ from noloco_node.model.router import Router
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.pipeline.blockage import Blockage
 from noloco_node.pipeline.ledger import MicrobatchName, Repeats, content_of
-from noloco_node.pipeline.limiter import MicrobatchLimiter
+from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
 from noloco_node.pipeline.messages import (
     COME_BACK,
@@ -39,6 +39,7 @@ from noloco_node.pipeline.messages import (
     check_specs,
     decoded,
     given_up,
+    passed_upward,
     read_answer,
 )
 from noloco_node.pipeline.paces import HANG_SECONDS, RequestOutcome
@@ -126,16 +127,20 @@ class Downstream:
         origin tries another peer then: whoever always says so may be the one at fault.
         """
         deadline = ambient.monotonic() + budget
-        failures, attempt, rounds, reached = 0, 0, 0, False
+        failures, attempt, rounds, reached, busy_since = 0, 0, 0, False, math.inf
         excluded: set[PeerId] = set()
         while (remaining := deadline - ambient.monotonic()) * 1000 > MIN_BUDGET_MS:
             peer = self._book.choose(excluded, desperate=rounds >= ROUNDS_TO_DESPAIR)
             if peer is None:
-                await self._wait_for_a_peer(bool(excluded), remaining)
-                rounds += bool(excluded)
+                if excluded and attempt < ASKS_TO_WAIT:
+                    attempt = ASKS_TO_WAIT
+                else:
+                    await self._wait_for_a_peer(bool(excluded), remaining)
+                    rounds += bool(excluded)
                 excluded.clear()
                 continue
             began, patience = ambient.monotonic(), self._patience(remaining)
+            attempt = max(attempt, self._book.asks_for(peer))
             try:
                 answer = await self._ask(peer, outgoing, attempt, patience)
             except Refused as refusal:
@@ -143,8 +148,9 @@ class Downstream:
                     self.blockage.failed()
                 if self._stage > 0 and refusal.reason in _PASSED_UPWARD:
                     self._note_failure(peer, refusal)
-                    raise _passed_upward(refusal, reached) from None
+                    raise passed_upward(refusal, reached) from None
                 reached = reached or refusal.reason is not Refusal.OUT_OF_REACH
+                busy_since = min(busy_since, began) if refusal.reason is Refusal.BUSY else busy_since
                 failures += refusal.reason not in COME_BACK
                 self._note_failure(peer, refusal)
                 logger.debug("microbatch %s refused by %s: %s", outgoing.id[:8], peer, refusal)
@@ -158,9 +164,9 @@ class Downstream:
                 logger.debug("microbatch %s lost at %s: %r", outgoing.id[:8], peer, error)
             else:
                 if outgoing.mode == "train":
-                    copied = replace(outgoing, codec=answer.codec)
+                    copied = replace(outgoing, codec=answer.codec, asks=attempt)
                     self.auditor.consider(answer, copied, budget=patience, took=ambient.monotonic() - began)
-                return answer
+                return replace(answer, waited=answer.waited + max(0.0, began - busy_since))
             if failures >= self._spec.pipeline.hop_attempts:
                 why = f"{failures} failures at stage {self._stage + 1}"
                 raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
@@ -181,7 +187,7 @@ class Downstream:
 
     async def _train_again(self, peer: PeerId, first: Outgoing, budget: float) -> Trained:
         try:
-            return await self._ask(peer, replace(first, id=ambient.token(16)), 0, budget)
+            return await self._ask(peer, replace(first, id=ambient.token(16)), first.asks, budget)
         except (Refused, TransportError) as error:
             self._note_failure(peer, error)
             raise
@@ -262,12 +268,6 @@ def _outcome(refusal: Refused, took: float) -> RequestOutcome:
     return RequestOutcome.UNTOLD if refusal.reason is Refusal.BUSY and took < HANG_SECONDS else RequestOutcome.FAILED
 
 
-def _passed_upward(refusal: Refused, reached: bool) -> HopFailed:
-    if refusal.reason is Refusal.OUT_OF_REACH:
-        return HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached)
-    return HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True)
-
-
 class PipelineServer:
     """Answers microbatches for this node's stage. Full means `busy` at once: nothing queues without bound."""
 
@@ -299,7 +299,7 @@ class PipelineServer:
         self._under_way: dict[MicrobatchName, asyncio.Task[object] | None] = {}
         self._handed_back: set[MicrobatchName] = set()
         self._repeats = Repeats()
-        self._places = MicrobatchLimiter(max_pending)
+        self._places = MicrobatchLimiter(max_pending, load=lambda: worker.load)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen()
         self.out_of_scale = 0
@@ -341,7 +341,7 @@ class PipelineServer:
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
         )
-        return self._places.take(peer)
+        return self._places.take(peer, header.attempt)
 
     async def handle(
         self, peer: PeerId, header: MicrobatchHeader, tensors: tuple[Tensor, ...]

@@ -13,6 +13,7 @@ from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
+from noloco_node.pipeline.limiter import ASKS_TO_WAIT
 from noloco_node.pipeline.links import share_of_relayed
 from noloco_node.pipeline.paces import FEW, Paces, RequestOutcome
 from noloco_node.transport.bans import PEERS_REMEMBERED
@@ -105,9 +106,10 @@ def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_ful
     return first.peer if _burden(first) <= _burden(second) else second.peer
 
 
-def _burden(candidate: Candidate) -> int:
-    """Own requests count even when the last answer is older than they are; what others sent shows in the answer."""
-    return max(candidate.outstanding, candidate.load)
+def _burden(candidate: Candidate) -> tuple[int, int]:
+    """Own requests count even when the last answer is older than they are; what others sent shows in the answer. Of two
+    that are both full the own ones decide."""
+    return max(candidate.outstanding, candidate.load), candidate.outstanding
 
 
 class RoutingBook:
@@ -251,6 +253,13 @@ class RoutingBook:
     def _suspend(self, peer: PeerId, seconds: float) -> None:
         if seconds > 0.0:
             self._suspended[peer] = max(self._suspended.get(peer, 0.0), self._clock() + seconds)
+
+    def asks_for(self, peer: PeerId) -> int:
+        """What a sender counts as asked before it asks `peer`: all that is needed to wait there where this was busy a
+        moment ago and was chosen all the same, and where the strategy says who gets it; else nothing."""
+        load, when = self._load.get(peer, (0, 0.0))
+        known_full = load == FULL and self._clock() - when < LOAD_LIFE_SECONDS
+        return ASKS_TO_WAIT if known_full or self._strategy != "balanced" else 0
 
     @property
     def peers(self) -> Sequence[PeerId]:

@@ -10,13 +10,13 @@ from functools import partial
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.in_flight import InFlight
-from noloco_node.pipeline.limiter import MicrobatchLimiter
+from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.paces import RequestOutcome
 from noloco_node.pipeline.passing import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.simulator.crowd_directory import CrowdDirectory
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
-from noloco_node.training.compute_thread import CallOrder, Priority
+from noloco_node.training.compute_thread import CallOrder, DeviceLoad, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.interface import Release
@@ -31,7 +31,9 @@ class Passage:
     """One parcel at one node."""
 
     __slots__ = (
+        "asks",
         "began",
+        "busy_since",
         "excluded",
         "life",
         "node",
@@ -56,6 +58,10 @@ class Passage:
         self.began = 0.0
         self.excluded: tuple[PeerId, ...] = ()
         self.rounds = 0
+        self.asks = 0
+        """That came to nothing."""
+        self.busy_since = math.inf
+        """When the first one was asked that was busy, as microbatches have it."""
         self.release: Release | None = None
         self.put_at = since
         """When it was last given to the device."""
@@ -231,6 +237,9 @@ class CrowdPipeline:
         if peer is not None and not self.nodes.alive[int(peer)] and self._expired(int(peer)):
             self._tell(i, book)
             peer = book.choose(passage.excluded, desperate=passage.rounds >= ROUNDS_TO_DESPAIR)
+        if peer is None and passage.excluded and passage.asks < ASKS_TO_WAIT:
+            passage.asks, passage.excluded = ASKS_TO_WAIT, ()
+            peer = book.choose()
         if peer is None:
             pause = self._parcel * self.nodes.rng.uniform(*BUSY_BACKOFF_SECONDS)
             passage.rounds += bool(passage.excluded)
@@ -240,6 +249,7 @@ class CrowdPipeline:
             passage.excluded = ()
             self.agenda.after(pause, self._send, passage)
             return
+        passage.asks = max(passage.asks, book.asks_for(peer))
         passage.peer, passage.began = int(peer), book.sent(peer)
         self.hops += 1
         self.nodes.count("microbatches", self._parcel * self._octets)
@@ -262,9 +272,10 @@ class CrowdPipeline:
             return
         places = self._places[j]
         if places is None:
-            places = self._places[j] = MicrobatchLimiter(self._settings.work.max_pending, self.clock)
+            load = partial(self._load, j)
+            places = self._places[j] = MicrobatchLimiter(self._settings.work.max_pending, self.clock, load)
         try:
-            release = places.take(self.nodes.peer[i])
+            release = places.take(self.nodes.peer[i], passage.asks)
         except Refused:
             self.refused += 1
             self.agenda.after(self._parcel * self.nodes.latency(j, i), self._refuse, passage)
@@ -274,14 +285,19 @@ class CrowdPipeline:
         self._held[j][passage] = None
         self._put(Priority.FORWARD, child, self._turn[i])
 
+    def _load(self, j: int) -> DeviceLoad:
+        return DeviceLoad(self._order[j].forwards, self.busy[j] / self._parcel)
+
     def _refuse(self, passage: Passage) -> None:
         book, peer = self._books[passage.node], self.nodes.peer[passage.peer]
         if book is None or not self._here(passage):
             return
         book.done(peer, passage.began, RequestOutcome.UNTOLD)
         book.full(peer)
+        passage.busy_since = min(passage.busy_since, passage.began)
         passage.excluded += (peer,)
         passage.peer = -1
+        passage.asks += 1
         self._send(passage)
 
     def _fail_later(self, passage: Passage) -> None:
@@ -297,6 +313,7 @@ class CrowdPipeline:
         book.failed(peer)
         passage.excluded += (peer,)
         passage.peer = -1
+        passage.asks += 1
         self._send(passage)
 
     def _answer(self, passage: Passage) -> None:
@@ -329,5 +346,5 @@ class CrowdPipeline:
         self.away += self.clock() - passage.began
         if self.keep_routes:
             self.routes.append(i, j)
-        passage.waited += waited
+        passage.waited += waited + self._parcel * max(0.0, passage.began - passage.busy_since)
         self._put(Priority.BACKWARD, passage, OWN)

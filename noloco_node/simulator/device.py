@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from noloco_node.training.compute_thread import CallOrder, Compute, DeviceWaits, Priority, attempt, settle
+from noloco_node.training.compute_thread import CallOrder, Compute, DeviceLoad, DeviceWaits, Priority, attempt, settle
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.host_copies import Ahead
 
@@ -41,6 +41,11 @@ class SimulatedDevice(Compute):
     def waiting(self) -> int:
         """See `Compute.waiting`."""
         return len(self._order)
+
+    @property
+    def load(self) -> DeviceLoad:
+        """See `Compute.load`."""
+        return DeviceLoad(self._order.forwards, self.busy_seconds)
 
     async def run(
         self,

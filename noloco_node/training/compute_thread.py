@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from noloco_node import ambient
 from noloco_node.training.fair_queue import OWN, FairQueue, QueueTurn
@@ -42,6 +42,15 @@ class DeviceWaits:
     """Until their turn came."""
 
 
+class DeviceLoad(NamedTuple):
+    """How much there is to do for a device."""
+
+    waiting: int = 0
+    """Forwards of others that wait for their turn."""
+    busy_seconds: float = 0.0
+    """For which it has worked so far."""
+
+
 class Compute(ABC):
     """What owns a device: it runs callables one at a time and hands their results to the event loop.
 
@@ -66,6 +75,11 @@ class Compute(ABC):
     @abstractmethod
     def waiting(self) -> int:
         """Calls that wait for their turn."""
+
+    @property
+    @abstractmethod
+    def load(self) -> DeviceLoad:
+        """What there is to do now, and what was done."""
 
     @abstractmethod
     async def run(
@@ -101,6 +115,11 @@ class ComputeThread(Compute):
     def waiting(self) -> int:
         """See `Compute.waiting`."""
         return len(self._queue)
+
+    @property
+    def load(self) -> DeviceLoad:
+        """See `Compute.load`."""
+        return DeviceLoad(self._queue.forwards, self.busy_seconds)
 
     async def run(
         self,
@@ -178,6 +197,11 @@ class CallOrder(Generic[C]):
     def __len__(self) -> int:
         return len(self._heap) + len(self._forwards)
 
+    @property
+    def forwards(self) -> int:
+        """Forwards that wait."""
+        return len(self._forwards)
+
     def put(self, priority: Priority, call: C, turn: QueueTurn) -> None:
         """Let a call wait."""
         if priority is Priority.FORWARD:
@@ -217,6 +241,12 @@ class _Waiting:
     def __len__(self) -> int:
         with self._changed:
             return len(self._order)
+
+    @property
+    def forwards(self) -> int:
+        """See `CallOrder.forwards`."""
+        with self._changed:
+            return self._order.forwards
 
     def put(self, priority: Priority, call: _Call, turn: QueueTurn) -> None:
         with self._changed:

@@ -19,7 +19,7 @@ from noloco_node.model.router import Router
 from noloco_node.model.stage import Stage
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.training.compiled_stage import CompileBackend
-from noloco_node.training.compute_thread import Compute, DeviceWaits, Priority
+from noloco_node.training.compute_thread import Compute, DeviceLoad, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.progress import LastTrained, Progress, staggered
@@ -219,6 +219,11 @@ class StageWorker:
     def queued(self) -> int:
         """Calls that wait for the device."""
         return self._thread.waiting
+
+    @property
+    def load(self) -> DeviceLoad:
+        """How much there is to do for the device."""
+        return self._thread.load
 
     @property
     def bounded(self) -> dict[str, int]:

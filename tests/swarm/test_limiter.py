@@ -1,0 +1,94 @@
+"""Who has not asked around is sent on to others where work waits for the device, and whoever has may wait."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import get_args
+
+import pytest
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import PipelineSpec, RoutingName
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.limiter import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.training.compute_thread import DeviceLoad, Priority
+from noloco_node.transport.errors import Refusal, Refused
+from tests.worlds import last_accounts, micro_spec, run_to_the_end, world
+
+SENDER = PeerId("sender")
+SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.1, Priority.FORWARD: 1.0, Priority.DRAW: 0.05}
+DEVICE = partial(SimulatedDevice, SECONDS.__getitem__)
+
+
+class Device:
+    """Each microbatch takes it so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.load = DeviceLoad()
+        self.places = MicrobatchLimiter(64, load=lambda: self.load)
+
+    def carry(self, count: int = 1) -> None:
+        """It takes and answers so many, none of which waits."""
+        for _ in range(count):
+            release = self.places.take(SENDER)
+            self.load = self.load._replace(busy_seconds=self.load.busy_seconds + self.seconds)
+            self.places.answered(SENDER)
+            release()
+
+    def lets_wait(self, asks: int) -> int:
+        """How many may wait, of such as have asked so often before."""
+        for waiting in range(64):
+            self.load = self.load._replace(waiting=waiting)
+            try:
+                self.places.take(SENDER, asks)()
+            except Refused:
+                return waiting
+        return 64
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(12.0, 1), (0.75, 1), (0.25, 3), (0.05, 11), (1e-4, 64)])
+def test_no_more_work_waits_for_who_has_not_asked_around_than_it_takes_to_ask_another(
+    seconds: float, most: int
+) -> None:
+    """One at a slow device, so that it never stands idle; many at a quick one. Whoever has asked around waits."""
+    device = Device(seconds)
+    device.carry(8)
+    for asks in range(ASKS_TO_WAIT):
+        assert device.lets_wait(asks) == most
+    assert most == 1 or (most - 1) * seconds <= AHEAD_SECONDS + 1e-9
+    assert device.lets_wait(ASKS_TO_WAIT) == 64
+
+
+def test_before_the_first_answer_nobody_is_sent_on_and_a_device_that_has_become_slow_is_noticed() -> None:
+    """What a microbatch takes is not known before; afterwards the last ones count."""
+    device = Device(0.01)
+    assert device.lets_wait(0) == 64
+    device.carry()
+    assert device.lets_wait(0) > 32
+    device.seconds = 5.0
+    device.carry(16)
+    assert device.lets_wait(0) == 1
+
+
+@pytest.mark.parametrize("routing", get_args(RoutingName))
+def test_who_is_sent_on_trains_all_the_same_and_nobody_is_where_the_strategy_says_who_gets_it(
+    routing: RoutingName,
+) -> None:
+    """Whole nodes, two origins with four under way each before two devices: every sample is trained, and microbatches
+    ask around under `balanced` only."""
+    in_virtual_time(lambda: _asks_around(routing), seed=1)
+
+
+async def _asks_around(routing: RoutingName) -> None:
+    """The course of it."""
+    pipeline = PipelineSpec(routing=routing)
+    spec = micro_spec(steps=12, microbatches_a_step=4, pipeline=pipeline)
+    async with world(spec, replicas=2, settings=NodeSettings(in_flight=4), device=DEVICE) as made:
+        await run_to_the_end(made)
+        refused = sum(replica.context.transport.refusals_given.get(Refusal.BUSY, 0) for replica in made.replicas)
+        heads = last_accounts(made)[:2]
+    assert sum(account.trained for account in heads) == sum(account.drawn for account in heads) >= 16
+    assert (refused > 0) == (routing == "balanced")
