@@ -52,8 +52,11 @@ def monotonic() -> float:
     """
     if not Ambience.known:
         return time.monotonic()
-    own = _ambience()
-    return time.monotonic() if own is None else own.time()
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return time.monotonic()
+    return loop.time() if isinstance(loop, Ambience) else time.monotonic()
 
 
 def wall() -> float:
