@@ -5,8 +5,7 @@
 
 Both have the same nodes: stage, speed, links and region of each are drawn by the event model, for each seed others, and
 given to the whole nodes. Figures are of the time after a warm-up. `--again` takes whole nodes' figures from the file,
-as far as it has them, and runs the event model alone. Whole nodes are dear: what they have come to is in the file every
-ten virtual seconds, of so many `seconds` as it says.
+as far as it has them, and runs the event model alone.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ IN_FLIGHT, MAX_PENDING = 8, 16
 FORWARD_SECONDS = 2.0
 STEP_SECONDS = 0.001
 RECORD_SECONDS = 20.0
-SO_FAR_SECONDS = 10
 STATE_BYTES = 20.0
 """For each weight, of what a joiner copies: the weights twice, the outer momentum and two moments."""
 
@@ -138,7 +136,7 @@ class Told:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.began = asyncio.get_running_loop().time()
+        self._began = asyncio.get_running_loop().time()
         self._first: dict[int, Account] = {}
         self._last: dict[int, Account] = {}
         self._kinds: Counter[str] = Counter()
@@ -160,20 +158,14 @@ class Told:
     def figures(self, sent: Mapping[str, int]) -> dict[str, float]:
         """Of the time so far."""
         world, nodes = self._world, len(self._world.nodes)
-        seconds = asyncio.get_running_loop().time() - self.began
+        seconds = asyncio.get_running_loop().time() - self._began
         committed, inner = self._kinds["paired"] + self._kinds["alone"], self._seen.total()
-        pairs = [
-            (self._first[node.number], self._last[node.number], node.stage)
-            for node in world.nodes
-            if node.number in self._first
-        ]
+        pairs = [(self._first[node.number], self._last[node.number], node.stage) for node in world.nodes]
 
         def rate(of: Callable[[Account], float], *, origins: bool = False) -> float:
             """A second, over all nodes; each from its own first account to its last."""
             found = [
-                (of(last) - of(first)) / (last.time - first.time)
-                for first, last, s in pairs
-                if last.time > first.time and not (origins and s)
+                (of(last) - of(first)) / (last.time - first.time) for first, last, s in pairs if not (origins and s)
             ]
             return sum(found)
 
@@ -185,10 +177,9 @@ class Told:
             "inner steps a node and minute": inner / nodes / seconds * 60.0,
             "outer steps a node and minute": committed / nodes / seconds * 60.0,
             "of those alone, %": 100.0 * self._kinds["alone"] / max(1, committed),
-            "seconds of a hop": rate(lambda each: each.hop_seconds.sum if each.hop_seconds else 0.0)
-            / (answered or math.inf),
+            "seconds of a hop": rate(lambda each: each.hop_seconds.sum if each.hop_seconds else 0.0) / answered,
             "seconds of an exchange": self._exchanged / max(1, self._kinds["paired"]),
-            "asked again, of a hundred": 100.0 * again / (answered + again or math.inf),
+            "asked again, of a hundred": 100.0 * again / (answered + again),
             "replicas of a stage, as seen": sum(seen * times for seen, times in self._seen.items()) / max(1, inner),
             **{
                 f"{kind}, kB/s a node": sent[kind] / seconds / nodes / 1e3
@@ -201,15 +192,8 @@ class Told:
         }
 
 
-async def by_nodes(
-    config: Config,
-    crowd: Crowd,
-    warm_up: float,
-    seconds: float,
-    seed: int,
-    so_far: Callable[[float, dict[str, float]], None],
-) -> dict[str, float]:
-    """The same nodes, whole. `so_far` is told of what they have come to, after how many of the seconds."""
+async def by_nodes(config: Config, crowd: Crowd, warm_up: float, seconds: float, seed: int) -> dict[str, float]:
+    """The same nodes, whole."""
     run = config.run
     drawn, regions = crowd.nodes, crowd.settings.links.regions
     near, far = crowd.settings.links.near_seconds, crowd.settings.links.far_seconds
@@ -235,14 +219,10 @@ async def by_nodes(
             world.start(drawn.stage[number])
         await asyncio.sleep(warm_up)
         told, before = Told(world), _sent(links)
-        figures: dict[str, float] = {}
-        for passed in (*range(SO_FAR_SECONDS, math.ceil(seconds), SO_FAR_SECONDS), seconds):
-            await asyncio.sleep(told.began + passed - asyncio.get_running_loop().time())
-            sent = _sent(links)
-            sent.subtract(before)
-            figures = told.figures(sent)
-            so_far(passed, figures)
-        return figures
+        await asyncio.sleep(seconds)
+        sent = _sent(links)
+        sent.subtract(before)
+        return told.figures(sent)
 
 
 def _sent(links: Links) -> Counter[str]:
@@ -272,13 +252,8 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def both(
-    seed: int,
-    options: argparse.Namespace,
-    known: Mapping[str, Any] | None,
-    told: Callable[[float, dict[str, Any]], None],
-) -> dict[str, Any]:
-    """One seed's figures of either model; of whole nodes those that are `known`. `told` hears of how far these are."""
+def both(seed: int, options: argparse.Namespace, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One seed's figures of either model; of whole nodes those that are `known`."""
     config = configuration(options.nodes)
     settings = crowd_settings(config, options.nodes, options.warm_up, options.seconds, options.fastest)
     settings = settings.model_copy(update={"seed": seed})
@@ -291,12 +266,7 @@ def both(
         nodes, spent["whole nodes"] = known["whole nodes"], known["cpu_seconds"]["whole nodes"]
     else:
         began = time.process_time()
-
-        def so_far(passed: float, figures: dict[str, float]) -> None:
-            run = {"seed": seed, "whole nodes": figures, "cpu_seconds": {"whole nodes": time.process_time() - began}}
-            told(passed, run)
-
-        work = by_nodes(config, crowd, options.warm_up, options.seconds, seed, so_far)
+        work = by_nodes(config, crowd, options.warm_up, options.seconds, seed)
         arithmetic = exchange_arithmetic(config.run, footprint_of(config.run), config.sim.exchange_seconds)
         nodes = in_virtual_time(lambda: work, seed=seed, elsewhere_seconds=arithmetic)
         spent["whole nodes"] = time.process_time() - began
@@ -322,14 +292,8 @@ def main() -> None:
             parser.error(f"{options.out} is of {', '.join(f'{name} {before[name]}' for name in about)}")
         known = {run["seed"]: run for run in before["runs"]}
     runs: list[dict[str, Any]] = []
-
-    def so_far(passed: float, run: dict[str, Any]) -> None:
-        print(f"seed {run['seed']}: {passed:g} s, {run['cpu_seconds']['whole nodes']:.0f} s of CPU", flush=True)
-        if options.out and not runs:
-            options.out.write_text(json.dumps(about | {"seconds": passed, "runs": [run]}, indent=1) + "\n", "utf-8")
-
     for seed in range(options.seeds):
-        runs.append(both(seed, options, known.get(seed), so_far))
+        runs.append(both(seed, options, known.get(seed)))
         print(json.dumps(runs[-1]), flush=True)
         if options.out:
             kept = [*runs, *(run for other, run in known.items() if other > seed)]

@@ -52,11 +52,8 @@ def monotonic() -> float:
     """
     if not Ambience.known:
         return time.monotonic()
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return time.monotonic()
-    return loop.time() if isinstance(loop, Ambience) else time.monotonic()
+    own = _ambience()
+    return time.monotonic() if own is None else own.time()
 
 
 def wall() -> float:

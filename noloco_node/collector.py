@@ -22,22 +22,6 @@ def paused() -> Generator[None]:
             gc.enable()
 
 
-SELDOM = (100_000, 10, 10)
-"""Objects that are made anew until those are gone through, and how often that is done until older ones are."""
-
-
-@contextlib.contextmanager
-def seldom() -> Generator[None]:
-    """Garbage is collected less often in the block: for what makes very many objects, of which few hold each other and
-    many live for a while. Going through them took a twelfth of a simulated swarm's CPU time."""
-    before = gc.get_threshold()
-    gc.set_threshold(*SELDOM)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
 @contextlib.contextmanager
 def loading() -> Generator[None]:
     """Nothing is collected in the block; where it has loaded a module, all that is there by its end is never gone

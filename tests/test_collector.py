@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from noloco_node.collector import loading, paused, seldom
+from noloco_node.collector import loading, paused
 
 LOADED = "tests.a_library"
 
@@ -71,12 +71,3 @@ def test_nothing_is_collected_where_it_is_paused() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
-
-
-def test_what_is_collected_seldom_is_collected_as_before_afterwards() -> None:
-    """An error or not."""
-    before = gc.get_threshold()
-    with contextlib.suppress(ValueError), seldom():
-        assert gc.get_threshold()[0] > before[0]
-        raise ValueError
-    assert gc.get_threshold() == before

@@ -1,15 +1,16 @@
 """What a look-up asks for: a key, and marks of what the asker holds of it already, so that it is told nothing twice.
 
-A mark is a short hash of a record's signer and expiry under a salt that is drawn anew whenever the asker holds other
-records: nobody can make a record in advance whose mark hides another's. A key of the DHT's own length asks for
-everything, as before there were marks.
+A mark is a short hash of a record's signer and expiry under a salt that is drawn for each request: nobody can make a
+record in advance whose mark hides another's. A key of the DHT's own length asks for everything, as before there were
+marks.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 
@@ -33,21 +34,16 @@ class AskedKey:
     salt: bytes = b""
     marks: frozenset[bytes] = frozenset()
 
-    def lacked(self, told_apart: Sequence[bytes]) -> list[bool]:
-        """Of each of these records, by its `told_apart`, whether the asker does not hold it yet."""
-        if not self.marks:
-            return [True] * len(told_apart)
-        return [mark not in self.marks for mark in _marks(self.salt, told_apart)]
+    def holds(self, signer: str, expires: float) -> bool:
+        """Whether the asker holds this record already."""
+        return bool(self.marks) and _mark(_salted(self.salt), signer, expires) in self.marks
 
 
-def told_apart(signer: str, expires: float) -> bytes:
-    """By what a record is told from others: its signer, and its expiry in DHT time, seconds."""
-    return signer.encode() + _EXPIRES.pack(expires)
-
-
-def pack_asked(key: bytes, held: Iterable[bytes], salt: bytes, neighbours: int) -> bytes:
-    """A key of a request by who holds these records, each by its `told_apart`."""
-    return key + _HEAD.pack(neighbours, salt) + b"".join(_marks(salt, islice(held, MOST_MARKS)))
+def pack_asked(key: bytes, held: Iterable[tuple[str, float]], salt: bytes, neighbours: int) -> bytes:
+    """A key of a request by who holds these signers' records, with their expiries (DHT time, seconds)."""
+    salted = _salted(salt)
+    marks = b"".join(_mark(salted, signer, expires) for signer, expires in islice(held, MOST_MARKS))
+    return key + _HEAD.pack(neighbours, salt) + marks
 
 
 def unpack_asked(raw: bytes) -> AskedKey:
@@ -61,10 +57,13 @@ def unpack_asked(raw: bytes) -> AskedKey:
     return AskedKey(raw[:KEY_BYTES], min(neighbours, MOST_NEIGHBOURS), salt, marks)
 
 
-def _marks(salt: bytes, records: Iterable[bytes]) -> list[bytes]:
-    salted, marks = blake2b(digest_size=MARK_BYTES, salt=salt).copy, list[bytes]()
-    for record in records:
-        mark = salted()
-        mark.update(record)
-        marks.append(mark.digest())
-    return marks
+@lru_cache(maxsize=16)
+def _salted(salt: bytes) -> blake2b:
+    """What the marks of one request begin with."""
+    return blake2b(digest_size=MARK_BYTES, salt=salt)
+
+
+def _mark(salted: blake2b, signer: str, expires: float) -> bytes:
+    mark = salted.copy()
+    mark.update(signer.encode() + _EXPIRES.pack(expires))
+    return mark.digest()

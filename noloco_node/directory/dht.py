@@ -275,10 +275,6 @@ class DhtDirectory:
         live = sorted(self._records.live(key, now).items())  # once, not at every question to the view
         return {peer: LiveRecord(held.record, held.expires, held.signed, place.level) for peer, held in live}
 
-    def _held_at(self, place: Place) -> list[PeerId]:
-        """Whose live records this node holds there."""
-        return sorted(self._records.live(self._id_of(place).to_bytes(), self.now()))
-
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """See `Directory.to_tell`. Others are some that have answered this node, first those whose work it has seen:
         nobody's word is passed on."""
@@ -302,7 +298,7 @@ class DhtDirectory:
             self._known = [
                 (stage, peer)
                 for stage in range(self._stages)
-                for peer in dict.fromkeys((*self._view.stages[stage], *self._held_at(Place(stage, 0, 0))))
+                for peer in {**self._view.stages[stage], **self._rows(Place(stage, 0, 0), self.now())}
                 if peer != self._identity.peer_id
             ]
         return self._known

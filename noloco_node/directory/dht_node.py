@@ -37,9 +37,8 @@ from noloco_node.directory.dht_dictionary import (
     unpacked_bytes,
 )
 from noloco_node.directory.intake import Intake
-from noloco_node.directory.store import Esteem, RecordStore
+from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
 from noloco_node.transport.rations import Budget, PeerBudgets
 
 logger = logging.getLogger(__name__)
@@ -85,8 +84,6 @@ ASKED_KEY_COST = float(16 << 10)
 """What looking a key up for a peer counts as, beside the records: it takes as long as packing so many bytes."""
 LOOKED_AT_BYTES = 512
 """What each record under a key counts as at least, also where there is no room for it any more in an answer."""
-MOST_PACKED = 64
-"""Keys whose request is kept for the next that is asked."""
 MOST_PINGS = 8
 """Nodes of full buckets that are asked at once whether they are still there."""
 
@@ -111,11 +108,6 @@ def node_id_of(peer: Any) -> Any:
 @lru_cache(maxsize=4096)
 def _node_id(peer: bytes) -> Any:
     return DHTID.generate(source=peer)
-
-
-@lru_cache(maxsize=4096)
-def _raw_node_id(peer: bytes) -> bytes:
-    return bytes(_node_id(peer).to_bytes())
 
 
 @lru_cache(maxsize=4096)
@@ -183,7 +175,6 @@ class DhtNode:
         self._calling_back: set[Any] = set()
         self._rested = 0
         self._hand_overs = Budget(HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND, ambient.monotonic)
-        self._asked_of_all = PeerTable[tuple[bytes, int], tuple[int, bytes]](MOST_PACKED)
         self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
         self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
 
@@ -231,23 +222,17 @@ class DhtNode:
         for key, result in zip(keys, response.results, strict=False):
             if result.type == _pb.FOUND_DICTIONARY:
                 await asyncio.sleep(0)
-                storer, raw = peer_name(peer), key.to_bytes()
                 for signer, signed, expires in _rows_of(result.value):
-                    self._intake.take(storer, raw, signer, signed, expires)
-                    if self._out_of_breath:
-                        await self._breathe()
+                    self._intake.take(peer_name(peer), key.to_bytes(), signer, signed, expires)
+                    await self._breathe()
             found[key] = self._true_neighbours(result)
         return found
 
     def _asking_for(self, key: bytes, neighbours: int) -> bytes:
-        """The same for all that are asked until another record comes or goes: what somebody makes of the salt that it
-        was sent comes too late to be hidden by it."""
-        held = self._records.live(key, self._intake.now()).values()
-        asked = self._asked_of_all.get((key, neighbours))
-        if asked is None or asked[0] != self._records.changes:
-            packed = pack_asked(key, (row.told_apart for row in held), bytes.fromhex(ambient.token(8)), neighbours)
-            asked = self._asked_of_all[key, neighbours] = (self._records.changes, packed)
-        return asked[1]
+        held = self._records.live(key, self._intake.now()).items()
+        return pack_asked(
+            key, ((signer, row.expires) for signer, row in held), bytes.fromhex(ambient.token(8)), neighbours
+        )
 
     async def store(self, peer: Any, rows: Sequence[Stored]) -> list[bool] | None:
         """Ask a peer to hold records; which of them it took, None where it does not answer."""
@@ -286,8 +271,7 @@ class DhtNode:
             taken = 0
             for signer, signed, until in offered:
                 taken += self._intake.take(storer, key, signer, signed, until)
-                if self._out_of_breath:
-                    await self._breathe()
+                await self._breathe()
             response.store_ok.append(0 < taken == len(offered))
         return response
 
@@ -314,9 +298,9 @@ class DhtNode:
                 left -= len(result.value)
             if len(asked.key) == DHTID.HASH_NBYTES and asked.neighbours:
                 key, asker = DHTID.from_bytes(asked.key), node_id_of(context.remote_id)
-                near = [peer.to_bytes() for _, peer in self.nearest(key, asked.neighbours, exclude=asker)]
-                result.nearest_node_ids.extend(map(_raw_node_id, near))
-                result.nearest_peer_ids.extend(near)
+                for node_id, peer in self.nearest(key, asked.neighbours, exclude=asker):
+                    result.nearest_node_ids.append(node_id.to_bytes())
+                    result.nearest_peer_ids.append(peer.to_bytes())
             response.results.append(result)
         return response
 
@@ -328,18 +312,16 @@ class DhtNode:
     def _fitting(self, asked: AskedKey, most_bytes: int) -> list[tuple[str, bytes, float]]:
         now, own = self._intake.now(), peer_name(self._p2p.peer_id)
 
-        live, vouches = self._records.live(asked.key, now), self._records.vouches
-        lacked = asked.lacked([held.told_apart for held in live.values()])
-        lacking = {
-            signer: held
-            for (signer, held), lacks in zip(live.items(), lacked, strict=True)
-            if (lacks or signer == own) and vouches(signer, held, now)
-        }
-        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking.items()) <= most_bytes:
-            return [(signer, held.signed, held.expires) for signer, held in lacking.items()]
+        def lacked(signer: str, held: HeldRecord) -> bool:
+            return signer == own or not asked.holds(signer, held.expires)
+
+        live, vouches = self._records.live(asked.key, now).items(), self._records.vouches
+        lacking = [(signer, held) for signer, held in live if lacked(signer, held) and vouches(signer, held, now)]
+        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking) <= most_bytes:
+            return [(signer, held.signed, held.expires) for signer, held in lacking]
         rows: list[tuple[str, bytes, float]] = []
         for signer, held in self._records.best_first(asked.key, now):
-            if signer not in lacking:
+            if not lacked(signer, held):
                 continue
             most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
             if most_bytes < 0:
@@ -365,7 +347,7 @@ class DhtNode:
 
     def _is_itself(self, peer: Any, claimed: bytes) -> bool:
         """Whether the node id that a peer claims is its own; it claims none where it only asks."""
-        itself = claimed == _raw_node_id(peer.to_bytes())
+        itself = claimed == node_id_of(peer).to_bytes()
         if claimed and not itself:
             self.impostors += 1
             logger.debug("%s claims a node id that is not its own", peer)
@@ -429,17 +411,14 @@ class DhtNode:
         for claimed, raw in zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False):
             if len(true) >= BUCKET_SIZE:
                 break
-            if len(raw) <= MAX_PEER_ID_BYTES and claimed == _raw_node_id(raw):
+            if len(raw) <= MAX_PEER_ID_BYTES and claimed == _node_id(raw).to_bytes():
                 true.append((_node_id(raw), _peer_of(raw)))
         return [(node_id, peer) for node_id, peer in true if node_id != self.node_id]
 
-    @property
-    def _out_of_breath(self) -> bool:
-        return self._intake.checked - self._rested >= CHECKS_AT_A_STRETCH
-
     async def _breathe(self) -> None:
-        self._rested = self._intake.checked
-        await asyncio.sleep(0)
+        if self._intake.checked - self._rested >= CHECKS_AT_A_STRETCH:
+            self._rested = self._intake.checked
+            await asyncio.sleep(0)
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[Any] = asyncio.create_task(work)

@@ -75,31 +75,6 @@ class _Walk:
     introduced: int = 0
     over: bool = False
     neighbours: int = BUCKET_SIZE
-    ended: _Ends = field(default_factory=lambda: _Ends())
-    """Of those that were asked for it."""
-
-
-class _Ends:
-    """Wakes who waits for any of many tasks: `asyncio.wait` goes through all of them each time that one ends."""
-
-    def __init__(self) -> None:
-        self._waiter: asyncio.Future[None] | None = None
-
-    def one(self, _task: object = None) -> None:
-        """A task has ended."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self, seconds: float) -> None:
-        """Return when the next one has ended, or after so many seconds."""
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = loop.call_later(seconds, self.one)
-        try:
-            await self._waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
 
 
 class Walker:
@@ -138,17 +113,17 @@ class Walker:
         started = self._clock()
         longest = min(WALK_SECONDS, WALK_PATIENCE * self.life)
         try:
-            while self._waits_for(walk, self._clock() - started):
+            while waiting := self._waited_for(walk, self._clock() - started):
                 left = started + longest - self._clock()
                 if left <= 0:
                     break
                 patience = min(left, max(0.01, started + self.patience - self._clock()) if walk.answered else left)
-                await walk.ended.wait(patience)
+                await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         finally:
             walk.over = True
         for key in keys:
             answered = [node_id for node_id, peer in walk.candidates[key].items() if peer in walk.answered]
-            answered.sort(key=key.__xor__)
+            answered.sort(key=key.xor_distance)
             self._found(key, [walk.candidates[key][node_id] for node_id in answered])
 
     async def look(self, keys: Sequence[Any]) -> bool:
@@ -209,7 +184,7 @@ class Walker:
         asked, answered = set[Any](silent), dict[Any, Any]()
         began = self._clock()
         while self._clock() - began < WALK_SECONDS and len(asked) < MOST_GLANCED:
-            nearest = sorted(candidates, key=key.__xor__)[:REPLICAS]
+            nearest = sorted(candidates, key=key.xor_distance)[:REPLICAS]
             due = [candidates[node_id] for node_id in nearest if candidates[node_id] not in asked][:GLANCED]
             if not due:
                 break
@@ -221,7 +196,7 @@ class Walker:
                 else:
                     answered[node_id_of(peer)] = peer
                     candidates |= {node_id: other for node_id, other in answer.get(key, ())[:MOST_BY_ONE]}
-        self._found(key, [answered[node_id] for node_id in sorted(answered, key=key.__xor__)])
+        self._found(key, [answered[node_id] for node_id in sorted(answered, key=key.xor_distance)])
         return bool(answered)
 
     def _found(self, key: Any, nearest: Sequence[Any]) -> None:
@@ -244,22 +219,20 @@ class Walker:
         """End what is under way."""
         await cancel_and_wait(self._asking.values())
 
-    def _waits_for(self, walk: _Walk, elapsed: float) -> bool:
-        """Whether it waits for anybody still."""
+    def _waited_for(self, walk: _Walk, elapsed: float) -> list[asyncio.Task[None]]:
         patient = elapsed < self.patience or not walk.answered
-        return any(
-            peer in walk.asked and (patient or peer in self._reliable) and not task.done()
+        return [
+            task
             for peer, task in self._asking.items()
-        )
+            if peer in walk.asked and (patient or peer in self._reliable) and not task.done()
+        ]
 
     def _ask(self, walk: _Walk, peer: Any, keys: list[Any]) -> None:
         pause = self._pauses.get(peer)
         if peer in self._asking or (pause is not None and self._clock() < pause.until):
             return
         walk.asked.add(peer)
-        task = asyncio.create_task(self._asked(walk, peer, keys), name="ask a node of the DHT")
-        task.add_done_callback(walk.ended.one)
-        self._asking[peer] = task
+        self._asking[peer] = asyncio.create_task(self._asked(walk, peer, keys), name="ask a node of the DHT")
 
     async def _asked(self, walk: _Walk, peer: Any, keys: list[Any]) -> None:
         try:
@@ -287,10 +260,10 @@ class Walker:
             new = [(node_id, peer) for node_id, peer in introduced if node_id not in known and peer not in walk.asked]
             if not new:
                 continue
-            distances: list[int] = sorted(key ^ node_id for node_id in known)
+            distances = sorted(key.xor_distance(node_id) for node_id in known)
             furthest = distances[BUCKET_SIZE - 1] if len(distances) >= BUCKET_SIZE else None
             for node_id, peer in new:
-                if furthest is None or key ^ node_id < furthest:
+                if furthest is None or key.xor_distance(node_id) < furthest:
                     nearer.setdefault(peer, []).append(key)
         for peer, keys in list(nearer.items())[:MOST_BY_ONE]:
             if walk.introduced >= MOST_INTRODUCED:

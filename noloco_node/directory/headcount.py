@@ -46,16 +46,8 @@ class _Seen:
 def is_there(known: Acquaintances, record: PeerRecord) -> bool:
     """Whether the peer of a record answers this node, and says itself that it serves what the record says; of one that
     is on its way to a stage, that it takes part in the run."""
-    return are_there(known, (record,))[0]
-
-
-def are_there(known: Acquaintances, records: Sequence[PeerRecord]) -> list[bool]:
-    """The same of many."""
-    served = known.stages_served([PeerId(record.peer_id) for record in records])
-    return [
-        stage is not None and (stage == record.stage or record.state is PeerState.JOINING)
-        for record, stage in zip(records, served, strict=True)
-    ]
+    peer = PeerId(record.peer_id)
+    return known.takes_part(peer) if record.state is PeerState.JOINING else known.serves(peer, record.stage)
 
 
 def welcome_share(asks: int, worked: int, *, from_the_start: bool, work_an_ask: float = WORK_AN_ASK) -> float:

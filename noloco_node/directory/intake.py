@@ -69,7 +69,7 @@ class Intake:
         if not isinstance(signer, str) or not isinstance(signed, bytes) or not isinstance(expires, float):
             return False
         now, peer = self.now(), PeerId(signer)
-        if not now < expires <= now + self._longest_life + SKEW_SECONDS:
+        if not now < expires <= self.latest_expiry:
             return False
         held = self._store.held(key, peer)
         if held is not None and held.expires >= expires:

@@ -11,7 +11,7 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
-from noloco_node.directory.headcount import Headcount, are_there, unasked_share
+from noloco_node.directory.headcount import Headcount, is_there, unasked_share
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
@@ -97,9 +97,11 @@ class Membership:
 
     def there(self, stage: int, *states: PeerState) -> list[PeerRecord]:
         """Records of the others at a stage that answer this node and say themselves that they serve it."""
-        records, own = self.live(stage, *states), self._own
-        there = are_there(self._known, records)
-        return [record for record, answers in zip(records, there, strict=True) if answers and record.peer_id != own]
+        return [
+            record
+            for record in self.live(stage, *states)
+            if record.peer_id != self._own and is_there(self._known, record)
+        ]
 
     def introduced(self) -> list[PeerRecord]:
         """Live records of all stages without this node's own."""
@@ -155,12 +157,11 @@ class Membership:
         """Replicas of the own stage that train, this one included: by what they have shown (`headcount`). Where only a
         sample is seen, as many as its records stand for, at the share of them that counts."""
         answering, unsure = list[PeerId](), list[PeerId]()
-        records = self.live(self.stage, PeerState.TRAINING)
-        for record, answers in zip(records, are_there(self._known, records), strict=True):
+        for record in self.live(self.stage, PeerState.TRAINING):
             peer = PeerId(record.peer_id)
             if peer == self._own:
                 continue
-            if answers:
+            if is_there(self._known, record):
                 answering.append(peer)
             elif self._known.unsure(peer, record.stage):
                 unsure.append(peer)
@@ -227,9 +228,7 @@ class Membership:
 
     def _unasked(self, stage: int, *states: PeerState) -> list[PeerId]:
         """Peers at a stage of which nothing is known but that they are introduced."""
-        records = self.live(stage, *states)
-        there = are_there(self._known, records)
-        peers = [PeerId(record.peer_id) for record, answers in zip(records, there, strict=True) if not answers]
+        peers = [PeerId(r.peer_id) for r in self.live(stage, *states) if not is_there(self._known, r)]
         return [peer for peer in peers if peer != self._own and self._known.unsure(peer, stage)]
 
     def replicas_per_stage(self) -> list[int]:

@@ -51,9 +51,6 @@ OLD = 0.3
 """Share of a record's life: whose record has no more left is asked for a newer one, since the DHT does not bring it."""
 ASK_FOR_RECORD = 0.3
 """Times a record's life between two such calls, and to a peer that answers and has no record."""
-SECONDS_A_PEER = 0.004
-"""Between two words of what answers have changed, at least, for each peer that is asked: who hears it goes through all
-of them, and where many are met at once each answer changes something."""
 PAUSES = Doubling(1.0, 300.0)
 """Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
 
@@ -84,8 +81,7 @@ class _Asked:
 
 class RollCall:
     """Asks who is there. `introduced` gives the records to go by; `on_change` is called soon after an answer, or its
-    absence, has changed who serves which stage: at once, or within a second where it was called just before. `run`
-    must be running in the owner's task group; `sweep` needs none.
+    absence, has changed who serves which stage. `run` must be running in the owner's task group; `sweep` needs none.
     Who serves no `stage` only says hello: it takes no part, and has nothing to tell.
 
     Many methods: each is one rule of whom to ask, and when.
@@ -127,10 +123,7 @@ class RollCall:
         self._allowed_at = 0.0
         self._earliest = -math.inf
         """Before this time nobody is due, unless a call came to nothing since `_silences` of them had."""
-        self._silences = self._silences_over = 0
-        self._untold = False
-        """Whether something has changed since `on_change` was called."""
-        self._told_again_from = -math.inf
+        self._silences = 0
 
     @property
     def _known(self) -> Acquaintances:
@@ -144,17 +137,20 @@ class RollCall:
         kept = () if self._running else [peer for peer in self._entrances if peer in before]
         self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers, *kept)}
         now, self._earliest = asyncio.get_running_loop().time(), -math.inf
-        stages, old = self._directory.view.stages, self._directory.now() + OLD * self._life
         for peer, record in records.items():
             asked = self._asked[peer]
             moved = asked.record is not None and asked.record.stage != record.stage
             if moved and self._known.answers(peer):
                 asked.next_try = now
-            row = stages[record.stage].get(peer) if record.stage < len(stages) else None
-            asked.record, asked.old = record, row is not None and row.expires < old
+            asked.record, asked.old = record, self._is_old(record)
             if asked.old and not asked.in_vain:  # of who does not answer there is no newer one to be had
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
         self._looked.fire()
+
+    def _is_old(self, record: PeerRecord) -> bool:
+        stages = self._directory.view.stages
+        row = stages[record.stage].get(PeerId(record.peer_id)) if record.stage < len(stages) else None
+        return row is not None and row.expires - self._directory.now() < OLD * self._life
 
     async def run(self) -> None:
         """Goes on until it is cancelled."""
@@ -164,8 +160,6 @@ class RollCall:
             async with asyncio.TaskGroup() as group:
                 while True:
                     now = loop.time()
-                    if self._untold and now >= self._told_again_from:
-                        self._tell_change(now)
                     for peer in self._due(now):
                         asked = self._asked[peer]
                         asked.under_way = True
@@ -235,8 +229,6 @@ class RollCall:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(BURST, len(left))):
                 group.create_task(work_off())
-        if self._untold:
-            self._tell_change(loop.time())
 
     def _due(self, now: float) -> list[PeerId]:
         """Whom to ask now, within what is allowed. Nobody is looked at before somebody's time has come, or a call to
@@ -245,22 +237,19 @@ class RollCall:
         self._allowed_at = now
         if now < self._earliest and self._silences == self._known.silences_in_all:
             return []
-        under_way = sum([asked.under_way for asked in self._asked.values()])
+        under_way = sum(asked.under_way for asked in self._asked.values())
         most = min(int(self._allowance), BURST - under_way)
         if most <= 0:
             return []
-        known, earliest = self._known, math.inf
-        as_before = self._silences == known.silences_in_all and self._silences_over == known.silences_over
-        self._silences, self._silences_over = known.silences_in_all, known.silences_over
+        self._silences, self._earliest = self._known.silences_in_all, math.inf
         due: list[PeerId] = []
         for peer, asked in self._asked.items():
             if asked.under_way:
                 continue
-            if not (as_before and asked.next_try > now) and self._is_due(peer, asked, now):
+            if self._is_due(peer, asked, now):
                 due.append(peer)
-            elif asked.next_try < earliest:
-                earliest = asked.next_try
-        self._earliest = earliest
+            else:
+                self._earliest = min(self._earliest, asked.next_try)
         drawn = self._drawn(due, most)
         if len(drawn) < len(due):
             self._earliest = now
@@ -332,11 +321,9 @@ class RollCall:
         return record is None or is_there(self._known, record)
 
     def _until_next(self, now: float) -> float | None:
-        told = max(0.0, self._told_again_from - now) if self._untold else None
         if self._earliest == math.inf:
-            return told
-        due = min(LOOK_SECONDS, max(1.0 / self._calls_a_second, self._earliest - now))
-        return due if told is None else min(due, told)
+            return None
+        return min(LOOK_SECONDS, max(1.0 / self._calls_a_second, self._earliest - now))
 
     async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
@@ -360,18 +347,8 @@ class RollCall:
             asked.in_vain += 1
         self._wait(peer, asked, wait * self._rng.uniform(0.75, 1.25), answered=answered)
         if before != (self._known.answers(peer), self._known.of(peer).stage):
-            self._has_changed()
+            self._on_change()
         self._looked.fire()
-
-    def _has_changed(self) -> None:
-        self._untold, now = True, asyncio.get_running_loop().time()
-        if now >= self._told_again_from:
-            self._tell_change(now)
-
-    def _tell_change(self, now: float) -> None:
-        self._untold, pause = False, min(LOOK_SECONDS, SECONDS_A_PEER * len(self._asked))
-        self._told_again_from = now + pause
-        self._on_change()
 
     def _wait(self, peer: PeerId, asked: _Asked, seconds: float, *, answered: bool) -> None:
         now = asyncio.get_running_loop().time()

@@ -16,7 +16,6 @@ from enum import IntEnum
 from typing import TypeVar
 
 from noloco_node import ambient
-from noloco_node.directory.asked_key import told_apart
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
@@ -77,8 +76,6 @@ class HeldRecord:
     """When this record, with this expiry, came here: monotonic seconds."""
     placed: float = -math.inf
     """When its signer took its place: monotonic seconds."""
-    told_apart: bytes = b""
-    """See `asked_key`: marks are made of it at each question."""
 
 
 class RecordStore:
@@ -113,8 +110,6 @@ class RecordStore:
         """By key and who brought it: signers of records that were brought by others than them."""
         self._buckets = PeerTable[bytes, None](MOST_BUCKETS)
         self._count = 0
-        self.changes = 0
-        """Records that came, went or were renewed so far."""
         self._swept = 0.0
         """When all ended records were last cleared away."""
 
@@ -192,8 +187,7 @@ class RecordStore:
             if row.expires <= old.expires:
                 return False
             old.record, old.signed, old.expires = row.record, row.signed, row.expires
-            old.since, old.told_apart = self._clock(), told_apart(signer, row.expires)
-            self.changes += 1
+            old.since = self._clock()
             return True
         if old is not None:
             self._drop(key, signer)
@@ -201,10 +195,8 @@ class RecordStore:
         if not self._make_room(key, signer, row, now):
             return False
         row.since = row.placed = self._clock()
-        row.told_apart = told_apart(signer, row.expires)
         self._rows.setdefault(key, {})[signer] = row
         self._count += 1
-        self.changes += 1
         self._keys_of[signer] += 1
         if row.storer != signer:
             self._hearsay.setdefault((key, row.storer), {})[signer] = None
@@ -303,7 +295,6 @@ class RecordStore:
         rows = self._rows[key]
         held = rows.pop(signer)
         self._count -= 1
-        self.changes += 1
         self._keys_of[signer] -= 1
         if not self._keys_of[signer]:
             del self._keys_of[signer]

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from noloco_node.aio import Pulse
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.loop import until
-from noloco_node.simulator.pipes import SMALL_OCTETS, Pipe, Pipes, small_seconds
+from noloco_node.simulator.pipes import Pipe, Pipes
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.memory import Parcel
 
@@ -150,10 +149,6 @@ class SharedWay:
         loss = 1.0 - math.prod(1.0 - self._ends[stop].loss for stop in stops)
         stall = STALL_SECONDS + trip if loss and self._rng.random() < loss else 0.0
         most = MATHIS * SEGMENT_OCTETS / (trip * math.sqrt(loss)) if loss and trip else math.inf
-        if octets <= SMALL_OCTETS:  # nearly all that is carried
-            sent = asyncio.get_running_loop().time() + (trip / 2 + stall)
-            await until(sent + small_seconds(octets, *pipes, most=most))
-            return
         await asyncio.sleep(trip / 2 + stall)
         await self._pipes.carry(octets, *pipes, most=most)
 
@@ -196,26 +191,22 @@ class Links:
         """See `LinkModel.open`: streams of a connection open with what is sent."""
         if any(map(self.lost, self.way.via(source, target))):
             raise PeerUnreachable(f"the relay of {source} or {target} is gone")
-        if self._side:
-            await self._reached(source, target)
+        await self._reached(source, target)
 
     async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
         """See `LinkModel.carry`."""
         octets = self.weigh(parcel)
         self.count(source, target, parcel.method, octets)
-        if self._side:
-            await self._reached(source, target)
+        await self._reached(source, target)
         await self.way.carry(source, target, octets)
-        if self._side:
-            await self._reached(source, target)
+        await self._reached(source, target)
 
     def count(self, source: PeerId, target: PeerId, method: str, octets: float) -> None:
         """Write down what goes."""
-        whole = round(octets)
-        self.sent[source][method] += whole
-        self.received[target][method] += whole
+        self.sent[source][method] += round(octets)
+        self.received[target][method] += round(octets)
         for relay in self.way.via(source, target):
-            self.sent[relay]["relay"] += whole
+            self.sent[relay]["relay"] += round(octets)
 
     async def _reached(self, source: PeerId, target: PeerId) -> None:
         while self._side and self.apart(source, target):

@@ -17,7 +17,6 @@ from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from noloco_node import collector
 from noloco_node.ambient import Ambience, OneThread
 
 T = TypeVar("T")
@@ -313,24 +312,8 @@ def in_virtual_time(
     elsewhere_seconds: ThreadSeconds = lambda _thread: 0.0,
 ) -> T:
     """Run `work()` on a loop of its own to its end. Raises what it raises, and Stuck."""
-    with collector.seldom(), asyncio.Runner(loop_factory=lambda: SimulatedLoop(seed, elsewhere_seconds)) as runner:
+    with asyncio.Runner(loop_factory=lambda: SimulatedLoop(seed, elsewhere_seconds)) as runner:
         return runner.run(work())
-
-
-async def until(when: float) -> None:
-    """Return at this time of the loop that runs: one timer where sleeps in a row would take several."""
-    loop = asyncio.get_running_loop()
-    reached: asyncio.Future[None] = loop.create_future()
-    timer = loop.call_at(when, _reach, reached)
-    try:
-        await reached
-    finally:
-        timer.cancel()
-
-
-def _reach(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def this_loop() -> SimulatedLoop:

@@ -79,10 +79,9 @@ class SimulatedP2P:
         if other is None or self._dead:
             await asyncio.sleep(self._links.way.round_trip(self._own, target) / 2.0)
             raise P2PDaemonError(f"nobody answers as {target}")
-        task, ended = other.answer(self._own, name, request), asyncio.get_running_loop().create_future()
-        task.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
+        task = other.answer(self._own, name, request)
         try:
-            await ended
+            await asyncio.wait((task,))
         finally:
             task.cancel()
         if task.cancelled():

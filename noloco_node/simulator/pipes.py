@@ -41,7 +41,7 @@ class Pipes:
     async def carry(self, octets: float, *pipes: Pipe, most: float = float("inf")) -> None:
         """Return when so many bytes went through all the `pipes`, at `most` bytes a second."""
         if octets <= SMALL_OCTETS:
-            await asyncio.sleep(small_seconds(octets, *pipes, most=most))
+            await asyncio.sleep(octets / min(most, *(pipe.capacity for pipe in pipes)))
             return
         flow = _Flow(pipes, most, octets, self._loop.create_future(), since=self._loop.time())
         for pipe in pipes:
@@ -73,11 +73,6 @@ class Pipes:
             if flow.timer is not None:
                 flow.timer.cancel()
             flow.timer = self._loop.call_later(flow.left / rate, _arrive, flow, context=self._context)
-
-
-def small_seconds(octets: float, *pipes: Pipe, most: float = float("inf")) -> float:
-    """In which what is no larger than `SMALL_OCTETS` goes through."""
-    return octets / min(most, *(pipe.capacity for pipe in pipes))
 
 
 def _arrive(flow: _Flow) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from noloco_node import ambient
@@ -119,8 +119,6 @@ class Acquaintances:
         self._workers = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
         self.silences_in_all = 0
         """Calls that the link lost, to whomever, so far."""
-        self.silences_over = 0
-        """How often a peer that was silent has been heard again."""
         self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
         self._asks_again: deque[_Ask] = deque(maxlen=ASKS_REMEMBERED)
         self.work_an_ask = WORK_AN_ASK
@@ -130,7 +128,6 @@ class Acquaintances:
     def answered(self, peer: PeerId) -> None:
         """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
         known = self._known(peer)
-        self.silences_over += known.silences > 0
         known.answered_at, known.silences = self._clock(), 0
         if peer in self._met:
             self._met.move_to_end(peer)
@@ -151,7 +148,6 @@ class Acquaintances:
             self._workers.move_to_end(peer)
         known.worked_at = known.answered_at = self._clock()
         known.tokens += tokens
-        self.silences_over += known.silences > 0
         known.idles, known.idle_since, known.silences = 0, math.inf, 0
         known.asks = known.chances = 0
         if known.ask is not None:
@@ -243,16 +239,6 @@ class Acquaintances:
         """Whether `peer` answers and has said itself that it serves this stage of the run."""
         known = self.of(peer)
         return known.stage == stage and self._answers(known, ANSWER_SECONDS)
-
-    def stages_served(self, peers: Iterable[PeerId]) -> list[int | None]:
-        """Of each of these the stage that it has said it serves; None where it serves none, or does not answer."""
-        now, workers, met = self._clock(), self._workers, self._met
-        served: list[int | None] = []
-        for peer in peers:
-            known = workers.get(peer) or met.get(peer, NOBODY)
-            answers = known.silences <= SILENCES_TOLERATED and now - known.answered_at <= ANSWER_SECONDS
-            served.append(known.stage if answers else None)
-        return served
 
     def unsure(self, peer: PeerId, stage: int) -> bool:
         """Whether nothing speaks against `peer`'s serving this stage, though it has not answered of late: this node has
