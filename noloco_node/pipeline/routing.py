@@ -101,8 +101,7 @@ def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_ful
         ordinary = relayed if rng.random() < share_of_relayed(len(relayed), len(direct)) else direct
     if len(ordinary) == 1:
         return ordinary[0].peer
-    place = int(rng.random() * len(ordinary))
-    first, second = ordinary[place], ordinary[place - 1 - int(rng.random() * (len(ordinary) - 1))]
+    first, second = rng.sample(ordinary, 2)
     return first.peer if _burden(first) <= _burden(second) else second.peer
 
 
