@@ -36,6 +36,19 @@ class SlowDirectory(MemoryDirectory):
         return await super().refresh()
 
 
+def trains(peer: str, stage: int) -> PeerRecord:
+    """The record of a replica of a stage."""
+    return PeerRecord(
+        peer_id=peer,
+        stage=stage,
+        state=PeerState.TRAINING,
+        capacity=1.0,
+        protocol=PROTOCOL_VERSION,
+        version="1",
+        sequence=1,
+    )
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("count", [2, 3, 6, 12])
 async def test_joiners_that_look_at_the_same_time_spread_over_the_stages(count: int, seed: int) -> None:
@@ -82,14 +95,7 @@ async def test_a_joiner_does_not_take_a_large_stage_for_a_small_one(seed: int) -
     for stage, many, level in ((0, 90, 0), (1, 300, 2)):
         for number in range(many):
             peer = PeerId(f"peer-{stage}-{number:07d}")
-            record = PeerRecord(
-                peer_id=peer,
-                stage=stage,
-                state=PeerState.TRAINING,
-                capacity=1.0,
-                protocol=PROTOCOL_VERSION,
-                version="1",
-            )
+            record = trains(peer, stage)
             for at in levels_to_write(prefix_of(peer), level, many / (1 << level)):
                 hub.at(Place(stage, at, bucket_of(prefix_of(peer), at)))[peer] = LiveRecord(record, hub.now() + 600.0)
     directory = MemoryDirectory(hub)
@@ -108,15 +114,7 @@ async def test_of_movers_that_decide_at_the_same_time_no_more_go_than_are_needed
     work = (1.0, 1.0)
     places = {f"node-{i:08d}": int(i == 3) for i in range(4)}
     for peer, stage in places.items():
-        record = PeerRecord(
-            peer_id=peer,
-            stage=stage,
-            state=PeerState.TRAINING,
-            capacity=1.0,
-            protocol=PROTOCOL_VERSION,
-            version="1",
-            sequence=1,
-        )
+        record = trains(peer, stage)
         await MemoryDirectory(hub).publish(record, 60.0)
 
     def still_poor(others: Sequence[Server]) -> bool:
