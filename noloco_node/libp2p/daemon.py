@@ -35,7 +35,12 @@ from noloco_node.identity.multiaddrs import as_texts, to_dial
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import MAPS_PORT, announcing
 from noloco_node.libp2p.failures import FailedStart, explain
-from noloco_node.libp2p.hivemind_link import connect_hivemind, disconnect_hivemind, reconnect_hivemind
+from noloco_node.libp2p.hivemind_link import (
+    connect_hivemind,
+    disconnect_hivemind,
+    reconnect_hivemind,
+    withdraw_handler,
+)
 from noloco_node.storage.private_folder import PrivateFolder
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHandler
@@ -223,7 +228,7 @@ class PrivateP2P:
         """See `StreamHost.stop_serving`."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, P2PDaemonError, KeyError, TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
-                await self.hivemind_p2p.remove_binary_stream_handler(protocol)
+                await withdraw_handler(self.hivemind_p2p, protocol)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
         """Connect to a peer, at these addresses or wherever it can be found; None, or why it failed."""

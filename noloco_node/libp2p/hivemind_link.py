@@ -36,6 +36,18 @@ def forgive_late_answers(control: Any) -> None:
     control._pending_calls = _WaitingCalls(control._pending_calls)
 
 
+async def withdraw_handler(p2p: P2P, protocol: str) -> None:
+    """Have p2pd bring no more streams of a protocol. One that was on its way is hung up on; hivemind's client has
+    nobody for it, and would let an exception out that nobody awaits. KeyError where it was not served, and what
+    hivemind raises."""
+    await cast("Any", p2p).remove_binary_stream_handler(protocol)
+    cast("Any", p2p)._client.control.handlers[protocol] = _hang_up
+
+
+async def _hang_up(_info: Any, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
 async def reconnect_hivemind(p2p: P2P) -> None:
     """Connect the same object to a new p2pd at the old socket, and register all that it served again.
 
@@ -50,7 +62,8 @@ async def reconnect_hivemind(p2p: P2P) -> None:
     control._handler_tasks.clear()
     control._pending_messages = asyncio.Queue()
     await control._ensure_persistent_conn()
-    unary, streams = dict(control.unary_handlers), dict(control.handlers)
+    unary = dict(control.unary_handlers)
+    streams = {name: handler for name, handler in control.handlers.items() if handler is not _hang_up}
     control.unary_handlers.clear()
     for name, handler in unary.items():
         await control.add_unary_handler(name, handler)

@@ -12,6 +12,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import write_pbmsg
+from hivemind.proto import p2pd_pb2
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
@@ -179,3 +182,20 @@ async def test_a_stream_whose_last_bytes_came_with_its_deadline_serves_no_other_
         await stream.read_body((), 0.05)
         assert stream.ended
     stream.abort()
+
+
+async def test_a_stream_that_p2pd_was_bringing_when_serving_stopped_is_hung_up_on(world: World) -> None:
+    server, _ = world.daemons
+    await world.server.close()
+    late: Any = cast("Any", p2pd_pb2).StreamInfo(
+        peer=PeerID.from_base58(server.own_id).to_bytes(), addr=b"", proto=STREAM_PROTOCOL
+    )
+    listening = cast("Any", server.hivemind_p2p)._client.control.listen_maddr.value_for_protocol("unix")
+    unheard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, failure: unheard.append(failure))
+    reader, writer = await asyncio.open_unix_connection(listening)
+    await write_pbmsg(writer, late)
+    assert await asyncio.wait_for(reader.read(), 5.0) == b""
+    writer.transport.abort()
+    await asyncio.sleep(0)
+    assert unheard == []
