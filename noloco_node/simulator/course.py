@@ -120,8 +120,9 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
     sim, loop = config.sim, asyncio.get_running_loop()
     quadratic = sim.tensors == "quadratic"
     way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms], random.Random(f"loss/{sim.seed}"))
-    links = Links(way, weigh_as(footprint, config.run.outer.codec) if quadratic else as_they_are)
-    learning = Quadratic(sim.seed, sim.noise) if quadratic else RealTensors()
+    outer = config.run.outer
+    links = Links(way, weigh_as(footprint, outer.codec, outer.fragments) if quadratic else as_they_are)
+    learning = Quadratic(sim.seed, sim.noise, outer.fragments) if quadratic else RealTensors()
     settings = config.node.model_copy(update={"seed": sim.seed})
 
     def device(number: int) -> Callable[[Priority], float]:

@@ -1,5 +1,5 @@
 """A model of learning that costs next to nothing: each stage is a noisy quadratic of 64 dimensions, and the outer step
-is the node's own.
+is the node's own. Where the run cuts its stages into fragments, the 64 repeat until each fragment has a block.
 
 Nothing here is summed by a library: products and differences of single numbers are the same everywhere, and sums are
 `math.fsum`, which is exact whatever the order.
@@ -18,22 +18,23 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import ACTIVATION_CODECS, RunSpec, token_bytes
 from noloco_node.data.samples import Samples
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Router
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
+from noloco_node.outer.rotation import BLOCK
 from noloco_node.simulator.learning import numbered_samples
 from noloco_node.sizing.footprint import Footprint
-from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.activation_codec import DTYPES, carried_dtype
 from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_worker import PlacedStage
 from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 from noloco_node.transport.memory import Parcel
-from noloco_node.transport.messages import TensorSpec
+from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 
 DIMENSIONS = 64
 HIDDEN = 1
@@ -68,12 +69,13 @@ class Landscape:
     noises: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, seed: int, stage: int, noise: float) -> Landscape:
-        """The same for all replicas of a stage."""
+    def of(cls, seed: int, stage: int, noise: float, weights: int = DIMENSIONS) -> Landscape:
+        """The same for all replicas of a stage of so many `weights`, a multiple of `DIMENSIONS`."""
         rng = random.Random(f"landscape/{seed}/{stage}")
 
         def row(size: float) -> Tensor:
-            return torch.tensor([rng.gauss(0.0, size) for _ in range(DIMENSIONS)])
+            drawn = torch.tensor([rng.gauss(0.0, size) for _ in range(DIMENSIONS)])
+            return drawn.repeat(weights // DIMENSIONS)
 
         return cls(row(1.0), row(1.0), tuple(row(noise) for _ in range(NOISES)))
 
@@ -157,7 +159,7 @@ class QuadraticTrainer(Trainer):
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """See `Trainer`: plain descent has none, and what a real one has takes its bytes."""
-        moments = {name: torch.zeros(DIMENSIONS) for name in ("exp_avg", "exp_avg_sq")}
+        moments = {name: torch.zeros_like(self.master) for name in ("exp_avg", "exp_avg_sq")}
         return {**moments, "optimizer_steps": torch.tensor(0)}
 
     def _stand_in(self, inputs: Tensor) -> Tensor:
@@ -174,7 +176,7 @@ class QuadraticTrainer(Trainer):
     def _present_loss(self) -> float:
         if self._loss is None:
             away = zip(_numbers(self.master), self._land.goal, strict=True)
-            self._loss = BEST_LOSS + math.fsum((own - best) ** 2 for own, best in away) / 2 / DIMENSIONS
+            self._loss = BEST_LOSS + math.fsum((own - best) ** 2 for own, best in away) / 2 / len(self._land.goal)
         return self._loss
 
     def _publish(self) -> None:
@@ -189,17 +191,21 @@ WEIGHTS = ("state", "backup", "copy", "slow")
 
 
 class Quadratic:
-    """Implements `Learning`. `noise` is the standard deviation of a microbatch's gradient in each dimension."""
+    """Implements `Learning`. `noise` is the standard deviation of a microbatch's gradient in each dimension,
+    `fragments` how many a stage is cut into (`outer.fragments`)."""
 
-    def __init__(self, seed: int = 0, noise: float = 1.0) -> None:
+    def __init__(self, seed: int = 0, noise: float = 1.0, fragments: int = 1) -> None:
         self._seed = seed
         self._noise = noise
+        self._weights = weights_in(fragments)
         self._lands: dict[int, Landscape] = {}
 
     async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
         """See `Learning.place`."""
         del settings
-        land = self._lands.get(stage) or self._lands.setdefault(stage, Landscape.of(self._seed, stage, self._noise))
+        land = self._lands.get(stage)
+        if land is None:
+            land = self._lands[stage] = Landscape.of(self._seed, stage, self._noise, self._weights)
         facts = QuadraticFacts(StageCut(stage, spec.stages, stage, stage + 1))
 
         def work() -> PlacedStage:
@@ -210,26 +216,36 @@ class Quadratic:
 
     def weights(self, footprint: Footprint) -> tuple[int, ...]:
         """See `Learning.weights`."""
-        return (DIMENSIONS,) * len(footprint.parameters)
+        return (self._weights,) * len(footprint.parameters)
 
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
         """See `Learning.samples`."""
         return numbered_samples(spec, number, drawn, VOCABULARY)
 
 
-def weigh_as(footprint: Footprint, codec: CodecName) -> Callable[[Parcel], float]:
+def weights_in(fragments: int) -> int:
+    """How many stand for a stage that is cut into so many fragments, each of whole blocks."""
+    return DIMENSIONS if fragments == 1 else BLOCK * fragments
+
+
+def weigh_as(footprint: Footprint, codec: CodecName, fragments: int = 1) -> Callable[[Parcel], float]:
     """What a parcel stands for where each activation is that of a token of this model, each weight of a stage its share
-    of the model's, and what crosses in an exchange what the codec makes of such a stage: it fills whole blocks, which
-    are many times as long as the few weights here."""
-    weights = fmean(footprint.parameters)
-    exchanged = CODECS[codec].wire_bytes(round(weights)) / CODECS[codec].wire_bytes(DIMENSIONS)
+    of the model's, and what crosses in an exchange what the codec makes of a fragment of such a stage. Codes of either
+    kind come in blocks with scales of their own, which the few numbers here do not fill."""
+    weights, held = fmean(footprint.parameters), weights_in(fragments)
+    wire = CODECS[codec].wire_bytes
+    exchanged = wire(round(weights / fragments)) / wire(held // fragments)
+    tokens = {
+        DTYPE_NAMES[DTYPES[name]]: token_bytes(footprint.hidden, name) / token_bytes(HIDDEN, name)
+        for name in ACTIVATION_CODECS
+    }
 
     def times(parcel: Parcel, spec: TensorSpec) -> float:
         if len(spec.shape) == 3:
-            return footprint.hidden
+            return tokens[spec.dtype]
         if parcel.method.startswith(EXCHANGES):
             return exchanged
-        return weights / DIMENSIONS if parcel.method.startswith(WEIGHTS) else 1.0
+        return weights / held if parcel.method.startswith(WEIGHTS) else 1.0
 
     def weigh(parcel: Parcel) -> float:
         return parcel.header_octets + sum(spec.nbytes * times(parcel, spec) for spec in parcel.specs)

@@ -8,12 +8,13 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from noloco_node import __version__
 from noloco_node.cli.main import main
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.config.run_spec import ACTIVATION_CODECS, ActivationCodec, LimitsSpec, OuterSpec, token_bytes
 from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
@@ -22,12 +23,13 @@ from noloco_node.simulator.course import check_simulation, device_seconds, simul
 from noloco_node.simulator.figures import SimulationFigures, Watcher, evenness
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.simulator.quadratic import DIMENSIONS, Quadratic, weigh_as
+from noloco_node.simulator.quadratic import HIDDEN, Quadratic, weigh_as, weights_in
 from noloco_node.simulator.report import of_swarm, trace_to_keep, write_results
 from noloco_node.simulator.stays import StayingWorld
 from noloco_node.simulator.world import SECONDS
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, NodeMoved
+from noloco_node.training.activation_codec import encode
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
@@ -193,9 +195,31 @@ def test_evenness_tells_uniform_meetings_from_uneven_ones() -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp32"])
-def test_an_exchange_of_the_quadratic_weighs_what_the_codec_makes_of_the_stage(codec: CodecName) -> None:
-    """Its few weights travel as one block of the codec."""
-    footprint = footprint_of(shipped().run)
-    octets = CODECS[codec].wire_bytes(DIMENSIONS)
-    weighed = weigh_as(footprint, codec)(Parcel("outer.chunk", 0, (TensorSpec("u8", (octets,)),)))
-    assert weighed == pytest.approx(CODECS[codec].wire_bytes(round(statistics.fmean(footprint.parameters))))
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_an_exchange_of_the_quadratic_weighs_what_the_codec_makes_of_the_stage(
+    codec: CodecName, fragments: int
+) -> None:
+    """Or of a fragment of it; the few weights of either travel as one block of the codec."""
+    footprint, wire = footprint_of(shipped().run), CODECS[codec].wire_bytes
+    octets = wire(weights_in(fragments) // fragments)
+    weighed = weigh_as(footprint, codec, fragments)(Parcel("outer.chunk", 0, (TensorSpec("u8", (octets,)),)))
+    assert weighed == pytest.approx(wire(round(statistics.fmean(footprint.parameters) / fragments)))
+
+
+@pytest.mark.parametrize("codec", ACTIVATION_CODECS)
+def test_activations_of_the_quadratic_weigh_what_the_codec_makes_of_the_models(codec: ActivationCodec) -> None:
+    """The one number that stands for a token has a scale of its own, as int8; a block of the model's share one."""
+    run = shipped().run
+    footprint = footprint_of(run)
+    wire = encode(torch.zeros(run.inner.microbatch_windows, run.data.sequence_length, HIDDEN), codec)
+    weighed = weigh_as(footprint, "int8")(Parcel("forward", 7, (TensorSpec.of(wire),)))
+    assert weighed == pytest.approx(7 + run.microbatch_tokens * token_bytes(footprint.hidden, codec))
+
+
+def test_stages_of_the_quadratic_are_cut_into_fragments_that_are_exchanged() -> None:
+    """A quarter of the bytes an outer step, four times as often."""
+    common = ("sim.nodes=4", "sim.hours=0.05", "run.outer.inner_steps=8")
+    whole, cut = (
+        simulate(shipped(*common, f"run.outer.fragments={count}"), lambda _done, _all: None).figures for count in (1, 4)
+    )
+    assert sum(cut.outer_steps.values()) > 2 * sum(whole.outer_steps.values()) > 0
