@@ -10,6 +10,8 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint
+from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.compute_thread import MOST_AHEAD
 from noloco_node.training.precision import PRECISIONS
 
 GIB = 1 << 30
@@ -22,6 +24,8 @@ CHECKPOINT_VECTORS = 6
 GIVEN_VECTORS = 5
 """Fast and slow weights, outer momentum and Adam's two moments: `StageWorker.full_state`."""
 CAST_BYTES = 2
+ID_BYTES = 4
+"""A token's number, or a label."""
 GUARD_BYTES = 2
 """A parameter of a copy of a stage, which is half precision."""
 PROGRAM_BYTES = 700 << 20
@@ -62,6 +66,9 @@ class StageMemory:
     """What microbatches under way leave between forward and backward, but for the one that is worked on."""
     at_work: int
     """The graph of the one that is worked on with its logits, or the gradient of all parameters that it gives."""
+    ahead: int
+    """Inputs of calls whose turn on the device is to come, sent there before it; as much again of the host's, which is
+    never paged out. Only where the device has memory of its own."""
     outer: int
     """Slow weights and what else an outer step needs, on the host."""
     exchange: int
@@ -79,7 +86,7 @@ class StageMemory:
     @property
     def on_device(self) -> int:
         """Bytes where the model is computed."""
-        return self.weights + self.gradient + self.moments + self.versions + self.held + self.at_work
+        return self.weights + self.gradient + self.moments + self.versions + self.held + self.at_work + self.ahead
 
     @property
     def on_host(self) -> int:
@@ -88,15 +95,16 @@ class StageMemory:
 
     def total(self, *, own_memory: bool) -> Memory:
         """`own_memory`: the device has some of its own."""
-        return _divided(self.on_device, self.on_host, own_memory=own_memory)
+        return self._divided(self.on_host, own_memory=own_memory)
 
     def always(self, *, own_memory: bool) -> Memory:
         """Without what comes and goes, and is done without where there is no memory for it."""
-        return _divided(self.on_device, self.outer, own_memory=own_memory)
+        return self._divided(self.outer, own_memory=own_memory)
 
-
-def _divided(device: int, host: int, *, own_memory: bool) -> Memory:
-    return Memory(device, host) if own_memory else Memory(0, device + host)
+    def _divided(self, host: int, *, own_memory: bool) -> Memory:
+        if own_memory:
+            return Memory(self.on_device, host + self.ahead)
+        return Memory(0, self.on_device - self.ahead + host)
 
 
 def program_bytes(node: NodeSettings) -> int:
@@ -143,6 +151,7 @@ def _stage_memory(run: RunSpec, node: NodeSettings, footprint: Footprint, replic
         versions=versions * precision.published.itemsize * count,
         held=max(0, held - 1) * left,
         at_work=max(worked_on, precision.published.itemsize * count),
+        ahead=MOST_AHEAD * _inputs(run, footprint, stage),
         outer=(OUTER_VECTORS + trail) * FP32 * count,
         exchange=codec.wire_bytes(count) if codec.modulo else 0,
         checkpoint=(CHECKPOINT_VECTORS + trail) * FP32 * count,
@@ -151,6 +160,13 @@ def _stage_memory(run: RunSpec, node: NodeSettings, footprint: Footprint, replic
         version_count=versions,
         held_count=held,
     )
+
+
+def _inputs(run: RunSpec, footprint: Footprint, stage: int) -> int:
+    """Bytes of the most that one call on the device is given: activations or the gradient of those that went on, or a
+    window's tokens; and labels at the last stage."""
+    activations = footprint.hidden * carried_dtype(run.pipeline.activations).itemsize if run.stages > 1 else ID_BYTES
+    return run.microbatch_tokens * (activations + (ID_BYTES if stage == run.stages - 1 else 0))
 
 
 def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, int]:

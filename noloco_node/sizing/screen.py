@@ -17,8 +17,8 @@ from noloco_node.sizing.utilisation import Link
 
 STAGES_SHOWN = 6
 SETTINGS_WIDTH = 100
-PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work")
-NAMES = ("weights", "gradient", "Adam", "versions", "waiting", "at work")
+PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "ahead")
+NAMES = ("weights", "gradient", "Adam", "versions", "waiting", "at work", "ahead")
 LIMITS = {
     "device": "the device",
     "uplink": "the uplink: microbatches wait for bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,17 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of
 from noloco_node.sizing.screen import memory_lines
-from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
-from tests.worlds import micro_spec
+from noloco_node.training.trainer import ForwardContext
+from tests.support import eventually
+from tests.training.late_streams import late_copies
+from tests.training.made_trainers import make_trainer
+from tests.training.test_inputs_ahead import held
+from tests.worlds import WINDOWS, micro_spec, window_batch
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
@@ -112,12 +119,45 @@ def test_a_stage_must_fit_the_device_and_the_host() -> None:
     both = (small, large)
     assert large.on_device > small.on_device
     assert large.on_host > small.on_host
-    room = Memory(large.on_device, large.on_host)
+    room, processor = (large.total(own_memory=own) for own in (True, False))
     assert fitting_stages(both, room) == [0, 1]
     assert fitting_stages(both, Memory(room.device - 1, room.host)) == [0]
     assert fitting_stages(both, Memory(room.device, room.host - 1)) == [0]
-    assert fitting_stages(both, Memory(0, room.device + room.host)) == [0, 1]
-    assert fitting_stages(both, Memory(0, room.device + room.host - 1)) == [0]
+    assert fitting_stages(both, processor) == [0, 1]
+    assert fitting_stages(both, Memory(0, processor.host - 1)) == [0]
+
+
+@pytest.mark.parametrize(("codec", "stage"), [("fp16", 0), ("int8", 1)])
+async def test_inputs_sent_ahead_of_their_turn_are_counted_where_a_device_has_memory_of_its_own(
+    codec: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte what is sent for a call that waits while the device is busy; on the processor nothing is."""
+    run = changed(micro_spec(stages=2), "pipeline", activations=[codec])
+    trainer = make_trainer(run, stage)
+    trainer.copies, _ = late_copies(monkeypatch)
+    sent: list[torch.Tensor] = []
+    thread = ComputeThread()
+    worker = StageWorker(run, trainer, outer_of(run, trainer.master), thread, lambda _: None)
+    tokens, labels = window_batch(range(WINDOWS))
+    between = torch.zeros(*tokens.shape, footprint_of(run).hidden, dtype=carried_dtype(run.pipeline.activations))
+    passage = ForwardContext()
+    if stage == 0:
+        await worker.forward(tokens, passage)
+    monkeypatch.setattr(trainer.copies, "begin", lambda tensor, _wanted: sent.append(tensor))  # pyright: ignore
+    async with held(thread):
+        call = (
+            worker.loss(between, labels.to(torch.int32))
+            if stage
+            else worker.backward(passage, between, 1.0, tokens.numel())
+        )
+        asked = asyncio.create_task(call)
+        await eventually(lambda: len(sent) == 1 + stage, what="its inputs are sent")
+    await asyncio.gather(asked, return_exceptions=True)
+    await thread.close()
+    planned = needs(run)[stage]
+    assert planned.ahead == MOST_AHEAD * sum(tensor.nbytes for tensor in sent)
+    own, processor = planned.total(own_memory=True), planned.total(own_memory=False)
+    assert own.device + own.host == processor.host + 2 * planned.ahead
 
 
 def test_this_machine_has_memory_for_a_tiny_model() -> None:
