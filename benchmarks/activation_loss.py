@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command import command, results_file, whole
 from noloco_node.config.lab_spec import WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.laboratory.training import simulate
@@ -73,10 +74,10 @@ def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=Path("tests/configs/micro.yaml"))
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--stages", type=whole, nargs="+", default=[2, 4, 8])
     parser.add_argument("--codecs", nargs="+", default=["bf16", "int8"], choices=["bf16", "fp16", "int8"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     losses = measure(options.config, options.stages, options.codecs, options.seeds)
@@ -85,4 +86,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

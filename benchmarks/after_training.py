@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.command import command
 from noloco_node.config.load import Config, load_config
 from noloco_node.laboratory.canvas import Sheet, style
 from noloco_node.laboratory.expansion import Point, expand
@@ -241,4 +242,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.command import command
 from noloco_node.config.lab_spec import WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.laboratory.training import simulate
@@ -100,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command import command, results_file
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/tiny.yaml"))
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "bf16-mixed", "bf16-pure"])
     parser.add_argument("--only", choices=WAYS, help="measure in this process, and print JSON")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     if options.only is not None:
         print(json.dumps(measure(run_of(options.config, options.only, options.precision))))
@@ -96,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import uvloop
 
+from benchmarks.command import command, not_negative, positive, results_file, whole
 from benchmarks.hop import Processes
 from benchmarks.pair import WIDTHS, Pair, pair
 from noloco_node.state_transfer.fetch import fetch_state, new_download
@@ -122,15 +123,15 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     """Measure, print the table, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--round-trip", type=float, default=200.0, metavar="MS")
-    parser.add_argument("--mbit", type=float, default=1000.0, help="Mbit/s each way")
+    parser.add_argument("--round-trip", type=not_negative, default=200.0, metavar="MS")
+    parser.add_argument("--mbit", type=positive, default=1000.0, help="Mbit/s each way")
     parser.add_argument("--millions", type=int, default=10, choices=list(WIDTHS), help="parameters of the stage")
     parser.add_argument(
         "--streams", type=int, nargs="*", default=[4, 16, 32], help="requests under way, for comparison"
     )
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--only", nargs="*", default=[], metavar="WORDS", help="what has one of these in its name")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = uvloop.run(measure(options))
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.command import command, not_negative, positive, results_file, whole
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.sim_spec import SimSpec
@@ -282,12 +283,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure, simulate, print the table and write all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=100.0, help="of each measurement")
-    parser.add_argument("--warm-up", type=float, default=30.0, help="seconds after all have begun to train")
+    parser.add_argument("--seconds", type=positive, default=100.0, help="of each measurement")
+    parser.add_argument("--warm-up", type=not_negative, default=30.0, help="seconds after all have begun to train")
     parser.add_argument("--only", type=int, nargs="+", default=range(len(STATES)), help="states, by number from 0")
-    parser.add_argument("--simulations", type=int, default=3, help="seeds, of which the mean is shown")
+    parser.add_argument("--simulations", type=whole, default=3, help="seeds, of which the mean is shown")
     parser.add_argument("--again", type=Path, help="simulate again beside the real figures of this file")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     before: list[dict[str, Any]] = json.loads(options.again.read_text()) if options.again else []
     rows: list[dict[str, Any]] = []
@@ -304,4 +305,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -10,6 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from benchmarks.command import command
 from noloco_node.telemetry.events import Evaluation, read_events
 from noloco_node.telemetry.summary import Summary
 
@@ -68,4 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

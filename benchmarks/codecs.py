@@ -13,11 +13,11 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.command import command, results_file, whole
 from noloco_node.outer.codec import CODECS, Codec
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
@@ -124,12 +124,12 @@ def measure(size: int) -> list[dict[str, object]]:
 def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", type=int, default=1 << 22, help="weights")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--size", type=whole, default=1 << 22, help="weights")
+    parser.add_argument("--out", type=results_file, required=True)
     arguments = parser.parse_args()
     result = {"weights": arguments.size, "torch": str(torch.__version__), "codecs": measure(arguments.size)}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

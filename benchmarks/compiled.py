@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import cast
@@ -20,6 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from benchmarks.command import command, device, results_file, whole
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
@@ -70,10 +70,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/tiny.yaml"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", type=device, default="cpu")
+    parser.add_argument("--rounds", type=whole, default=7)
+    parser.add_argument("--microbatches", type=whole, default=4)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     run = load_config(options.config, ["run.model.stages=2", *options.set]).run
@@ -107,4 +107,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.command import command, positive, results_file, whole
 from benchmarks.directory import CountedP2P
 from noloco_node.directory.dht_node import DhtNode
 from noloco_node.telemetry.events import Account, InnerStep, OuterStep
@@ -162,10 +163,10 @@ def _cpu(process: psutil.Process) -> float:
 def main() -> None:
     """Measure, print, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--counts", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--operation", type=float, default=1.0)
-    parser.add_argument("--seconds", type=float, default=90.0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--counts", type=whole, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--operation", type=positive, default=1.0)
+    parser.add_argument("--seconds", type=positive, default=90.0)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     points: list[Point] = []
     for count in options.counts:
@@ -181,4 +182,4 @@ if __name__ == "__main__":
         del sys.argv[1]
         node()
     else:
-        main()
+        command(main)

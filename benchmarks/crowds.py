@@ -18,6 +18,8 @@ from typing import Any
 
 import matplotlib
 
+from benchmarks.command import command
+
 matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
@@ -213,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -17,8 +17,8 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from benchmarks.command import command, results_file, whole
 from benchmarks.directory import as_table, decide_among, median_us, reading
 from noloco_node.averaging.matchmaking import PairingState, Window, answer_proposal, decide
 from noloco_node.directory.buckets import TARGET, StageLevel
@@ -141,8 +141,8 @@ def handed(count: int) -> HandedPoint:
 def main() -> None:
     """Measure, print the tables, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS), help="replicas of a stage, or peers")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--counts", type=whole, nargs="+", default=list(COUNTS), help="replicas of a stage, or peers")
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     if min(options.counts) < 2:
         parser.error("--counts: there is nothing to decide among fewer than 2")
@@ -162,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -18,7 +18,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.command import command, positive, results_file, whole
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory import buckets, sampled_view
@@ -416,10 +416,10 @@ def main() -> None:
     """Measure, print the table, write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("members",))
-    parser.add_argument("--counts", type=int, nargs="+", default=[25, 50], help="members")
-    parser.add_argument("--seconds", type=float, default=30.0, help="for which members are followed")
-    parser.add_argument("--bucket", type=int, help="records of a bucket, in place of 64")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--counts", type=whole, nargs="+", default=[25, 50], help="members")
+    parser.add_argument("--seconds", type=positive, default=30.0, help="for which members are followed")
+    parser.add_argument("--bucket", type=whole, help="records of a bucket, in place of 64")
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     content: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     if options.bucket:
@@ -436,4 +436,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command import command, positive, whole
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.identity.keys import load_or_create_identity
@@ -156,8 +157,8 @@ def main() -> None:
     """Print a row for each round, and what was left on average."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of silence, and of giving, in each round")
+    parser.add_argument("--rounds", type=whole, default=5)
+    parser.add_argument("--seconds", type=positive, default=30.0, help="of silence, and of giving, in each round")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     config = load_config(arguments.config, SETTINGS)
@@ -180,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

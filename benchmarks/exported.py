@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.command import command, positive, results_file, whole
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
@@ -208,11 +209,11 @@ async def measure(options: argparse.Namespace) -> list[Round]:
 def main() -> None:
     """Print a row for each round, and what was left on average."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of silence, and of fetching, in each round")
-    parser.add_argument("--operation", type=float, default=0.3, help="seconds of a forward, and of a backward")
-    parser.add_argument("--uplink", type=float, help="Mbit/s of each node, with a round trip of 80 ms")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=whole, default=6)
+    parser.add_argument("--seconds", type=positive, default=40.0, help="of silence, and of fetching, in each round")
+    parser.add_argument("--operation", type=positive, default=0.3, help="seconds of a forward, and of a backward")
+    parser.add_argument("--uplink", type=positive, help="Mbit/s of each node, with a round trip of 80 ms")
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     rounds = asyncio.run(measure(options))
     ratios = [each.ratio for each in rounds[1:]]
@@ -225,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.command import command, positive, results_file, whole
 from benchmarks.pipeline import run_swarm
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.run_spec import PrecisionName, RunSpec
@@ -327,16 +328,16 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--windows", type=int, default=8, help="of a microbatch")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for which each precision trains in each round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--daemon-steps", type=int, default=120, help="inner steps of each swarm of daemons")
+    parser.add_argument("--hidden", type=whole, default=1024)
+    parser.add_argument("--layers", type=whole, default=16)
+    parser.add_argument("--length", type=whole, default=1024, help="tokens of a window")
+    parser.add_argument("--windows", type=whole, default=8, help="of a microbatch")
+    parser.add_argument("--seconds", type=positive, default=8.0, help="for which each precision trains in each round")
+    parser.add_argument("--rounds", type=whole, default=3)
+    parser.add_argument("--daemon-steps", type=whole, default=120, help="inner steps of each swarm of daemons")
     parser.add_argument("--no-daemons", action="store_true")
     parser.add_argument("--trace", type=Path, help="where the profiler's trace goes, for chrome://tracing")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     return parser.parse_args(arguments)
 
 
@@ -365,4 +366,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -35,6 +35,7 @@ import uvloop
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.proto import runtime_pb2  # pyright: ignore[reportMissingTypeStubs]
 
+from benchmarks.command import command, not_negative, results_file, whole
 from benchmarks.other_process import other_process
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.identity.addresses import parse_address
@@ -399,13 +400,13 @@ def main() -> None:
     """Measure, print the table, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", type=Path, metavar="DIR", help=argparse.SUPPRESS)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), metavar="BYTES")
+    parser.add_argument("--sizes", type=whole, nargs="+", default=list(SIZES), metavar="BYTES")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 4, 16], help="of a bulk of 64 MiB")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--round-trip", type=float, default=0.0, metavar="MS")
-    parser.add_argument("--mbit", type=float, default=0.0, help="Mbit/s each way; 0: as fast as it goes")
+    parser.add_argument("--rounds", type=whole, default=7)
+    parser.add_argument("--round-trip", type=not_negative, default=0.0, metavar="MS")
+    parser.add_argument("--mbit", type=not_negative, default=0.0, help="Mbit/s each way; 0: as fast as it goes")
     parser.add_argument("--matrix", action="store_true", help="every link of the matrix, with sizes of its own")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.serve:
@@ -429,4 +430,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

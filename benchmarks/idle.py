@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 import noloco_node
+from benchmarks.command import command, positive, results_file
 from noloco_node.config.load import load_config
 from noloco_node.telemetry.events import EventReader, NodeStarted
 
@@ -177,8 +178,8 @@ def main() -> None:
     """Measure, print, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--seconds", type=float, default=60.0, help="to look at the daemon for")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=positive, default=60.0, help="to look at the daemon for")
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     compileall.compile_dir(Path(noloco_node.__file__).parent, quiet=1)
     found, taken = idle(options.config, options.seconds), [imports() for _ in range(ROUNDS)]
@@ -203,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

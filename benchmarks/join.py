@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.command import command, results_file, whole
 from noloco_node.config.load import load_config
 from noloco_node.telemetry.events import (
     AnyEvent,
@@ -182,8 +183,8 @@ def main() -> None:
     """Measure, print the table, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=whole, default=3)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     last = load_config(options.config).run.stages - 1
     with tempfile.TemporaryDirectory() as name, swarm(options.config, Path(name)) as address:
@@ -199,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

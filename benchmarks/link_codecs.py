@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import command, not_negative, positive, results_file
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import ActivationCodec, token_bytes
@@ -92,10 +93,10 @@ def _account(node: Node) -> Account:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slow", type=float, default=0.5, help="Mbit a second of the slow uplink")
-    parser.add_argument("--settle", type=float, default=25.0, help="seconds before the measurement")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of the measurement")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--slow", type=positive, default=0.5, help="Mbit a second of the slow uplink")
+    parser.add_argument("--settle", type=not_negative, default=25.0, help="seconds before the measurement")
+    parser.add_argument("--seconds", type=positive, default=40.0, help="of the measurement")
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     rows = asyncio.run(measured(options.slow, options.settle, options.seconds))
     for row in rows:
@@ -106,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.command import command, results_file
 from noloco_node.config.load import Config, load_config
 from noloco_node.diagnostics.status import Events
 from noloco_node.launch.local_swarm import DAEMON, LocalSwarm, Observer, SwarmNode
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["2M", "12M", "40M"], choices=list(SIZES))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--joiners", action="store_true", help="one more node of each stage copies a state")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     steps = LONG if options.joiners else STEPS
     program = asyncio.run(peaks_of(config_of(options.config, PROGRAM_SIZE, options.set)))
@@ -190,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from benchmarks.command import command, not_negative, positive, whole
 from noloco_node.config.crowd_spec import Arrivals, CrowdSettings, DeviceSettings, DirectorySettings
 from noloco_node.simulator.crowd import Crowd
 
@@ -65,12 +66,12 @@ def course(settings: CrowdSettings, killed: float) -> None:
 def main() -> None:
     """Run all that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1000])
+    parser.add_argument("--nodes", type=whole, nargs="+", default=[1000])
     parser.add_argument("--view", nargs="+", default=["buckets"])
-    parser.add_argument("--stay", type=float, default=300.0)
-    parser.add_argument("--seconds", type=float, default=1300.0)
+    parser.add_argument("--stay", type=positive, default=300.0)
+    parser.add_argument("--seconds", type=positive, default=1300.0)
     parser.add_argument("--killed", type=float, nargs="+", default=[0.0, 0.25])
-    parser.add_argument("--times", type=float, default=0.0, help="newcomers, times the nodes")
+    parser.add_argument("--times", type=not_negative, default=0.0, help="newcomers, times the nodes")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for nodes in args.nodes:
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

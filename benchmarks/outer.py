@@ -25,6 +25,7 @@ from typing import Any, get_args
 import torch
 import uvloop
 
+from benchmarks.command import command, results_file, whole
 from benchmarks.hivemind_averaging import Group
 from benchmarks.hop import Processes
 from benchmarks.pair import WIDTHS, Pair, pair, peak_bytes, reset_peak
@@ -200,9 +201,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 10], choices=list(WIDTHS), metavar="M")
     parser.add_argument("--codecs", nargs="*", default=list(CODECS), choices=CODECS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=whole, default=5)
     parser.add_argument("--all-reduce", type=int, nargs="*", default=[], metavar="PEERS")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "rounds": options.rounds}
@@ -220,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

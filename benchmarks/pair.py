@@ -27,6 +27,7 @@ import torch
 import uvloop
 from torch import Tensor
 
+from benchmarks.command import command
 from benchmarks.other_process import other_process
 from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.averaging.participant import Averaging
@@ -329,4 +330,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.command import command, positive, results_file, whole
 from noloco_node import __version__
 from noloco_node.config.load import Config, load_config
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
@@ -191,14 +192,14 @@ def parse() -> argparse.Namespace:
     """What the caller wants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--tokens", type=int, default=400_000, help="target of each swarm run")
+    parser.add_argument("--tokens", type=whole, default=400_000, help="target of each swarm run")
     parser.add_argument("--layouts", type=layout, nargs="+", metavar="PxR", help="the config's own, if none is named")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1], help="microbatches a first-stage replica")
+    parser.add_argument("--in-flight", type=whole, nargs="+", default=[1], help="microbatches a first-stage replica")
     parser.add_argument("--activations", nargs="+", help="codecs, one after the other; the config's own, if none")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=whole, default=1)
     parser.add_argument("--single", type=int, nargs=2, metavar=("THREADS", "WINDOWS"), help="take these, no sweep")
-    parser.add_argument("--single-seconds", type=float, default=SINGLE_SECONDS)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--single-seconds", type=positive, default=SINGLE_SECONDS)
+    parser.add_argument("--out", type=results_file)
     parser.add_argument("--add", action="store_true", help="to the runs that are in --out already, of another sitting")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of swarm and single process")
     return parser.parse_args()
@@ -285,4 +286,4 @@ def table(summaries: dict[str, dict[str, list[float]]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

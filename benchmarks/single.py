@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import command, positive, whole
 from noloco_node.config.load import load_config
 from noloco_node.data.sampler import WindowSampler
 from noloco_node.data.windows import load_windows
@@ -27,9 +28,9 @@ def main() -> None:
     """Train for some seconds and print one JSON line: tokens per second and CPU seconds per million tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--windows", type=int, default=8, help="windows in a microbatch")
-    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--threads", type=whole, default=2)
+    parser.add_argument("--windows", type=whole, default=8, help="windows in a microbatch")
+    parser.add_argument("--seconds", type=positive, default=20)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

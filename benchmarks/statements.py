@@ -16,6 +16,8 @@ import tarfile
 from collections import Counter
 from pathlib import PurePosixPath
 
+from benchmarks.command import command
+
 PACKAGE = "noloco_node"
 
 
@@ -57,4 +59,4 @@ def _row(name: str, counts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

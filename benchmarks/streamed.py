@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.command import command, positive, results_file, whole
 from noloco_node.config.load import Config, load_config
 from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.turns import TurnPosition
@@ -172,10 +173,10 @@ def main() -> None:
     """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/tiny.yaml"))
-    parser.add_argument("--tokens", type=int, default=LATE, help="to read; memory is noted after a hundredth too")
-    parser.add_argument("--seconds", type=float, default=40.0, help="for which the swarm trains")
+    parser.add_argument("--tokens", type=whole, default=LATE, help="to read; memory is noted after a hundredth too")
+    parser.add_argument("--seconds", type=positive, default=40.0, help="for which the swarm trains")
     parser.add_argument("--busy", type=int, default=2, help="processes beside the swarm")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -198,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

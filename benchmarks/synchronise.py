@@ -15,10 +15,11 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.command import command, not_negative, positive, results_file, whole
 
 Times = NDArray[np.float64]
 """Trials x replicas, seconds."""
@@ -148,15 +149,15 @@ def working_share(rng: np.random.Generator, replicas: int, round_trip: float, op
 def main() -> None:
     """Compute both tables, print them, write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sigma", type=float, default=0.7, help="deviation of the logarithm of a message's time")
-    parser.add_argument("--step-sigma", type=float, default=0.5, help="the same of an inner step's")
-    parser.add_argument("--inner-steps", type=int, default=50)
-    parser.add_argument("--mbytes", type=float, default=100.0, help="of one replica's tensors")
-    parser.add_argument("--mbit", type=float, default=100.0, help="Mbit/s of a link")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--sigma", type=not_negative, default=0.7, help="deviation of the log of a message's time")
+    parser.add_argument("--step-sigma", type=not_negative, default=0.5, help="the same of an inner step's")
+    parser.add_argument("--inner-steps", type=whole, default=50)
+    parser.add_argument("--mbytes", type=positive, default=100.0, help="of one replica's tensors")
+    parser.add_argument("--mbit", type=positive, default=100.0, help="Mbit/s of a link")
+    parser.add_argument("--rounds", type=whole, default=40)
+    parser.add_argument("--trials", type=whole, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     times = [latencies(rng, sigma, 2000) for sigma in (0.25, 0.5, 1.0)]
@@ -175,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

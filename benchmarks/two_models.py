@@ -18,10 +18,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.command import command, not_negative, positive, results_file, whole
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
@@ -276,13 +276,13 @@ def both(seed: int, options: argparse.Namespace, known: Mapping[str, Any] | None
 def main() -> None:
     """Run both for each seed, print the table and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--warm-up", type=float, default=60.0)
-    parser.add_argument("--fastest", type=float, default=16.0, help="speed of the fastest, in times the slowest")
+    parser.add_argument("--nodes", type=whole, default=64)
+    parser.add_argument("--seconds", type=positive, default=240.0)
+    parser.add_argument("--warm-up", type=not_negative, default=60.0)
+    parser.add_argument("--fastest", type=positive, default=16.0, help="speed of the fastest, in times the slowest")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="take what --out has of whole nodes")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     about = {name: getattr(options, name) for name in ("nodes", "seconds", "warm_up", "fastest")}
     known: dict[int, dict[str, Any]] = {}
@@ -302,4 +302,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -6,23 +6,35 @@ Two stages × two replicas on this machine. Each forward and each backward takes
 device), and each node has one uplink for all of its connections (`benchmarks.shaped_links`). The share of the time that
 the first stage's devices work is taken from the nodes' own accounts. Beside it stand the same swarm in virtual time
 (`--simulated` alone does nothing else), and what the slower of device and link allows however many are under way.
+
+    python -m benchmarks.utilisation --grid --jobs 2 --seconds 20 --out benchmarks/results/utilisation-grid.json
+    python -m benchmarks.utilisation --dozen --seconds 30 --out benchmarks/results/utilisation-dozen.json
+
+The grid is that of links, codecs of activations, microbatches under way, H and F, in virtual time alone; the dozen are
+points of it by real daemons.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import logging
+import multiprocessing
 import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.command import command, positive, results_file, whole
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
@@ -48,15 +60,15 @@ UNBOUNDED = 64
 DOWN_MBIT = 1e4
 """Nobody's downlink is the limit."""
 STEP_SECONDS = 0.0002
-SETTLING_SECONDS = 60.0
+SETTLING_SECONDS, AUTO_SETTLING_SECONDS = 10.0, 60.0
 """Virtual ones before anything is counted: `auto` has found its number by then."""
 SIMULATIONS = 3
 """Seeds, of which the mean is shown."""
+WINDOW_TOKENS = 32
+STEP_MICROBATCHES = 4
+"""Of each replica behind an inner step."""
 MODEL = (
-    "run.model.config.hidden_size=128",
     "run.model.config.intermediate_size=256",
-    "run.inner.microbatch_windows=8",
-    "run.inner.global_batch_tokens=2048",
     "run.inner.target_tokens=1_000_000_000",
     "run.outer.codec=fp32",
     "run.pipeline.budget_seconds=60",
@@ -78,6 +90,12 @@ class Point:
     h: int = 1000
     operation: float = 0.15
     """Seconds of a forward, and of a backward."""
+    activations: str = "fp32"
+    f: int = 1
+    """Fragments of a stage's weights."""
+    hidden: int = 128
+    windows: int = 8
+    """Of a microbatch."""
 
 
 POINTS = (
@@ -89,10 +107,57 @@ POINTS = (
     Point("by itself, four times the way", None, 100.0, 0.4),
 )
 
+MBITS, ROUND_TRIPS = (20.0, 100.0, 1000.0), (0.02, 0.1, 0.2)
+CODECS = ("fp32", "fp16", "int8")
+"""bf16 has as many bytes as fp16."""
+UNDER_WAY: tuple[int | None, ...] = (1, 2, 3, 4, 6, 8, None)
+OUTER = ((1000, 1), (8, 1), (8, 4), (2, 1), (2, 2))
+"""H and F; the first has no outer step within the time."""
+OUTER_TIMES = 2.0
+"""As long is measured where there are outer steps, of which few come within the time."""
+
+
+def _heavy(mbit: float, round_trip: float, in_flight: int | None, activations: str, h: int = 1000, f: int = 1) -> Point:
+    """Activations of a mebibyte in fp32, so that a full device sends 28 Mbit/s of them, and outer steps of 21 Mbit."""
+    name = f"{mbit:g} Mbit/s, {1e3 * round_trip:g} ms, {activations}, {in_flight or 'auto'} in flight, H {h}, F {f}"
+    return Point(name, in_flight, mbit, round_trip, h, activations=activations, f=f, hidden=256, windows=32)
+
+
+def grid() -> list[Point]:
+    """Every link with every codec and number under way; then, with four of them, every H and F."""
+    links = list(itertools.product(MBITS, ROUND_TRIPS))
+    points = [_heavy(*link, count, codec) for link in links for codec in CODECS for count in UNDER_WAY]
+    return points + [_heavy(*link, 4, codec, *outer) for link in links for codec in CODECS for outer in OUTER[1:]]
+
+
+DOZEN = (
+    _heavy(20.0, 0.02, 2, "fp32"),
+    _heavy(20.0, 0.1, 8, "fp32"),
+    _heavy(20.0, 0.1, 2, "int8"),
+    _heavy(20.0, 0.2, 4, "fp16"),
+    _heavy(20.0, 0.1, 4, "fp32", 2),
+    _heavy(20.0, 0.1, 4, "fp32", 2, 2),
+    _heavy(20.0, 0.1, None, "int8"),
+    _heavy(100.0, 0.1, 1, "fp32"),
+    _heavy(100.0, 0.1, 3, "int8"),
+    _heavy(100.0, 0.2, 4, "fp16"),
+    _heavy(1000.0, 0.02, 2, "fp32"),
+    _heavy(1000.0, 0.2, None, "fp16"),
+)
+
 
 def overrides_of(point: Point) -> list[str]:
     """The settings of such a swarm."""
-    return [*MODEL, f"node.in_flight={point.in_flight or 'auto'}", f"run.outer.inner_steps={point.h}"]
+    return [
+        *MODEL,
+        f"run.model.config.hidden_size={point.hidden}",
+        f"run.inner.microbatch_windows={point.windows}",
+        f"run.inner.global_batch_tokens={point.windows * WINDOW_TOKENS * STEP_MICROBATCHES * REPLICAS}",
+        f"run.pipeline.activations={point.activations}",
+        f"run.outer.inner_steps={point.h}",
+        f"run.outer.fragments={point.f}",
+        f"node.in_flight={point.in_flight or 'auto'}",
+    ]
 
 
 def planned(point: Point) -> UtilisationOutlook:
@@ -184,14 +249,16 @@ async def _simulated(point: Point, seconds: float, seed: int) -> float:
     config = load_config(CONFIG, overrides_of(point))
     run = config.run
     way = SharedWay([[point.round_trip]], random.Random(seed))
-    links = Links(way, weigh_as(footprint_of(run), run.outer.codec))
+    links = Links(way, weigh_as(footprint_of(run), run.outer.codec, point.f))
     settings = config.node.model_copy(update={"seed": seed})
 
     def device(number: int) -> Callable[[Priority], float]:
         del number
         return lambda work: STEP_SECONDS if work is Priority.STEP else point.operation
 
-    async with World(run, settings, learning=Quadratic(seed), device=device, links=links, seed=seed) as world:
+    async with World(
+        run, settings, learning=Quadratic(seed, fragments=point.f), device=device, links=links, seed=seed
+    ) as world:
         for number, stage in enumerate(LAYOUT):
             way.attach(peer_of(number), Attachment(0, point.mbit * 125e3, DOWN_MBIT * 125e3))
             world.start(stage)
@@ -199,7 +266,7 @@ async def _simulated(point: Point, seconds: float, seed: int) -> float:
         def accounts() -> list[Account]:
             return [_last_account(world.events[number]) for number, stage in enumerate(LAYOUT) if stage == 0]
 
-        await asyncio.sleep(SETTLING_SECONDS)
+        await asyncio.sleep(AUTO_SETTLING_SECONDS if point.in_flight is None else SETTLING_SECONDS)
         first = accounts()
         await asyncio.sleep(seconds)
         return _share(first, accounts())
@@ -218,21 +285,80 @@ def row_of(point: Point, seconds: float, real: bool) -> dict[str, Any]:
     return {**row, **found, "ratio": share / plan.device_share[0], "of_bound": share / bound}
 
 
+def grid_row(point: Point, seconds: float) -> dict[str, Any]:
+    """One point in virtual time, one seed, beside what the slower of device and link allows."""
+    bound = outlook(point, UNBOUNDED).device_share[0]
+    share = simulated(point, seconds * (OUTER_TIMES if point.h < OUTER[0][0] else 1.0), 0)
+    return {**asdict(point), "bound": bound, "simulated": share, "of_bound": share / bound}
+
+
+def grid_tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Shares of the time that devices work: by link, codec and number under way; then by H and F."""
+    plain = [row for row in rows if row["h"] == OUTER[0][0]]
+    lines = [
+        "| Mbit/s, ms | activations | bound | " + " | ".join(str(count or "auto") for count in UNDER_WAY) + " |",
+        "|---" * (3 + len(UNDER_WAY)) + "|",
+    ]
+    lines += [_line(cell, [row["simulated"] for row in found]) for cell, found in _by_link(plain)]
+    outer = [row for row in rows if row["in_flight"] == 4]
+    lines += ["", "| Mbit/s, ms | activations | bound | " + " | ".join(f"H {h}, F {f}" for h, f in OUTER) + " |"]
+    lines += ["|---" * (3 + len(OUTER)) + "|"]
+    lines += [_line(cell, [row["simulated"] for row in found]) for cell, found in _by_link(outer)]
+    return "\n".join(lines)
+
+
+def _by_link(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """The first row of each link and codec, and all of them."""
+    found: dict[tuple[float, float, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["mbit"], row["round_trip"], row["activations"]), []).append(row)
+    return [(same[0], same) for same in found.values()]
+
+
+def _line(cell: dict[str, Any], shares: Sequence[float]) -> str:
+    told = f"| {cell['mbit']:g}, {1e3 * cell['round_trip']:g} | {cell['activations']} | {cell['bound']:.2f} | "
+    return told + " | ".join(f"{share:.2f}" for share in shares) + " |"
+
+
 def main() -> None:
     """Measure, print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement")
-    parser.add_argument("--only", type=int, nargs="+", default=range(len(POINTS)), help="points, by number from 0")
+    parser.add_argument("--seconds", type=positive, default=40.0, help="of each measurement")
     parser.add_argument("--simulated", action="store_true", help="no daemons")
-    parser.add_argument("--out", type=Path)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", type=int, nargs="+", choices=range(len(POINTS)), help="points, by number from 0")
+    which.add_argument("--grid", action="store_true", help="the whole grid, no daemons")
+    which.add_argument("--dozen", action="store_true", help="of the grid, by daemons")
+    parser.add_argument("--jobs", type=whole, default=1, help="processes that simulate the grid")
+    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for point in [POINTS[number] for number in options.only]:
-        rows.append(row_of(point, options.seconds, not options.simulated))
-        print(json.dumps(rows[-1]), flush=True)
+    for row in grid_rows(options.seconds, options.jobs) if options.grid else chosen_rows(options):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if options.grid:
+        print(grid_tables(rows))
     if options.out:
         options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
+def chosen_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Of the points that were asked for, one after the other."""
+    numbers: Sequence[int] = options.only or range(len(POINTS))
+    for point in DOZEN if options.dozen else [POINTS[number] for number in numbers]:
+        yield row_of(point, options.seconds, not options.simulated)
+
+
+def grid_rows(seconds: float, jobs: int) -> Iterator[dict[str, Any]]:
+    """Of the whole grid, in its order, by so many processes."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
+        yield from pool.map(partial(grid_row, seconds=seconds), grid())
+
+
+def quiet() -> None:
+    """Nodes that come one after another say each time that a stage waits for its first."""
+    logging.disable(logging.WARNING)
+
+
 if __name__ == "__main__":
-    main()
+    command(main)

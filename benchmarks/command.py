@@ -1,0 +1,81 @@
+"""How every benchmark is called: what its caller can change is refused in one line, before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from noloco_node.errors import UserError
+from noloco_node.training.compute_device import check_device
+
+
+def command(main: Callable[[], object]) -> NoReturn:
+    """Run a benchmark's `main` and end the process: by what it returns, or by a line that names setting, value and
+    remedy, and that error's exit code."""
+    try:
+        ended = main()
+    except UserError as error:
+        named = Path(sys.argv[0]).stem
+        print(f"benchmarks.{named}: {error.message}; {error.remedy}".replace("\n", " "), file=sys.stderr)
+        sys.exit(int(error.exit_code))
+    sys.exit(ended if isinstance(ended, int) else 0)
+
+
+def whole(text: str) -> int:
+    """A whole number, 1 or more."""
+    number = int(text) if text.strip().lstrip("-").isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one: name a whole number, 1 or more")
+    return number
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    number = _finite(text)
+    if number <= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0: name a larger number")
+    return number
+
+
+def not_negative(text: str) -> float:
+    """A finite number, 0 or more."""
+    number = _finite(text)
+    if number < 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 0: name 0 or a larger number")
+    return number
+
+
+def results_file(text: str) -> Path:
+    """Where figures can be written: hours of measuring are not lost to a folder that is missing."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}: make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name another place")
+    return path
+
+
+def device(text: str) -> str:
+    """A device of this machine."""
+    try:
+        check_device(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(f"{error.message}; {error.remedy}") from None
+    return text
+
+
+def _finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return number
