@@ -70,8 +70,8 @@ class Sight:
     held_up: bool
     """A stage has no replica."""
     deserted: bool
-    """A stage has no replica, and since it has none a node that counts, of whatever stage, has left as at the run's
-    end."""
+    """A stage has no replica, or on a later stage no clock of an origin that counts moves, and meanwhile a node that
+    counts, of whatever stage, has left as at the run's end."""
     ended: bool
     """Of the origins that count none trains any more, as far as their clocks tell, and most have finished and
     say themselves that they are near the target: what a replica has to go by that got no work of late."""
@@ -82,10 +82,11 @@ def verdict(sight: Sight, grace: float) -> RunVerdict:
 
     While it trains the run goes on, whatever anybody says, unless most origins have finished for long. Near the target
     it is over at once where every origin that counts has finished, after a grace where none trains any more, and after
-    some where nothing is trained here and they disagree, or others have left and a stage is empty. That none trains
-    says nothing before the last tenth, unless one of them has finished: in a short run those that die half-way end it
-    for nobody. Far from the target, as far as this replica can tell by itself, the word of one origin ends nothing: it
-    is over after a grace without work where they have all come to their end.
+    some where nothing is trained here and they disagree, or others have left and a stage is empty or those origins
+    stand still: all that was trained here may be of one that hangs. That none trains says nothing before the last
+    tenth, unless one of them has finished: in a short run those that die half-way end it for nobody. Far from the
+    target, as far as this replica can tell by itself, the word of one origin ends nothing: it is over after a grace
+    without work where they have all come to their end.
     """
     at_once = sight.finished and not sight.vanished
     if comes_to_its_end(sight) and not sight.training and (at_once or sight.idle > grace):
@@ -164,7 +165,7 @@ class EndOfRun:
         self._known: dict[PeerId, _Known] = {}
         self._outvoted_since: float | None = None
         self._deserted = False
-        """Kept while the stage is empty: records of those that have left are soon forgotten."""
+        """Kept while it waits so: records of those that have left are soon forgotten."""
         self.came_late = False
         """It came to a run that was under way: it took a stage peer's state, or brought a lost stage back."""
 
@@ -203,7 +204,9 @@ class EndOfRun:
         trains = [peer for peer, known in self._known.items() if known.word is PeerState.TRAINING]
         rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
         furthest, held_up = self._furthest_clock(), self._held_up()
-        self._deserted = held_up and (self._deserted or self._somebody_has_left_as_at_the_end())
+        moving = self._origins is not None and now - rose_at <= LATE_GRACES * self._grace
+        waits = held_up or (self._origins is not None and not moving)
+        self._deserted = waits and (self._deserted or self._somebody_has_left_as_at_the_end())
         return Sight(
             near=furthest > near_from(self._target, self._max_lag),
             close=furthest > NEAR_TARGET * self._target,
@@ -213,7 +216,7 @@ class EndOfRun:
             training=state is PeerState.TRAINING or any(peer in records for peer in trains),
             vanished=state is not PeerState.FINISHING and any(peer not in records for peer in trains),
             outvoted=0.0 if self._outvoted_since is None else now - self._outvoted_since,
-            moving=self._origins is not None and now - rose_at <= LATE_GRACES * self._grace,
+            moving=moving,
             held_up=held_up,
             deserted=self._deserted,
             ended=self._have_ended(now),

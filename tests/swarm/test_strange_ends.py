@@ -130,9 +130,16 @@ def test_an_origin_whose_device_hangs_does_not_keep_the_others(origins: int) -> 
     in_virtual_time(lambda: _beside_a_device_that_hangs(origins), seed=origins)
 
 
-async def _beside_a_device_that_hangs(origins: int) -> None:
-    device = partial(SimulatedDevice, DEVICE_SECONDS.__getitem__)
-    async with world(short_run(steps=60), origins, device=device, carrier=Links(PlainWay(lambda *_: 0.005))) as made:
+@pytest.mark.parametrize("seed", range(3))
+def test_who_has_trained_only_for_an_origin_that_hangs_ends_when_others_have_left_as_at_the_end(seed: int) -> None:
+    """Each origin sends to one later replica alone: of the origin that finishes it has trained nothing."""
+    alone = QUICK.model_copy(update={"routing": "fixed"})
+    in_virtual_time(lambda: _beside_a_device_that_hangs(2, short_run(steps=60, pipeline=alone)), seed=seed)
+
+
+async def _beside_a_device_that_hangs(origins: int, spec: RunSpec | None = None) -> None:
+    device, run = partial(SimulatedDevice, DEVICE_SECONDS.__getitem__), spec or short_run(steps=60)
+    async with world(run, origins, device=device, carrier=Links(PlainWay(lambda *_: 0.005))) as made:
         hung, target = made.replicas[0], made.replicas[0].context.spec.inner.target_tokens
         async with lives(*made.replicas) as tasks:
             await eventually(lambda: hung.worker.progress.clock > 0.8 * target, what="it is near the end")
