@@ -45,8 +45,8 @@ class RequestOutcome(Enum):
     """What was asked for came."""
     FAILED = auto()
     """Nothing came, and that is the peer's own affair."""
-    PASSED_UPWARD = auto()
-    """The peer says that others further on gave up, which may be so."""
+    EXCUSED = auto()
+    """The peer says that others further on gave up, or late that it is full, which may be so."""
     UNTOLD = auto()
     """It says nothing of the peer."""
 
@@ -133,10 +133,18 @@ class Paces:
         came = before + OF_AN_ANSWER * ((how is RequestOutcome.CAME) - before)
         pace.came = came if came < 1.0 else 1.0  # the same number for all: most peers have no other
         usual = took if pace.seconds is None else pace.forgiven(now, took)
-        if how is RequestOutcome.CAME or (how is RequestOutcome.PASSED_UPWARD and took > usual):
+        if how is RequestOutcome.CAME or (how is RequestOutcome.EXCUSED and took > usual):
             pace.seconds = usual + OF_AN_ANSWER * (took - usual)
         pace.at = now
-        return self._rest(peer, began, now) if how is RequestOutcome.FAILED and took >= HANG_SECONDS else 0.0
+        held_up = took >= HANG_SECONDS and (how is RequestOutcome.FAILED or not self._excuses(pace, how))
+        return self._rest(peer, began, now) if held_up else 0.0
+
+    def _excuses(self, pace: _Pace, how: RequestOutcome) -> bool:
+        """Whether it may be so: not of one that never brought anything where others have, since nothing says what it
+        usually takes."""
+        if how is not RequestOutcome.EXCUSED or pace.seconds is not None:
+            return True
+        return all(other.seconds is None for other in self._known)
 
     def _rest(self, peer: PeerId, began: float, now: float) -> float:
         hangs = [at for at in self._hangs.get(peer, ()) if now - at < LONGEST_REST_SECONDS]

@@ -234,7 +234,7 @@ class Downstream:
             took = ambient.monotonic() - asked
             self.hop_seconds.add(took)
         except Refused as refusal:
-            how = _outcome(refusal, ambient.monotonic() - asked)
+            how = outcome_of(refusal, ambient.monotonic() - asked)
             raise
         except asyncio.CancelledError:
             how = RequestOutcome.UNTOLD
@@ -262,10 +262,13 @@ class Downstream:
         await self._book.changed.wait(min(pause, remaining))
 
 
-def _outcome(refusal: Refused, took: float) -> RequestOutcome:
-    if refusal.reason in _PASSED_UPWARD:
-        return RequestOutcome.PASSED_UPWARD
-    return RequestOutcome.UNTOLD if refusal.reason is Refusal.BUSY and took < HANG_SECONDS else RequestOutcome.FAILED
+def outcome_of(refusal: Refused, took: float) -> RequestOutcome:
+    """What a refusal that came after so many seconds says of its giver."""
+    if refusal.reason is Refusal.BUSY and took < HANG_SECONDS:
+        return RequestOutcome.UNTOLD
+    # A request may have waited behind others on this node's own link: every peer is late then, and none beside others.
+    excused = refusal.reason is Refusal.BUSY or refusal.reason in _PASSED_UPWARD
+    return RequestOutcome.EXCUSED if excused else RequestOutcome.FAILED
 
 
 class PipelineServer:

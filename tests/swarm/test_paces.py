@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.paces import BOUNDS_SECONDS, Paces, RequestOutcome
+from noloco_node.pipeline.paces import BOUNDS_SECONDS, HANG_SECONDS, Paces, RequestOutcome
+from noloco_node.pipeline.passing import outcome_of
 from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.transport.errors import Refusal, Refused
 
 PEERS = [PeerId(name) for name in ("hostile", "a", "b", "c")]
 USUAL = 0.2
@@ -20,7 +22,8 @@ OUTCOMES = {
     "trained": RequestOutcome.CAME,
     "hung": RequestOutcome.FAILED,
     "draining": RequestOutcome.FAILED,
-    "passed up": RequestOutcome.PASSED_UPWARD,
+    "passed up": RequestOutcome.EXCUSED,
+    "busy late": RequestOutcome.EXCUSED,
     "busy": RequestOutcome.UNTOLD,
 }
 
@@ -64,7 +67,7 @@ def trained_beside(hostile: Behaviour, slots: int, *, until: float = 1500.0, see
             book.reported(peer, 0 if peer == "hostile" else 2)
         elif how == "hung":
             book.failed(peer)
-        elif how == "busy":
+        elif how.startswith("busy"):
             book.full(peer)
         send(slot)
     return trained / (until / USUAL * slots)
@@ -81,8 +84,14 @@ HOSTILE: dict[str, Behaviour] = {
     "passes up at the last moment, every other time": lambda number: (
         (PATIENCE - 1.0, "passed up") if number % 2 else (USUAL, "trained")
     ),
+    "passes up at the last moment": lambda _: (PATIENCE - 1.0, "passed up"),
     "gives up at once": lambda _: (0.02, "passed up"),
     "always full": lambda _: (0.02, "busy"),
+    "always full, after nearly a second": lambda _: (HANG_SECONDS * 0.99, "busy"),
+    "full at the last moment": lambda _: (PATIENCE - 1.0, "busy late"),
+    "full at the last moment, every other time": lambda number: (
+        (PATIENCE - 1.0, "busy late") if number % 2 else (USUAL, "trained")
+    ),
 }
 
 
@@ -137,3 +146,30 @@ def test_what_is_quick_among_many_is_looked_for_anew_when_an_eighth_has_answered
             assert paces.weights(many) == {}
     now += BOUNDS_SECONDS
     assert set(paces.weights(many)) == set(many[3:])
+
+
+@pytest.mark.parametrize(
+    ("reason", "seconds", "left_alone"),
+    [(Refusal.BUSY, 2.0, False), (Refusal.OUT_OF_REACH, 2.0, False), (Refusal.DRAINING, 2.0, True)],
+)
+def test_who_is_full_late_is_not_left_alone_as_who_hangs_is(reason: Refusal, seconds: float, left_alone: bool) -> None:
+    """A request may wait on the sender's own link. One that never brought anything where others did has no such word
+    taken."""
+    now = 0.0
+    book = RoutingBook("balanced", random.Random(1), lambda: now)
+    book.update(PEERS, 0)
+
+    def ends(peer: PeerId, after: float, how: RequestOutcome) -> None:
+        nonlocal now
+        began = book.sent(peer)
+        now += after
+        book.done(peer, began, how)
+
+    how = outcome_of(Refused(reason), seconds)
+    for peer in ("a", "b"):
+        ends(PeerId(peer), USUAL, RequestOutcome.CAME)
+    for _ in range(3):
+        ends(PeerId("a"), seconds, how)
+        ends(PeerId("hostile"), seconds, how)
+    assert book.passed_over(PeerId("a")) == left_alone
+    assert book.passed_over(PeerId("hostile"))
