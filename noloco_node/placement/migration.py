@@ -98,9 +98,13 @@ class Relocation:
 
     def still_worth(self, move: Move, here: Server, others: Sequence[Server]) -> bool:
         """Whether a move to a poor stage gains as much beside these others; one to a lost stage waits for nobody, for
-        its candidates take turns."""
+        its candidates take turns. A poor one that meanwhile lost its last node has candidates, too, once that is
+        confirmed."""
+        if move.why == "lost":
+            return True
         supply = supply_of([*others, here], self.standing.work)
-        return move.why == "lost" or worth_moving(supply, here.stage, here.strength, move.stage)
+        left = any(server.stage == move.stage for server in others)
+        return left and worth_moving(supply, here.stage, here.strength, move.stage)
 
     def _rescue(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
         self._empty_since = {stage: self._empty_since.get(stage, now) for stage in lost}
@@ -125,9 +129,10 @@ class Relocation:
         supply = self._sightings.look(now, [*others, here], self.standing.work)
         planned, self._planned = self._planned, None
         pause = self.standing.stay_seconds * self._pause
-        if planned is not None and worth_moving(supply, here.stage, here.strength, planned[0]):
-            return Move(planned[0], "poor")
         fitting = [stage for stage in self.standing.fitting if stage not in lost]
+        due = None if planned is None or planned[0] in lost else planned[0]
+        if due is not None and worth_moving(supply, here.stage, here.strength, due):
+            return Move(due, "poor")
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)
         told = bool(poor_stages(supply, here.stage, here.strength, fitting))
         if told or self._sightings.age(now) >= self.standing.stay_seconds:

@@ -216,6 +216,7 @@ def _told(
         over=over,
         nodes=nodes,
         struck=frozenset(strikes.dead | strikes.liars | strikes.twins),
+        fallen=frozenset(strikes.dead - strikes.liars - strikes.twins),
         max_lag=spec.max_lag_tokens,
         lost_stage=strikes.lost_stage,
         retraced=strikes.retraced,

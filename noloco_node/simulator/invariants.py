@@ -50,6 +50,8 @@ class Run:
     nodes: Sequence[Told]
     struck: frozenset[int] = frozenset()
     """Nodes that a fault ended, or made hostile or double: they owe nothing."""
+    fallen: frozenset[int] = frozenset()
+    """Of those the honest that a fault ended: what they had trained was trained."""
     max_lag: float = math.inf
     """Tokens by which the clocks of two stages may differ, twice."""
     lost_stage: bool = False
@@ -103,16 +105,16 @@ def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
     stages = {node.stage for node in run.nodes}
     for node in run.survivors:
         alone = len(run.survivors) < len(stages) and "a stage has no replica" in node.error
-        if node.condition == "failed" and not alone and not _came_too_late(node):
+        if node.condition == "failed" and not alone and not _came_too_late(run, node):
             yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
         short = run.target - _furthest(node) > (0.0 if node.stage == 0 and not node.late else run.max_lag)
         if node.condition == "ended" and short and not run.lost_stage:
             yield f"short: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
 
 
-def _came_too_late(node: Told) -> bool:
-    """Whoever comes without a checkpoint when all have left is told that the run is over, and ends."""
-    return node.late and "has come to its end" in node.error and "nobody else answers" in node.error
+def _came_too_late(run: Run, node: Told) -> bool:
+    """Whoever comes when nobody trains any more is told that the run is over, and ends; where that is so."""
+    return node.late and "has come to its end" in node.error and _reached(run) >= NEAR_TARGET * run.target
 
 
 def _furthest(node: Told) -> float:
@@ -123,10 +125,17 @@ def _furthest(node: Told) -> float:
 
 def _somebody_trains_to_the_end(run: Run) -> Iterator[str]:
     """A run that is over for all was finished by one of them, or nearly so: where its origins die in the last tenth
-    they leave it at that."""
-    ended = [_furthest(node) for node in run.survivors if node.condition == "ended"]
-    if ended and max(ended) < NEAR_TARGET * run.target:
-        yield f"unfinished: nobody has come further than {max(ended):.0f} of {run.target:.0f}, and all left in order"
+    they leave it at that, also at a stage that is behind since it was lost."""
+    ended = any(node.condition == "ended" for node in run.survivors)
+    if ended and _reached(run) < NEAR_TARGET * run.target:
+        yield f"unfinished: nobody has come further than {_reached(run):.0f} of {run.target:.0f}, and all left in order"
+
+
+def _reached(run: Run) -> float:
+    """Where the run was: the furthest clock of those that left in order, and of origins that fell."""
+    ended = (node for node in run.survivors if node.condition == "ended")
+    origins = (node for node in run.nodes if node.number in run.fallen and node.stage == 0)
+    return max(map(_furthest, (*ended, *origins)), default=0.0)
 
 
 def _no_clock_runs_past(run: Run) -> Iterator[str]:

@@ -7,6 +7,7 @@ import pytest
 from noloco_node.simulator.faults import (
     Crash,
     Death,
+    Leave,
     Liar,
     LostMessages,
     LostStage,
@@ -84,5 +85,35 @@ def test_who_comes_back_without_a_checkpoint_when_all_have_left_is_told_that_the
 def test_an_exchange_whose_opening_stood_still_through_a_partition_moves_no_clock_past_the_target() -> None:
     """Its snapshot was of 364 tokens and the other's of 830; then two of five ended at 911 of 768 (seed 2225)."""
     outcome = carry_out(Schedule(seed=2225, replicas=(5,), faults=(Partition(at=0.466, nodes=(2,), seconds=9.92),)))
+    assert outcome.fired == (True,)
+    assert outcome.breaches == ()
+
+
+def test_who_comes_back_when_the_others_average_a_last_time_is_told_that_the_run_is_over() -> None:
+    """Its checkpoint was of 112 tokens, and all six that it left had trained to the end. They answered still, and the
+    hunt allowed that word only where nobody does (seed 20)."""
+    faults = (Leave(at=0.042, node=4, back_after=15.42), Liar(at=0.589, node=6, how="busy"))
+    outcome = carry_out(Schedule(seed=20, replicas=(7,), faults=faults))
+    assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
+
+
+@pytest.mark.parametrize(("seed", "replicas", "at"), [(5149, (4, 4), 0.757), (9002, (3, 3), 0.538)])
+def test_origins_that_die_at_the_target_leave_a_later_stage_behind_that_had_begun_again(
+    seed: int, replicas: tuple[int, int], at: float
+) -> None:
+    """Stage 0 was lost at 774 to 793 tokens of 768. The one node left had begun stage 1 anew half-way, stood at 548 to
+    656 and left: the run had been trained to its end, by nodes that the hunt did not ask."""
+    faults = (LostStage(at=at, stage=1), LostStage(at=1.0, stage=0))
+    outcome = carry_out(Schedule(seed=seed, replicas=replicas, faults=faults))
+    assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
+
+
+def test_nobody_moves_for_its_poverty_to_a_stage_that_was_lost_meanwhile() -> None:
+    """Both origins died after a replica of stage 1 had planned to strengthen them. Its second look showed nobody at
+    stage 0, which it took for a stage all the poorer: it left its state at 766 of 768, and failed as the run ended
+    (seed 9014)."""
+    outcome = carry_out(Schedule(seed=9014, replicas=(2, 2), faults=(LostStage(at=0.999, stage=0),)))
     assert outcome.fired == (True,)
     assert outcome.breaches == ()

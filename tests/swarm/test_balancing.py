@@ -181,6 +181,20 @@ def test_a_lost_stage_is_confirmed_and_then_one_node_after_another_may_move() ->
     assert ranks == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_poor_stage_that_was_lost_meanwhile_is_left_to_those_that_take_turns(seed: int) -> None:
+    """Whether nobody is seen there when the planned move is due, or only at the look that confirms it."""
+    *others, here = peers(0, *[1.0] * 6)
+    poor = [*others, *peers(1, 1.0)]
+    first = Relocation(standing(), random.Random(seed))
+    decided = next(t for t in range(9000) if first.look(float(t), here, poor) == Move(1, "poor"))
+    assert first.still_worth(Move(1, "poor"), here, poor)
+    assert not first.still_worth(Move(1, "poor"), here, others)
+    again = Relocation(standing(), random.Random(seed))
+    assert all(again.look(float(t), here, poor) is None for t in range(decided))
+    assert all(again.look(float(t), here, others) is None for t in range(decided, decided + 20))
+
+
 def test_a_rescue_is_called_off_when_another_is_on_its_way() -> None:
     """A joining record at the lost stage is enough; where that one dies, its record ends and the wait begins anew."""
     *others, here = peers(0, 1.0, 1.0, 1.0)
