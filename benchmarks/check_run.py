@@ -10,7 +10,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.command import command
+from benchmarks.command import command, folder_with
 from noloco_node.telemetry.events import Evaluation, read_events
 from noloco_node.telemetry.summary import Summary
 
@@ -59,7 +59,7 @@ def checks(folder: Path) -> list[tuple[str, str, bool]]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="+")
+    parser.add_argument("folder", type=folder_with("summary.json"), nargs="+")
     broken = 0
     for folder in parser.parse_args().folder:
         for promise, figure, holds in checks(folder):

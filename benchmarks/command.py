@@ -62,6 +62,20 @@ def results_file(text: str) -> Path:
     return path
 
 
+def folder_with(*files: str) -> Callable[[str], Path]:
+    """A type of argument: a folder that holds at least one of these, which are paths in it."""
+
+    def folder(text: str) -> Path:
+        path = Path(text)
+        if not path.is_dir():
+            raise argparse.ArgumentTypeError(f"there is no folder {text!r}: name one that holds {' or '.join(files)}")
+        if not any((path / file).is_file() for file in files):
+            raise argparse.ArgumentTypeError(f"{text!r} does not hold {' or '.join(files)}: name a folder that does")
+        return path
+
+    return folder
+
+
 def device(text: str) -> str:
     """A device of this machine."""
     try:

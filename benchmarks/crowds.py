@@ -18,7 +18,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.command import command
+from benchmarks.command import command, folder_with
 
 matplotlib.use("Agg")
 
@@ -203,7 +203,9 @@ def events_table(folder: Path) -> list[str]:
 def main() -> None:
     """Called from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "folder", type=folder_with(*(f"{name}/results.json" for name in ("directory", "before", *WORK, *EVENTS)))
+    )
     folder: Path = parser.parse_args().folder
     parts = (training_table(folder), costs_table(folder), events_table(folder), directory_table(folder))
     text = "\n\n".join("\n".join(part) for part in parts) + "\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import command, device, not_negative, positive, results_file, whole
+from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 
@@ -23,6 +23,8 @@ from noloco_node.errors import ExitCode
         (not_negative, "-1", "0 or a larger"),
         (results_file, "/nowhere/at/all.json", "there is no folder '/nowhere/at'"),
         (results_file, "/", "is a folder"),
+        (folder_with("summary.json"), "/nowhere", "there is no folder '/nowhere': name one that holds summary.json"),
+        (folder_with("a", "b/c"), "/", "does not hold a or b/c"),
         (device, "cuda:99", "cuda:99"),
         (device, "quux", "quux"),
     ],
@@ -41,6 +43,8 @@ def test_a_value_that_cannot_be_is_named_with_the_remedy(kind: object, text: str
 def test_what_can_be_is_taken(tmp_path: Path) -> None:
     """As what it is."""
     assert (whole("3"), positive("0.5"), not_negative("0"), device("cpu")) == (3, 0.5, 0.0, "cpu")
+    (tmp_path / "summary.json").touch()
+    assert folder_with("other", "summary.json")(str(tmp_path)) == tmp_path
     assert results_file(str(tmp_path / "found.json")) == tmp_path / "found.json"
 
 
