@@ -28,6 +28,8 @@ from noloco_node.launch.local_swarm import STOP_SECONDS, LocalSwarm, Observer, S
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.summary import Summary
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import PACED
 from tests.support import eventually, last_account, nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
@@ -279,19 +281,22 @@ def micro(*overrides: str) -> Config:
 
 
 @pytest.mark.timeout(300)
-async def test_two_of_six_die_and_the_others_reach_the_target(tmp_path: Path, temporary: Path) -> None:
+async def test_two_of_six_die_and_the_others_reach_the_target(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """kill -9 of the node that all others joined through and of one of the other stage, while they train: both deaths
     are reported; on the four survivors every sample is accounted for, none is dropped, repeats stay below 1 %. Their
     folders, brought together from elsewhere, are a model with the loss that they have reported themselves."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.02")  # a run that outlasts the records of the dead on any machine
     deaths = Deaths()
-    target = 200_000
+    target = 120_000
     config = micro(
         "local_swarm.replicas=3",
         f"run.inner.target_tokens={target}",
         f"run.evaluation.every_tokens={target}",
         "run.inner.min_learning_rate_ratio=0",
     )
-    swarm = LocalSwarm(config, tmp_path / "run", observer=deaths)
+    swarm = LocalSwarm(config, tmp_path / "run", observer=deaths, command=(*PACED, "run"))
     victims = ("s0-r0", "s1-r2")
     at_death: dict[str, int] = {}
     try:

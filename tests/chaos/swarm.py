@@ -25,11 +25,17 @@ T = TypeVar("T")
 
 CONFIG = Path(__file__).with_name("chaos.yaml")
 PACED = (sys.executable, "-m", "tests.chaos.paced_node")
+PLAIN = (sys.executable, "-m", "noloco_node")
 LOOK_SECONDS = 0.1
 START_SECONDS = 180.0
 STOP_SECONDS = 15.0
 INTRODUCERS = 3
 """Addresses that a joiner is given; some of their nodes may be dead by then."""
+
+
+def program() -> tuple[str, ...]:
+    """`noloco-node`, on a device of a set speed where the environment says one."""
+    return PACED if OPERATION_SECONDS in os.environ else PLAIN
 
 
 class Node(SwarmNode):

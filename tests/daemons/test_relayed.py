@@ -28,6 +28,8 @@ from noloco_node.telemetry.events import (
     read_events,
 )
 from tests.chaos.namespaces import ip, why_impossible
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import program
 from tests.support import eventually, printed_file
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
@@ -81,7 +83,7 @@ async def node(place: Sequence[str], folder: Path, *arguments: str) -> AsyncIter
     """`noloco-node`, started there; ended with the block."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
-            *(*place, sys.executable, "-m", "noloco_node", *arguments, "--run-folder", str(folder)),
+            *(*place, *program(), *arguments, "--run-folder", str(folder)),
             stdout=printed,
             stderr=printed,
         )
@@ -149,11 +151,12 @@ async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_rel
 
 
 async def test_a_hidden_node_that_comes_late_copies_the_state_over_a_connection_of_its_own(
-    tmp_path: Path, temporary: Path
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It tells others nothing but its address at the relay, and can dial them: no state crosses a relay, so it has made
     a direct connection to the donor, whoever dialled first. Then it averages with it."""
     folders = [tmp_path / name for name in ("veteran", "last", "hidden")]
+    monkeypatch.setenv(OPERATION_SECONDS, "0.03")  # a swarm without end leaves the others of this machine something
     endless = ("--set", "run.inner.target_tokens=100_000_000")
     try:
         async with contextlib.AsyncExitStack() as stack:

@@ -135,8 +135,9 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
     clock at which they died, the loss where it was. Then one node is killed and started again by hand, in a swarm that
     lives: its own checkpoint, its own stage, although its former record is still in the directory. All reach the end,
     and all books close."""
-    target = 150_000
-    config = load_config(MICRO, [*OFTEN, f"run.inner.target_tokens={target}", "run.limits.grace_seconds=20"])
+    target = 100_000
+    settings = (f"run.inner.target_tokens={target}", "run.evaluation.every_tokens=8192", "run.limits.grace_seconds=20")
+    config = load_config(MICRO, [*OFTEN, *settings])
     swarm = LocalSwarm(config, tmp_path / "run")
     try:
         await swarm.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 import urllib.request
@@ -24,13 +23,12 @@ from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
 from tests.chaos.paced_node import OPERATION_SECONDS
-from tests.chaos.swarm import PACED
+from tests.chaos.swarm import program
 from tests.support import eventually, free_port, printed_file
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-PLAIN = (sys.executable, "-m", "noloco_node")
 
 
 @contextlib.asynccontextmanager
@@ -39,7 +37,7 @@ async def command(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subpro
     of a set speed where OPERATION_SECONDS is in the environment."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
-            *(*(PACED if OPERATION_SECONDS in os.environ else PLAIN), *arguments, "--run-folder", str(folder)),
+            *(*program(), *arguments, "--run-folder", str(folder)),
             stdout=printed,
             stderr=printed,
         )

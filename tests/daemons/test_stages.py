@@ -115,7 +115,7 @@ async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_pat
         move, before, after = await kill_stage_1_and_wait(swarm, waiting)
         assert move.origin == "guard"
         assert move.clock > 0.15 * TARGET
-        assert after < before + 0.1
+        assert after < before + 0.3, "a copy is some seconds old"
         logs = "".join(map(said, of_stage(swarm, 0)))
         assert "STARTS AGAIN" not in logs
         assert logs.count("stage 1 was restored from a copy") == 1
