@@ -44,17 +44,21 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 # Three thirds of about the same length: each waits much of its time for daemons or for a clock, and the others compute.
+WITH_DAEMONS := tests/daemons tests/hunt
+WITH_SWARM := tests/swarm tests/simulator tests/virtual
+THE_REST := $(addprefix --ignore=,$(WITH_DAEMONS) $(WITH_SWARM))
+
 test: style
 	@$(MAKE) --no-print-directory -j4 types test-daemons test-swarm test-the-rest
 
 test-daemons: $(STAMP)
-	$(BIN)/pytest tests/daemons tests/hunt
+	$(BIN)/pytest $(WITH_DAEMONS)
 
 test-swarm: $(STAMP)
-	$(BIN)/pytest tests/swarm
+	$(BIN)/pytest $(WITH_SWARM)
 
 test-the-rest: $(STAMP)
-	$(BIN)/pytest --ignore=tests/daemons --ignore=tests/hunt --ignore=tests/swarm
+	$(BIN)/pytest $(THE_REST)
 
 # All examples of the fuzzers, whole runs at full length, every process spawned.
 test-long: export NOLOCO_TESTS_LONG := 1
@@ -63,7 +67,7 @@ test-long: test
 
 # One third after the other on a machine that does nothing else: what is over its budget (tests/budgets.py).
 test-durations: $(STAMP)
-	@for folders in "tests/daemons tests/hunt" tests/swarm "--ignore=tests/daemons --ignore=tests/hunt --ignore=tests/swarm"; \
+	@for folders in "$(WITH_DAEMONS)" "$(WITH_SWARM)" "$(THE_REST)"; \
 	  do $(BIN)/pytest --judge-budgets $$folders || failed=1; done; test -z "$$failed"
 
 proof: $(STAMP)
