@@ -160,7 +160,9 @@ def make_buckets_small(records: int) -> None:
     ratio = records / TARGET
     buckets.TARGET = records
     sampled_view.WHOLE = int(sampled_view.WHOLE * ratio)
-    sampled_view.MOST_ROWS = int(sampled_view.MOST_ROWS * ratio)
+    buckets.CROWDED = sampled_view.CROWDED = int(buckets.CROWDED * ratio)
+    sampled_view.PLACES = int(sampled_view.PLACES * ratio)
+    sampled_view.KNOWN_PLACES = int(sampled_view.KNOWN_PLACES * ratio)
 
 
 async def measure_members(counts: Sequence[int], seconds: float) -> list[MembersPoint]:

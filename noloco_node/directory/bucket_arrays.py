@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from noloco_node.directory.buckets import (
     CONFIRMED_AGAIN,
     CONFIRMING,
+    CROWDED,
     FALL,
     HIGHER_TOO,
     KEPT,
@@ -41,6 +42,7 @@ class StageLevels:
         """Records of the buckets whose counts make the estimate, the latest last; NONE where there is none."""
         self._count_levels = np.zeros((many, KEPT), np.int64)
         self._here = np.full((many, LOOKED_BACK), NONE, np.int64)
+        self._here_buckets = np.full((many, LOOKED_BACK), NONE, np.int64)
         self._turn = np.zeros(many, np.int64)
         self._first = rng.integers(0, 1 << LOOKED_BACK, many)
         self._stride = rng.integers(0, 1 << (LOOKED_BACK - 1), many) * 2 + 1
@@ -57,7 +59,7 @@ class StageLevels:
         """Numbers of `StageLevel.estimate`; 0 where nothing was read."""
         counts, levels = self._counts[who], self._count_levels[who]
         known = counts != NONE
-        densities = np.where(known, counts * np.exp2(levels), np.inf)
+        densities = np.where(known, np.minimum(counts, CROWDED) * np.exp2(levels), np.inf)
         number = _middle(densities, known)
         last = np.where(known[:, -1], counts[:, -1] * np.exp2(levels[:, -1]), 0.0)
         return np.where(self.level[who] == 0, last, number)
@@ -71,22 +73,28 @@ class StageLevels:
         if self.level[i] == 0:
             count, level = known[-1]
             return Estimate(float(count << level))
+        known = [(min(count, CROWDED), level) for count, level in known]
         return estimated([float(count << level) for count, level in known], [count for count, _ in known])
 
     def fullness(self, who: Ints) -> Floats:
         """See `StageLevel.fullness`."""
-        here = self._here[who]
-        known = here != NONE
-        many = known.sum(1)
-        ordered = np.sort(np.where(known, here, np.iinfo(np.int64).max), 1)
+        ordered, many = self._latest(who)
         upper = np.take_along_axis(ordered, np.minimum(many // 2, LOOKED_BACK - 1)[:, None], 1)[:, 0]
         full = upper.astype(np.float64)
         none = many == 0
         full[none] = self.estimates(who[none]) / np.exp2(self.level[who[none]])
         return full
 
+    def _latest(self, who: Ints) -> tuple[Ints, Ints]:
+        """See `StageLevel._latest`: records in rows, the emptiest first, and how many of each row are some."""
+        here, buckets = self._here[who], self._here_buckets[who]
+        known = here != NONE
+        for later in range(1, LOOKED_BACK):
+            known[:, :later] &= buckets[:, :later] != buckets[:, later : later + 1]
+        return np.sort(np.where(known, here, np.iinfo(np.int64).max), 1), known.sum(1)
+
     def next_buckets(self, who: Ints) -> tuple[Ints, Ints]:
-        """Levels and buckets to read next; of a few none comes twice before all have come."""
+        """Levels and buckets to read next; of a few none comes twice before all have come, nor twice in a row."""
         level, candidate = self.level[who], self.candidate[who]
         turn = (self._first[who] + self._turn[who] * self._stride[who]) & ((1 << level) - 1)
         self._turn[who] += 1
@@ -118,7 +126,7 @@ class StageLevels:
         votes = (level == self.candidate[who]) & ((bucket != 0) | (level == 1))
         here = ~votes & (level == self.level[who])
         self._vote(who[votes], count[votes])
-        self._count(who[here], level[here], count[here])
+        self._count(who[here], level[here], bucket[here], count[here])
 
     def _vote(self, who: Ints, count: Ints) -> None:
         _append(self._votes, who, count)
@@ -140,7 +148,7 @@ class StageLevels:
         _append(self._counts, who, count)
         _append(self._count_levels, who, level)
 
-    def _count(self, who: Ints, level: Ints, count: Ints) -> None:
+    def _count(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         rows = self._counts[who]
         near = (rows != NONE) & (np.abs(self._count_levels[who] - level[:, None]) <= 1)
         if len(who) and not (near == (rows != NONE)).all():
@@ -150,14 +158,13 @@ class StageLevels:
             self._count_levels[who] = np.take_along_axis(self._count_levels[who], order, 1)
         self._keep(who, level, count)
         _append(self._here, who, count)
+        _append(self._here_buckets, who, bucket)
         self._decide(who)
 
     def _decide(self, who: Ints) -> None:
-        enough = (self.level[who] == 0) | (self._here[who, 0] != NONE)
-        who = who[enough]
-        here = self._here[who]
-        many = (here != NONE).sum(1)
-        ordered = np.sort(np.where(here != NONE, here, np.iinfo(np.int64).max), 1)
+        ordered, many = self._latest(who)
+        enough = (self.level[who] == 0) | ((self._here[who, 0] != NONE) & (many > 1))
+        who, ordered, many = who[enough], ordered[enough], many[enough]
         least = np.take_along_axis(ordered, ((many - 1) // 2)[:, None], 1)[:, 0]
         most = np.take_along_axis(ordered, (many // 2)[:, None], 1)[:, 0]
         level = self.level[who]

@@ -43,6 +43,8 @@ LOOKED_BACK = 4
 """Buckets, one after another, that must agree before the level is changed; no bucket decides alone."""
 KEPT = 10
 """Buckets whose counts make the estimate."""
+CROWDED = 2 * TARGET
+"""Records from which on a bucket is crowded: somebody sought ids for it. It counts for no more than so many."""
 CONFIRMING = 3
 """Buckets of a level far above that must be as full as it says before a node goes there."""
 CONFIRMED_AGAIN = 8
@@ -121,15 +123,19 @@ def estimated(densities: Sequence[float], counts: Sequence[int]) -> Estimate:
 
 class StageLevel:
     """How one node sees one stage: at which level, and what its buckets say of the number. `took` is told what was
-    found where."""
+    found where.
+
+    No bucket decides alone: of the latest looks each bucket counts once, and of a few buckets none is looked at twice
+    before all were, nor twice in a row. Else, of two buckets, one would be most of the latest looks by chance.
+    """
 
     def __init__(self, rng: random.Random, level: int = 0) -> None:
         self._rng = rng
         self.level = level
         self._counts: deque[tuple[int, int]] = deque(maxlen=KEPT)
         """Bucket's level and records, the latest last."""
-        self._here: deque[int] = deque(maxlen=LOOKED_BACK)
-        """Records of the latest buckets of this level."""
+        self._here: deque[tuple[int, int]] = deque(maxlen=LOOKED_BACK)
+        """The latest looks at buckets of this level: which, and its records."""
         self._turn: list[int] = []
         self._candidate: int | None = None
         self._votes: list[int] = []
@@ -143,14 +149,21 @@ class StageLevel:
         if self.level == 0:
             level, count = self._counts[-1]
             return Estimate(float(count << level))
-        return estimated([float(count << level) for level, count in self._counts], [n for _, n in self._counts])
+        counts = [(level, min(count, CROWDED)) for level, count in self._counts]
+        return estimated([float(count << level) for level, count in counts], [count for _, count in counts])
 
     @property
     def fullness(self) -> float:
         """Records that the middle one of the latest buckets of this level held."""
         if not self._here:
             return self.estimate.number / (1 << self.level)
-        return sorted(self._here)[len(self._here) // 2]
+        ordered = self._latest
+        return ordered[len(ordered) // 2]
+
+    @property
+    def _latest(self) -> list[int]:
+        """Records of the buckets that were looked at last, each as it was last seen, the emptiest first."""
+        return sorted(dict(self._here).values())
 
     @property
     def read(self) -> bool:
@@ -163,7 +176,7 @@ class StageLevel:
         return self._candidate is not None
 
     def next_bucket(self) -> tuple[int, int]:
-        """Level and bucket to read next, drawn so that none of a few comes twice before all have come."""
+        """Level and bucket to read next."""
         if self._candidate == 1:
             return 1, len(self._votes) & 1
         if self._candidate is not None:
@@ -173,6 +186,8 @@ class StageLevel:
         if not self._turn:
             self._turn = list(range(1 << self.level))
             self._rng.shuffle(self._turn)
+            if self._here and self._turn[-1] == self._here[-1][0]:
+                self._turn.reverse()
         return self.level, self._turn.pop()
 
     def took(self, level: int, bucket: int, prefixes: Collection[int]) -> None:
@@ -184,7 +199,7 @@ class StageLevel:
         elif level == self.level:
             self._counts = deque((each for each in self._counts if abs(each[0] - level) <= 1), KEPT)
             self._counts.append((level, len(prefixes)))
-            self._here.append(len(prefixes))
+            self._here.append((bucket, len(prefixes)))
             self._decide()
 
     def _look_behind(self, prefixes: Collection[int]) -> None:
@@ -208,9 +223,9 @@ class StageLevel:
             self._doubted_for = CONFIRMED_AGAIN
 
     def _decide(self) -> None:
-        if len(self._here) < (1 if self.level == 0 else LOOKED_BACK):
+        ordered = self._latest
+        if len(self._here) < (1 if self.level == 0 else LOOKED_BACK) or len(ordered) < min(2, 1 << self.level):
             return
-        ordered = sorted(self._here)
         least, most = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
         if least > RAISE * TARGET and self.level == 0:
             if self._candidate is None:

@@ -113,7 +113,7 @@ class DhtDirectory:
         self._rng = ambient.chance()
         self._walker = Walker(node, self._rng)
         self._view = DirectoryView(tuple({} for _ in range(stages)))
-        self._sampled = SampledView(stages, ambient.chance())
+        self._sampled = SampledView(stages, ambient.chance(), standing=records.standing)
         self._lost = LostPeers(identity.peer_id, ambient.chance())
         self._seeking: asyncio.Task[None] | None = None
         self._storing: dict[asyncio.Task[bool], None] = {}

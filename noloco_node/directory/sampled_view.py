@@ -3,20 +3,23 @@ stage, and how many records each of its rows stands for. How the keys are read a
 
 While a stage lies at level 0 its whole key is read, and the view is everybody. Above that this node holds two buckets
 of its own stage and of the next, which it reads again before their records end; every other minute another bucket,
-drawn at random, takes the place of the older one. Of other stages it sees the bucket that it drew last. At level 0 of
-a large stage it looks the more rarely the larger that is, for what lies behind: everybody would deal with those few,
-and ask their few holders.
+drawn at random, takes the place of the older one. A crowded bucket, somebody's who sought ids for it, is held as any
+other and has an ordinary one's places, so that it hides nobody for good and fills no view. Of other stages it sees the
+bucket that it drew last. At level 0 of a large stage it looks the more rarely the larger that is, for what lies behind:
+everybody would deal with those few, and ask their few holders.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from noloco_node.directory.buckets import Place, StageLevel, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.buckets import CROWDED, TARGET, Place, StageLevel, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
+from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 
 HELD = 2
@@ -34,8 +37,11 @@ ROOT_AGAIN = 1.5
 level: so that key is read equally often however many read it."""
 ROOT_SECONDS = 3600.0
 """After which everybody looks there: two large swarms that meet may lie far apart."""
-MOST_ROWS = 128
-"""Of one bucket: more are somebody's who sought their ids."""
+PLACES = TARGET
+"""Rows that a crowded bucket has in a view."""
+KNOWN_PLACES = PLACES // 2
+"""Of these, the most that go to those that have answered; the others are drawn, or who is new would never be seen."""
+LOT_BYTES = 16
 USUAL_LIFE = 20.0
 SETTLED = 4
 """Buckets of a level that are read at once, one at each look, when this node has come to it."""
@@ -46,6 +52,30 @@ _Rows = Mapping[PeerId, LiveRecord]
 def root_again(level: int, life: float) -> float:
     """Seconds between two looks at level 0 of a stage that lies at a level above it, where records live so long."""
     return min(ROOT_SECONDS, ROOT_AGAIN * life * (1 << (level - 1)))
+
+
+def places_of(rows: int) -> int:
+    """How many of so many rows of one bucket a view shows."""
+    return rows if rows < CROWDED else PLACES
+
+
+def shown_of(peers: Collection[PeerId], lot: bytes, standing: Callable[[PeerId], Esteem]) -> Collection[PeerId]:
+    """Whom of one bucket a view shows (`places_of`). Of a crowded one up to half are those of whom this node knows
+    most; the others fall to whoever the `lot` draws, those last that did not answer. The same lot draws the same
+    peers."""
+    places = places_of(len(peers))
+    if places == len(peers):
+        return peers
+    drawn = sorted(peers, key=lambda peer: blake2b(peer.encode(), key=lot, digest_size=8).digest())
+    of = {peer: standing(peer) for peer in drawn}
+    known = sorted((peer for peer in drawn if of[peer] >= Esteem.KNOWN), key=lambda peer: -of[peer])[:KNOWN_PLACES]
+    first = set(known)
+    others = sorted((peer for peer in drawn if peer not in first), key=lambda peer: of[peer] <= Esteem.SILENT)
+    return [*known, *others][:places]
+
+
+def _hearsay(_peer: PeerId) -> Esteem:
+    return Esteem.HEARSAY
 
 
 @dataclass(slots=True)
@@ -64,6 +94,8 @@ class _Stage:
     drawn_here: int = 0
     """Buckets of the present level that were."""
     renewed_at: float = -math.inf
+    crowded: set[Place] = field(default_factory=set[Place])
+    """Places of which not all rows are here."""
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
@@ -71,10 +103,19 @@ class _Stage:
 
 
 class SampledView:
-    """One node's. `life` is that of a record, in seconds, until it publishes one."""
+    """One node's. `life` is that of a record, in seconds, until it publishes one; `standing` says what is known of a
+    peer."""
 
-    def __init__(self, stages: int, rng: random.Random, life: float = USUAL_LIFE) -> None:
+    def __init__(
+        self,
+        stages: int,
+        rng: random.Random,
+        life: float = USUAL_LIFE,
+        standing: Callable[[PeerId], Esteem] = _hearsay,
+    ) -> None:
         self._rng = rng
+        self._standing = standing
+        self._lot, self._lot_at = b"", -math.inf
         self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
         self._own: int | None = None
         self._life = life
@@ -119,13 +160,14 @@ class SampledView:
             each.held, each.drawn_here, each.drawn_at = [], 0, -math.inf
         elif place not in each.held and place.level == each.level.level > 0:
             if self._near(place.stage):
-                self._hold(each, place, len(rows), now)
+                self._hold(each, place, now)
             elif not rows:  # one holder's word that nobody is there: another bucket at the next look
                 each.drawn_at = -math.inf
-            elif len(rows) < MOST_ROWS:
+            else:
                 each.held = [place]
         if place in each.held or (place.level == 0 and not each.held):
-            each.rows[place] = rows if place.level == 0 else self._bounded(rows)
+            each.rows[place] = rows if place.level == 0 else self._bounded(rows, now)
+            (each.crowded.add if len(each.rows[place]) < len(rows) else each.crowded.discard)(place)
 
     def view(self, now: float) -> DirectoryView:
         """All rows that live, and for how many each stands."""
@@ -149,28 +191,26 @@ class SampledView:
             wanted.append(each.drawn)
         return wanted
 
-    def _hold(self, each: _Stage, place: Place, count: int, now: float) -> None:
-        """A bucket that was drawn takes the place of the older one where its time has come, or where that is crowded:
-        then it is somebody's who sought their ids."""
-        crowded = [held for held in each.held if len(each.rows.get(held, ())) >= MOST_ROWS]
-        if count >= MOST_ROWS:
-            return
+    def _hold(self, each: _Stage, place: Place, now: float) -> None:
+        """A bucket that was drawn takes the place of the older one where its time has come."""
         if len(each.held) >= HELD:
-            if not crowded and _since(each.renewed_at, now) < RENEWED_SECONDS:
+            if _since(each.renewed_at, now) < RENEWED_SECONDS:
                 return
-            each.held.remove(crowded[0] if crowded else each.held[0])
+            each.held.remove(each.held[0])
         each.held.append(place)
         each.renewed_at = now
 
-    def _bounded(self, rows: _Rows) -> _Rows:
-        if len(rows) <= MOST_ROWS:
-            return rows
-        return {peer: rows[peer] for peer in sorted(self._rng.sample(sorted(rows), MOST_ROWS))}
+    def _bounded(self, rows: _Rows, now: float) -> _Rows:
+        if _since(self._lot_at, now) >= RENEWED_SECONDS:
+            self._lot, self._lot_at = self._rng.randbytes(LOT_BYTES), now
+        shown = shown_of(rows.keys(), self._lot, self._standing)
+        return rows if len(shown) == len(rows) else {peer: rows[peer] for peer in sorted(shown)}
 
     def _rows_of(self, each: _Stage, now: float) -> _Rows:
         for place, rows in list(each.rows.items()):
             if each.read_at.get(place, now) > now or not _any_lives(rows, now):
                 del each.rows[place]
+        each.crowded.intersection_update(each.rows)
         each.read_at = {
             place: at for place, at in each.read_at.items() if place.level == 0 or _since(at, now) < 2.0 * self._life
         }
@@ -192,7 +232,7 @@ def _since(at: float, now: float) -> float:
 def _scale(each: _Stage, rows: _Rows, now: float) -> Scale:
     seen, estimate = sum(row.expires > now for row in rows.values()), each.level.estimate
     if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: who is there is seen
-        return Scale()
+        return Scale(error=estimate.error) if each.crowded else Scale()
     return Scale(max(1.0, estimate.number / seen), estimate.error)
 
 

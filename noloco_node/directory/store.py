@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from noloco_node import ambient
+from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
@@ -26,9 +27,9 @@ MOST_RECORDS = 512
 """Records under one key."""
 MOST_HEARSAY = 32
 """Records under one key that one peer brought of others, of whom this node knows nothing more."""
-MOST_HEARSAY_OF_A_BUCKET = 128
-"""The same under a key that is known to be a bucket's: it is read from one of its holders alone, who brings as many as
-a view takes of a bucket. With fewer places a bucket of strangers would count for half of what it holds."""
+MOST_HEARSAY_OF_A_BUCKET = CROWDED
+"""The same under a key that is known to be a bucket's: it may be read from one of its holders alone, who brings as many
+as show that it is crowded. With fewer places a bucket of strangers would count for half of what it holds."""
 MOST_BUCKETS = 4096
 """Keys that are remembered to be buckets'."""
 MOST_KEYS = 4096
@@ -227,13 +228,15 @@ class RecordStore:
         return True
 
     def _keep_hearsay_bounded(self, key: bytes, storer: PeerId, now: float) -> None:
-        """What one peer brings of others takes the place of something that it brought before. Only a few are looked
-        at, since a peer may bring many, again and again; where nobody of them is hearsay any more, little else is."""
+        """What one peer brings of others takes the place of something that it brought before, of equals by chance: an
+        id can be sought for. Only a few are looked at, since a peer may bring many, again and again; where nobody of
+        them is hearsay any more, little else is."""
         rows, brought = self._rows[key], list(self._hearsay[key, storer])
         among = self._rng.sample(brought, min(FEW, len(brought)))
-        least, signer = min((self.esteem_of(signer, rows[signer], now), signer) for signer in among)
-        if least <= Esteem.HEARSAY:
-            self._drop(key, signer)
+        of = {signer: self.esteem_of(signer, rows[signer], now) for signer in among}
+        victim = min(among, key=of.__getitem__)
+        if of[victim] <= Esteem.HEARSAY:
+            self._drop(key, victim)
 
     def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
         """Whoever is not hearsay gets a place in any case, or newcomers would be shut out of a full stage; but only a

@@ -20,14 +20,15 @@ from noloco_node.directory.buckets import (
 )
 from noloco_node.directory.sampled_view import (
     HELD,
-    MOST_ROWS,
     READ_AGAIN,
     RENEWED_SECONDS,
     SAMPLED_AGAIN,
     SETTLED,
+    places_of,
     root_again,
+    shown_of,
 )
-from noloco_node.directory.store import MOST_RECORDS
+from noloco_node.directory.store import MOST_RECORDS, Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, sample_error
 from noloco_node.simulator.crowd_nodes import Nodes
@@ -40,6 +41,8 @@ SEEN_AT_ONCE = MOST_RECORDS
 """Most that one sees of a stage whose records still lie at level 0: no holder keeps more under a key."""
 DRAWN_FROM = 1024
 """Where everybody is seen, of whom one is drawn as of all."""
+LOTS = 8
+"""By which the places of a crowded bucket are drawn: nodes that share one see the same part of it."""
 
 
 class CrowdDirectory(Protocol):
@@ -102,6 +105,8 @@ class _Records:
         """Of buckets that somebody has asked for since the last tick."""
         self._parts: dict[tuple[int, int], tuple[PeerId, ...]] = {}
         """The same of parts of level 0, by column."""
+        self._shown: dict[tuple[int, int, int, bytes], tuple[PeerId, ...]] = {}
+        """The same of crowded buckets, by lot."""
         self.read: dict[int, Floats] = {}
         self.written: dict[int, Floats] = {}
 
@@ -125,7 +130,8 @@ class _Records:
         keys = (self.column[who] << PREFIX_BITS) | nodes.prefix[who]
         order = np.argsort(keys, kind="stable")
         self.order, self.keys = who[order], keys[order]
-        self._edges, self._sums, self._strengths, self._peers, self._parts = {}, {}, {}, {}, {}
+        self._edges, self._sums, self._strengths = {}, {}, {}
+        self._peers, self._parts, self._shown = {}, {}, {}
         self._speeds = nodes.speed_row[self.order]
 
     def edges(self, level: int) -> Ints:
@@ -163,9 +169,11 @@ class _Records:
         seen, total, squared, servers = 0, 0.0, 0.0, list[tuple[str, float]]()
         for bucket in buckets:
             place, speed = (column << level) + bucket, self.nodes.speed[i] if bucket == own else 0.0
-            strength = max(0.0, float(speeds[place]) - speed)
-            seen += int(self.counts(level)[place]) - (bucket == own)
-            total, squared = total + strength, squared + float(squares[place]) - speed * speed
+            here = int(self.counts(level)[place])
+            part = places_of(here) / max(1, here) if level else 1.0
+            strength = part * max(0.0, float(speeds[place]) - speed)
+            seen += places_of(here) - (bucket == own) if level else here - (bucket == own)
+            total, squared = total + strength, squared + part * (float(squares[place]) - speed * speed)
             servers.append((f"bucket {bucket} of stage {column}", max(strength, 1e-9)))
         each, error, stage = 1.0, 0.0, column % self.stages
         if number is not None:
@@ -180,6 +188,7 @@ class _Records:
             self._peers.pop((column, level, bucket_of(prefix, level)), None)
             if level == 0:
                 self._parts.clear()
+        self._shown.clear()
         self.nodes.expires[:, i] = 0.0
 
     def peers(self, column: int, level: int, bucket: int) -> tuple[PeerId, ...]:
@@ -190,6 +199,18 @@ class _Records:
             peer = self.nodes.peer
             found = self._peers[place] = tuple([peer[j] for j in self.rows(column, level, bucket)])
         return found
+
+    def shown(self, column: int, level: int, bucket: int, i: int) -> tuple[PeerId, ...]:
+        """Those of them that one node has in its view: of a crowded bucket a part, as another is drawn now and then. It
+        takes them for strangers alike."""
+        every = self.peers(column, level, bucket)
+        if places_of(len(every)) == len(every):
+            return every
+        lot = f"{i % LOTS} {int(self.nodes.agenda.now / RENEWED_SECONDS)}".encode()
+        place = column, level, bucket, lot
+        if place not in self._shown:
+            self._shown[place] = tuple(shown_of(every, lot, lambda _: Esteem.HEARSAY))
+        return self._shown[place]
 
     def part(self, column: int, i: int) -> tuple[PeerId, ...]:
         """Who lies at level 0, as one node sees them: all, or of more than holders keep each so-manieth."""
@@ -360,7 +381,7 @@ class BucketDirectory(_Records):
         """See `CrowdDirectory.seen`."""
         column, level = int(self.column[i]) + ahead, int(self.levels[ahead].level[i])
         held = [bucket for bucket in self._held[ahead, i].tolist() if bucket != NONE] if level else []
-        parts = [self.peers(column, level, bucket) for bucket in held] if held else [self.part(column, i)]
+        parts = [self.shown(column, level, bucket, i) for bucket in held] if held else [self.part(column, i)]
         others = sum(parts[1:], parts[0])
         if ahead or (held and bucket_of(int(self.nodes.prefix[i]), level) not in held):
             return others
@@ -409,7 +430,7 @@ class BucketDirectory(_Records):
         self._drawn_at[ahead, who] = now
         self._drawn_here[ahead, who] += 1
         self.number[ahead, who] = levels.estimates(who)
-        self._hold(ahead, who, bucket, levels.level[who] != before, above & (level == before) & (count < MOST_ROWS))
+        self._hold(ahead, who, bucket, levels.level[who] != before, above & (level == before))
 
     def _hold(self, ahead: int, who: Ints, bucket: Ints, moved: Flags, taken: Flags) -> None:
         """What was drawn at a node's level takes the place of the older one that it holds, where its time has come."""

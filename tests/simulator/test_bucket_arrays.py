@@ -13,8 +13,9 @@ NODES, LOOKS = 40, 300
 
 
 def test_rows_of_arrays_decide_as_one_node_does() -> None:
-    """Over counts that swing as a stage grows and shrinks, with looks at level 0 that speak of levels far above, true
-    and false ones: after every look level, estimate, fullness and what is written are the same."""
+    """Over counts that swing as a stage grows and shrinks, some of a crowded bucket, some that do not come, with looks
+    at level 0 that speak of levels far above, true and false ones: after every look level, estimate, fullness and what
+    is written are the same."""
     rng = random.Random(3)
     each = [StageLevel(random.Random(i)) for i in range(NODES)]
     rows = StageLevels(NODES, np.random.default_rng(1))
@@ -34,12 +35,16 @@ def test_rows_of_arrays_decide_as_one_node_does() -> None:
         levels = [node.next_bucket() for node in each]
         assert [level for level, _ in levels] == rows.next_buckets(everybody)[0].tolist()
         counts = [max(0, int(rng.gauss(number / 2**level, 5.0))) for level, _ in levels]
-        at = [level for level, _ in levels]
-        rooted = np.array([i for i in everybody if at[i] == 0], np.int64)
+        counts = [
+            count + 400 * (level > 0 and bucket == 1) for (level, bucket), count in zip(levels, counts, strict=True)
+        ]
+        at, in_bucket = np.array([level for level, _ in levels]), np.array([bucket for _, bucket in levels])
+        answered = np.array([i for i in everybody if rng.random() < 0.9], np.int64)
+        rooted = answered[at[answered] == 0]
         rows.look_behind(rooted, np.zeros(len(rooted), np.int64))
-        for node, (level, bucket), count in zip(each, levels, counts, strict=True):
-            node.took(level, bucket, [1 << 31] * count)
-        rows.took(everybody, np.array(at), np.array([bucket for _, bucket in levels]), np.array(counts))
+        for i in answered.tolist():
+            each[i].took(*levels[i], [1 << 31] * counts[i])
+        rows.took(answered, at[answered], in_bucket[answered], np.array(counts)[answered])
         assert rows.level.tolist() == [node.level for node in each]
         assert rows.estimates(everybody).tolist() == [node.estimate.number for node in each]
         assert [rows.estimate(i) for i in everybody] == [node.estimate for node in each]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from noloco_node.directory import buckets, sampled_view
-from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
+from noloco_node.directory.buckets import CROWDED, MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerState
+from noloco_node.directory.sampled_view import PLACES, places_of
 from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
 from tests.inside import intake_of, records_of, sampled_of, walker_of
 from tests.swarm.hostile_dht import throw_away_key
@@ -134,6 +135,15 @@ async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:
     holder, reader = await swarm_of(2)
     bring(holder, Place(0, 1, 1), 90)
     assert await read_by(reader, Place(0, 1, 1)) == 90
+
+
+async def test_that_a_bucket_is_crowded_is_known_from_one_holder() -> None:
+    """Who brings no more of others than it may."""
+    holder, reader = await swarm_of(2)
+    bring(holder, Place(0, 1, 1), CROWDED + 20)
+    found = await read_by(reader, Place(0, 1, 1))
+    assert found == CROWDED
+    assert places_of(found) == PLACES < found
 
 
 async def test_of_a_bucket_two_holders_are_asked() -> None:

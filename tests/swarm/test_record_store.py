@@ -94,6 +94,17 @@ def test_what_one_peer_brings_of_others_is_bounded_and_pushes_out_nobody_elses()
     assert known.keys() <= names(store)
 
 
+def test_of_what_one_peer_brings_of_others_no_name_stays_longer_than_another() -> None:
+    """Nobody keeps a place by an id that was sought to come late in the order of ids, nor by one that comes early."""
+    store, stayed = store_of(), Counter[bool]()
+    for round_ in range(20):
+        bring = [f"{'a' if number % 2 else 'z'}-{round_}-{number}" for number in range(8 * MOST_HEARSAY)]
+        for name in bring:
+            store.put(KEY, PeerId(name), held("stranger"), 0.0)
+        stayed.update(name.startswith("z") for name in names(store))
+    assert 0.4 < stayed[True] / stayed.total() < 0.6
+
+
 def test_those_that_did_not_answer_lose_their_places_first() -> None:
     """Among what one peer brought, and where a key is full; one that answers by then keeps its place."""
     known: dict[str, Esteem] = {}
