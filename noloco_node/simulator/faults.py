@@ -187,6 +187,8 @@ class Schedule(BaseModel):
     replicas: Annotated[tuple[Annotated[int, Field(gt=0, le=64)], ...], Field(min_length=1, max_length=8)]
     """Nodes of each stage at the start."""
     faults: tuple[DrawnFault, ...] = ()
+    guard_copies: Annotated[int, Field(ge=0, le=64)] = 0
+    """Nodes of other stages that keep a copy of each stage."""
 
     @property
     def nodes(self) -> int:
@@ -221,7 +223,8 @@ FAULT: TypeAdapter[DrawnFault] = TypeAdapter(DrawnFault)
 
 def draw(seed: int, fewest: int = 4, most: int = 8, kinds: tuple[str, ...] = KINDS) -> Schedule:
     """The schedule of this seed for a swarm of `fewest` to `most` nodes, of these kinds of faults: one fault for two
-    nodes on average, of two or three kinds, since what never comes together cannot be found apart."""
+    nodes on average, of two or three kinds, since what never comes together cannot be found apart. Of the swarms of
+    several stages a quarter keeps copies."""
     rng = random.Random(f"faults/{seed}")
     nodes = rng.randint(fewest, most)
     stages = rng.choice([count for count in (1, 2, 2, 2, 3, 3) if 2 * count <= nodes])
@@ -231,7 +234,15 @@ def draw(seed: int, fewest: int = 4, most: int = 8, kinds: tuple[str, ...] = KIN
     mixed = rng.sample(kinds, min(len(kinds), rng.choice((1, 2, 3, 4))))
     count = 1 + min(rng.randrange(nodes), rng.randrange(nodes))
     faults = [_draw_one(rng, rng.choice(mixed), nodes, stages) for _ in range(count)]
-    return Schedule(seed=seed, replicas=tuple(replicas), faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+    faults.sort(key=lambda fault: fault.at)
+    return Schedule(
+        seed=seed, replicas=tuple(replicas), faults=tuple(faults), guard_copies=_draw_guard_copies(seed, stages)
+    )
+
+
+def _draw_guard_copies(seed: int, stages: int) -> int:
+    """Apart from the rest, so that a seed's faults are what they were before copies were drawn."""
+    return random.Random(f"guards/{seed}").choice((0, 0, 0, 1)) if stages > 1 else 0
 
 
 def _draw_one(rng: random.Random, kind: str, nodes: int, stages: int) -> DrawnFault:

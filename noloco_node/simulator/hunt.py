@@ -37,6 +37,8 @@ STEPS = 24
 INNER_STEPS = 3
 BATCH_MICROBATCHES = 4
 IN_FLIGHT = 2
+GUARD_SECONDS = 5.0
+"""Between two looks at a copy of another stage, where a run keeps any."""
 NOISE = 0.5
 """Of a quadratic's gradients."""
 SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.6, Priority.FORWARD: 0.3, Priority.DRAW: 0.3}
@@ -57,9 +59,11 @@ class HuntOutcome:
     """Hash of all that was told."""
 
 
-def run_spec(stages: int) -> RunSpec:
-    """The run of every schedule: as small as a stage can be, with the limits that nodes have by default."""
+def run_spec(stages: int, guard_copies: int = 0) -> RunSpec:
+    """The run of every schedule: as small as a stage can be, with the limits that nodes have by default; but copies are
+    renewed as often as a run so short asks for."""
     windows, length = 2, 4
+    renewed = {"guard_seconds": GUARD_SECONDS} if guard_copies else {}
     batch = BATCH_MICROBATCHES * windows * length
     return RunSpec(
         name="hunt",
@@ -87,7 +91,8 @@ def run_spec(stages: int) -> RunSpec:
         ),
         outer=OuterSpec(inner_steps=INNER_STEPS, min_inner_steps=1, codec="int8"),
         evaluation=EvaluationSpec(every_tokens=batch * STEPS, windows=windows),
-        limits=LimitsSpec(chunk_bytes=4096),
+        limits=LimitsSpec(chunk_bytes=4096, **renewed),
+        guard_copies=guard_copies,
     )
 
 
@@ -131,7 +136,7 @@ def shrunk(outcome: HuntOutcome, most_tries: int = 200, *, real_tensors: bool = 
 
 
 async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:
-    spec, loop = run_spec(schedule.stages), asyncio.get_running_loop()
+    spec, loop = run_spec(schedule.stages, schedule.guard_copies), asyncio.get_running_loop()
     own = asyncio.all_tasks()
     async with HuntedWorld(
         spec,

@@ -54,9 +54,11 @@ class Strikes:
     twins: set[int] = field(default_factory=set[int])
     """Nodes that share an identity."""
     lost_stage: bool = False
-    """A stage has lost all of its replicas."""
+    """A stage has lost all of its replicas, or those left answer nothing that trains anybody."""
     retraced: bool = False
     """A node of stage 0 has come back from its checkpoint."""
+    _useless: set[int] = field(default_factory=set[int])
+    """Nodes of later stages that train nobody any more."""
     _apart: dict[int, frozenset[int]] = field(default_factory=dict[int, frozenset[int]])
     _still: Counter[int] = field(default_factory=Counter[int])
     _slow: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
@@ -151,6 +153,9 @@ class Strikes:
                 self.twins |= {node.number, other.number}
             case Liar(how=how):
                 self.liars.add(node.number)
+                if node.stage > 0 and (how == "busy" or how in _GRADIENTS):
+                    self._useless.add(node.number)
+                    self._look_at(node.stage)
                 if rules := _lies(how, node):
                     self._rules[index] = [world.network.inject(rule) for rule in rules]
                     return False
@@ -180,7 +185,11 @@ class Strikes:
     def _goes(self, node: Node) -> None:
         """It leaves its stage, whatever the way."""
         self.dead.add(node.number)
-        self.lost_stage |= not any(n.stage == node.stage and n.number not in self.dead for n in self.world.running)
+        self._look_at(node.stage)
+
+    def _look_at(self, stage: int) -> None:
+        gone = self.dead | self._useless
+        self.lost_stage |= not any(n.stage == stage and n.number not in gone for n in self.world.running)
 
     def _end(self, node: Node, *, silent: bool = False) -> None:
         self._goes(node)

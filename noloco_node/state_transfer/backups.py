@@ -149,7 +149,7 @@ class StageCopies:
         has = own if kept is None else kept.weights
         chosen, vouched = await ambient.elsewhere(choose_copy, list(strangers.values()), has, first)
         if chosen is not None and not vouched:
-            logger.error(
+            logger.warning(
                 "STAGE %d IS TAKEN FROM A STRANGER'S COPY ALONE: %s signed it, of whom this node has seen no work, and "
                 "no other copy bears it out",
                 stage,

@@ -117,3 +117,22 @@ def test_nobody_moves_for_its_poverty_to_a_stage_that_was_lost_meanwhile() -> No
     outcome = carry_out(Schedule(seed=9014, replicas=(2, 2), faults=(LostStage(at=0.999, stage=0),)))
     assert outcome.fired == (True,)
     assert outcome.breaches == ()
+
+
+def test_a_stage_is_brought_back_from_the_copy_of_a_stranger_who_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """Who brings the last of three stages back comes from the first, and has never worked with any node of it. That a
+    copy of theirs is taken alone is a word to whoever runs the node, and was logged as a failure is (seed 14019)."""
+    faults = (LostStage(at=0.4, stage=2),)
+    outcome = carry_out(Schedule(seed=14019, replicas=(2, 2, 2), faults=faults, guard_copies=1))
+    assert outcome.breaches == ()
+    assert "stage 2 was restored from a copy" in caplog.text
+    assert "STAGE 2 IS TAKEN FROM A STRANGER'S COPY ALONE" in caplog.text
+
+
+def test_origins_owe_no_end_where_all_of_the_next_stage_turn_hostile() -> None:
+    """Both replicas of stage 1 answer busy to all in the end, and an origin stands at 756 of 768: near enough to leave
+    by rule, and no nearer is to be had (found as seed 211)."""
+    faults = tuple(Liar(at=0.97, node=node, how="busy") for node in (2, 3))
+    outcome = carry_out(Schedule(seed=3, replicas=(2, 2), faults=faults))
+    assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
