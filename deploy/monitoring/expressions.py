@@ -150,6 +150,7 @@ OF_NODE: Mapping[str, str] = {
     "tasks": "noloco_tasks",
     "threads": "noloco_threads",
     "directory_records": "noloco_directory_records",
+    "no_room": "increase(noloco_directory_no_room_total[15m])",
     "directory_age": "noloco_directory_age_seconds",
     "node_offences": "increase(noloco_offences_total[15m])",
     "banned": "noloco_banned_peers",

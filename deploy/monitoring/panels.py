@@ -216,6 +216,7 @@ NODES = Dashboard(
                 _panel("Stage missed", "short", ("missing", "stage {{stage}} " + NODE)),
                 _panel("Traffic", "Bps", ("node_traffic", "{{kind}} {{direction}} " + NODE)),
                 _panel("Records in the directory", "short", ("directory_records", NODE)),
+                _panel("Records without room, of 15 minutes", "short", ("no_room", "{{reason}} " + NODE)),
                 _panel("Age of the directory", "s", ("directory_age", NODE)),
                 _panel(
                     "Banned and set aside", "short", ("banned", f"banned {NODE}"), ("set_aside", f"set aside {NODE}")

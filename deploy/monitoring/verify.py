@@ -83,6 +83,7 @@ STEADY: Mapping[str, str] = {
     "banned": "nobody is hostile",
     "set_aside": "nobody is hostile",
     "bounded": "nobody is hostile",
+    "no_room": "nobody floods the directory",
     "threads": "they do not leak",
     "held": "always as many as `node.in_flight`",
     "queue": "a look every two seconds may meet none",

@@ -75,6 +75,7 @@ class NodeStats:
                     banned_now=conduct.banned_now,
                     audits=dict(downstream.auditor.findings) if downstream else {},
                     set_aside_now=downstream.set_aside_now if downstream else 0,
+                    no_room=dict(self._membership.no_room),
                     bounded={"activations": pipeline.server.out_of_scale, **self._worker.bounded},
                 ),
             )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -134,6 +134,11 @@ class DhtDirectory:
     def records_held(self) -> int:
         """Records that this node holds, for itself and for others."""
         return len(self._records)
+
+    @property
+    def no_room(self) -> Mapping[str, int]:
+        """See `Directory.no_room`."""
+        return {reason.value: count for reason, count in self._records.no_room.items()}
 
     def now(self) -> float:
         """DHT time, seconds."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from noloco_node import ambient
 from noloco_node.directory.buckets import Place
-from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
+from noloco_node.directory.store import Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.directory.validator import RecordValidator
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.rations import Budget, PeerBudgets
@@ -94,6 +94,7 @@ class Intake:
             kind = Esteem.HEARSAY
         own, pool = self._of_peers.of(storer), self._pools[kind]
         if own.left < 1.0 or pool.left < 1.0:
+            self._store.no_room[NoRoom.CHECKS] += 1
             return False
         own.spend()
         pool.spend()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
@@ -312,6 +312,11 @@ class Membership:
     def directory_age(self) -> float:
         """Seconds since the directory was last read."""
         return ambient.monotonic() - self._read_at
+
+    @property
+    def no_room(self) -> Mapping[str, int]:
+        """See `Directory.no_room`."""
+        return self._directory.no_room
 
     def _take_in(self) -> None:
         self._read_at = ambient.monotonic()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from noloco_node import ambient
@@ -37,7 +37,12 @@ class MemoryDirectoryHub:
 
 
 class UnsignedDirectory:
-    """What directories have in common whose records nobody signs: none is told over own links."""
+    """What directories have in common whose records nobody signs: none is told over own links, and all have room."""
+
+    @property
+    def no_room(self) -> Mapping[str, int]:
+        """See `Directory.no_room`: nothing."""
+        return {}
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """See `Directory.to_tell`: nothing."""

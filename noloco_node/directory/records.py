@@ -166,6 +166,11 @@ class Directory(Protocol):
         """The last view read; empty before the first `refresh`."""
         ...
 
+    @property
+    def no_room(self) -> Mapping[str, int]:
+        """Records of others so far that had no room here, by what was full (`store.NoRoom`)."""
+        ...
+
     def now(self) -> float:
         """The time in which records expire (DHT time), seconds."""
         ...

@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import TypeVar
 
 from noloco_node import ambient
@@ -59,6 +59,19 @@ class Esteem(IntEnum):
     """It has answered this node, or has brought its record for a while."""
     WORKS = 3
     OWN = 4
+
+
+class NoRoom(StrEnum):
+    """Why a record of another was not taken in, or gave way to one that was."""
+
+    SIGNER = "signer"
+    """Its signer has as many under other keys as one may have: it moves much, or floods levels."""
+    PLACES = "places"
+    """Of its key, or of all keys, every place is taken."""
+    BRINGER = "bringer"
+    """Who brought it had brought as many of others as one may bring."""
+    CHECKS = "checks"
+    """As many new signatures are checked for who brought it, or for its like, as may be."""
 
 
 @dataclass(slots=True)
@@ -110,6 +123,8 @@ class RecordStore:
         self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
         """By key and who brought it: signers of records that were brought by others than them."""
         self._buckets = PeerTable[bytes, None](MOST_BUCKETS)
+        self.no_room = Counter[NoRoom]()
+        """Records so far that were not taken in or gave way, by what had no room."""
         self._count = 0
         self._swept = 0.0
         """When all ended records were last cleared away."""
@@ -210,6 +225,7 @@ class RecordStore:
         if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:  # perhaps at keys that nobody has looked at since they ended
             self._drop_all_ended(now)
         if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
+            self.no_room[NoRoom.SIGNER] += 1
             return False
         hearsay = MOST_HEARSAY_OF_A_BUCKET if key in self._buckets else MOST_HEARSAY
         if esteem <= Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= hearsay:
@@ -236,6 +252,7 @@ class RecordStore:
         of = {signer: self.esteem_of(signer, rows[signer], now) for signer in among}
         victim = min(among, key=of.__getitem__)
         if of[victim] <= Esteem.HEARSAY:
+            self.no_room[NoRoom.BRINGER] += 1
             self._drop(key, victim)
 
     def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
@@ -243,6 +260,7 @@ class RecordStore:
         small share of the places falls to those of whom least is known, since all others are left alone while one of
         theirs is among those looked at. Of equals the half stays that has been there for longer: a crowd that comes
         later and answers like everybody else takes no place from those."""
+        self.no_room[NoRoom.PLACES] += 1
         rows = self._rows[key]
         among = self._sampled(signer for signer in rows if signer != self._own)
         if not among:
@@ -268,7 +286,9 @@ class RecordStore:
         among = self._sampled(key for key, rows in self._rows.items() if self._own not in rows)
         victim = min(among, key=best, default=None)
         if victim is None or best(victim) > esteem:
+            self.no_room[NoRoom.PLACES] += 1
             return False
+        self.no_room[NoRoom.PLACES] += len(self._rows[victim])
         for signer in list(self._rows[victim]):
             self._drop(victim, signer)
         return True

@@ -277,6 +277,7 @@ def _of_strangers(books: Account | None) -> Iterator[tuple[str, int]]:
     yield from ((f"bans of peers: {kind}", count) for kind, count in peers.bans.items())
     yield from ((f"audits: {kind}", count) for kind, count in peers.audits.items() if kind not in GOOD_FINDINGS)
     yield from ((f"beyond a bound on norms: {kind}", count) for kind, count in peers.bounded.items())
+    yield from ((f"records of others without room: {kind}", count) for kind, count in peers.no_room.items())
     yield "peers banned at the last look", peers.banned_now
     yield "next-stage peers set aside at the last look", peers.set_aside_now
 

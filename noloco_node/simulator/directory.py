@@ -7,7 +7,7 @@ Records are judged once for all nodes: a signature that holds for one holds for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from noloco_node import ambient
 from noloco_node.directory.dht import DhtDirectory, join_directory
@@ -83,6 +83,11 @@ class SimulatedDirectory:
     def view(self) -> DirectoryView:
         """See `Directory.view`."""
         return self._directory.view
+
+    @property
+    def no_room(self) -> Mapping[str, int]:
+        """See `Directory.no_room`."""
+        return self._directory.no_room
 
     def now(self) -> float:
         """See `Directory.now`: this node's wall clock."""

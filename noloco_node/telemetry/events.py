@@ -175,6 +175,10 @@ class Strangers(BaseModel):
     bounded: dict[str, int] = {}
     """What went beyond a bound on norms: `activations` refused for their scale, gradients `returned` by the next stage
     and `caused` by others' microbatches scaled down."""
+    no_room: dict[str, int] = {}
+    """Records of others in the directory that were not taken in, or gave way to one that was, by what was full:
+    `signer`, as many of one signer under other keys as one may have; `places` of its key, or of all; `bringer`, as many
+    of others as one peer may bring; `checks` of new signatures."""
 
 
 class Distribution(BaseModel):

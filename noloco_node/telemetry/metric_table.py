@@ -21,6 +21,7 @@ WARNINGS = (
 )
 ROUNDS = ("paired", "alone", "caught_up")
 BLOCK_OUTCOMES = ("claimed", "finished", "given_back", "yielded")
+NO_ROOM = ("signer", "places", "bringer", "checks")
 RECOVERY_SECONDS = (1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PAYLOAD_BYTES = (1e4, 1e5, 1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10)
 
@@ -130,6 +131,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_live_replicas", "nodes", "Live nodes as this one sees them", "stage"),
         _gauge("noloco_stage_missing", "1 or 0", "1 while a stage has no replica and is waited for", "stage"),
         _gauge("noloco_directory_records", "records", "Live records of other nodes in the directory"),
+        _counter(
+            "noloco_directory_no_room_total",
+            "records",
+            "Records of others that had no room here, or gave way, by what was full",
+            "reason",
+            known=NO_ROOM,
+        ),
         _gauge("noloco_directory_age_seconds", "seconds", "Since the directory was last read"),
         _counter("noloco_bytes_total", "bytes", "Traffic by what it carries and direction", "kind", "direction"),
         _counter("noloco_offences_total", "offences", "Offences of peers", "reason"),

@@ -268,6 +268,7 @@ class Metrics:
             ("noloco_bans_total", strangers.bans),
             ("noloco_audits_total", strangers.audits),
             ("noloco_bounded_total", strangers.bounded),
+            ("noloco_directory_no_room_total", strangers.no_room),
         ):
             for reason, count in counts.items():
                 self._add(name, rise(name, reason, count), _bounded(reason))

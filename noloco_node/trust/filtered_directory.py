@@ -4,7 +4,7 @@ protocol version."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from noloco_node import PROTOCOL_VERSION
@@ -48,6 +48,11 @@ class ScreenedDirectory:
     def view(self) -> DirectoryView:
         """The last view read, screened."""
         return self._screened(self._directory.view)
+
+    @property
+    def no_room(self) -> Mapping[str, int]:
+        """See `Directory.no_room`."""
+        return self._directory.no_room
 
     def now(self) -> float:
         """See `Directory.now`."""

@@ -114,8 +114,8 @@ def test_a_record_lies_in_its_own_peers_buckets_only() -> None:
 
 
 async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
-    """A valid record at all twenty levels: a holder keeps as many as of any signer, and a reader counts one in each
-    bucket that it reads."""
+    """A valid record at all twenty levels: a holder keeps as many as of any signer, says how many it left out, and a
+    reader counts one in each bucket that it reads."""
     [holder] = await swarm_of(1)
     flooder, prefix = throw_away_key(), 0
     prefix = prefix_of(flooder.peer_id)
@@ -126,6 +126,7 @@ async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
         signed = sign_record(flooder, bucket_key(RUN, place), record_of(flooder.peer_id), expires)
         taken += intake_of(holder.directory).take(flooder.peer_id, digest(place), flooder.peer_id, signed, expires)
     assert taken == 8
+    assert holder.directory.no_room == {"signer": MOST_LEVEL - taken}
     view = await holder.directory.refresh()
     assert view.stages[0] == {}
 

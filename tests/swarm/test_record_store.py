@@ -20,12 +20,16 @@ from noloco_node.directory.store import (
     REGULAR_SECONDS,
     Esteem,
     HeldRecord,
+    NoRoom,
     RecordStore,
 )
 from noloco_node.directory.validator import MAX_RECORD_BYTES, RecordValidator
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.telemetry.events import Strangers
+from noloco_node.telemetry.metrics import Metrics
 from tests.inside import rows_of
 from tests.swarm.hostile_dht import ghost, key_ids, throw_away_key
+from tests.telemetry import made_events as made
 
 RUN, STAGES, LIFE = "run-under-test", 2, 60.0
 OWN = PeerId("own-peer-id")
@@ -103,6 +107,32 @@ def test_of_what_one_peer_brings_of_others_no_name_stays_longer_than_another() -
             store.put(KEY, PeerId(name), held("stranger"), 0.0)
         stayed.update(name.startswith("z") for name in names(store))
     assert 0.4 < stayed[True] / stayed.total() < 0.6
+
+
+def test_floods_are_counted_by_what_had_no_room_for_them_and_metrics_say_so() -> None:
+    """Levels of one signer, more of others than one may bring, a full key, full keys, and more than may be checked."""
+    store, extra = store_of(most_records=2 * MOST_HEARSAY, most_keys=MOST_KEYS_A_SIGNER), 5
+    for level in range(MOST_KEYS_A_SIGNER + extra):
+        store.put(bytes([level]) * 20, PeerId("flooder"), held("flooder"), 0.0)
+    assert store.no_room == {NoRoom.SIGNER: extra}
+    fill(store, extra, lambda _: "another")
+    assert store.no_room == {NoRoom.SIGNER: extra, NoRoom.PLACES: extra}, "no key is left for hearsay"
+    key = bytes([1]) * 20
+    for number in range(MOST_HEARSAY + extra):
+        store.put(key, PeerId(f"brought-{number}"), held("stranger"), 0.0)
+    assert store.no_room[NoRoom.BRINGER] == extra
+    for number in range(MOST_HEARSAY):
+        store.put(key, PeerId(f"direct-{number}"), held(f"direct-{number}"), 0.0)
+    assert store.no_room[NoRoom.PLACES] == extra + 1
+    desk = Desk()
+    for _ in range(int(CHECKS_AT_ONCE) + extra):
+        desk.take("stranger", ("nobody", b"no record"), 1e6 + 1.0)
+    assert desk.store.no_room == {NoRoom.CHECKS: extra}
+    told = Metrics()
+    no_room = {reason.value: count for reason, count in (store.no_room + desk.store.no_room).items()}
+    told.observe(made.account(strangers=Strangers(no_room=no_room)))
+    seen = {each: told.registry.get_sample_value("noloco_directory_no_room_total", {"reason": each}) for each in NoRoom}
+    assert seen == {NoRoom.SIGNER: extra, NoRoom.PLACES: extra + 1, NoRoom.BRINGER: extra, NoRoom.CHECKS: extra}
 
 
 def test_those_that_did_not_answer_lose_their_places_first() -> None:

@@ -54,6 +54,7 @@ OF_BAD_DAYS = {
     "noloco_refusals_total",
     "noloco_audits_total",
     "noloco_bounded_total",
+    "noloco_directory_no_room_total",
     "noloco_microbatches_held",
     "noloco_microbatches_in_flight",
     "noloco_device_queue",

@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from noloco_node.directory.store import NoRoom
 from noloco_node.telemetry.disk import free_bytes
 from noloco_node.telemetry.events import Doing, Evaluation, NodeMoved, OuterStep, P2pdRestarted, Warned
 from noloco_node.telemetry.memory_limit import MemoryUse
@@ -217,6 +218,7 @@ def test_the_page_is_in_the_format_that_is_asked_for() -> None:
         ("noloco_outer_rounds_total", get_args(OuterStep.model_fields["kind"].annotation)),
         ("noloco_moves_total", get_args(NodeMoved.model_fields["why"].annotation)),
         ("noloco_p2pd_restarts_total", get_args(P2pdRestarted.model_fields["cause"].annotation)),
+        ("noloco_directory_no_room_total", tuple(NoRoom)),
         ("noloco_warnings_total", get_args(Warned.model_fields["what"].annotation)),
     ],
 )
