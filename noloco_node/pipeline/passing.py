@@ -304,7 +304,7 @@ class PipelineServer:
         self._repeats = Repeats()
         self._places = MicrobatchLimiter(max_pending, load=lambda: worker.load)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
-        self.origins_seen = OriginsSeen()
+        self.origins_seen = OriginsSeen(spec.max_lag_tokens)
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
         self._accepting = accepting

@@ -212,11 +212,12 @@ def _told(
     ]
     kinds = {fault.kind for fault in strikes.schedule.faults}
     batch = spec.inner.global_batch_tokens
-    under_way = IN_FLIGHT * spec.microbatch_tokens * max(strikes.schedule.replicas)
+    most = spec.microbatch_tokens * max(strikes.schedule.replicas)
     return Run(
         target=spec.inner.target_tokens,
         batch=batch,
-        round_tokens=max(spec.outer.inner_steps * batch, under_way),
+        round_tokens=max(spec.outer.inner_steps * batch, IN_FLIGHT * most),
+        replica_round=spec.outer.inner_steps * max(batch, most),
         seconds=asyncio.get_running_loop().time(),
         over=over,
         nodes=nodes,

@@ -44,6 +44,9 @@ class Run:
     """Tokens of an inner step of the swarm."""
     round_tokens: float
     """Tokens of an outer round of the swarm, or of what all origins have under way at most, where that is more."""
+    replica_round: float
+    """Tokens by which a replica's own clock runs between two outer steps: each of its inner steps stands for a batch of
+    the swarm, or for a microbatch of every replica where that is more."""
     seconds: float
     over: bool
     """Every node has ended within the deadline."""
@@ -139,10 +142,13 @@ def _reached(run: Run) -> float:
 
 
 def _no_clock_runs_past(run: Run) -> Iterator[str]:
-    """Later stages' clocks are tied to that of stage 0 within half of the lag that is allowed; within the whole where
-    more train than are counted, as two with one identity do. Where stage 0 begins again, or origins come back to it
-    from checkpoints, it is behind theirs, which go half as fast at the slowest."""
-    tied = run.max_lag if run.hostile or run.retraced else run.max_lag / 2
+    """Later stages' clocks are tied to those of the origins that are heard. When the quickest origins end, the slowest
+    are behind them by no more than the lag that is allowed, or they would take their state; while these train on, a
+    later stage goes half as fast, and so past the target by half of that lag. Where a replica's own clock runs further
+    between two outer steps, by that. By the whole lag where more train than are counted, as two with one identity do.
+    Where stage 0 begins again, or origins come back to it from checkpoints, it is behind theirs, which go half as fast
+    at the slowest."""
+    tied = run.max_lag if run.hostile or run.retraced else max(run.max_lag / 2, run.replica_round)
     tied += run.target / 2 if run.lost_stage else 0.0
     for node in run.survivors:
         if node.clock - run.target > (run.round_tokens if node.stage == 0 else tied):

@@ -25,6 +25,9 @@ ORIGINS_OF_A_SENDER = 64
 RECENT_MICROBATCHES = 32
 """By so many it is judged how far ahead the origins are: enough for a burst to be outvoted, and few enough for a clock
 that follows them to be moved before it has run far."""
+QUIET_LAG = 0.25
+"""Part of the lag that is allowed which the own clock may run without a word of an origin before that says nothing any
+more: it has come to its end or stands still, and how far ahead it was is no news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +64,11 @@ class Voice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """One microbatch: how far ahead of this stage's clock its origin's was, and when it was trained."""
+    """One microbatch: how far ahead of this stage's clock its origin's was, and when it was trained by either time."""
 
     voice: Voice
     at: float
+    own_clock: float
 
 
 def weighted_median(weighted: Iterable[tuple[float, int]]) -> float:
@@ -88,9 +92,11 @@ def median_voice(voices: Iterable[Voice]) -> float | None:
 
 
 class OriginsSeen:
-    """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained."""
+    """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained.
+    `max_lag` (tokens) is by how much clocks may differ."""
 
-    def __init__(self, now: Callable[[], float] = ambient.monotonic) -> None:
+    def __init__(self, max_lag: float, now: Callable[[], float] = ambient.monotonic) -> None:
+        self._quiet = QUIET_LAG * max_lag
         self._now = now
         self._by_sender = PeerTable[PeerId, PeerTable[PeerId, OriginSeen]](SENDERS_REMEMBERED)
         self._recent: deque[_Trained] = deque(maxlen=RECENT_MICROBATCHES)
@@ -104,7 +110,7 @@ class OriginsSeen:
         rose_at = now if before is None or drawn.clock > before.clock else before.rose_at
         in_all = tokens + (0 if before is None else before.tokens)
         heard[drawn.origin] = OriginSeen(sender, drawn.origin, drawn.clock, rose_at, now, in_all)
-        self._recent.append(_Trained(Voice(sender, drawn.origin, drawn.clock - own_clock, tokens), now))
+        self._recent.append(_Trained(Voice(sender, drawn.origin, drawn.clock - own_clock, tokens), now, own_clock))
 
     def latest(self, within: float = math.inf) -> list[OriginSeen]:
         """All that was heard in the last `within` seconds."""
@@ -118,7 +124,10 @@ class OriginsSeen:
         Each says by how much when it was trained, so that it does not matter how long ago that is: last words, some of
         them many steps old, had it that a stage is ahead which is not.
         """
-        return median_voice(trained.voice for trained in self._recent if trained.at >= since)
+        recent = [trained for trained in self._recent if trained.at >= since]
+        heard = {trained.voice.origin: trained.own_clock for trained in recent}
+        quiet = recent[-1].own_clock - self._quiet if recent else 0.0
+        return median_voice(trained.voice for trained in recent if heard[trained.voice.origin] >= quiet)
 
     def median_clock(self, within: float = math.inf) -> float | None:
         """Where the origins were (tokens) when they were last heard. None where nothing was."""

@@ -16,7 +16,7 @@ def told(number: int, stage: int, condition: str, clock: float, error: str = "",
 
 def run(*nodes: Told, fallen: frozenset[int] = frozenset(), lost_stage: bool = False) -> Run:
     """To 100 tokens, a step of 4."""
-    return Run(100.0, 4.0, 12.0, 60.0, True, nodes, fallen, fallen, 100.0, lost_stage, lossy=True)
+    return Run(100.0, 4.0, 12.0, 12.0, 60.0, True, nodes, fallen, fallen, 100.0, lost_stage, lossy=True)
 
 
 @pytest.mark.parametrize(("origin", "unfinished"), [(89.0, True), (90.0, False)])

@@ -115,7 +115,7 @@ class Swarm:
         self.origins = {name: self.member(name, 0) for name in (A, B, C)}
         self.watcher = self.member(PeerId("watcher-wwww"), stage)
         self.acquaintances = Acquaintances(self.time)
-        self.seen = OriginsSeen(self.time)
+        self.seen = OriginsSeen(TARGET, self.time)
         self.held_up = False
         self.clocks = dict.fromkeys((A, B, C), clock)
         self.end = EndOfRun(

@@ -15,6 +15,7 @@ from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.sources_seen import (
     ORIGINS_OF_A_SENDER,
+    QUIET_LAG,
     RECENT_MICROBATCHES,
     SENDERS_REMEMBERED,
     DrawnBy,
@@ -26,9 +27,9 @@ from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, worl
 class Book(OriginsSeen):
     """With a clock that stands where it is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_lag: float = 1e6) -> None:
         self.time = self.own_clock = 0.0
-        super().__init__(lambda: self.time)
+        super().__init__(max_lag, lambda: self.time)
 
     def hear(self, sender: str, origin: str, clock: float, tokens: int = 1) -> None:
         """One microbatch was trained."""
@@ -76,6 +77,20 @@ def test_how_far_ahead_the_origins_are_does_not_depend_on_how_long_ago_each_was_
     assert book.lead() == 0.0
     assert book.lead(since=book.time) == 640.0
     assert book.lead(since=book.time + 1.0) is None
+
+
+def test_an_origin_that_is_heard_no_more_does_not_say_how_far_ahead_the_origins_are() -> None:
+    """The quick ones have come to their end, and one that is far behind trains on: of a short run the latest 32
+    microbatches are all, and most of them are of those that have ended."""
+    book, behind = Book(max_lag=800.0), 300.0
+    for _ in range(RECENT_MICROBATCHES // 2):
+        book.hear("sender", "quick", book.own_clock)
+    leads: list[float | None] = []
+    for _ in range(4):
+        book.own_clock += QUIET_LAG * 800.0 / 3
+        book.hear("sender", "slow", book.own_clock - behind)
+        leads.append(book.lead())
+    assert leads == [0.0, 0.0, 0.0, -behind]
 
 
 def test_the_last_word_counts_and_no_maximum() -> None:

@@ -40,11 +40,11 @@ class Pipeline:
 
     def __init__(self, stages: int, replicas: int, *, steps: int = 150, in_flight: int = 1, seed: int = 0) -> None:
         self.rng, self.now = random.Random(seed), 0.0
+        self.target, self.in_flight = float(steps * replicas * TOKENS), in_flight
+        self.lag = 4.0 * INNER_STEPS * replicas * TOKENS
         self.stages = [[self.node(f"peer-{s}-{n}") for n in range(replicas)] for s in range(stages)]
         self.counted = [replicas] * stages
         """As how many each stage's replicas count themselves."""
-        self.target, self.in_flight = float(steps * replicas * TOKENS), in_flight
-        self.lag = 4.0 * INNER_STEPS * replicas * TOKENS
         self.done = 0
         self.swayed: dict[int, int] = {}
         """Stages at which one partner says that its clock is as far as can be, to everybody once in so many
@@ -55,7 +55,7 @@ class Pipeline:
 
     def node(self, name: str) -> Node:
         """A replica at the beginning."""
-        return Node(PeerId(name), OriginsSeen(lambda: self.now))
+        return Node(PeerId(name), OriginsSeen(self.lag, lambda: self.now))
 
     def run(self) -> None:
         """Until the clocks of stage 0 are at the target on the mean."""
@@ -156,14 +156,14 @@ def test_every_stage_of_eight_is_within_three_percent_of_the_first(replicas: int
 @pytest.mark.parametrize("speeds", [(1.0, 2.0, 5.0, 10.0), (1.0, 1.0, 1.0, 16.0), (1.0, 1.0, 1.0, 0.0625)])
 def test_replicas_of_very_different_speed_stay_with_the_origins(speeds: tuple[float, ...]) -> None:
     """One of four at each later stage does many times the work of another, so that clocks differ between two outer
-    steps by a part of the lag that is allowed. Their mean stays within two in a hundred."""
+    steps by a part of the lag that is allowed. Their mean stays within two and a half in a hundred."""
     made = Pipeline(3, 4, steps=600)
     for stage in made.stages[1:]:
         for node, speed in zip(stage, speeds, strict=True):
             node.speed = speed
     made.run()
     first, *others = made.clocks()
-    assert all(abs(clock - first) < 0.02 for clock in others), (first, others)
+    assert all(abs(clock - first) < 0.025 for clock in others), (first, others)
 
 
 @pytest.mark.parametrize(("every", "most"), [(3 * INNER_STEPS, 0.3), (INNER_STEPS, 0.4), (INNER_STEPS // 2, 0.5)])
