@@ -87,6 +87,10 @@ class Membership:
         self.text = text
         """What the replicas of stage 0 tell each other of a text that they share."""
 
+    def now(self) -> float:
+        """The directory's time (seconds), by which records live; it goes on while a machine sleeps."""
+        return self._directory.now()
+
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
         """Live records of a stage, this node's own included if it has been read back: whoever is introduced."""
         return self._directory.view.live(stage, self._directory.now(), *states)

@@ -17,6 +17,7 @@ from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.last_clocks import ClocksLastHeard
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.trust.sources_seen import OriginsSeen, Voice, median_voice
 
@@ -71,7 +72,8 @@ class Sight:
     """A stage has no replica."""
     deserted: bool
     """A stage has no replica, or on a later stage no clock of an origin that counts moves, and meanwhile a node that
-    counts, of whatever stage, has left as at the run's end."""
+    counts, of whatever stage, has left as at the run's end; or this machine slept, and of those that it has worked with
+    nobody is seen any more, who by their last words have come to the target meanwhile."""
     ended: bool
     """Of the origins that count none trains any more, as far as their clocks tell, and most have finished and
     say themselves that they are near the target: what a replica has to go by that got no work of late."""
@@ -164,6 +166,9 @@ class EndOfRun:
         self._idle_since = self._looked = now()
         self._known: dict[PeerId, _Known] = {}
         self._outvoted_since: float | None = None
+        self._last_heard = ClocksLastHeard()
+        self._awake_at = self._noted_at = membership.now()
+        self._slept = False
         self._deserted = False
         """Kept while it waits so: records of those that have left are soon forgotten."""
         self.came_late = False
@@ -205,10 +210,12 @@ class EndOfRun:
         rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
         furthest, held_up = self._furthest_clock(), self._held_up()
         moving = self._origins is not None and now - rose_at <= LATE_GRACES * self._grace
+        near = furthest > near_from(self._target, self._max_lag)
+        gone = self._are_gone_who_were_worked_with()
         waits = held_up or (self._origins is not None and not moving)
-        self._deserted = waits and (self._deserted or self._somebody_has_left_as_at_the_end())
+        self._deserted = waits and (self._deserted or self._somebody_has_left_as_at_the_end() or gone)
         return Sight(
-            near=furthest > near_from(self._target, self._max_lag),
+            near=near,
             close=furthest > NEAR_TARGET * self._target,
             begun=self.came_late or self._last_trained() > 0.0,
             idle=idle,
@@ -242,6 +249,23 @@ class EndOfRun:
         records = {PeerId(record.peer_id): record.finished for record in self._membership.others(*PeerState)}
         worked = {peer: finished for peer, finished in records.items() if self._acquaintances.has_worked(peer)}
         return any((worked or {p: f for p, f in records.items() if self._acquaintances.met(p)}).values())
+
+    def _are_gone_who_were_worked_with(self) -> bool:
+        """Since this machine slept, to come to the target: who is awake sees them leave, or knows that they have died.
+
+        Some times in a grace only, but for who has slept: it reads all records."""
+        now = self._membership.now()
+        self._slept |= now - self._awake_at > self._grace
+        self._awake_at = now
+        if now - self._noted_at < self._grace / 4:
+            return False
+        records = [r for r in self._membership.others(*PeerState) if self._acquaintances.has_worked(PeerId(r.peer_id))]
+        if records:
+            self._last_heard.note(records, self._membership.replicas_per_stage(), now)
+            self._slept = False
+        if not self._slept:
+            self._noted_at = now
+        return self._slept and not records and self._last_heard.have_come_to(self._target, now)
 
     def _furthest_clock(self) -> float:
         seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None

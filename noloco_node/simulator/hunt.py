@@ -206,6 +206,7 @@ def _told(
             clock=node.replica.worker.progress.clock if node.replica else 0.0,
             late=node.number >= strikes.schedule.nodes
             or any(isinstance(event, NodeMoved) for event in world.events[node.number]),
+            slept=node.number in strikes.slept,
             left_open=node.left_open,
         )
         for node in world.nodes

@@ -31,6 +31,9 @@ class Told:
     clock: float
     late: bool = False
     """It came to its stage when the run was under way: the end may come before it has gone all of the way."""
+    slept: bool = False
+    """It stood still for longer than records live: the others may have come to the end meanwhile, without whom it
+    cannot go on."""
     left_open: tuple[str, ...] = ()
     """What it had open as it left."""
 
@@ -110,7 +113,8 @@ def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
         alone = len(run.survivors) < len(stages) and "a stage has no replica" in node.error
         if node.condition == "failed" and not alone and not _came_too_late(run, node):
             yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
-        short = run.target - _furthest(node) > (0.0 if node.stage == 0 and not node.late else run.max_lag)
+        owes_all = node.stage == 0 and not (node.late or node.slept)
+        short = run.target - _furthest(node) > (0.0 if owes_all else run.max_lag)
         if node.condition == "ended" and short and not run.lost_stage:
             yield f"short: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
 

@@ -53,6 +53,8 @@ class Strikes:
     liars: set[int] = field(default_factory=set[int])
     twins: set[int] = field(default_factory=set[int])
     """Nodes that share an identity."""
+    slept: set[int] = field(default_factory=set[int])
+    """Nodes that stood still for longer than records live."""
     lost_stage: bool = False
     """A stage has lost all of its replicas, or those left answer nothing that trains anybody."""
     retraced: bool = False
@@ -141,6 +143,8 @@ class Strikes:
             case Freeze(seconds=seconds):
                 self._still[node.number] += 1
                 world.freeze(node)
+                if seconds > world.spec.limits.record_seconds:
+                    self.slept.add(node.number)
                 later(seconds, self._thaw, node)
             case SlowLink(seconds=seconds, times=times):
                 self._slow.setdefault(node.number, []).append(times)

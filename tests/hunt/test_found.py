@@ -7,6 +7,7 @@ import pytest
 from noloco_node.simulator.faults import (
     Crash,
     Death,
+    Freeze,
     Leave,
     Liar,
     LostMessages,
@@ -146,3 +147,12 @@ def test_a_later_stage_waits_for_the_slow_origins_when_the_quick_ones_have_ended
     outcome = carry_out(Schedule(seed=73, replicas=(4, 3), faults=faults))
     assert outcome.fired == (True,)
     assert outcome.breaches == ()
+
+
+def test_who_sleeps_through_the_end_leaves_in_order_when_it_wakes() -> None:
+    """An origin stood still for 38 s at 0.82 of the target, and woke when all had left and their records were gone: it
+    waited an hour for a stage without a replica, and failed (seed 5100)."""
+    outcome = carry_out(Schedule(seed=5100, replicas=(4, 4), faults=(Freeze(at=1.0, node=3, seconds=38.2),)))
+    assert outcome.fired == (True,)
+    assert outcome.breaches == ()
+    assert outcome.seconds < 300.0

@@ -357,6 +357,34 @@ async def test_who_is_left_behind_by_others_at_the_runs_end_waits_some_graces_fo
     assert await swarm.verdict(2) is found
 
 
+@pytest.mark.parametrize(
+    ("clock", "slept", "found"),
+    [
+        (TARGET - 8 * GRACE, True, OVER),
+        (TARGET - 8 * GRACE, False, ON),
+        (TARGET - 8 * RECORD, True, ON),
+    ],
+)
+async def test_who_slept_ends_when_by_their_last_words_the_others_have_come_to_the_target(
+    clock: float, slept: bool, found: RunVerdict
+) -> None:
+    """One token a second and replica, by their records, which are gone when it wakes. Who was awake would have seen
+    them leave; and who was a day behind the target when it fell asleep for less has slept through nothing."""
+    swarm = Swarm(stage=0, clock=clock)
+    await swarm.watcher.announce(PeerState.TRAINING)
+    swarm.trained = swarm.time()
+    for name in (A, B):
+        await swarm.say(name, PeerState.TRAINING)
+        swarm.acquaintances.worked(name)
+    assert await swarm.verdict(1) is ON
+    swarm.time.now += 8 * GRACE if slept else 0.0
+    swarm.held_up = True
+    for name in (A, B):
+        swarm.hub.rows[0].pop(name)
+    assert await swarm.verdict(LATE_GRACES - 2) is ON
+    assert await swarm.verdict(4) is found
+
+
 async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:
     """Their origin was stopped before the run's end, or hangs while its records say that it trains."""
     for clock, course, graces, found in (
