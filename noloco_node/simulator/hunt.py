@@ -24,9 +24,9 @@ from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.shrink import shortest_failing
+from noloco_node.simulator.stays import StayingNode
 from noloco_node.simulator.strikes import Strikes
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.telemetry.events import NodeMoved
 from noloco_node.training.compute_thread import Priority
 
 DEADLINE_SECONDS = 3 * 3600.0
@@ -204,8 +204,7 @@ def _told(
             account=accounts.get(node.number),
             events=world.events[node.number],
             clock=node.replica.worker.progress.clock if node.replica else 0.0,
-            late=node.number >= strikes.schedule.nodes
-            or any(isinstance(event, NodeMoved) for event in world.events[node.number]),
+            late=node.number >= strikes.schedule.nodes or (isinstance(node, StayingNode) and node.set_out),
             slept=node.number in strikes.slept,
             left_open=node.left_open,
         )

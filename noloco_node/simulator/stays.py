@@ -62,6 +62,8 @@ class StayingNode(Node):
     auto = False
     """It chooses its first stage."""
     told_to_leave = False
+    set_out = False
+    """It has left a stage for another, whether it came there or not."""
     lifecycle: StageLifecycle | None = None
 
     async def _live(self) -> None:
@@ -117,6 +119,7 @@ class StayingNode(Node):
             await self._train(stays, replica, keeper)
             if stays.move is not None and not self.told_to_leave:
                 self.stage = stays.departs()
+                self.set_out = True
                 return False
             await stays.give_up_move()
             self.weights = await weights_of(replica)

@@ -120,6 +120,15 @@ def test_nobody_moves_for_its_poverty_to_a_stage_that_was_lost_meanwhile() -> No
     assert outcome.breaches == ()
 
 
+def test_who_had_just_left_for_a_stage_when_the_run_ended_came_too_late() -> None:
+    """Its aim had one origin left, which answered at the look that confirmed the move and was dead by then; the others
+    left as at the end (seed 9014 with all of its faults)."""
+    faults = (Death(at=0.907, node=1), LostStage(at=0.999, stage=0))
+    outcome = carry_out(Schedule(seed=9014, replicas=(2, 2), faults=faults))
+    assert outcome.fired == (True, True)
+    assert outcome.breaches == ()
+
+
 def test_a_stage_is_brought_back_from_the_copy_of_a_stranger_who_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     """Who brings the last of three stages back comes from the first, and has never worked with any node of it. That a
     copy of theirs is taken alone is a word to whoever runs the node, and was logged as a failure is (seed 14019)."""
