@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.errors import Refusal, Refused
 
 TOLERANCE = 1.5
 """Times what its stage peers take from which a peer is slow: it is asked the less, by the square of what is beyond."""
@@ -37,6 +38,9 @@ BOUNDS_CHANGE = 1 / 8
 """Answers by which they are looked at anew, beside the peers that answered before: where answers are as rare as seconds
 each of them would have it looked."""
 
+PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
+"""Others further on gave up, says who answers so."""
+
 
 class RequestOutcome(Enum):
     """How a request ended."""
@@ -49,6 +53,15 @@ class RequestOutcome(Enum):
     """The peer says that others further on gave up, or late that it is full, which may be so."""
     UNTOLD = auto()
     """It says nothing of the peer."""
+
+
+def outcome_of(refusal: Refused, took: float) -> RequestOutcome:
+    """What a refusal that came after so many seconds says of its giver."""
+    if refusal.reason is Refusal.BUSY and took < HANG_SECONDS:
+        return RequestOutcome.UNTOLD
+    # A request may have waited behind others on this node's own link: every peer is late then, and none beside others.
+    excused = refusal.reason is Refusal.BUSY or refusal.reason in PASSED_UPWARD
+    return RequestOutcome.EXCUSED if excused else RequestOutcome.FAILED
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ from noloco_node.pipeline.messages import (
     passed_upward,
     read_answer,
 )
-from noloco_node.pipeline.paces import HANG_SECONDS, RequestOutcome
+from noloco_node.pipeline.paces import PASSED_UPWARD, RequestOutcome, outcome_of
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
@@ -74,7 +74,6 @@ NOBODY_WARNING_SECONDS = 30.0
 SCALE_MULTIPLE = 16.0
 """Activations whose root mean square is this many times the usual one are refused."""
 
-_PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
 
@@ -146,7 +145,7 @@ class Downstream:
             except Refused as refusal:
                 if refusal.reason is not Refusal.OUT_OF_REACH:
                     self.blockage.failed()
-                if self._stage > 0 and refusal.reason in _PASSED_UPWARD:
+                if self._stage > 0 and refusal.reason in PASSED_UPWARD:
                     self._note_failure(peer, refusal)
                     raise passed_upward(refusal, reached) from None
                 reached = reached or refusal.reason is not Refusal.OUT_OF_REACH
@@ -198,7 +197,7 @@ class Downstream:
             self._transport.acquaintances.idle(peer)
         elif error.reason is Refusal.BUSY:
             self._book.full(peer)
-        elif error.reason in _PASSED_UPWARD and self._book.yields_little(peer):
+        elif error.reason in PASSED_UPWARD and self._book.yields_little(peer):
             self._transport.acquaintances.idle(peer)
 
     async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
@@ -260,15 +259,6 @@ class Downstream:
             logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
         await self._book.changed.wait(min(pause, remaining))
-
-
-def outcome_of(refusal: Refused, took: float) -> RequestOutcome:
-    """What a refusal that came after so many seconds says of its giver."""
-    if refusal.reason is Refusal.BUSY and took < HANG_SECONDS:
-        return RequestOutcome.UNTOLD
-    # A request may have waited behind others on this node's own link: every peer is late then, and none beside others.
-    excused = refusal.reason is Refusal.BUSY or refusal.reason in _PASSED_UPWARD
-    return RequestOutcome.EXCUSED if excused else RequestOutcome.FAILED
 
 
 class PipelineServer:

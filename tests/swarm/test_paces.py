@@ -9,8 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.paces import BOUNDS_SECONDS, HANG_SECONDS, Paces, RequestOutcome
-from noloco_node.pipeline.passing import outcome_of
+from noloco_node.pipeline.paces import BOUNDS_SECONDS, HANG_SECONDS, Paces, RequestOutcome, outcome_of
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.transport.errors import Refusal, Refused
 
