@@ -58,6 +58,7 @@ class StayingNode(Node):
     gives it what it needs for that; without a disk it takes no checkpoints."""
 
     footprint: Footprint
+    stage: int
     disk: Disk | None = None
     auto = False
     """It chooses its first stage."""
