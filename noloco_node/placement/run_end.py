@@ -257,7 +257,7 @@ class EndOfRun:
         now = self._membership.now()
         self._slept |= now - self._awake_at > self._grace
         self._awake_at = now
-        if now - self._noted_at < self._grace / 4:
+        if 0.0 <= now - self._noted_at < self._grace / 4:  # below: this machine's clock was set back
             return False
         records = [r for r in self._membership.others(*PeerState) if self._acquaintances.has_worked(PeerId(r.peer_id))]
         if records:

@@ -385,6 +385,26 @@ async def test_who_slept_ends_when_by_their_last_words_the_others_have_come_to_t
     assert await swarm.verdict(4) is found
 
 
+async def test_whose_clock_was_set_back_goes_by_the_last_words_that_it_heard_since() -> None:
+    """By the directory's time, which is this machine's."""
+    swarm = Swarm(stage=0, clock=TARGET - 8 * GRACE)
+    back = 0.0
+    swarm.hub.now = lambda: swarm.time() - back
+    await swarm.watcher.announce(PeerState.TRAINING)
+    for name in (A, B):
+        await swarm.say(name, PeerState.TRAINING)
+        swarm.acquaintances.worked(name)
+    assert await swarm.verdict(1) is ON
+    back = 180 * GRACE
+    swarm.trained = swarm.time()
+    assert await swarm.verdict(1) is ON
+    swarm.time.now += 8 * GRACE
+    swarm.held_up = True
+    for name in (A, B):
+        swarm.hub.rows[0].pop(name)
+    assert await swarm.verdict(LATE_GRACES + 2) is OVER
+
+
 async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:
     """Their origin was stopped before the run's end, or hangs while its records say that it trains."""
     for clock, course, graces, found in (
