@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from noloco_node import PROTOCOL_VERSION
@@ -80,7 +81,7 @@ class ScreenedDirectory:
         if self._from is None or self._from[0] is not view or self._from[1] != changes:
             deals = self._passes
             rows = tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in view.stages)
-            self._view = DirectoryView(rows, view.scales)
+            self._view = replace(view, stages=rows)
             self._from = (view, changes)
         return self._view
 
