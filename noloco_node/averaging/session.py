@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 CHUNKS_PER_LIMIT = 1
 """An exchange may take the progress deadline for each chunk, and once more: on a slow link, where chunks go one by one
 (`streams_for`), that is what it takes."""
-STALE_SECONDS, STALE_WINDOWS = 5.0, 2
+STALE_SECONDS, STALE_WINDOWS = 5.0, 1
 """An opening that comes later than both after the agreement, in seconds and in windows of H inner steps of this
 replica, is refused: it is of weights from before, and both sides would move by half of what was trained since."""
 LEAVE_SECONDS = 2.0

@@ -8,6 +8,7 @@ from noloco_node.simulator.faults import (
     Crash,
     Death,
     Freeze,
+    LateMessages,
     Leave,
     Liar,
     LostMessages,
@@ -83,9 +84,19 @@ def test_who_comes_back_without_a_checkpoint_when_all_have_left_is_told_that_the
     assert outcome.breaches == ()
 
 
-def test_an_exchange_whose_opening_stood_still_through_a_partition_moves_no_clock_past_the_target() -> None:
-    """Its snapshot was of 364 tokens and the other's of 830; then two of five ended at 911 of 768 (seed 2225)."""
-    outcome = carry_out(Schedule(seed=2225, replicas=(5,), faults=(Partition(at=0.466, nodes=(2,), seconds=9.92),)))
+@pytest.mark.parametrize(
+    ("seed", "replicas", "fault"),
+    [
+        (2225, 5, Partition(at=0.466, nodes=(2,), seconds=9.92)),
+        (8034, 4, LateMessages(at=1.0, node=0, calls=8, seconds=15.65)),
+    ],
+)
+def test_an_exchange_whose_opening_stood_still_moves_no_clock_past_the_target(
+    seed: int, replicas: int, fault: Partition | LateMessages
+) -> None:
+    """One snapshot was of 364 tokens and the other of 830; then two of five ended at 911 of 768. One was of 564 and the
+    other, five inner steps after the agreement, of 808; one of four ended at 910."""
+    outcome = carry_out(Schedule(seed=seed, replicas=(replicas,), faults=(fault,)))
     assert outcome.fired == (True,)
     assert outcome.breaches == ()
 
