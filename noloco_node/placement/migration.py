@@ -99,11 +99,11 @@ class Relocation:
     def still_worth(self, move: Move, here: Server, others: Sequence[Server]) -> bool:
         """Whether a move to a poor stage gains as much beside these others; one to a lost stage waits for nobody, for
         its candidates take turns. A poor one that meanwhile lost its last node has candidates, too, once that is
-        confirmed."""
+        confirmed, also where somebody says that it is on the way there."""
         if move.why == "lost":
             return True
         supply = supply_of([*others, here], self.standing.work)
-        left = any(server.stage == move.stage for server in others)
+        left = any(server.stage == move.stage and server.present for server in others)
         return left and worth_moving(supply, here.stage, here.strength, move.stage)
 
     def _rescue(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
@@ -130,7 +130,7 @@ class Relocation:
         planned, self._planned = self._planned, None
         pause = self.standing.stay_seconds * self._pause
         fitting = [stage for stage in self.standing.fitting if stage not in lost]
-        due = None if planned is None or planned[0] in lost else planned[0]
+        due = None if planned is None or planned[0] in self._unserved_since else planned[0]
         if due is not None and worth_moving(supply, here.stage, here.strength, due):
             return Move(due, "poor")
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)

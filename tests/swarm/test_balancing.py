@@ -183,16 +183,19 @@ def test_a_lost_stage_is_confirmed_and_then_one_node_after_another_may_move() ->
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_poor_stage_that_was_lost_meanwhile_is_left_to_those_that_take_turns(seed: int) -> None:
-    """Whether nobody is seen there when the planned move is due, or only at the look that confirms it."""
+    """Whether nobody is seen there when the planned move is due, or only at the look that confirms it; also where
+    somebody says that it is on the way there, which costs it nothing."""
     *others, here = peers(0, *[1.0] * 6)
     poor = [*others, *peers(1, 1.0)]
     first = Relocation(standing(), random.Random(seed))
     decided = next(t for t in range(9000) if first.look(float(t), here, poor) == Move(1, "poor"))
     assert first.still_worth(Move(1, "poor"), here, poor)
-    assert not first.still_worth(Move(1, "poor"), here, others)
-    again = Relocation(standing(), random.Random(seed))
-    assert all(again.look(float(t), here, poor) is None for t in range(decided))
-    assert all(again.look(float(t), here, others) is None for t in range(decided, decided + 20))
+    on_its_way = Server(PeerId("peer-1-arrives"), 1, 1.0, present=False)
+    for left in (others, [*others, on_its_way]):
+        assert not first.still_worth(Move(1, "poor"), here, left)
+        again = Relocation(standing(), random.Random(seed))
+        assert all(again.look(float(t), here, poor) is None for t in range(decided))
+        assert all(again.look(float(t), here, left) is None for t in range(decided, decided + 20))
 
 
 def test_a_rescue_is_called_off_when_another_is_on_its_way() -> None:

@@ -170,7 +170,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
 
 
 @pytest.mark.parametrize(
-    ("seconds", "steps", "late"), [(4.0, 100, False), (60.0, 4, False), (60.0, 5, True), (5.1, 5, True)]
+    ("seconds", "steps", "late"), [(4.0, 100, False), (60.0, 2, False), (60.0, 3, True), (5.1, 3, True)]
 )
 def test_an_opening_is_late_by_time_and_by_steps(seconds: float, steps: int, late: bool) -> None:
     """Of quick steps many fit between two answers; of slow ones few into a long wait."""
