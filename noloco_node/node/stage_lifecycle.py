@@ -217,7 +217,7 @@ class StageLifecycle:
             self._settings.min_stay_seconds,
             self._spec.limits.record_seconds,
         )
-        relocation = Relocation(standing, self._rng)
+        relocation, began = Relocation(standing, self._rng), replica.worker.progress.clock
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if replica.stop.is_set() or not replica.course.run_goes_on():
@@ -229,6 +229,14 @@ class StageLifecycle:
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
             # How long a stage has been empty is not told by a clock that somebody may set.
             move = relocation.look(ambient.monotonic(), here, others, shut=bool(shut))
+            if (
+                move is not None
+                and move.why == "poor"
+                and standing.cut_short(
+                    ambient.monotonic(), began, replica.worker.progress.clock, self._spec.inner.target_tokens
+                )
+            ):
+                continue
             worth = partial(relocation.still_worth, move, here) if move else None
             if move is None or worth is None or not await self.arrival.confirmed(move.stage, work, worth):
                 continue

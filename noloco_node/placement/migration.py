@@ -52,6 +52,11 @@ class MigrationStanding:
     confirm_seconds: float
     """How long a stage must be seen empty before it is lost: one failed look-up is not enough."""
 
+    def cut_short(self, now: float, began: float, clock: float, target: float) -> bool:
+        """Whether the run's end would cut the next stay short, at the pace of this one. Clocks are in tokens: `began`
+        as the stay began, `clock` now."""
+        return (target - clock) * (now - self.since) < self.stay_seconds * (clock - began)
+
 
 @dataclass(slots=True)
 class Relocation:

@@ -176,3 +176,11 @@ def test_who_sleeps_through_the_end_leaves_in_order_when_it_wakes() -> None:
     assert outcome.fired == (True,)
     assert outcome.breaches == ()
     assert outcome.seconds < 300.0
+
+
+def test_an_origin_does_not_leave_its_stage_for_a_poor_one_when_the_run_ends() -> None:
+    """It went at 752 of 768, found all gone, came back without a state, and waited for ever as if the run had not begun
+    (seed 8075)."""
+    outcome = carry_out(Schedule(seed=8075, replicas=(2, 2, 3), faults=(Death(at=0.1, node=0, silent=False),)))
+    assert outcome.fired == (True,)
+    assert outcome.breaches == ()

@@ -198,6 +198,14 @@ def test_a_poor_stage_that_was_lost_meanwhile_is_left_to_those_that_take_turns(s
         assert all(again.look(float(t), here, left) is None for t in range(decided, decided + 20))
 
 
+def test_a_stay_that_the_runs_end_would_cut_short_is_known_by_the_pace_of_this_one() -> None:
+    """A hundred tokens a second since the stay began, and a shortest stay of a hundred seconds."""
+    stay = MigrationStanding((1.0, 1.0), (0, 1), 0.0, 100.0, 20.0)
+    assert not stay.cut_short(50.0, 1000.0, 6000.0, 17_000.0)
+    assert stay.cut_short(50.0, 1000.0, 6000.0, 15_000.0)
+    assert not stay.cut_short(50.0, 1000.0, 1000.0, 2000.0), "nothing trained yet says nothing"
+
+
 def test_a_rescue_is_called_off_when_another_is_on_its_way() -> None:
     """A joining record at the lost stage is enough; where that one dies, its record ends and the wait begins anew."""
     *others, here = peers(0, 1.0, 1.0, 1.0)
