@@ -227,18 +227,12 @@ class StageLifecycle:
             others = as_seen_at_work(seen, replica.stage, replica.membership.counted_stage_peers(), shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
-            # How long a stage has been empty is not told by a clock that somebody may set.
-            move = relocation.look(ambient.monotonic(), here, others, shut=bool(shut))
-            if (
-                move is not None
-                and move.why == "poor"
-                and standing.cut_short(
-                    ambient.monotonic(), began, replica.worker.progress.clock, self._spec.inner.target_tokens
-                )
-            ):
+            now = ambient.monotonic()  # how long a stage has been empty is not told by a clock that somebody may set
+            move = relocation.look(now, here, others, shut=bool(shut))
+            short = standing.cut_short(now, began, replica.worker.progress.clock, self._spec.inner.target_tokens)
+            if move is None or (move.why == "poor" and short):
                 continue
-            worth = partial(relocation.still_worth, move, here) if move else None
-            if move is None or worth is None or not await self.arrival.confirmed(move.stage, work, worth):
+            if not await self.arrival.confirmed(move.stage, work, partial(relocation.still_worth, move, here)):
                 continue
             if replica.stop.is_set() or not replica.course.run_goes_on():
                 await self.arrival.withdraw(move.stage)  # meanwhile it was told to leave, or the run has ended

@@ -149,15 +149,15 @@ class Paces:
         if how is RequestOutcome.CAME or (how is RequestOutcome.EXCUSED and took > usual):
             pace.seconds = usual + OF_AN_ANSWER * (took - usual)
         pace.at = now
-        held_up = took >= HANG_SECONDS and (how is RequestOutcome.FAILED or not self._excuses(pace, how))
-        return self._rest(peer, began, now) if held_up else 0.0
+        if how is RequestOutcome.CAME or took < HANG_SECONDS or self._excused(pace, how):
+            return 0.0
+        return self._rest(peer, began, now)
 
-    def _excuses(self, pace: _Pace, how: RequestOutcome) -> bool:
-        """Whether it may be so: not of one that never brought anything where others have, since nothing says what it
-        usually takes."""
-        if how is not RequestOutcome.EXCUSED or pace.seconds is not None:
-            return True
-        return all(other.seconds is None for other in self._known)
+    def _excused(self, pace: _Pace, how: RequestOutcome) -> bool:
+        """Not one that never brought anything where others have, since nothing says what it usually takes."""
+        if how is not RequestOutcome.EXCUSED:
+            return False
+        return pace.seconds is not None or all(other.seconds is None for other in self._known)
 
     def _rest(self, peer: PeerId, began: float, now: float) -> float:
         hangs = [at for at in self._hangs.get(peer, ()) if now - at < LONGEST_REST_SECONDS]

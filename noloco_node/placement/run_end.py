@@ -210,12 +210,11 @@ class EndOfRun:
         rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
         furthest, held_up = self._furthest_clock(), self._held_up()
         moving = self._origins is not None and now - rose_at <= LATE_GRACES * self._grace
-        near = furthest > near_from(self._target, self._max_lag)
         gone = self._are_gone_who_were_worked_with()
         waits = held_up or (self._origins is not None and not moving)
         self._deserted = waits and (self._deserted or self._somebody_has_left_as_at_the_end() or gone)
         return Sight(
-            near=near,
+            near=furthest > near_from(self._target, self._max_lag),
             close=furthest > NEAR_TARGET * self._target,
             begun=self.came_late or self._last_trained() > 0.0,
             idle=idle,

@@ -170,9 +170,10 @@ class _Records:
         for bucket in buckets:
             place, speed = (column << level) + bucket, self.nodes.speed[i] if bucket == own else 0.0
             here = int(self.counts(level)[place])
-            part = places_of(here) / max(1, here) if level else 1.0
+            shown = places_of(here) if level else here
+            part = shown / here if here else 1.0
             strength = part * max(0.0, float(speeds[place]) - speed)
-            seen += places_of(here) - (bucket == own) if level else here - (bucket == own)
+            seen += shown - (bucket == own)
             total, squared = total + strength, squared + part * (float(squares[place]) - speed * speed)
             servers.append((f"bucket {bucket} of stage {column}", max(strength, 1e-9)))
         each, error, stage = 1.0, 0.0, column % self.stages
