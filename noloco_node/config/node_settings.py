@@ -71,7 +71,8 @@ class NodeSettings(Settings):
     later stages, at most 8, and never more than its share of a step's batch: gradients of more would be staler.
     Whatever is set, one that would only wait, for devices or its link, is drawn after the next inner step."""
     prefetch_bytes: Positive = 16_000_000
-    """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least."""
+    """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least, and 1,024 at
+    most."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8
     """Microbatches of other peers that this node holds before it answers `busy`."""
     generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03

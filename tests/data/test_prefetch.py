@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from noloco_node.data.prefetch import Portion, Portions, Prefetch
+from noloco_node.data.prefetch import MOST_PORTIONS, Portion, Portions, Prefetch
 from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position
 from noloco_node.errors import ExitCode, UserError
@@ -81,6 +81,15 @@ async def test_what_is_read_ahead_is_bounded_and_at_least_one_microbatch(limit: 
             await eventually(lambda: prefetch.ready_bytes == held * SIZE, what="the thread has read ahead")
             assert await draw(prefetch) == number
             assert prefetch.ready_bytes <= held * SIZE
+
+
+async def test_small_portions_are_bounded_by_their_number() -> None:
+    """Each takes time to make and memory beside its bytes."""
+    with opened(numbered(), 1 << 30) as prefetch:
+        for number in range(3):
+            await eventually(lambda: prefetch.ready_bytes == MOST_PORTIONS * SIZE, what="the thread has read ahead")
+            assert await draw(prefetch) == number
+            assert prefetch.ready_bytes <= MOST_PORTIONS * SIZE
 
 
 async def test_who_draws_never_waits_once_enough_is_read_ahead() -> None:
