@@ -31,14 +31,14 @@ from noloco_node.directory.records import (
     SignedRecord,
 )
 from noloco_node.directory.sampled_view import USUAL_LIFE, SampledView
-from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
+from noloco_node.directory.store import HeldRecord, RecordStore, esteem_by
 from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
+from noloco_node.transport.acquaintance import Acquaintances
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class DhtDirectory:
         self._walker = Walker(node, self._rng)
         self._view = DirectoryView(tuple({} for _ in range(stages)))
         self._sampled = SampledView(stages, ambient.chance(), standing=records.standing)
-        self._lost = LostPeers(identity.peer_id, ambient.chance())
+        self._lost = LostPeers(identity.peer_id, ambient.chance(), acquaintances)
         self._seeking: asyncio.Task[None] | None = None
         self._storing: dict[asyncio.Task[bool], None] = {}
         self._life = USUAL_LIFE
@@ -382,15 +382,8 @@ async def join_directory(
     """
     met = acquaintances or Acquaintances()
 
-    def esteem(peer: PeerId) -> Esteem:
-        if met.works(peer):
-            return Esteem.WORKS
-        if met.answers(peer):
-            return Esteem.KNOWN
-        return Esteem.HEARSAY if met.of(peer).silences <= SILENCES_TOLERATED else Esteem.SILENT
-
     longest = min(MAX_LIFE_SECONDS, record_seconds) + WITHDRAWAL_SECONDS
-    records = RecordStore(identity.peer_id, esteem, ambient.chance(), longest=longest)
+    records = RecordStore(identity.peer_id, esteem_by(met), ambient.chance(), longest=longest)
     validator = validator or RecordValidator(run_id, stages)
     intake = Intake(identity.peer_id, validator, records, met.answers, ambient.wall, longest)
     node = await DhtNode.open(p2p.hivemind_p2p, intake, records, only_asks=only_asks)

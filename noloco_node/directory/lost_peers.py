@@ -15,6 +15,7 @@ from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
+from noloco_node.transport.acquaintance import Acquaintances
 
 MOST_REMEMBERED = 64
 PAUSES = Doubling(5.0, 60.0)
@@ -25,15 +26,18 @@ FORGET_SECONDS = 86_400.0
 class _Lost:
     since: float
     next_try: float
+    worth: int
     asked_for: int = 0
 
 
 class LostPeers:
-    """Who is missed; pure state, no clock of its own. Holds at most `MOST_REMEMBERED`, those lost last."""
+    """Who is missed; pure state, no clock of its own. Holds at most `MOST_REMEMBERED`, those first of whom this node
+    has seen work, then those that have answered it; chance decides among equals, so that the last lost has a place."""
 
-    def __init__(self, own: PeerId, rng: random.Random) -> None:
+    def __init__(self, own: PeerId, rng: random.Random, known: Acquaintances) -> None:
         self._own = own
         self._rng = rng
+        self._known = known
         self._lost = PeerTable[PeerId, _Lost](MOST_REMEMBERED)
 
     @property
@@ -48,7 +52,9 @@ class LostPeers:
         self._forget(present | farewells)
         for rows in old.stages:
             for peer in rows.keys() - present - farewells - self._lost.keys():
-                self._lost[peer] = _Lost(now, now + PAUSES.about(0, self._rng))
+                worth = self._known.has_worked(peer) + self._known.met(peer)
+                if self._make_room(worth):
+                    self._lost[peer] = _Lost(now, now + PAUSES.about(0, self._rng), worth)
         self._forget([peer for peer, lost in self._lost.items() if now - lost.since > FORGET_SECONDS])
 
     def due(self, now: float) -> PeerId | None:
@@ -63,6 +69,16 @@ class LostPeers:
         lost.next_try = now + PAUSES.about(lost.asked_for, self._rng)
         lost.asked_for += 1
         return peer
+
+    def _make_room(self, worth: int) -> bool:
+        """A crowd that leaves must not push out those that this node has worked with: halves come together by them."""
+        if len(self._lost) < MOST_REMEMBERED:
+            return True
+        least = min(lost.worth for lost in self._lost.values())
+        if worth < least:
+            return False
+        del self._lost[self._rng.choice([peer for peer, lost in self._lost.items() if lost.worth == least])]
+        return True
 
     def _forget(self, peers: Iterable[PeerId]) -> None:
         for peer in peers:

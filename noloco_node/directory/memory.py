@@ -9,8 +9,9 @@ from noloco_node import ambient
 from noloco_node.directory.buckets import Place
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.sampled_view import SampledView
-from noloco_node.directory.store import MOST_RECORDS
+from noloco_node.directory.store import MOST_RECORDS, esteem_by
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
 
 
 class MemoryDirectoryHub:
@@ -56,12 +57,14 @@ class UnsignedDirectory:
 
 
 class MemoryDirectory(UnsignedDirectory):
-    """Implements `Directory` over a hub."""
+    """Implements `Directory` over a hub; `known` is who has dealings with this node."""
 
-    def __init__(self, hub: MemoryDirectoryHub) -> None:
+    def __init__(self, hub: MemoryDirectoryHub, known: Acquaintances | None = None) -> None:
         self._hub = hub
         self._view = DirectoryView(tuple({} for _ in hub.rows))
-        self._sampled = SampledView(len(hub.rows), ambient.chance())
+        self._sampled = SampledView(
+            len(hub.rows), ambient.chance(), standing=esteem_by(Acquaintances() if known is None else known)
+        )
         self._written: dict[Place, float] = {}
         """Ends of what this node has published."""
 

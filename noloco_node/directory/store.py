@@ -20,6 +20,7 @@ from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
+from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
 
 T = TypeVar("T")
 
@@ -59,6 +60,19 @@ class Esteem(IntEnum):
     """It has answered this node, or has brought its record for a while."""
     WORKS = 3
     OWN = 4
+
+
+def esteem_by(known: Acquaintances) -> Callable[[PeerId], Esteem]:
+    """What is known of a peer by its dealings with this node alone."""
+
+    def esteem(peer: PeerId) -> Esteem:
+        if known.works(peer):
+            return Esteem.WORKS
+        if known.answers(peer):
+            return Esteem.KNOWN
+        return Esteem.HEARSAY if known.of(peer).silences <= SILENCES_TOLERATED else Esteem.SILENT
+
+    return esteem
 
 
 class NoRoom(StrEnum):

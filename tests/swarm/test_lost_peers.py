@@ -16,6 +16,7 @@ from noloco_node.directory.lost_peers import (
 )
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
 
 OWN = PeerId("own-peer-id")
 
@@ -32,9 +33,15 @@ def view(*peers: str, state: PeerState = PeerState.TRAINING) -> DirectoryView:
 
 
 @pytest.fixture
-def lost() -> LostPeers:
+def known() -> Acquaintances:
+    """Nobody was met yet."""
+    return Acquaintances()
+
+
+@pytest.fixture
+def lost(known: Acquaintances) -> LostPeers:
     """Nobody is missed yet."""
-    return LostPeers(OWN, random.Random(5))
+    return LostPeers(OWN, random.Random(5), known)
 
 
 def test_who_vanishes_is_missed_until_it_is_seen_again(lost: LostPeers) -> None:
@@ -85,6 +92,23 @@ def test_everyone_has_a_turn_and_the_list_is_bounded(lost: LostPeers) -> None:
     assert lost.missed[-1] == "peer-number-999"
     asked = [lost.due(2000.0) for _ in range(MOST_REMEMBERED + 1)]
     assert set(asked) == {*lost.missed, None}
+
+
+def test_a_crowd_that_leaves_pushes_out_nobody_that_has_worked_here(lost: LostPeers, known: Acquaintances) -> None:
+    """Whether it was lost before the crowd, which answered, or after it; who only answered has some places, too."""
+    workers = [f"worker-number-{number}" for number in range(20)]
+    crowd = [f"peer-of-a-crowd-{number}" for number in range(500)]
+    for peer in crowd:
+        known.answered(PeerId(peer))
+    for peer in workers:
+        known.worked(PeerId(peer))
+    lost.seen(view(*workers[:10]), view(), 0.0)
+    lost.seen(view(*crowd), view(), 1.0)
+    lost.seen(view(*workers[10:]), view(), 2.0)
+    lost.seen(view("who-was-never-met"), view(), 3.0)
+    assert set(lost.missed) >= set(workers)
+    assert len(lost.missed) == MOST_REMEMBERED
+    assert "who-was-never-met" not in lost.missed
 
 
 def test_a_clock_that_goes_back_puts_nobody_off(lost: LostPeers) -> None:
