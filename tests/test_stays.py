@@ -1,4 +1,5 @@
-"""A node's start: one look at the directory is enough, and who begins alone beside named peers is told so."""
+"""A node's start: one look at the directory is enough, and who begins alone beside named peers is told so. And what
+becomes of who leaves for another stage and finds nobody."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
+from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.first_state import STARTS_ALONE, obtain_state
+from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
-from tests.support import eventually
+from tests.support import eventually, one_turn
 from tests.worlds import NAMED, World, micro_spec, peer_name, world
 
 SECONDS = 0.05
@@ -219,3 +222,51 @@ async def test_a_clock_that_is_set_back_puts_no_rescue_off(monkeypatch: pytest.M
         asyncio.get_running_loop().call_later(0.2, setattr, made.hub, "now", lambda: now() - 3600.0)
         stays = await rescues(made, monkeypatch, nothing)
         assert stays.move == Move(1, "lost")
+
+
+async def leave(stays: StageLifecycle, replica: Replica, clock: float) -> None:
+    """A stay that ends at this clock, for another stage."""
+    replica.begins_late()
+    progress, weights = await replica.worker.slow_weights()
+    await replica.worker.load_slow_weights(clock, progress.outer_rounds, weights)
+    beside = asyncio.create_task(stays.accompany(replica))
+    await one_turn()
+    await cancel_and_wait((beside,))
+    stays.move = Move(1, "lost")
+
+
+@pytest.mark.parametrize("saved", [False, True])
+async def test_who_finds_nobody_after_a_move_knows_that_the_run_had_begun(
+    saved: bool, checkpoints: CheckpointFolder
+) -> None:
+    """It goes on from its checkpoint of the stage, if it has one. A hunt's node took the run for one whose nodes are
+    started by hand, and waited for them for a day."""
+    async with world(micro_spec(stages=2, limits=SHORT), replicas=2) as made:
+        stays, (leaver, newcomer) = stays_in(made, NodeSettings()), made.replicas[:2]
+        await leave(stays, leaver, 64.0)
+        if saved:
+            with CheckpointKeeper(leaver, checkpoints, lambda _: None, NodeSettings()) as keeper:
+                await keeper.save()
+        assert stays.departs() == 1
+        assert await obtain_state(newcomer, stays, None, checkpoints) == ("checkpoint" if saved else "seed")
+        assert newcomer.end.look().begun
+        assert newcomer.worker.progress.clock == (64.0 if saved else 0.0)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.95])
+async def test_whose_way_to_another_stage_is_as_long_as_the_run_ends_in_order(
+    share: float, checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it had left near the end itself; else a record's word, which costs nothing, only sends it back."""
+    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
+        monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
+    async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
+        stays, (mover, other) = stays_in(made, NodeSettings()), made.replicas[:2]
+        await leave(stays, mover, share * mover.context.spec.inner.target_tokens)
+        assert stays.departs() == 1
+        for state in (PeerState.FINISHING, PeerState.GONE):
+            await other.membership.announce(state)
+        async with stays.arriving(1):
+            assert await obtain_state(mover, stays, None, checkpoints) is None
+        assert await stays.back() == (None if share > 0.9 else 0)
+        assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE

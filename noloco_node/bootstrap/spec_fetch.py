@@ -357,9 +357,13 @@ def _quoted(value: str | None) -> str:
     return "not set" if value is None else f"'{shown(value)}'"
 
 
-def run_has_ended(spec: RunSpec, why: str) -> UserError:
+class RunHasEnded(UserError):
+    """For a node that comes when nobody trains any more (NO_DONOR)."""
+
+
+def run_has_ended(spec: RunSpec, why: str) -> RunHasEnded:
     """The error for a node that comes when nobody trains any more."""
-    return UserError(
+    return RunHasEnded(
         ExitCode.NO_DONOR,
         f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
         "start a new run, with another run.name or a higher run.inner.target_tokens; to begin this one anew, start its "

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from noloco_node.bootstrap.spec_fetch import run_has_ended
+from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.membership import SERVING
@@ -18,7 +18,7 @@ from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
 from noloco_node.node.replica import Replica
-from noloco_node.node.revival import revive_if_lost
+from noloco_node.node.revival import revive, revive_if_lost
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle
 from noloco_node.placement.initial_state import (
     ASK_SECONDS,
@@ -51,7 +51,7 @@ async def obtain_state(
     """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it was
     resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were last
     seen: a node that has just started waits for them, briefly and once. None where this node has moved here and nobody
-    gave it: `StageLifecycle.back` is the stage to return to then. Raises UserError (NO_DONOR) for a node that has just
+    gave it: `StageLifecycle.back` says where to go then. Raises UserError (NO_DONOR) for a node that has just
     started."""
     say_that_it_looks(replica)
     await stays.look_again(replica.membership)
@@ -64,13 +64,21 @@ async def obtain_state(
                 return revived
         donor = await become_current(replica, saved_clock)
     except UserError as error:
+        if isinstance(error, RunHasEnded) and stays.left is not None and stays.left.near:
+            logger.warning("the run has come to its end while this node was between two stages")
+            stays.over = True
+            return None
         if error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
             raise
         logger.warning("could not move to stage %d: %s", replica.stage, error.message)
         return None
     if donor is not None:
         return "peer"
-    return "seed" if saved_clock is None else "checkpoint"
+    if saved_clock is not None:
+        return "checkpoint"
+    if stays.left is not None and stays.left.begun:
+        return await _begin_again(replica, stays, checkpoints)
+    return "seed"
 
 
 def say_that_it_looks(replica: Replica) -> None:
@@ -99,6 +107,27 @@ async def _bring_back(
         replica.context.transport.peer_id,
         confirmed=stays.moving is not None and stays.moving.why == "lost",
         saved=lambda: checkpoints.newest(spec.run_id, replica.stage),
+    )
+    if revived == "seed":
+        stays.emit(stage_lost(spec, replica.stage))
+    return revived
+
+
+async def _begin_again(
+    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
+) -> Literal["guard", "checkpoint", "seed"]:
+    """For who left a stage at which the run had begun, and now finds nobody that gives a state: where nobody trains at
+    all, what is left of the stage is with this node."""
+    replica.begins_late()
+    if replica.membership.others_there(*SERVING):
+        return "seed"
+    spec = replica.context.spec
+    revived = await revive(
+        spec,
+        replica.membership,
+        replica.worker,
+        stays.copies,
+        lambda: checkpoints.newest(spec.run_id, replica.stage),
     )
     if revived == "seed":
         stays.emit(stage_lost(spec, replica.stage))

@@ -115,7 +115,10 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
             if stopped is not None:
                 return stopped
             interrupts.moves_on()
-            stage = await place.stays.back() if in_vain else place.stays.departs()
+            back = await place.stays.back() if in_vain else place.stays.departs()
+            if back is None:
+                return _ended_between_two_stages(place, departure.started)
+            stage = back
 
 
 @contextlib.asynccontextmanager
@@ -248,6 +251,15 @@ async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
         outer_rounds=replica.worker.progress.outer_rounds,
         partners=replica.outer_steps.partners,
         final_weights=str(folder.final.relative_to(folder.path)),
+    )
+
+
+def _ended_between_two_stages(place: _Place, started: float) -> NodeStopped:
+    """How a node ends that had left its state to its stage peers, who have come to the run's end without it."""
+    spec = place.net.spec
+    place.folder.mark_ended(spec.run_id, spec.name)
+    return stopped_event(
+        "target_reached", "the run has come to its end while this node was between two stages", started
     )
 
 

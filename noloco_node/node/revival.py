@@ -48,6 +48,18 @@ async def revive_if_lost(
     """
     if not await _is_lost(spec, membership, own, confirmed):
         return None
+    return await revive(spec, membership, worker, copies, saved)
+
+
+async def revive(
+    spec: RunSpec,
+    membership: Membership,
+    worker: StageWorker,
+    copies: StageCopies,
+    saved: Callable[[], Checkpoint | None],
+) -> Literal["guard", "checkpoint", "seed"]:
+    """Load what is left of this replica's stage, or keep its seeded weights: as `revive_if_lost`, which finds out
+    whether the stage is lost."""
     stage = membership.stage
     checkpoint = _that_fits(await ambient.elsewhere(saved), worker)
     beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock

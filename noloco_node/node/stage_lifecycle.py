@@ -25,6 +25,7 @@ from noloco_node.pipeline.messages import Ledger
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_seen_at_work, servers_of, usual_strength
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
+from noloco_node.placement.run_end import Sight
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, fitting_stages, memory_of
@@ -74,6 +75,10 @@ class StageLifecycle:
         self.move: Move | None = None
         """Why this node leaves its stage; None while it stays."""
         self._came_from: tuple[int, Move] | None = None
+        self.left: Sight | None = None
+        """What it knew of the run's end as its latest stay ended; None before that."""
+        self.over = False
+        """The run has come to its end while this node was between two stages."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
         """Takes what whoever runs the node should know."""
 
@@ -158,10 +163,13 @@ class StageLifecycle:
             await self.arrival.withdraw(self.move.stage)
             self.move = None
 
-    async def back(self) -> int:
-        """The stage that this node left for one whose state nobody gave it; there nobody must wait for it."""
-        assert self._came_from is not None
+    async def back(self) -> int | None:
+        """The stage that this node left for one whose state nobody gave it, at which nobody must wait for it; None
+        where the run is over."""
         await self.arrival.withdraw(self.stage)
+        if self.over:
+            return None
+        assert self._came_from is not None
         stage, _ = self._came_from
         self._came_from = None
         return stage
@@ -195,12 +203,14 @@ class StageLifecycle:
 
     async def accompany(self, replica: Replica) -> None:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(
-                self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take_patiently)
-            )
-            if self.may_move:
-                group.create_task(self._watch(replica))
+        keep = self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take_patiently)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(keep)
+                if self.may_move:
+                    group.create_task(self._watch(replica))
+        finally:
+            self.left = replica.end.look()
 
     @property
     def may_move(self) -> bool:

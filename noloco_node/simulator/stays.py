@@ -110,8 +110,9 @@ class StayingNode(Node):
                 folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
                 origin = await obtain_state(replica, stays, clock, folder)
             if origin is None:
-                self.stage = await stays.back()
-                return False
+                back = await stays.back()
+                self.stage = self.stage if back is None else back
+                return back is None
             moved = stays.arrived(replica, origin)
             if moved is not None:
                 self.emit(moved)
