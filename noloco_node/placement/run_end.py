@@ -73,7 +73,7 @@ class Sight:
     deserted: bool
     """A stage has no replica, or on a later stage no clock of an origin that counts moves, and meanwhile a node that
     counts, of whatever stage, has left as at the run's end; or this machine slept, and of those that it has worked with
-    nobody is seen any more, who by their last words have come to the target meanwhile."""
+    nobody moves and half are gone, who by their last words have come to the target meanwhile."""
     ended: bool
     """Of the origins that count none trains any more, as far as their clocks tell, and most have finished and
     say themselves that they are near the target: what a replica has to go by that got no work of late."""
@@ -166,9 +166,9 @@ class EndOfRun:
         self._idle_since = self._looked = now()
         self._known: dict[PeerId, _Known] = {}
         self._outvoted_since: float | None = None
-        self._last_heard = ClocksLastHeard()
+        self._last_heard = ClocksLastHeard(grace)
         self._awake_at = self._noted_at = membership.now()
-        self._slept = False
+        self._gone = False
         self._deserted = False
         """Kept while it waits so: records of those that have left are soon forgotten."""
         self.came_late = False
@@ -252,19 +252,16 @@ class EndOfRun:
     def _are_gone_who_were_worked_with(self) -> bool:
         """Since this machine slept, to come to the target: who is awake sees them leave, or knows that they have died.
 
-        Some times in a grace only, but for who has slept: it reads all records."""
+        Some times in a grace only: it reads all records."""
         now = self._membership.now()
-        self._slept |= now - self._awake_at > self._grace
-        self._awake_at = now
-        if 0.0 <= now - self._noted_at < self._grace / 4:  # below: this machine's clock was set back
-            return False
-        records = [r for r in self._membership.others(*PeerState) if self._acquaintances.has_worked(PeerId(r.peer_id))]
-        if records:
-            self._last_heard.note(records, self._membership.replicas_per_stage(), now)
-            self._slept = False
-        if not self._slept:
+        slept, self._awake_at = now - self._awake_at > self._grace, now
+        if not 0.0 <= now - self._noted_at < self._grace / 4:  # below: this machine's clock was set back
+            known = self._acquaintances
+            records = [r for r in self._membership.others(*PeerState) if known.has_worked(PeerId(r.peer_id))]
+            self._last_heard.note(records, self._membership.replicas_per_stage(), now, slept=slept)
             self._noted_at = now
-        return self._slept and not records and self._last_heard.have_come_to(self._target, now)
+            self._gone = self._last_heard.have_come_to(self._target, now, known.answers)
+        return self._gone
 
     def _furthest_clock(self) -> float:
         seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None
