@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,9 +37,15 @@ class Facts:
     """Live replicas of the next stage; those of the own one on the last."""
     in_hand: int
     """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+    missing: Sequence[int] = ()
+    """Stages that are waited for."""
+    nodes: int = 0
+    """Replicas of whatever stage that are there, this one included."""
 
 
-def facts_of(membership: Membership, idle_seconds: float, step_seconds: float, in_hand: int) -> Facts:
+def facts_of(
+    membership: Membership, idle_seconds: float, step_seconds: float, in_hand: int, missing: Sequence[int]
+) -> Facts:
     """The facts of this moment, the others as the directory says."""
     stage, stages = membership.stage, membership.stages
     return Facts(
@@ -51,6 +57,8 @@ def facts_of(membership: Membership, idle_seconds: float, step_seconds: float, i
         before=membership.number(max(0, stage - 1), *SERVING),
         after=membership.number(min(stage + 1, stages - 1), *SERVING),
         in_hand=in_hand,
+        missing=missing,
+        nodes=sum(membership.replicas_per_stage()),
     )
 
 
@@ -62,6 +70,10 @@ def doing(facts: Facts) -> tuple[What, str]:
         return "finishing", "its training is over: serving others, and averaging a last time"
     if facts.idle_seconds <= max(IDLE_SECONDS, USUAL_STEPS * facts.step_seconds):
         return "training", "training"
+    if facts.missing:
+        few = f", and {facts.nodes} of the {facts.stages} nodes that it takes are there"
+        number = ", ".join(map(str, facts.missing))
+        return "waiting_for_peers", f"a replica of stage {number}: none is known{few * (facts.nodes < facts.stages)}"
     last = facts.stage == facts.stages - 1
     if not last and not facts.after:
         return "waiting_for_peers", f"a replica of stage {facts.stage + 1}: none is known"

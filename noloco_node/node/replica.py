@@ -221,7 +221,8 @@ class Replica:
             self.books.write()
             self.state_transfer.donor.tend()
             idle = self.activity.idle_seconds(self.worker.last_trained.at)
-            self.activity.say(*doing(facts_of(self.membership, idle, self._pace.step_seconds, self.pipeline.in_hand)))
+            pace, in_hand, missing = self._pace.step_seconds, self.pipeline.in_hand, self.missing.stages
+            self.activity.say(*doing(facts_of(self.membership, idle, pace, in_hand, missing)))
 
     @property
     def capacity(self) -> float:

@@ -315,7 +315,9 @@ class EndOfRun:
         if not sight.begun:
             why = "the run has not begun here"
         elif sight.held_up:
-            why = "a stage has no replica"
+            nodes, stages = sum(self._membership.replicas_per_stage()), self._membership.stages
+            few = f", and {nodes} of the {stages} nodes that it takes are there" if nodes < stages else ""
+            why = f"a stage has no replica ({', '.join(map(str, self._membership.unserved()))}){few}"
         elif sight.training and self._membership.stage > 0:
             why = "a node of stage 0 says that it trains, but its clock stands still, or sends this node nothing"
         elif self._membership.stage > 0:

@@ -230,4 +230,5 @@ def _told(
         lossy=bool(kinds & ENDS_NODES),
         complaints=complaints,
         tasks=tasks,
+        stages=strikes.schedule.stages,
     )

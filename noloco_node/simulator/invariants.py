@@ -15,6 +15,9 @@ from noloco_node.node.replica import Replica
 from noloco_node.placement.run_end import NEAR_TARGET
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 
+IN_VAIN_SECONDS = 1800.0
+"""Virtual seconds that a schedule takes only where a node waits for a stage until it gives up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -73,6 +76,8 @@ class Run:
     """Errors in the log."""
     tasks: tuple[str, ...] = field(default=())
     """Tasks that outlived their nodes."""
+    stages: int = 1
+    """Of the run, whether anybody serves them or not."""
 
     @property
     def survivors(self) -> list[Told]:
@@ -107,10 +112,16 @@ def _nobody_waits_for_ever(run: Run) -> Iterator[str]:
         yield f"waits for ever: nodes {still} still run after {run.seconds:.0f} s"
 
 
+def _nobody_waits_in_vain(run: Run) -> Iterator[str]:
+    """Who waits for a lost stage until it gives up is right where fewer nodes are left than there are stages: somebody
+    may come. Where enough are left one of them should have gone there, or all should have ended."""
+    if run.over and run.seconds > IN_VAIN_SECONDS and len(run.survivors) >= run.stages:
+        yield f"in vain: {len(run.survivors)} nodes are left for {run.stages} stages, and {run.seconds:.0f} s passed"
+
+
 def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
-    stages = {node.stage for node in run.nodes}
     for node in run.survivors:
-        alone = len(run.survivors) < len(stages) and "a stage has no replica" in node.error
+        alone = len(run.survivors) < run.stages and "a stage has no replica" in node.error
         if node.condition == "failed" and not alone and not _came_too_late(run, node):
             yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
         owes_all = node.stage == 0 and not (node.late or node.slept)
@@ -219,6 +230,7 @@ def _steps(nodes: Sequence[Told]) -> tuple[Mapping[tuple[str, str], tuple[int, i
 
 INVARIANTS = (
     _nobody_waits_for_ever,
+    _nobody_waits_in_vain,
     _survivors_come_to_the_end,
     _somebody_trains_to_the_end,
     _no_clock_runs_past,

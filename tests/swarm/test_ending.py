@@ -453,6 +453,16 @@ async def test_who_gives_up_says_why_and_what_to_do() -> None:
     assert "checkpoint" in raised.value.remedy
 
 
+async def test_who_gives_up_for_a_lost_stage_says_which_and_how_many_nodes_are_left() -> None:
+    """One for two stages: somebody else must come, and nothing is wrong with this node."""
+    swarm = Swarm(clock=320.0)
+    swarm.end.came_late = swarm.held_up = True
+    await swarm.verdict(HELD_UP_GRACES + 1)
+    waited = r"a stage has no replica \(0\), and 1 of the 2 nodes that it takes are there"
+    with pytest.raises(UserError, match=waited):
+        await swarm.end.wait(asyncio.Event(), Pulse())
+
+
 @pytest.mark.parametrize("attempt", range(3))
 async def test_who_is_told_to_stop_does_not_say_that_the_run_is_over(attempt: int) -> None:
     """Neither an origin nor a replica of the last stage; and the latter goes on when the only origin leaves. A race

@@ -28,6 +28,12 @@ IDLE = replace(BUSY, idle_seconds=60.0)
         (replace(IDLE, stage=2, in_hand=3), "waiting_for_work", "the device: 3 microbatches are in hand"),
         (replace(IDLE, stage=2, in_hand=0), "waiting_for_work", "microbatches from stage 1, which has 2 replicas"),
         (replace(IDLE, stage=0, stages=1, after=0), "waiting_for_work", "the device: 1 microbatches are in hand"),
+        (
+            replace(IDLE, stage=2, missing=(0,), nodes=2),
+            "waiting_for_peers",
+            "a replica of stage 0: none is known, and 2 of the 3 nodes that it takes are there",
+        ),
+        (replace(IDLE, stage=2, missing=(0,), nodes=3), "waiting_for_peers", "a replica of stage 0: none is known"),
         (replace(IDLE, state=PeerState.DRAINING), "draining", "leaving: finishing what is under way"),
         (replace(IDLE, state=PeerState.FINISHING), "finishing", "its training is over"),
     ],
