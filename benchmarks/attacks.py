@@ -109,7 +109,9 @@ def measure_bucket(options: argparse.Namespace) -> list[dict[str, Any]]:
 def measure_clocks(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Each length of a window."""
     found = [
-        clocks_of(steps, word, options.share, seeds=options.seeds) for steps in options.inner_steps for word in WORDS
+        clocks_of(steps, word, options.share, seeds=options.seeds, replicas=options.replicas)
+        for steps in options.inner_steps
+        for word in WORDS
     ]
     rows = [[str(each.inner_steps), each.word, f"{each.mean:+.3f}", f"{each.furthest:+.3f}"] for each in found]
     print(table_of([["inner steps", "liar", "mean", "furthest"], *rows]))
@@ -138,6 +140,7 @@ def parsed() -> argparse.Namespace:
     clocks = kinds.add_parser("clocks")
     clocks.add_argument("--inner-steps", type=whole, nargs="+", default=[3, 8])
     clocks.add_argument("--share", type=share, default=0.25, help="of the later stage's work that is the liar's")
+    clocks.add_argument("--replicas", type=whole, default=4, help="of each stage")
     clocks.add_argument("--seeds", type=whole, default=4)
     for each in (bucket, clocks):
         each.add_argument("--out", type=results_file)

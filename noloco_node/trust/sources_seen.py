@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,6 +28,9 @@ that follows them to be moved before it has run far."""
 QUIET_LAG = 0.25
 """Part of the lag that is allowed which the own clock may run without a word of an origin before that says nothing any
 more: it has come to its end or stands still, and how far ahead it was is no news."""
+QUIET_PAUSES = 2.0
+"""Times its usual pause, in microbatches trained here, for which it must have been silent as well: in a short window a
+quarter of the lag is three microbatches, and that these were others' is chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +128,22 @@ class OriginsSeen:
         them many steps old, had it that a stage is ahead which is not.
         """
         recent = [trained for trained in self._recent if trained.at >= since]
-        heard = {trained.voice.origin: trained.own_clock for trained in recent}
-        quiet = recent[-1].own_clock - self._quiet if recent else 0.0
-        return median_voice(trained.voice for trained in recent if heard[trained.voice.origin] >= quiet)
+        quiet = self._quiet_among(recent)
+        return median_voice(trained.voice for trained in recent if trained.voice.origin not in quiet)
+
+    def _quiet_among(self, recent: Sequence[_Trained]) -> set[PeerId]:
+        """Origins of which nothing is heard any more, by the microbatches that were trained last."""
+        places: dict[PeerId, list[int]] = {}
+        for place, trained in enumerate(recent):
+            places.setdefault(trained.voice.origin, []).append(place)
+        return {origin for origin, heard in places.items() if self._is_quiet(recent, heard)}
+
+    def _is_quiet(self, recent: Sequence[_Trained], heard: Sequence[int]) -> bool:
+        first, last, now = heard[0], heard[-1], len(recent) - 1
+        if recent[now].own_clock - recent[last].own_clock <= self._quiet:
+            return False
+        usual = (last - first) / (len(heard) - 1) if len(heard) > 1 else len(recent)
+        return now - last > QUIET_PAUSES * usual
 
     def median_clock(self, within: float = math.inf) -> float | None:
         """Where the origins were (tokens) when they were last heard. None where nothing was."""

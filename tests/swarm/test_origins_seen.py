@@ -93,6 +93,19 @@ def test_an_origin_that_is_heard_no_more_does_not_say_how_far_ahead_the_origins_
     assert leads == [0.0, 0.0, 0.0, -behind]
 
 
+def test_an_origin_that_is_seldom_heard_is_not_quiet_within_twice_its_usual_pause() -> None:
+    """In a short window a few microbatches are a quarter of the lag: eight origins in turn all have a voice, so that
+    the one that lies has an eighth of it and not what chance leaves of the others."""
+    book = Book(max_lag=8.0 / QUIET_LAG)
+    for number in range(RECENT_MICROBATCHES):
+        book.own_clock += 4.0
+        book.hear("sender", f"origin {number % 8}", book.own_clock)
+    for _ in range(3):
+        book.own_clock += 4.0
+        book.hear("sender", "liar", 1e9)
+        assert book.lead() == 0.0
+
+
 def test_the_last_word_counts_and_no_maximum() -> None:
     """A lie of a moment is gone with the next word; when a clock last rose is known, and what was not heard lately
     can be left out."""
