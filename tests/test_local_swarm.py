@@ -109,7 +109,6 @@ def starting(launcher: LauncherProcess) -> bool:
     return launcher.look() > 0
 
 
-@pytest.mark.spawned
 def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from noloco_node.errors import ExitCode
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.telemetry.events import InnerStep, NodeStarted, OuterStep
+from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.test_bad_input import command, refused
 from tests.daemons.test_join import ENDLESS, MICRO, node
 from tests.support import eventually
@@ -18,9 +19,12 @@ from tests.support import eventually
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(600)]
 
 
-async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(tmp_path: Path, temporary: Path) -> None:
+async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The owner starts the run and invites whoever holds a file; they train and average; who has none, or one that was
     changed on its way, is turned away before it builds anything."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a run without end leaves its guests and the commands something
     key = tmp_path / "owner.key"
     owner = load_or_create_identity(key).peer_id
     settings = [str(MICRO)]

@@ -16,7 +16,7 @@ from noloco_node.errors import ExitCode
 from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.telemetry.events import AnyEvent, EventReader, InnerStep, NodeStarted, NodeStopped, OuterStep
 from tests.chaos.paced_node import OPERATION_SECONDS
-from tests.chaos.swarm import PACED
+from tests.chaos.swarm import PACED, program
 from tests.made_runs import OWN_TEXT
 from tests.support import eventually, printed_file
 
@@ -30,10 +30,10 @@ ENDLESS = "run.inner.target_tokens=1_000_000_000"
 @contextlib.asynccontextmanager
 async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
     """A daemon of this command; its events so far. It is told to leave at the end of the block. What it prints goes
-    to `folder`/printed."""
+    to `folder`/printed. A device of a set speed where OPERATION_SECONDS is in the environment."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "noloco_node", *arguments, "--run-folder", str(folder), stdout=printed, stderr=printed
+            *program(), *arguments, "--run-folder", str(folder), stdout=printed, stderr=printed
         )
     reader, events = EventReader(folder / "events.jsonl"), list[AnyEvent]()
 
@@ -70,9 +70,8 @@ async def looked_at(address: str) -> tuple[str, str]:
         assert process.returncode == ExitCode.OK, arguments
         return told.decode()
 
-    scores, text = await asyncio.gather(
-        said("eval", address, "--set", OWN_TEXT[1]), said("generate", address, "--prompt", "import ", "--seed", "3")
-    )
+    speak = ("generate", address, "--prompt", "import ", "--seed", "3", "--max-tokens", "8")
+    scores, text = await asyncio.gather(said("eval", address, "--set", OWN_TEXT[1]), said(*speak))
     return scores, text
 
 
@@ -81,7 +80,7 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
 ) -> None:
     """It takes a stage by itself, starts from a stage peer's state at its clock, averages with stage peers, and on
     SIGTERM says goodbye: the others see it come and go. Before that `eval` and `generate` look on."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.03")  # a swarm without end leaves the others of this machine something
+    monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a swarm without end leaves the others of this machine something
     swarm = LocalSwarm(load_config(MICRO, [ENDLESS, *OWN_TEXT]), tmp_path / "run", command=(*PACED, "run"))
     try:
         await swarm.start()

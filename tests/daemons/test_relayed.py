@@ -156,7 +156,7 @@ async def test_a_hidden_node_that_comes_late_copies_the_state_over_a_connection_
     """It tells others nothing but its address at the relay, and can dial them: no state crosses a relay, so it has made
     a direct connection to the donor, whoever dialled first. Then it averages with it."""
     folders = [tmp_path / name for name in ("veteran", "last", "hidden")]
-    monkeypatch.setenv(OPERATION_SECONDS, "0.03")  # a swarm without end leaves the others of this machine something
+    monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a swarm without end leaves the others of this machine something
     endless = ("--set", "run.inner.target_tokens=100_000_000")
     try:
         async with contextlib.AsyncExitStack() as stack:

@@ -74,7 +74,8 @@ def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest
             yield "lies: somebody"
 
     monkeypatch.setattr(invariants, "INVARIANTS", (nobody_lies,))
-    schedule = next(made for made in map(draw, range(99)) if len(made.faults) > 1 and "liar" in str(made.faults[-1]))
+    fitting = (made for made in map(draw, range(99)) if len(made.faults) > 1 and "liar" in str(made.faults[-1]))
+    schedule = min(fitting, key=lambda made: (made.nodes, len(made.faults)))
     told: list[str] = []
     given = HuntSpec(kind="hunt", first=schedule.seed, seeds=1)
     found = go_hunting(given, told.append, lambda _done, _all: None)
