@@ -48,6 +48,8 @@ WITH_DAEMONS := tests/daemons tests/hunt
 WITH_SWARM := tests/swarm tests/simulator tests/virtual
 THE_REST := $(addprefix --ignore=,$(WITH_DAEMONS) $(WITH_SWARM))
 
+# Every test process would compile the package anew where the environment says that nothing compiled is kept.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: style
 	@$(MAKE) --no-print-directory -j4 types test-daemons test-swarm test-the-rest
 
