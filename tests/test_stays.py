@@ -270,3 +270,23 @@ async def test_whose_way_to_another_stage_is_as_long_as_the_run_ends_in_order(
             assert await obtain_state(mover, stays, None, checkpoints) is None
         assert await stays.back() == (None if share > 0.9 else 0)
         assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+async def test_who_left_near_the_end_goes_by_the_last_words_of_those_that_are_gone(
+    ahead: bool, checkpoints: CheckpointFolder
+) -> None:
+    """Over a slow link it came to its new stage when even the records of the others were gone."""
+    async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
+        stays, (mover, other) = stays_in(made, NodeSettings()), made.replicas[:2]
+        target = mover.context.spec.inner.target_tokens
+        _, weights = await other.worker.slow_weights()
+        await other.worker.load_slow_weights(target if ahead else 0.9 * target, 1, weights)
+        await other.membership.announce(PeerState.TRAINING)
+        await mover.membership.refresh()
+        mover.context.transport.acquaintances.worked(peer_name(0, 1))
+        await leave(stays, mover, 0.95 * target)
+        assert stays.departs() == 1
+        made.hub.rows[0].clear()
+        assert await obtain_state(mover, stays, None, checkpoints) == (None if ahead else "seed")
+        assert stays.over is ahead

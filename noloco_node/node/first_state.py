@@ -8,6 +8,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+from noloco_node import ambient
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.directory.known_peers import HeldState
@@ -53,6 +54,7 @@ async def obtain_state(
     seen: a node that has just started waits for them, briefly and once. None where this node has moved here and nobody
     gave it: `StageLifecycle.back` says where to go then. Raises UserError (NO_DONOR) for a node that has just
     started."""
+    began = ambient.monotonic()
     say_that_it_looks(replica)
     await stays.look_again(replica.membership)
     try:
@@ -65,9 +67,7 @@ async def obtain_state(
         donor = await become_current(replica, saved_clock)
     except UserError as error:
         if isinstance(error, RunHasEnded) and stays.left is not None and stays.left.near:
-            logger.warning("the run has come to its end while this node was between two stages")
-            stays.over = True
-            return None
+            return _over(stays)
         if error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
             raise
         logger.warning("could not move to stage %d: %s", replica.stage, error.message)
@@ -77,7 +77,8 @@ async def obtain_state(
     if saved_clock is not None:
         return "checkpoint"
     if stays.left is not None and stays.left.begun:
-        return await _begin_again(replica, stays, checkpoints)
+        over = _have_ended_meanwhile(replica, stays, began)
+        return _over(stays) if over else await _begin_again(replica, stays, checkpoints)
     return "seed"
 
 
@@ -111,6 +112,23 @@ async def _bring_back(
     if revived == "seed":
         stays.emit(stage_lost(spec, replica.stage))
     return revived
+
+
+def _over(stays: StageLifecycle) -> None:
+    logger.warning("the run has come to its end while this node was between two stages")
+    stays.over = True
+
+
+def _have_ended_meanwhile(replica: Replica, stays: StageLifecycle, began: float) -> bool:
+    """By the last words of those that this node had worked with, before it left near the end; none of them is there, or
+    has answered since it `began` to look (monotonic seconds)."""
+    members, known, heard = replica.membership, replica.context.transport.acquaintances, stays.heard
+    if stays.left is None or heard is None or not stays.left.near or members.others_there(*SERVING):
+        return False
+    records = [record for record in members.others(*PeerState) if known.has_worked(PeerId(record.peer_id))]
+    heard.note(records, members.replicas_per_stage(), members.now(), slept=True)
+    since, target = ambient.monotonic() - began, replica.context.spec.inner.target_tokens
+    return heard.have_come_to(target, members.now(), lambda peer: known.answers(peer, since))
 
 
 async def _begin_again(

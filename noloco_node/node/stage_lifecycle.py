@@ -24,6 +24,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_seen_at_work, servers_of, usual_strength
+from noloco_node.placement.last_clocks import ClocksLastHeard
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.placement.run_end import Sight
 from noloco_node.sizing.footprint import Footprint, footprint_of
@@ -77,6 +78,8 @@ class StageLifecycle:
         self._came_from: tuple[int, Move] | None = None
         self.left: Sight | None = None
         """What it knew of the run's end as its latest stay ended; None before that."""
+        self.heard: ClocksLastHeard | None = None
+        """What those that it worked with said until then."""
         self.over = False
         """The run has come to its end while this node was between two stages."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
@@ -210,7 +213,7 @@ class StageLifecycle:
                 if self.may_move:
                     group.create_task(self._watch(replica))
         finally:
-            self.left = replica.end.look()
+            self.left, self.heard = replica.end.look(), replica.end.last_heard
 
     @property
     def may_move(self) -> bool:

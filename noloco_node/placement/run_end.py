@@ -7,6 +7,7 @@ of it that were trained here, or by exchanges committed with it; where none has 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -166,8 +167,9 @@ class EndOfRun:
         self._idle_since = self._looked = now()
         self._known: dict[PeerId, _Known] = {}
         self._outvoted_since: float | None = None
-        self._last_heard = ClocksLastHeard(grace)
-        self._awake_at = self._noted_at = membership.now()
+        self.last_heard = ClocksLastHeard(grace)
+        """Of those that it has worked with."""
+        self._awake_at, self._noted_at = membership.now(), -math.inf
         self._gone = False
         self._deserted = False
         """Kept while it waits so: records of those that have left are soon forgotten."""
@@ -258,9 +260,9 @@ class EndOfRun:
         if not 0.0 <= now - self._noted_at < self._grace / 4:  # below: this machine's clock was set back
             known = self._acquaintances
             records = [r for r in self._membership.others(*PeerState) if known.has_worked(PeerId(r.peer_id))]
-            self._last_heard.note(records, self._membership.replicas_per_stage(), now, slept=slept)
+            self.last_heard.note(records, self._membership.replicas_per_stage(), now, slept=slept)
             self._noted_at = now
-            self._gone = self._last_heard.have_come_to(self._target, now, known.answers)
+            self._gone = self.last_heard.have_come_to(self._target, now, known.answers)
         return self._gone
 
     def _furthest_clock(self) -> float:
