@@ -45,7 +45,7 @@ types: $(STAMP)
 
 # Three thirds of about the same length: each waits much of its time for daemons or for a clock, and the others compute.
 WITH_DAEMONS := tests/daemons tests/hunt
-WITH_SWARM := tests/swarm tests/simulator tests/virtual
+WITH_SWARM := tests/swarm tests/virtual
 THE_REST := $(addprefix --ignore=,$(WITH_DAEMONS) $(WITH_SWARM))
 
 # Every test process would compile the package anew where the environment says that nothing compiled is kept.
