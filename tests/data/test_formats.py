@@ -175,19 +175,24 @@ def test_the_name_of_a_single_file_does_not_choose_what_is_held_out(tmp_path: Pa
     assert one == other
 
 
+def packed(content: bytes) -> bytes:
+    """By gzip, without the time: a message shows the first bytes, and some times have a quotation mark in them."""
+    return gzip.compress(content, mtime=0)
+
+
 DISGUISED = [
     ("rows", lines(["a", "b"]), "no ending.*begins as JSON"),
     ("rows.txt", lines(["a", "b"]), r"'\.txt', which promises text, but it begins as JSON"),
-    ("rows.txt.gz", gzip.compress(lines(["a", "b"])), "promises text, but it begins as JSON"),
+    ("rows.txt.gz", packed(lines(["a", "b"])), "promises text, but it begins as JSON"),
     ("list.txt", b'[{"text": "a"}]', "begins as JSON"),
     ("rows.csv", lines(["a", "b"]), "promises CSV, but it begins as JSON"),
     ("rows.jsonl", b"text\na\nb\n", "promises JSON, but it begins as text"),
     ("rows.jsonl.gz", lines(["a"]), r"named 'rows\.jsonl\.gz', but begins with '\{"),
-    ("rows.jsonl", gzip.compress(lines(["a"])), r"named 'rows\.jsonl', but begins with '\\x1f"),
+    ("rows.jsonl", packed(lines(["a"])), r"named 'rows\.jsonl', but begins with '\\x1f"),
     ("rows.parquet", b"PK\x03\x04" + bytes(9), "a zip archive"),
     ("rows.parquet", lines(["a"]), "promises Parquet, but it begins as JSON"),
     ("rows.arrow", b"PAR1" + bytes(9), "promises Arrow, but it begins as Parquet"),
-    ("rows.parquet.gz", gzip.compress(b"PAR1" + bytes(9)), "Parquet inside gzip: unpack it"),
+    ("rows.parquet.gz", packed(b"PAR1" + bytes(9)), "Parquet inside gzip: unpack it"),
     ("book.txt", b"\x7fELF\0\0\0", r"not text, and begins with '\\x7fELF"),
     ("rows.tsv", b"text\nabc\n", r"'\.tsv' files are not read"),
     ("book.xz", b"\xfd7zXZ\0\0", "it is xz"),
