@@ -24,6 +24,7 @@ from benchmarks.attacked_bucket import Attack, AttackFigures, BucketFigures, att
 from benchmarks.command import command, not_negative, positive, results_file, whole
 from benchmarks.stage_clocks import Pipeline
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.report import table_of
 
 WORDS = {"none": None, "behind": 0.0, "ahead": 1e9}
 """What the liar says of its clock, in targets; nobody lies in the first."""
@@ -53,12 +54,6 @@ def clocks_of(
         made.run()
         leads += [lead for (lead,) in made.leads[len(made.leads) // 2 :]]
     return ClocksFigures(inner_steps, word, fmean(leads), max(leads, key=abs))
-
-
-def table_of(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; the first row is the head."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 def bucket_table(found: Sequence[AttackFigures]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_node import ambient
-from noloco_node.directory.membership import SERVING, Membership
+from noloco_node.directory.membership import SERVING, Membership, too_few
 from noloco_node.directory.records import PeerState
 from noloco_node.telemetry.events import Doing
 
@@ -71,9 +71,8 @@ def doing(facts: Facts) -> tuple[What, str]:
     if facts.idle_seconds <= max(IDLE_SECONDS, USUAL_STEPS * facts.step_seconds):
         return "training", "training"
     if facts.missing:
-        few = f", and {facts.nodes} of the {facts.stages} nodes that it takes are there"
-        number = ", ".join(map(str, facts.missing))
-        return "waiting_for_peers", f"a replica of stage {number}: none is known{few * (facts.nodes < facts.stages)}"
+        number, few = ", ".join(map(str, facts.missing)), too_few(facts.nodes, facts.stages)
+        return "waiting_for_peers", f"a replica of stage {number}: none is known{few}"
     last = facts.stage == facts.stages - 1
     if not last and not facts.after:
         return "waiting_for_peers", f"a replica of stage {facts.stage + 1}: none is known"

@@ -136,8 +136,7 @@ class Prefetch:
         return True
 
     def _has_room(self, size: int) -> bool:
-        within = self._bytes + size <= self._limit and len(self._ready) < MOST_PORTIONS
-        return within or not self._ready
+        return not self._ready or (len(self._ready) < MOST_PORTIONS and self._bytes + size <= self._limit)
 
     def _wake(self) -> None:
         for waiter in self._waiters:

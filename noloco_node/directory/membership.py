@@ -44,6 +44,11 @@ async def asked_already() -> None:
     """Where nobody has to be asked."""
 
 
+def too_few(nodes: int, stages: int) -> str:
+    """What is to be said beside a stage that nobody serves: nothing where there are nodes enough for all stages."""
+    return f", and {nodes} of the {stages} nodes that it takes are there" if nodes < stages else ""
+
+
 class Membership:
     """Publishes this node's record and answers questions about the others.
 

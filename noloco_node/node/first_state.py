@@ -67,7 +67,8 @@ async def obtain_state(
         donor = await become_current(replica, saved_clock)
     except UserError as error:
         if isinstance(error, RunHasEnded) and stays.left is not None and stays.left.near:
-            return _over(stays)
+            _say_over(stays)
+            return None
         if error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
             raise
         logger.warning("could not move to stage %d: %s", replica.stage, error.message)
@@ -77,8 +78,10 @@ async def obtain_state(
     if saved_clock is not None:
         return "checkpoint"
     if stays.left is not None and stays.left.begun:
-        over = _have_ended_meanwhile(replica, stays, began)
-        return _over(stays) if over else await _begin_again(replica, stays, checkpoints)
+        if not _have_ended_meanwhile(replica, stays, began):
+            return await _begin_again(replica, stays, checkpoints)
+        _say_over(stays)
+        return None
     return "seed"
 
 
@@ -109,12 +112,16 @@ async def _bring_back(
         confirmed=stays.moving is not None and stays.moving.why == "lost",
         saved=lambda: checkpoints.newest(spec.run_id, replica.stage),
     )
-    if revived == "seed":
-        stays.emit(stage_lost(spec, replica.stage))
+    _say_if_from_seed(replica, stays, revived)
     return revived
 
 
-def _over(stays: StageLifecycle) -> None:
+def _say_if_from_seed(replica: Replica, stays: StageLifecycle, revived: BeginsFrom | None) -> None:
+    if revived == "seed":
+        stays.emit(stage_lost(replica.context.spec, replica.stage))
+
+
+def _say_over(stays: StageLifecycle) -> None:
     logger.warning("the run has come to its end while this node was between two stages")
     stays.over = True
 
@@ -147,8 +154,7 @@ async def _begin_again(
         stays.copies,
         lambda: checkpoints.newest(spec.run_id, replica.stage),
     )
-    if revived == "seed":
-        stays.emit(stage_lost(spec, replica.stage))
+    _say_if_from_seed(replica, stays, revived)
     return revived
 
 

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
-from noloco_node.directory.membership import Membership
+from noloco_node.directory.membership import Membership, too_few
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
@@ -317,8 +317,7 @@ class EndOfRun:
         if not sight.begun:
             why = "the run has not begun here"
         elif sight.held_up:
-            nodes, stages = sum(self._membership.replicas_per_stage()), self._membership.stages
-            few = f", and {nodes} of the {stages} nodes that it takes are there" if nodes < stages else ""
+            few = too_few(sum(self._membership.replicas_per_stage()), self._membership.stages)
             why = f"a stage has no replica ({', '.join(map(str, self._membership.unserved()))}){few}"
         elif sight.training and self._membership.stage > 0:
             why = "a node of stage 0 says that it trains, but its clock stands still, or sends this node nothing"

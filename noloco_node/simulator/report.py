@@ -51,8 +51,13 @@ class Simulation:
     @property
     def table(self) -> str:
         """Markdown."""
-        lines = [f"| {' | '.join(row)} |" for row in self.rows]
-        return "\n".join([lines[0], f"|{'---|' * len(self.rows[0])}", *lines[1:]])
+        return table_of(self.rows)
+
+
+def table_of(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first row is the head."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
 
 
 def write_results(result: Simulation, command: str, folder: Path) -> dict[str, Path]:
