@@ -14,7 +14,7 @@ from functools import partial
 
 import psutil
 
-from tests.chaos.proxy import MOST_QUEUED, PIECE_BYTES, Carry, Proxy
+from tests.chaos.proxy import GRAIN_SECONDS, PIECE_BYTES, Carry, Proxy, Shape
 
 
 @dataclass
@@ -27,9 +27,15 @@ class Uplink:
     sent: int = 0
     free_at: float = 0.0
 
+    @property
+    def pieces_under_way(self) -> int:
+        """See `Shape.pieces_under_way`; of each connection."""
+        return Shape(self.delay, 8 * self.bytes_per_second).pieces_under_way
+
     def take(self, size: int, now: float) -> float:
-        """When a piece that is ready now has left: pieces of several connections leave in their order."""
-        self.free_at = max(self.free_at, now) + size / self.bytes_per_second
+        """When a piece that is ready now has left: pieces of several connections leave in their order. Who waits for
+        that is woken up to `GRAIN_SECONDS` late, which the line does not stand idle for."""
+        self.free_at = max(self.free_at, now - GRAIN_SECONDS) + size / self.bytes_per_second
         self.sent += size
         return self.free_at
 
@@ -47,7 +53,7 @@ class Door(Proxy):
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, uplink: Uplink) -> None:
     loop = asyncio.get_running_loop()
-    pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MOST_QUEUED)
+    pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(uplink.pieces_under_way)
 
     async def deliver() -> None:
         while True:
@@ -65,7 +71,8 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, upl
             await pieces.put((left + uplink.delay, data))
             if not data:
                 return
-            await asyncio.sleep(max(0.0, left - loop.time()))
+            if left > loop.time() + GRAIN_SECONDS:
+                await asyncio.sleep(left - loop.time())
 
     async with asyncio.TaskGroup() as group:
         group.create_task(deliver())
