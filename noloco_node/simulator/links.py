@@ -7,14 +7,16 @@ import itertools
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from noloco_node.aio import Pulse
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.pipes import Pipe, Pipes
-from noloco_node.transport.errors import PeerUnreachable
+from noloco_node.simulator.pipes import SMALL_OCTETS, Pipe, Pipes
+from noloco_node.simulator.windows import KeptStream, KeptStreams, StreamWindow
+from noloco_node.transport.errors import PeerUnreachable, Refused
 from noloco_node.transport.memory import Parcel
 
 LinkSeconds = Callable[[PeerId, PeerId, int], float]
@@ -31,8 +33,8 @@ others, 1997)."""
 class LinkModel(Protocol):
     """How long bytes take from one peer to another."""
 
-    async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
-        """Return when so many are there."""
+    async def carry(self, source: PeerId, target: PeerId, octets: float, window: StreamWindow | None = None) -> None:
+        """Return when so many are there, which `window` may hold up."""
         ...
 
     def slow(self, peer: PeerId, times: float) -> None:
@@ -55,8 +57,9 @@ class PlainWay:
         self._seconds = seconds
         self._slowed: dict[PeerId, float] = {}
 
-    async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
-        """See `LinkModel.carry`."""
+    async def carry(self, source: PeerId, target: PeerId, octets: float, window: StreamWindow | None = None) -> None:
+        """See `LinkModel.carry`; no window holds anything up."""
+        del window
         slowed = max(self._slowed.get(source, 1.0), self._slowed.get(target, 1.0))
         await asyncio.sleep(self._seconds(source, target, math.ceil(octets)) * slowed)
 
@@ -137,7 +140,7 @@ class SharedWay:
             return ()
         return tuple(dict.fromkeys(relay for relay in relays if relay not in (None, source, target)))
 
-    async def carry(self, source: PeerId, target: PeerId, octets: float) -> None:
+    async def carry(self, source: PeerId, target: PeerId, octets: float, window: StreamWindow | None = None) -> None:
         """See `LinkModel.carry`."""
         between = self.via(source, target)
         if between:
@@ -150,7 +153,23 @@ class SharedWay:
         stall = STALL_SECONDS + trip if loss and self._rng.random() < loss else 0.0
         most = MATHIS * SEGMENT_OCTETS / (trip * math.sqrt(loss)) if loss and trip else math.inf
         await asyncio.sleep(trip / 2 + stall)
-        await self._pipes.carry(octets, *pipes, most=most)
+        if window is None or octets <= SMALL_OCTETS:
+            await self._pipes.carry(octets, *pipes, most=most)
+        else:
+            await self._carry_by_parts(math.ceil(octets), pipes, most, window, trip)
+
+    async def _carry_by_parts(
+        self, left: int, pipes: Sequence[Pipe], most: float, window: StreamWindow, trip: float
+    ) -> None:
+        begun, loop = window.read, asyncio.get_running_loop()
+        while left:
+            part = window.room(left, begun, loop.time())
+            if not part:
+                await asyncio.sleep(window.goes_on_at - loop.time())
+                continue
+            await self._pipes.carry(part, *pipes, most=most)
+            window.came(part, trip, loop.time())
+            left -= part
 
 
 def as_they_are(parcel: Parcel) -> float:
@@ -171,6 +190,7 @@ class Links:
         self.received: defaultdict[PeerId, Counter[str]] = defaultdict(Counter)
         self.lost: Callable[[PeerId], bool] = lambda _: False
         """Whether a peer is dead: no relay carries then."""
+        self._streams: dict[tuple[PeerId, PeerId], KeptStreams] = defaultdict(KeptStreams)
         self._side: dict[PeerId, int] = {}
         self._together = Pulse()
 
@@ -193,12 +213,25 @@ class Links:
             raise PeerUnreachable(f"the relay of {source} or {target} is gone")
         await self._reached(source, target)
 
-    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
-        """See `LinkModel.carry`."""
+    @contextmanager
+    def lend(self, caller: PeerId, target: PeerId) -> Generator[KeptStream]:
+        """See `Carrier.lend`: the one that was given back last, as nodes lend them."""
+        kept = self._streams[caller, target]
+        stream = kept.take(asyncio.get_running_loop().time())
+        try:
+            yield stream
+        except Refused:
+            kept.give_back(stream, asyncio.get_running_loop().time())
+            raise
+        kept.give_back(stream, asyncio.get_running_loop().time())
+
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel, stream: object = None) -> None:
+        """See `Carrier.carry`."""
         octets = self.weigh(parcel)
         self.count(source, target, parcel.method, octets)
         await self._reached(source, target)
-        await self.way.carry(source, target, octets)
+        window = stream.towards(target) if isinstance(stream, KeptStream) else None
+        await self.way.carry(source, target, octets, window)
         await self._reached(source, target)
 
     def count(self, source: PeerId, target: PeerId, method: str, octets: float) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from enum import StrEnum
@@ -99,8 +100,12 @@ class Carrier(Protocol):
         """Return when a stream to `target` is open. Raises PeerUnreachable."""
         ...
 
-    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
-        """Return when it is there."""
+    def lend(self, caller: PeerId, target: PeerId) -> AbstractContextManager[object]:
+        """A stream for one call, over which its request and its answer go."""
+        ...
+
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel, stream: object = None) -> None:
+        """Return when it is there. `stream` is the one that was lent, None for what goes over none that is kept."""
         ...
 
 
@@ -116,10 +121,14 @@ class MemoryNetwork:
         self._killed: set[PeerId] = set()
         self._faults: list[Fault] = []
 
-    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
+    def lend(self, caller: PeerId, target: PeerId) -> AbstractContextManager[object]:
+        """A stream for one call."""
+        return nullcontext() if self._carrier is None else self._carrier.lend(caller, target)
+
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel, stream: object) -> None:
         """Return when it is there."""
         if self._carrier is not None:
-            await self._carrier.carry(source, target, parcel)
+            await self._carrier.carry(source, target, parcel, stream)
 
     async def open(self, source: PeerId, target: PeerId) -> None:
         """Return when a stream is open. Raises PeerUnreachable."""
@@ -293,9 +302,15 @@ class MemoryTransport(CommonTransport):
             task.exception()
 
     async def _answer(self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount) -> _Answered:
+        with self._network.lend(caller, self._peer_id) as stream:
+            return await self._answer_over(stream, caller, payload, request, sent)
+
+    async def _answer_over(
+        self, stream: object, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount
+    ) -> _Answered:
         envelope = decode_envelope(payload)
         name = self._desk.traffic_name(envelope.method)
-        await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), request.specs))
+        await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), request.specs), stream)
         self.traffic.add_received(name, len(payload))
         try:
             with self._desk.admitted(caller, envelope) as place:
@@ -308,11 +323,11 @@ class MemoryTransport(CommonTransport):
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
             self._desk.count_refusal(caller, refused)
-            await self._network.carry(self._peer_id, caller, Parcel(name, 0))
+            await self._network.carry(self._peer_id, caller, Parcel(name, 0), stream)
             raise
         size = len(reply) + sum(spec.nbytes for spec in answer.specs)
         self.traffic.add_sent(name, size)
-        await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs))
+        await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs), stream)
         if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):
             raise BrokenStream(f"{self._peer_id}: injected fault")
         return copied, len(reply)
