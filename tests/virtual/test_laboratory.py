@@ -13,7 +13,9 @@ from noloco_node.cli import main as cli
 from noloco_node.config.load import load_config, render, setting_names
 from noloco_node.errors import ExitCode
 from noloco_node.laboratory.course import command_line, plan_lab
-from noloco_node.laboratory.result import Results
+from noloco_node.laboratory.expansion import expand, job_of
+from noloco_node.laboratory.experiment import train
+from noloco_node.laboratory.result import Measurement, Result, Results
 from tests.virtual import made_results as made
 
 LAB = """
@@ -46,23 +48,45 @@ def numbers(out: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in result.items() if name != "seconds"} for result in results]
 
 
-def test_a_real_experiment_gives_the_same_numbers_twice_and_goes_on_without_training(
+def test_a_real_experiment_goes_on_without_training_and_has_the_same_numbers_in_another_process(
     lab_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Trained in two folders with one and two workers: equal to the last digit; a third start trains nothing."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert cli.main(["lab", str(lab_file), "--out", str(one)]) == 0
+    """What its worker has trained and this process trains again is equal to the last digit; a second start trains
+    nothing."""
+    one, workers = tmp_path / "one", ("--set", "lab.workers=1")
+    assert cli.main(["lab", str(lab_file), "--out", str(one), *workers]) == 0
     first = capsys.readouterr().out
-    assert cli.main(["lab", str(lab_file), "--out", str(two), "--set", "lab.workers=1"]) == 0
-    assert numbers(one) == numbers(two)
     # Of 2 × (2 tune + 2 report) of noloco, 2 × 2 of none, 2 of data parallel.
     assert "laboratory: 3 variants, 14 trainings, 114,688 tokens in all" in first
     assert "14 of 14: " in first
-    capsys.readouterr()
-    assert cli.main(["lab", str(lab_file), "--out", str(one)]) == 0
-    assert " of 14: " not in capsys.readouterr().out
-    assert numbers(one) == numbers(two)
     _check_results(one)
+    before = numbers(one)
+    _check_trained_again(lab_file, one)
+    assert cli.main(["lab", str(lab_file), "--out", str(one), *workers]) == 0
+    assert " of 14: " not in capsys.readouterr().out
+    assert numbers(one) == before
+
+
+def _check_trained_again(lab_file: Path, out: Path) -> None:
+    config = load_config(lab_file)
+    results = Results.model_validate_json((out / "results.json").read_text()).results
+    found = [result for result in results if (result.replicas, result.seed) == (2, 2)]
+    assert len(found) == 3
+    for result in found:
+        labels = (result.variant, result.replicas, result.options)
+        [point] = (p for cell in expand(config) for p in cell.points if (p.variant, p.replicas, p.options) == labels)
+        again = Result.model_validate_json(train(job_of(point, 2, config.lab)))
+        measured = Measurement.model_fields.keys() - {"seconds"}
+        assert again.model_dump(include=measured) == result.model_dump(include=measured)
+
+
+@pytest.mark.long
+def test_a_real_experiment_gives_the_same_numbers_with_one_worker_and_with_two(lab_file: Path, tmp_path: Path) -> None:
+    """In two folders: equal to the last digit."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for out, workers in ((one, 1), (two, 2)):
+        assert cli.main(["lab", str(lab_file), "--out", str(out), "--set", f"lab.workers={workers}"]) == 0
+    assert numbers(one) == numbers(two)
 
 
 def _check_results(out: Path) -> None:
