@@ -106,10 +106,10 @@ def test_a_stream_that_is_half_random_labels_ends_where_the_text_alone_does() ->
     """A whole training, with the warm-up in which all is taken in; without the bound it ends far above."""
 
     def trained(*, noise: bool, bounded: bool) -> float:
-        trainer, generator = make_trainer(micro_spec(stages=2), 1), torch.Generator().manual_seed(5)
+        trainer, generator = make_trainer(micro_spec(layers=2), 1), torch.Generator().manual_seed(5)
         embedding = torch.randn(VOCABULARY, 32, generator=generator)
-        for step in range(500):
-            trainer.loss_bound.holds = bounded and step >= 100
+        for step in range(300):
+            trainer.loss_bound.holds = bounded and step >= 60
             inputs, labels = window_batch(range(step * WINDOWS, (step + 1) * WINDOWS))
             trainer.loss(embedding[inputs], labels, source="honest")
             if noise:
