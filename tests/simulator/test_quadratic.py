@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from noloco_node.simulator.quadratic import BEST_LOSS, Landscape, Quadratic, Qua
 from noloco_node.simulator.world import World
 from noloco_node.telemetry.events import InnerStep
 from noloco_node.training.trainer import ForwardContext
+from tests.simulator.test_crowd import crowd_of
 from tests.worlds import micro_spec
 
 SPEC = micro_spec(
@@ -35,23 +37,30 @@ async def small_swarm(seed: int) -> tuple[str, float]:
         return world.trace, sum(each[-1].loss for each in steps) / len(steps)
 
 
+@functools.cache
+def course(seed: int) -> tuple[str, float]:
+    """The swarm of a seed."""
+    return in_virtual_time(lambda: small_swarm(seed), seed=seed)
+
+
+def traces() -> list[str]:
+    """Of this swarm, and of a crowd with deaths and newcomers."""
+    return [course(1)[0], crowd_of(24, churn_an_hour=2.0).nodes.trace]
+
+
 def test_it_learns_until_the_noise_is_all_that_is_left() -> None:
     """A whole swarm, whose losses end a little above the best there is; another seed gives another course."""
-    trace, loss = in_virtual_time(lambda: small_swarm(1), seed=1)
+    trace, loss = course(1)
     assert BEST_LOSS < loss < BEST_LOSS + NOISE**2
-    assert in_virtual_time(lambda: small_swarm(2), seed=2)[0] != trace
+    assert course(2)[0] != trace
 
 
-def test_another_process_with_another_hash_seed_has_the_same_trace() -> None:
-    """Bit for bit."""
-    program = (
-        "from tests.simulator.test_quadratic import small_swarm\n"
-        "from noloco_node.simulator.loop import in_virtual_time\n"
-        "print(in_virtual_time(lambda: small_swarm(1), seed=1)[0])"
-    )
+def test_another_process_with_another_hash_seed_has_the_same_traces() -> None:
+    """Bit for bit, of whole nodes and of a crowd by events."""
+    program = "from tests.simulator.test_quadratic import traces\nprint(*traces())"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert other.stdout.split()[-1] == in_virtual_time(lambda: small_swarm(1), seed=1)[0]
+    assert other.stdout.split()[-2:] == traces()
 
 
 def test_its_gradient_leads_to_the_optimum_and_belongs_to_the_weights_of_the_forward() -> None:

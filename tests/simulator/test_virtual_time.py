@@ -30,7 +30,7 @@ from tests.worlds import micro_spec
 T = TypeVar("T")
 
 REPLICAS = 4
-SPEC = micro_spec(steps=8, microbatches_a_step=4, outer=OuterSpec(inner_steps=2, min_inner_steps=1))
+SPEC = micro_spec(layers=2, steps=8, microbatches_a_step=4, outer=OuterSpec(inner_steps=2, min_inner_steps=1))
 
 
 def link(source: PeerId, target: PeerId, octets: int) -> float:
