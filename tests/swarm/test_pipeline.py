@@ -85,7 +85,7 @@ async def ask(made: World, message: Message) -> Message:
 
 async def test_lost_requests_and_answers_cost_no_sample() -> None:
     """Streams that break before and after the work: every sample is trained, the account closes, repeats count."""
-    spec = micro_spec(stages=3, steps=40, microbatches_a_step=2, pipeline=QUICK)
+    spec = micro_spec(stages=3, layers=3, steps=40, microbatches_a_step=2, pipeline=QUICK)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=3)) as made:
         kinds = (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE, FaultKind.REFUSE)
         await run_with_faults(made, *(Fault(kind, method=microbatch.MICROBATCH.name, times=4) for kind in kinds))
@@ -241,7 +241,7 @@ async def test_an_origin_that_leaves_does_not_end_the_run() -> None:
 
 async def test_a_killed_replica_is_routed_around() -> None:
     """One of two last-stage replicas dies while training: the origin reaches the target, nothing is dropped."""
-    spec = micro_spec(stages=2, steps=60, microbatches_a_step=2, pipeline=QUICK)
+    spec = micro_spec(layers=2, steps=60, microbatches_a_step=2, pipeline=QUICK)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=2)) as made:
         victim = made.replicas[3]
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -402,7 +402,7 @@ async def test_narrow_activations_learn_the_same() -> None:
     losses: dict[str, float] = {}
     sent: dict[str, float] = {}
     for wire in ("fp32", "fp16", "int8"):
-        spec = micro_spec(steps=60, pipeline=PipelineSpec.model_validate({"activations": wire}))
+        spec = micro_spec(layers=2, steps=60, pipeline=PipelineSpec.model_validate({"activations": wire}))
         async with world(spec) as made:
             await run_to_the_end(made)
             losses[wire] = next(e.loss for e in made.events[0] if isinstance(e, Evaluation) and e.final)
@@ -423,7 +423,7 @@ def test_the_whole_swarm_averages_and_its_spread_falls_with_the_learning_rate(st
 async def _averages(steps: int) -> None:
     """The course of it."""
     outer = OuterSpec(inner_steps=10)
-    spec = micro_spec(steps=steps, microbatches_a_step=4, outer=outer)
+    spec = micro_spec(layers=2, steps=steps, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2), device=DEVICE) as made:
         await run_to_the_end(made)
         partners = [len(replica.outer_steps.partners) for replica in made.replicas]
@@ -446,7 +446,7 @@ def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end(steps: i
 async def _exchanges_fragments(steps: int) -> None:
     """The course of it."""
     outer = OuterSpec(inner_steps=10, codec="int4", fragments=2)
-    spec = micro_spec(steps=steps, microbatches_a_step=4, outer=outer)
+    spec = micro_spec(layers=2, steps=steps, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2), device=DEVICE) as made:
         await run_to_the_end(made)
         each = [[event for event in events if isinstance(event, OuterStep)] for events in made.events]
