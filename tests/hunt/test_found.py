@@ -1,4 +1,8 @@
-"""Faults of the node that drawn schedules found: each by the shortest schedule that showed it."""
+"""Faults of the node that drawn schedules found: each by the shortest schedule that showed it.
+
+Where what mended one has a test of its own, in milliseconds, and another schedule here is of the same kind, only `make
+test-long` carries it out.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ from noloco_node.simulator.faults import (
 from noloco_node.simulator.hunt import carry_out
 
 
-@pytest.mark.parametrize(("seed", "replicas", "liar"), [(0, (3,), 2), (1, (2, 3), 4)])
+@pytest.mark.parametrize(
+    ("seed", "replicas", "liar"), [(0, (3,), 2), pytest.param(1, (2, 3), 4, marks=pytest.mark.long)]
+)
 def test_one_record_of_a_far_clock_beside_one_honest_stage_peer_moves_no_clock(
     seed: int, replicas: tuple[int, ...], liar: int
 ) -> None:
@@ -31,7 +37,7 @@ def test_one_record_of_a_far_clock_beside_one_honest_stage_peer_moves_no_clock(
     assert outcome.breaches == ()
 
 
-@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("silent", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_origins_that_die_before_the_last_tenth_end_no_short_run(silent: bool) -> None:
     """In a run as short as the lag that clocks may have every replica is near its end from half-way on: where all
     origins died it was over for the others, at 0.67 to 0.76 of the target. Now stage 0 is begun again."""
@@ -41,6 +47,7 @@ def test_origins_that_die_before_the_last_tenth_end_no_short_run(silent: bool) -
     assert outcome.breaches == ()
 
 
+@pytest.mark.long
 def test_who_came_late_to_its_stage_waits_no_hour_for_origins_that_are_gone() -> None:
     """The only origin left moved to the last stage at 0.94 of the target. The others had seen its clock and left; it
     had seen none at its new stage, stood at 0.88, and waited an hour for stage 0 until it failed (seed 1022)."""
@@ -87,7 +94,7 @@ def test_who_comes_back_without_a_checkpoint_when_all_have_left_is_told_that_the
 @pytest.mark.parametrize(
     ("seed", "replicas", "fault"),
     [
-        (2225, 5, Partition(at=0.466, nodes=(2,), seconds=9.92)),
+        pytest.param(2225, 5, Partition(at=0.466, nodes=(2,), seconds=9.92), marks=pytest.mark.long),
         (8034, 4, LateMessages(at=1.0, node=0, calls=8, seconds=15.65)),
     ],
 )
@@ -110,7 +117,9 @@ def test_who_comes_back_when_the_others_average_a_last_time_is_told_that_the_run
     assert outcome.breaches == ()
 
 
-@pytest.mark.parametrize(("seed", "replicas", "at"), [(5149, (4, 4), 0.757), (9002, (3, 3), 0.538)])
+@pytest.mark.parametrize(
+    ("seed", "replicas", "at"), [pytest.param(5149, (4, 4), 0.757, marks=pytest.mark.long), (9002, (3, 3), 0.538)]
+)
 def test_origins_that_die_at_the_target_leave_a_later_stage_behind_that_had_begun_again(
     seed: int, replicas: tuple[int, int], at: float
 ) -> None:
@@ -122,6 +131,7 @@ def test_origins_that_die_at_the_target_leave_a_later_stage_behind_that_had_begu
     assert outcome.breaches == ()
 
 
+@pytest.mark.long
 def test_nobody_moves_for_its_poverty_to_a_stage_that_was_lost_meanwhile() -> None:
     """Both origins died after a replica of stage 1 had planned to strengthen them. Its second look showed nobody at
     stage 0, which it took for a stage all the poorer: it left its state at 766 of 768, and failed as the run ended
@@ -169,6 +179,7 @@ def test_a_later_stage_waits_for_the_slow_origins_when_the_quick_ones_have_ended
     assert outcome.breaches == ()
 
 
+@pytest.mark.long
 def test_who_sleeps_through_the_end_leaves_in_order_when_it_wakes() -> None:
     """An origin stood still for 38 s at 0.82 of the target, and woke when all had left and their records were gone: it
     waited an hour for a stage without a replica, and failed (seed 5100)."""
@@ -178,6 +189,7 @@ def test_who_sleeps_through_the_end_leaves_in_order_when_it_wakes() -> None:
     assert outcome.seconds < 300.0
 
 
+@pytest.mark.long
 def test_an_origin_does_not_leave_its_stage_for_a_poor_one_when_the_run_ends() -> None:
     """It went at 752 of 768, found all gone, came back without a state, and waited for ever as if the run had not begun
     (seed 8075)."""
