@@ -51,10 +51,12 @@ def copies_of(made: World, replica: Replica) -> StageCopies:
 
 
 @contextlib.asynccontextmanager
-async def trained_world(guards: int, giving: int = 4) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
+async def trained_world(
+    guards: int, giving: int = 4, limits: LimitsSpec = LIMITS
+) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
     """Two stages of two replicas; all but the last are past an outer round and say that they train. The first `giving`
     of them give copies."""
-    spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=LIMITS)
+    spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=limits)
     async with world(spec.model_copy(update={"guard_copies": guards}), replicas=2) as made:
         for replica in made.replicas[:-1]:
             replica.pipeline.open()
@@ -500,9 +502,9 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
     begun to read may end, and nobody else gets chunks of an old one."""
     clock = _Skewed()
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
-    async with trained_world(guards=1) as (made, (_, _, tail, _), _):
-        limits = tail.context.spec.limits.model_copy(update={"guard_seconds": 120.0})
-        spec = tail.context.spec.model_copy(update={"limits": limits})
+    limits = LIMITS.model_copy(update={"guard_seconds": 120.0, "record_seconds": 20.0})  # as long as it takes, and more
+    async with trained_world(guards=1, limits=limits) as (made, (_, _, tail, _), _):
+        spec = tail.context.spec
         giver = MemoryTransport(made.network, GIVER)
         giving = StageCopies(spec, footprint_of(tail.context.spec).parameters, giver, random.Random(0))
         giving.serve()

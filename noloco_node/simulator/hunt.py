@@ -17,7 +17,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
-from noloco_node.simulator.faults import ENDS_NODES, Crash, DrawnFault, FullDisk, Leave, Schedule
+from noloco_node.simulator.faults import ENDS_NODES, Crash, DrawnFault, FullDisk, LateMessages, Leave, Schedule
 from noloco_node.simulator.hunted import HuntedLinks, HuntedWorld
 from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.simulator.learning import RealTensors
@@ -206,18 +206,21 @@ def _told(
             clock=node.replica.worker.progress.clock if node.replica else 0.0,
             late=node.number >= strikes.schedule.nodes or (isinstance(node, StayingNode) and node.set_out),
             slept=node.number in strikes.slept,
+            cut_off=node.number in strikes.cut_off,
             left_open=node.left_open,
         )
         for node in world.nodes
     ]
     kinds = {fault.kind for fault in strikes.schedule.faults}
     batch = spec.inner.global_batch_tokens
-    most = spec.microbatch_tokens * max(strikes.schedule.replicas)
+    more = sum(fault.kind in ("join", "twin") for fault in strikes.schedule.faults)
+    most = spec.microbatch_tokens * (max(strikes.schedule.replicas) + more)
     return Run(
         target=spec.inner.target_tokens,
         batch=batch,
         round_tokens=max(spec.outer.inner_steps * batch, IN_FLIGHT * most),
         replica_round=spec.outer.inner_steps * max(batch, most),
+        under_way=IN_FLIGHT * most,
         seconds=asyncio.get_running_loop().time(),
         over=over,
         nodes=nodes,
@@ -226,6 +229,7 @@ def _told(
         max_lag=spec.max_lag_tokens,
         lost_stage=strikes.lost_stage,
         retraced=strikes.retraced,
+        late_seconds=max((f.seconds for f in strikes.schedule.faults if isinstance(f, LateMessages)), default=0.0),
         hostile=bool(kinds & {"liar", "twin"}),
         lossy=bool(kinds & ENDS_NODES),
         complaints=complaints,

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from noloco_node.averaging.engagement import Phase
+from noloco_node.averaging.session import STALE_SECONDS
 from noloco_node.node.replica import Replica
 from noloco_node.placement.run_end import NEAR_TARGET
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
@@ -37,6 +38,8 @@ class Told:
     slept: bool = False
     """It stood still for longer than records live: the others may have come to the end meanwhile, without whom it
     cannot go on."""
+    cut_off: bool = False
+    """A partition lay between it and others for as long."""
     left_open: tuple[str, ...] = ()
     """What it had open as it left."""
 
@@ -53,6 +56,8 @@ class Run:
     replica_round: float
     """Tokens by which a replica's own clock runs between two outer steps: each of its inner steps stands for a batch of
     the swarm, or for a microbatch of every replica where that is more."""
+    under_way: float
+    """Tokens, by an origin's clock, of what it keeps under way at most: its microbatches tell a clock as far ahead."""
     seconds: float
     over: bool
     """Every node has ended within the deadline."""
@@ -68,6 +73,8 @@ class Run:
     retraced: bool = False
     """An origin came back from its checkpoint, which may be behind the others by all of the lag that is allowed: what
     was trained since is trained again."""
+    late_seconds: float = 0.0
+    """By which messages were late, at most."""
     hostile: bool = False
     """A node lied, or two nodes had one identity."""
     lossy: bool = False
@@ -115,24 +122,32 @@ def _nobody_waits_for_ever(run: Run) -> Iterator[str]:
 def _nobody_waits_in_vain(run: Run) -> Iterator[str]:
     """Who waits for a lost stage until it gives up is right where fewer nodes are left than there are stages: somebody
     may come. Where enough are left one of them should have gone there, or all should have ended."""
-    if run.over and run.seconds > IN_VAIN_SECONDS and len(run.survivors) >= run.stages:
+    left_behind = any(node.condition == "failed" and _left_behind(run, node) for node in run.survivors)
+    if run.over and run.seconds > IN_VAIN_SECONDS and len(run.survivors) >= run.stages and not left_behind:
         yield f"in vain: {len(run.survivors)} nodes are left for {run.stages} stages, and {run.seconds:.0f} s passed"
 
 
 def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
     for node in run.survivors:
-        alone = len(run.survivors) < run.stages and "a stage has no replica" in node.error
+        few = len(run.survivors) < run.stages or _left_behind(run, node)
+        alone = few and "a stage has no replica" in node.error
         if node.condition == "failed" and not alone and not _came_too_late(run, node):
             yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
-        owes_all = node.stage == 0 and not (node.late or node.slept)
+        owes_all = node.stage == 0 and not (node.late or node.slept or _left_behind(run, node))
         short = run.target - _furthest(node) > (0.0 if owes_all else run.max_lag)
         if node.condition == "ended" and short and not run.lost_stage:
             yield f"short: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
 
 
+def _left_behind(run: Run, node: Told) -> bool:
+    """Others came to the end while it was cut off from them: alone it can train nothing any more, and who did not see
+    them leave cannot tell that from their death."""
+    return node.cut_off and _reached(run) >= run.target
+
+
 def _came_too_late(run: Run, node: Told) -> bool:
     """Whoever comes when nobody trains any more is told that the run is over, and ends; where that is so."""
-    return node.late and "has come to its end" in node.error and _reached(run) >= NEAR_TARGET * run.target
+    return node.late and "has come to its end" in node.error and _near_its_end(run)
 
 
 def _furthest(node: Told) -> float:
@@ -145,8 +160,13 @@ def _somebody_trains_to_the_end(run: Run) -> Iterator[str]:
     """A run that is over for all was finished by one of them, or nearly so: where its origins die in the last tenth
     they leave it at that, also at a stage that is behind since it was lost."""
     ended = any(node.condition == "ended" for node in run.survivors)
-    if ended and _reached(run) < NEAR_TARGET * run.target:
+    if ended and not _near_its_end(run):
         yield f"unfinished: nobody has come further than {_reached(run):.0f} of {run.target:.0f}, and all left in order"
+
+
+def _near_its_end(run: Run) -> bool:
+    """A later stage goes by the clocks that origins will have once all that they have under way is trained."""
+    return _reached(run) + run.under_way >= NEAR_TARGET * run.target
 
 
 def _reached(run: Run) -> float:
@@ -160,14 +180,36 @@ def _no_clock_runs_past(run: Run) -> Iterator[str]:
     """Later stages' clocks are tied to those of the origins that are heard. When the quickest origins end, the slowest
     are behind them by no more than the lag that is allowed, or they would take their state; while these train on, a
     later stage goes half as fast, and so past the target by half of that lag. Where a replica's own clock runs further
-    between two outer steps, by that. By the whole lag where more train than are counted, as two with one identity do.
-    Where stage 0 begins again, or origins come back to it from checkpoints, it is behind theirs, which go half as fast
-    at the slowest."""
+    between two outer steps, by that. Where messages were late the quick ones are believed for a quarter of the lag
+    more, half of which counts, and its own round comes to that (decision 258). By the whole lag where more train than
+    are counted, as two with one identity do. Where stage 0 begins again, or origins come back to it from checkpoints,
+    it is behind theirs, which go half as fast at the slowest.
+
+    Origins pass it by a round of their own work, whatever befell messages. An exchange moves both by half of what their
+    snapshots are apart, the more the later its opening is: by half of that lag at the most. Who joins late may meet
+    those that have passed it already, and has its own round under way.
+    """
     tied = run.max_lag if run.hostile or run.retraced else max(run.max_lag / 2, run.replica_round)
     tied += run.target / 2 if run.lost_stage else 0.0
+    tied += run.max_lag / 8 + run.replica_round if run.late_seconds else 0.0
+    origins = run.round_tokens + (run.max_lag / 2 if 0.0 < run.late_seconds <= STALE_SECONDS else 0.0)
     for node in run.survivors:
-        if node.clock - run.target > (run.round_tokens if node.stage == 0 else tied):
+        late = run.round_tokens if node.late else 0.0
+        if node.clock - run.target > (origins + late if node.stage == 0 else tied):
             yield f"past: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
+        if node.stage == 0 and (more := _trained_past(node, run.target)) > run.round_tokens:
+            yield f"past: node {node.number} of stage 0 has trained {more:.0f} tokens beyond {run.target:.0f}"
+
+
+def _trained_past(node: Told, target: float) -> float:
+    """Tokens by which its inner steps moved its clock beyond the target."""
+    clock = past = 0.0
+    for event in node.events:
+        if isinstance(event, InnerStep):
+            past += max(event.clock - max(clock, target), 0.0)
+        if isinstance(event, InnerStep) or (isinstance(event, OuterStep) and event.kind != "aborted"):
+            clock = event.clock
+    return past
 
 
 def _accounts_close(run: Run) -> Iterator[str]:

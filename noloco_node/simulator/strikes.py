@@ -55,6 +55,8 @@ class Strikes:
     """Nodes that share an identity."""
     slept: set[int] = field(default_factory=set[int])
     """Nodes that stood still for longer than records live."""
+    cut_off: set[int] = field(default_factory=set[int])
+    """Nodes between which and others a partition lay for as long."""
     lost_stage: bool = False
     """A stage has lost all of its replicas, or those left answer nothing that trains anybody."""
     retraced: bool = False
@@ -114,6 +116,8 @@ class Strikes:
                 self._part()
                 asyncio.get_running_loop().call_later(seconds, self._heal, index)
                 self.fired[index] = len({node.number in nodes for node in world.running}) > 1
+                if self.fired[index] and seconds > world.spec.limits.record_seconds:
+                    self.cut_off |= {node.number for node in world.running}
             case _ if node is not None:
                 self.fired[index] = await self._strike_node(index, fault, node)
             case _:

@@ -12,6 +12,7 @@ from noloco_node.simulator.faults import (
     Crash,
     Death,
     Freeze,
+    Join,
     LateMessages,
     Leave,
     Liar,
@@ -195,4 +196,49 @@ def test_an_origin_does_not_leave_its_stage_for_a_poor_one_when_the_run_ends() -
     (seed 8075)."""
     outcome = carry_out(Schedule(seed=8075, replicas=(2, 2, 3), faults=(Death(at=0.1, node=0, silent=False),)))
     assert outcome.fired == (True,)
+    assert outcome.breaches == ()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(
+            seed=20149,
+            replicas=(8,),
+            faults=(
+                LateMessages(at=0.569, node=4, calls=20, seconds=3.48),
+                LateMessages(at=1.0, node=1, calls=6, seconds=1.79),
+            ),
+        ),
+        Schedule(
+            seed=32074,
+            replicas=(3, 2),
+            faults=(
+                Relocate(at=0.269, node=3, stage=0),
+                Death(at=0.417, node=4, silent=False),
+                LostStage(at=0.865, stage=0),
+            ),
+        ),
+        Schedule(
+            seed=33072,
+            replicas=(3, 3),
+            faults=(
+                Partition(at=1.0, nodes=(1,), seconds=34.08),
+                Partition(at=1.0, nodes=(0,), seconds=38.07),
+                Crash(at=1.0, node=5, back_after=4.62),
+            ),
+            guard_copies=1,
+        ),
+        Schedule(seed=40025, replicas=(8,), faults=(Join(at=0.725),)),
+    ],
+    ids=lambda schedule: schedule.seed,
+)
+def test_what_was_no_fault_of_the_nodes_is_taken_for_none(schedule: Schedule) -> None:
+    """An exchange whose opening was late by less than is refused took an origin further past the target than a round;
+    the only node left had seen by what origins sent that they would be in the last tenth, and they fell before they had
+    trained it; two that were cut off one by one, until the records of all others were gone, ended at 698 and 755; who
+    had joined averaged with one that stood a round past the target, and trained what it had under way itself."""
+    outcome = carry_out(schedule)
+    assert all(outcome.fired)
     assert outcome.breaches == ()

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from noloco_node.simulator.invariants import Run, Told, breaches
+from noloco_node.telemetry.events import InnerStep, OuterStep
 
 OVER = "run 0 (hunt) has come to its end: nobody trains any more"
 
 
-def told(number: int, stage: int, condition: str, clock: float, error: str = "", *, late: bool = False) -> Told:
+def told(
+    number: int,
+    stage: int,
+    condition: str,
+    clock: float,
+    error: str = "",
+    *,
+    events: Sequence[InnerStep | OuterStep] = (),
+    late: bool = False,
+    cut_off: bool = False,
+) -> Told:
     """A node that left nothing open."""
-    return Told(number, stage, f"peer {number}", condition, error, None, (), clock, late)
+    return Told(number, stage, f"peer {number}", condition, error, None, events, clock, late, cut_off=cut_off)
 
 
 def run(*nodes: Told, fallen: frozenset[int] = frozenset(), lost_stage: bool = False, seconds: float = 60.0) -> Run:
-    """To 100 tokens, a step of 4, of two stages."""
-    return Run(100.0, 4.0, 12.0, 12.0, seconds, True, nodes, fallen, fallen, 100.0, lost_stage, lossy=True, stages=2)
+    """To 100 tokens, a step of 4, four under way, of two stages."""
+    return Run(
+        100.0, 4.0, 12.0, 12.0, 4.0, seconds, True, nodes, fallen, fallen, 40.0, lost_stage, lossy=True, stages=2
+    )
 
 
-@pytest.mark.parametrize(("origin", "unfinished"), [(89.0, True), (90.0, False)])
+@pytest.mark.parametrize(("origin", "unfinished"), [(85.0, True), (86.0, False)])
 def test_a_run_whose_origins_die_has_been_finished_where_they_came_to_the_last_tenth(
     origin: float, unfinished: bool
 ) -> None:
-    """Whatever the clock of the stage that is left; a dead node of a later stage speaks for nobody."""
+    """Whatever the clock of the stage that is left, which knows by what they sent that they would have come there with
+    what they had under way; a dead node of a later stage speaks for nobody."""
     nodes = told(0, 0, "killed", origin), told(1, 1, "killed", 99.0), told(2, 1, "ended", 60.0)
     found = breaches(run(*nodes, fallen=frozenset({0, 1}), lost_stage=True))
     assert [line.partition(":")[0] for line in found] == (["unfinished"] if unfinished else [])
@@ -43,3 +60,69 @@ def test_an_hour_is_waited_only_where_fewer_nodes_are_left_than_stages(left: int
     nodes = [told(number, 1, "failed" if number < left else "killed", 69.0, waited) for number in range(3)]
     found = breaches(run(*nodes, fallen=frozenset(range(left, 3)), lost_stage=True, seconds=3700.0))
     assert [line.partition(":")[0] for line in found] == against
+
+
+@pytest.mark.parametrize(
+    ("other", "cut_off", "short"), [(100.0, True, False), (100.0, False, True), (95.0, True, True)]
+)
+def test_an_origin_that_was_cut_off_may_be_short_of_the_target_where_another_came_to_it(
+    other: float, cut_off: bool, short: bool
+) -> None:
+    """Alone it can train nothing any more; where none came to the end they could have gone on together."""
+    found = breaches(run(told(0, 0, "ended", 91.0, cut_off=cut_off), told(1, 0, "ended", other, cut_off=cut_off)))
+    assert any(line.startswith("short: node 0") for line in found) == short
+
+
+@pytest.mark.parametrize(
+    ("stage", "late_seconds", "most"),
+    [(0, 0.0, 112.0), (0, 5.0, 132.0), (0, 5.1, 112.0), (1, 0.0, 120.0), (1, 20.0, 137.0)],
+)
+def test_late_messages_take_clocks_further_past_the_target(stage: int, late_seconds: float, most: float) -> None:
+    """An origin's by half of the lag, where an opening so late is taken still; those of later stages by an eighth of
+    it, for which the quick origins are believed, and a round of their own."""
+    for clock in (most, most + 1.0):
+        held = replace(run(told(0, stage, "ended", clock)), late_seconds=late_seconds)
+        assert any(line.startswith("past") for line in breaches(held)) == (clock > most)
+
+
+@pytest.mark.parametrize(("other", "against"), [(100.0, []), (95.0, ["in vain", "fails"])])
+def test_who_was_cut_off_at_the_end_may_wait_for_others_where_one_came_to_it(other: float, against: list[str]) -> None:
+    """It has not seen them leave: they may have died, and others come in their place."""
+    waited = "nothing has been trained here for 3601 s, at 91% of the run's target: a stage has no replica (1)"
+    nodes = told(0, 0, "failed", 91.0, waited, cut_off=True), told(1, 0, "ended", other), told(2, 1, "ended", other)
+    found = breaches(run(*nodes, seconds=3700.0))
+    assert [line.partition(":")[0] for line in found if not line.startswith("short")] == against
+
+
+@pytest.mark.parametrize(("late", "clock", "past"), [(False, 113.0, True), (True, 124.0, False), (True, 125.0, True)])
+def test_who_joins_late_may_meet_who_has_passed_the_target_and_trains_its_own_round(
+    late: bool, clock: float, past: bool
+) -> None:
+    """Two rounds in all, where others have one."""
+    found = breaches(run(told(0, 0, "ended", clock, late=late)))
+    assert any(line.startswith("past") for line in found) == past
+
+
+@pytest.mark.parametrize(("work", "past"), [(12.0, False), (13.0, True)])
+def test_what_an_origin_trains_past_the_target_itself_is_a_round_whatever_exchanges_do(work: float, past: bool) -> None:
+    """An exchange that takes it back below the target, and one that came to nothing, change nothing of that."""
+    events = (
+        stepped(90.0),
+        averaged(110.0),
+        stepped(110.0 + work - 2.0),
+        averaged(60.0, "aborted"),
+        stepped(110.0 + work),
+        averaged(99.0),
+    )
+    held = replace(run(told(0, 0, "ended", 99.0, events=events)), late_seconds=5.0)
+    assert any("has trained" in line for line in breaches(held)) == past
+
+
+def stepped(clock: float) -> InnerStep:
+    """An inner step after which the clock is that."""
+    return InnerStep.model_construct(clock=clock)
+
+
+def averaged(clock: float, kind: str = "paired") -> OuterStep:
+    """An outer step after which the clock is that."""
+    return OuterStep.model_construct(clock=clock, kind=kind, partner=None, one_sided=False)
