@@ -33,8 +33,8 @@ class MicrobatchLimiter:
     there are peers whose places came to something of late, half of all are for these: keys that were never seen before
     cost nothing, and a place is held for as long as its body is on its way.
 
-    Where work waits for the device already, whoever has not asked around yet is refused as well: another device may be
-    idle, and only this node knows how long a microbatch takes here."""
+    Where work waits for the device already that comes before its own, whoever has not asked around yet is refused as
+    well: another device may be idle, and only this node knows how long a microbatch takes here."""
 
     def __init__(
         self, limit: int, clock: Callable[[], float] = ambient.monotonic, load: Callable[[], DeviceLoad] = DeviceLoad
@@ -64,8 +64,8 @@ class MicrobatchLimiter:
     def take(self, peer: PeerId, asks: int = ASKS_TO_WAIT) -> Release:
         """A place for one microbatch of `peer`, which has asked so often for it before, this node or others; what is
         returned gives it back. Refused (`busy`) if none is free, or where it would wait and has not asked around."""
-        if asks < ASKS_TO_WAIT and (waiting := self._load().waiting) and waiting * self._usual > AHEAD_SECONDS:
-            raise Refused(Refusal.BUSY, f"{waiting} microbatches wait for the device")
+        if asks < ASKS_TO_WAIT and (ahead := self._ahead_of(peer)) and ahead * self._usual > AHEAD_SECONDS:
+            raise Refused(Refusal.BUSY, f"{ahead} microbatches wait for the device before yours")
         if self._count >= self._limit:
             self._want(peer)
             raise Refused(Refusal.BUSY, f"{self._count} microbatches are pending here")
@@ -95,6 +95,15 @@ class MicrobatchLimiter:
             self._reliable.pop(peer, None)
         _one_less(self._taken, peer)
         self._count -= 1
+
+    def _ahead_of(self, peer: PeerId) -> int:
+        """Of the microbatches that wait for the device those whose turn comes before that of a new one of `peer`.
+
+        Senders take turns, so whoever has many waiting is before it with one more than `peer` has itself. Were all
+        counted, whoever fills a device would have it alone, since everybody else was sent on."""
+        own = self._taken.get(peer, 0)
+        turns = sum([min(count, own + 1) for other, count in self._taken.items() if other != peer])
+        return min(self._load().waiting, own + turns)
 
     def _strangers_have_theirs(self) -> bool:
         """Whether peers that are not reliable hold all places that may be theirs."""

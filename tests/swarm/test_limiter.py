@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import get_args
 
@@ -15,6 +16,7 @@ from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.training.compute_thread import DeviceLoad, Priority
 from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Release
 from tests.worlds import last_accounts, micro_spec, run_to_the_end, world
 
 SENDER = PeerId("sender")
@@ -28,7 +30,7 @@ class Device:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.load = DeviceLoad()
-        self.places = MicrobatchLimiter(64, load=lambda: self.load)
+        self.places = MicrobatchLimiter(128, load=lambda: self.load)
 
     def carry(self, count: int = 1) -> None:
         """It takes and answers so many, none of which waits."""
@@ -39,14 +41,17 @@ class Device:
             release()
 
     def lets_wait(self, asks: int) -> int:
-        """How many may wait, of such as have asked so often before."""
-        for waiting in range(64):
-            self.load = self.load._replace(waiting=waiting)
-            try:
-                self.places.take(SENDER, asks)()
-            except Refused:
-                return waiting
-        return 64
+        """How many may wait, of as many senders, of such as have asked so often before."""
+        held: list[Release] = []
+        try:
+            for waiting in range(64):
+                self.load = self.load._replace(waiting=waiting)
+                held.append(self.places.take(PeerId(f"sender {waiting}"), asks))
+        except Refused:
+            pass
+        for release in held:
+            release()
+        return len(held)
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(12.0, 1), (0.75, 1), (0.25, 3), (0.05, 11), (1e-4, 64)])
@@ -71,6 +76,20 @@ def test_before_the_first_answer_nobody_is_sent_on_and_a_device_that_has_become_
     device.seconds = 5.0
     device.carry(16)
     assert device.lets_wait(0) == 1
+
+
+@pytest.mark.parametrize(("own", "others", "refused"), [(0, 1, False), (0, 2, True), (1, 0, True)])
+def test_who_fills_a_device_sends_nobody_else_on(own: int, others: int, refused: bool) -> None:
+    """Senders take turns: of twenty that one of them has waiting one more than another has itself are before that
+    other's. By all twenty every honest sender would be sent on, and the device left to whoever floods it."""
+    device = Device(0.2)
+    device.carry(8)
+    for peer in (20 * ["flood"], own * [SENDER], [f"sender {number}" for number in range(others)]):
+        for name in peer:
+            device.places.take(PeerId(name))
+    device.load = device.load._replace(waiting=20 + own + others)
+    with pytest.raises(Refused) if refused else nullcontext():
+        device.places.take(SENDER, 0)
 
 
 @pytest.mark.parametrize("routing", get_args(RoutingName))
