@@ -17,7 +17,16 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
-from noloco_node.simulator.faults import ENDS_NODES, Crash, DrawnFault, FullDisk, LateMessages, Leave, Schedule
+from noloco_node.simulator.faults import (
+    ENDS_NODES,
+    Crash,
+    DrawnFault,
+    FullDisk,
+    LateMessages,
+    Leave,
+    Partition,
+    Schedule,
+)
 from noloco_node.simulator.hunted import HuntedLinks, HuntedWorld
 from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.simulator.learning import RealTensors
@@ -229,7 +238,10 @@ def _told(
         max_lag=spec.max_lag_tokens,
         lost_stage=strikes.lost_stage,
         retraced=strikes.retraced,
-        late_seconds=max((f.seconds for f in strikes.schedule.faults if isinstance(f, LateMessages)), default=0.0),
+        late_seconds=max(
+            (fault.seconds for fault in strikes.schedule.faults if isinstance(fault, LateMessages | Partition)),
+            default=0.0,
+        ),
         hostile=bool(kinds & {"liar", "twin"}),
         lossy=bool(kinds & ENDS_NODES),
         complaints=complaints,

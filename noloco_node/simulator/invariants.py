@@ -74,7 +74,7 @@ class Run:
     """An origin came back from its checkpoint, which may be behind the others by all of the lag that is allowed: what
     was trained since is trained again."""
     late_seconds: float = 0.0
-    """By which messages were late, at most."""
+    """By which messages were late, or for which nothing went between two sides, at most."""
     hostile: bool = False
     """A node lied, or two nodes had one identity."""
     lossy: bool = False
