@@ -13,6 +13,8 @@ BEYOND_USUAL = 1.25
 """And it must be so many times the usual one: nobody's text is nonsense while the model knows nothing yet."""
 RECENT = 64
 """Microbatches that came last: their losses say what is usual."""
+UNDERCUT = 1 / 16
+"""Of these, those that lose less than what is called usual: whoever sends all others does not make nonsense usual."""
 SHARE = 1 / 16
 """Of the tokens taken in, those that may seem to be nonsense: enough to learn it by and by, should it be a text."""
 
@@ -21,7 +23,7 @@ class LossBound:
     """Says of each microbatch whether its gradient is taken in.
 
     It knows no names: keys without number, and words about who drew what, change nothing. Usual is the loss that a
-    quarter of the last microbatches undercut, so that a source three times as fast as all others together does not make
+    sixteenth of the last microbatches undercut, so that a source ten times as fast as all others together does not make
     nonsense usual, and a model that is out of its depth with every text is taught as before. Text that is learnt with
     ease makes nobody else's nonsense: the bound is never below `GUESSING` of what guessing costs.
     """
@@ -45,7 +47,7 @@ class LossBound:
         insort(self._sorted, loss)
         if len(self._recent) > RECENT:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        usual = self._sorted[len(self._sorted) // 4]
+        usual = self._sorted[int(UNDERCUT * len(self._sorted))]
         if not self.holds or loss <= max(self._guessing, BEYOND_USUAL * usual):
             self._room = min(self._room + SHARE * tokens, float(tokens))
             return True

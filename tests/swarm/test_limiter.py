@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import asyncio
+import itertools
+from collections import Counter
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import get_args
 
 import pytest
+import torch
 
+from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import PipelineSpec, RoutingName
+from noloco_node.config.run_spec import PipelineSpec, RoutingName, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.limiter import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter
+from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.training.compute_thread import DeviceLoad, Priority
-from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Release
-from tests.worlds import last_accounts, micro_spec, run_to_the_end, world
+from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.messages import Message
+from tests.support import eventually
+from tests.worlds import (
+    LENGTH,
+    VOCABULARY,
+    WINDOWS,
+    last_accounts,
+    micro_spec,
+    peer_name,
+    run_to_the_end,
+    world,
+)
 
-SENDER = PeerId("sender")
+SENDER, FLOOD = PeerId("sender"), PeerId("flooding-stranger")
 SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.1, Priority.FORWARD: 1.0, Priority.DRAW: 0.05}
 DEVICE = partial(SimulatedDevice, SECONDS.__getitem__)
+QUICK = partial(SimulatedDevice, {**dict.fromkeys(Priority, 0.2), Priority.STEP: 0.01, Priority.DRAW: 0.4}.__getitem__)
 
 
 class Device:
@@ -111,3 +130,44 @@ async def _asks_around(routing: RoutingName) -> None:
         heads = last_accounts(made)[:2]
     assert sum(account.trained for account in heads) == sum(account.drawn for account in heads) >= 16
     assert (refused > 0) == (routing == "balanced")
+
+
+def test_a_flood_at_one_device_takes_a_part_of_it_and_no_more() -> None:
+    """Whole nodes, four origins before four devices that are quicker than they, one of which a stranger keeps full. Honest
+    senders were sent on by what the stranger had waiting, and had 5 of 93 microbatches of that device; now 20 of 93."""
+    served, of_flood = in_virtual_time(_flooded, seed=1)
+    assert of_flood > 0.5 * served
+    assert served - of_flood > 0.15 * served
+
+
+async def _flooded() -> tuple[int, int]:
+    """Microbatches that the flooded device answered, and those of the flood among them."""
+    spec, answered = micro_spec(steps=1000, microbatches_a_step=4), Counter[PeerId]()
+    async with world(spec, replicas=4, settings=NodeSettings(in_flight=2, max_pending=16), device=QUICK) as made:
+        flood = MemoryTransport(made.network, FLOOD)
+        origins = [replica.pipeline.ledger for replica in made.replicas[:4]]
+        at_work = [asyncio.create_task(replica.run()) for replica in made.replicas]
+        at_work += [asyncio.create_task(_flood(flood, spec, number, answered)) for number in range(8)]
+        try:
+            await eventually(lambda: sum(ledger.trained for ledger in origins) >= 120, what="120 are trained")
+            return made.replicas[4].pipeline.ledger.served, answered[FLOOD]
+        finally:
+            await cancel_and_wait(at_work)
+            await flood.close()
+
+
+async def _flood(transport: MemoryTransport, spec: RunSpec, number: int, answered: Counter[PeerId]) -> None:
+    """Send one microbatch after the other, of labels that nobody could learn."""
+    activations = torch.randn(WINDOWS, LENGTH, 32)
+    for turn in itertools.count():
+        header = MicrobatchHeader(
+            id=f"{number:016x}{turn:016x}", budget_ms=60_000, run=spec.run_id, stage=1, origin=FLOOD, origin_clock=0.0
+        )
+        labels = torch.randint(VOCABULARY, (WINDOWS, LENGTH), dtype=torch.int32)
+        message = Message(header.model_dump(mode="json"), (activations, labels))
+        with suppress(Refused, TransportError):
+            await transport.call(
+                peer_name(1, 0), MICROBATCH.name, message, timeout=60, progress=60, max_answer_bytes=1 << 20
+            )
+            answered[FLOOD] += 1
+        await asyncio.sleep(0.05)

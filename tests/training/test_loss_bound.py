@@ -41,9 +41,10 @@ def test_text_of_very_different_difficulty_is_taken_in_from_the_first_step_to_th
         assert bound.takes_in(0.01 if number % 2 else guessing * UNIGRAMS[vocabulary], 128)
 
 
-@pytest.mark.parametrize("nonsense_for_each", [1, 2])
+@pytest.mark.parametrize("nonsense_for_each", [1, 2, 10])
 def test_random_labels_have_a_sixteenth_of_the_training_and_cost_the_others_nothing(nonsense_for_each: int) -> None:
-    """Up to two thirds of what comes, from keys without number: nothing here knows a name."""
+    """Up to ten elevenths of what comes, from keys without number: nothing here knows a name. By what a quarter of the
+    last ones lost, more than three quarters were taken for what is usual."""
     rng, bound = random.Random(2), holding(BYTES)
     taken = {"text": 0, "nonsense": 0}
     for _ in range(2000):
