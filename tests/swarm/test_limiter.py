@@ -133,8 +133,9 @@ async def _asks_around(routing: RoutingName) -> None:
 
 
 def test_a_flood_at_one_device_takes_a_part_of_it_and_no_more() -> None:
-    """Whole nodes, four origins before four devices that are quicker than they, one of which a stranger keeps full. Honest
-    senders were sent on by what the stranger had waiting, and had 5 of 93 microbatches of that device; now 20 of 93."""
+    """Whole nodes, four origins before four devices that are quicker than they, one of which a stranger keeps full.
+    Honest senders were sent on by what the stranger had waiting: of 93 microbatches of that device 5 were theirs, and
+    20 are now."""
     served, of_flood = in_virtual_time(_flooded, seed=1)
     assert of_flood > 0.5 * served
     assert served - of_flood > 0.15 * served
