@@ -46,11 +46,12 @@ class Disk(CheckpointFolder):
         """Checkpoints that it took none of."""
 
     def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Written:
-        """See `CheckpointFolder.write`."""
+        """See `CheckpointFolder.write`; told is the place from where the disks are, which no trace may hang on."""
         if self.full:
             self.refused += 1
             raise CheckpointFailed("No space left on device")
-        return super().write(standing, tensors)
+        written = super().write(standing, tensors)
+        return replace(written, path=written.path.relative_to(self.path.parent))
 
 
 class StayingNode(Node):

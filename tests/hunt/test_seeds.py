@@ -118,9 +118,10 @@ def test_what_cannot_be_hunted_is_refused(override: str, said: str) -> None:
     assert said in f"{refused.value} {refused.value.remedy}"
 
 
-def test_one_seed_is_one_course() -> None:
-    """The same schedule gives the same trace, bit for bit; without its faults it gives another."""
-    schedule = draw(4)
+@pytest.mark.parametrize("schedule", [draw(4), draw(0, 4, 4, ("crash",))], ids=["swarm", "with checkpoints"])
+def test_one_seed_is_one_course(schedule: Schedule) -> None:
+    """The same schedule gives the same trace, bit for bit, wherever its checkpoints lie; without its faults it gives
+    another."""
     first = carry_out(schedule)
     assert first == carry_out(Schedule.model_validate_json(schedule.model_dump_json()))
     assert first.trace != carry_out(schedule.with_faults(())).trace
