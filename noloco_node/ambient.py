@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -21,12 +23,14 @@ T = TypeVar("T")
 class Ambience:
     """What an event loop brings that is not in the real world. Its `run_in_executor` counts too."""
 
-    known = False
-    """Whether this process has any kind of it. Where there is none nothing is looked up: a clock is read many times for
-    each microbatch, and asking which loop runs takes longer than that."""
-
-    def __init_subclass__(cls) -> None:
-        Ambience.known = True
+    @contextmanager
+    def around(self) -> Generator[None]:
+        """In the block, on this thread, everything comes from here: for while the loop runs."""
+        _here.own = self
+        try:
+            yield
+        finally:
+            _here.own = None
 
     def time(self) -> float:
         """Seconds from a moment that means nothing."""
@@ -45,38 +49,47 @@ class Ambience:
         raise NotImplementedError
 
 
+class _Here(threading.local):
+    """Where a thread's time and chance come from. A clock is read many times for each microbatch, and asking asyncio
+    which loop runs takes longer than that."""
+
+    own: Ambience | None = None
+    """Brought by the loop that runs on the thread."""
+
+
+_here = _Here()
+
+
 def monotonic() -> float:
     """Seconds from a moment that means nothing, for measuring and waiting.
 
     On a real loop not the loop's own time: uvloop's stands still within a turn and knows milliseconds only.
     """
-    if not Ambience.known:
-        return time.monotonic()
-    own = _ambience()
+    own = _here.own
     return time.monotonic() if own is None else own.time()
 
 
 def wall() -> float:
     """Seconds since 1970, as this machine believes."""
-    own = _ambience()
+    own = _here.own
     return time.time() if own is None else own.wall()
 
 
 def chance() -> random.Random:
     """A new source of chance that nobody can foretell. What a seed must repeat takes a `random.Random` instead."""
-    own = _ambience()
+    own = _here.own
     return random.Random() if own is None else own.chance()
 
 
 def token(octets: int) -> str:
     """So many random bytes, in hexadecimal, that nobody can guess."""
-    own = _ambience()
+    own = _here.own
     return secrets.token_hex(octets) if own is None else own.token(octets)
 
 
 def punctual() -> bool:
     """Whether the loop that runs wakes everybody at the moment that was asked for, however busy the processor is."""
-    return _ambience() is not None
+    return _here.own is not None
 
 
 async def elsewhere(work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> T:
@@ -124,13 +137,3 @@ class OneByOne:
         """End the thread once the piece under way is done; the others are not begun."""
         self._stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _ambience() -> Ambience | None:
-    if not Ambience.known:
-        return None
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-    return loop if isinstance(loop, Ambience) else None

@@ -103,9 +103,7 @@ class _Handle(asyncio.TimerHandle):
 class _Future(asyncio.Future[Any]):
     """Hashed by when it was made and not by where it lies, so that sets of futures have an order that repeats."""
 
-    def __init__(self, number: int, loop: SimulatedLoop) -> None:
-        self.number = number
-        super().__init__(loop=loop)
+    number: int
 
     def __hash__(self) -> int:
         return self.number
@@ -147,6 +145,11 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
         self._free_at: WeakKeyDictionary[Executor, float] = WeakKeyDictionary()
         self._thread = threading.get_ident()
 
+    def run_forever(self) -> None:
+        """See `asyncio`."""
+        with self.around():
+            super().run_forever()
+
     def time(self) -> float:
         """Virtual seconds since the beginning."""
         return self._now
@@ -172,7 +175,9 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
     def create_future(self) -> asyncio.Future[Any]:
         """See `asyncio`."""
         self._made += 1
-        return _Future(self._made, self)
+        future = _Future(loop=self)
+        future.number = self._made
+        return future
 
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
