@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
@@ -106,11 +106,11 @@ class Membership:
 
     def there(self, stage: int, *states: PeerState) -> list[PeerRecord]:
         """Records of the others at a stage that answer this node and say themselves that they serve it."""
-        return [
-            record
-            for record in self.live(stage, *states)
-            if record.peer_id != self._own and is_there(self._known, record)
-        ]
+        return list(self._those_there(stage, *states))
+
+    def _those_there(self, stage: int, *states: PeerState) -> Iterator[PeerRecord]:
+        known, own = self._known, self._own
+        return (r for r in self.live(stage, *states) if r.peer_id != own and is_there(known, r))
 
     def introduced(self) -> list[PeerRecord]:
         """Live records of all stages without this node's own."""
@@ -232,7 +232,11 @@ class Membership:
     def unserved(self) -> list[int]:
         """Stages, the own one aside, of which nobody that serves is there, whatever the records say. Of one that is
         seen in part others are seen every dozen of seconds: while none of these was asked, nothing is known."""
-        others = [stage for stage in range(self.stages) if stage != self.stage and not self.there(stage, *SERVING)]
+        others = [
+            stage
+            for stage in range(self.stages)
+            if stage != self.stage and next(self._those_there(stage, *SERVING), None) is None
+        ]
         return [stage for stage in others if self.scale(stage) == 1.0 or not self._unasked(stage, *SERVING)]
 
     def _unasked(self, stage: int, *states: PeerState) -> list[PeerId]:

@@ -137,20 +137,17 @@ class RollCall:
         kept = () if self._running else [peer for peer in self._entrances if peer in before]
         self._asked = {peer: before.get(peer) or _Asked(None) for peer in (*records, *workers, *kept)}
         now, self._earliest = asyncio.get_running_loop().time(), -math.inf
+        stages, dht_time = self._directory.view.stages, self._directory.now()
         for peer, record in records.items():
             asked = self._asked[peer]
             moved = asked.record is not None and asked.record.stage != record.stage
             if moved and self._known.answers(peer):
                 asked.next_try = now
-            asked.record, asked.old = record, self._is_old(record)
+            row = stages[record.stage].get(peer) if record.stage < len(stages) else None
+            asked.record, asked.old = record, row is not None and row.expires - dht_time < OLD * self._life
             if asked.old and not asked.in_vain:  # of who does not answer there is no newer one to be had
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
         self._looked.fire()
-
-    def _is_old(self, record: PeerRecord) -> bool:
-        stages = self._directory.view.stages
-        row = stages[record.stage].get(PeerId(record.peer_id)) if record.stage < len(stages) else None
-        return row is not None and row.expires - self._directory.now() < OLD * self._life
 
     async def run(self) -> None:
         """Goes on until it is cancelled."""
@@ -177,9 +174,9 @@ class RollCall:
         `STRANGERS_SECONDS` where somebody is there by then. Of these, who was silent before is asked only where nobody
         is there.
         """
-        self.look()
         if self._running:
             return
+        self.look()
         loop = asyncio.get_running_loop()
         began = loop.time()
         acquainted = self._acquainted()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,7 +20,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.last_clocks import ClocksLastHeard
 from noloco_node.transport.acquaintance import Acquaintances
-from noloco_node.trust.sources_seen import OriginsSeen, Voice, median_voice
+from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice
 
 NEAR_TARGET = 0.9
 """Share of the target from which the run's end may have come; in a run so short that clocks may differ by more than the
@@ -200,9 +200,10 @@ class EndOfRun:
         now = self._now()
         idle = self._idle(now)
         records = {PeerId(r.peer_id): r for r in self._membership.live(0, *PeerState) if r.peer_id != self._own}
-        counting = self._counting(records)
+        seen = self._origins.latest(self._memory) if self._origins is not None else ()
+        counting = self._counting(records, seen)
         self._hear(records, counting, now)
-        if not self._most_have_finished():
+        if not self._most_have_finished(seen):
             self._outvoted_since = None
         elif self._outvoted_since is None:
             self._outvoted_since = now
@@ -210,7 +211,7 @@ class EndOfRun:
         state = self._membership.state if self._membership.stage == 0 else PeerState.GONE
         trains = [peer for peer, known in self._known.items() if known.word is PeerState.TRAINING]
         rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
-        furthest, held_up = self._furthest_clock(), self._held_up()
+        furthest, held_up = max(self._clock(), furthest_clock(seen, self._max_lag) or 0.0), self._held_up()
         moving = self._origins is not None and now - rose_at <= LATE_GRACES * self._grace
         gone = self._are_gone_who_were_worked_with()
         waits = held_up or (self._origins is not None and not moving)
@@ -227,7 +228,7 @@ class EndOfRun:
             moving=moving,
             held_up=held_up,
             deserted=self._deserted,
-            ended=self._have_ended(now),
+            ended=self._have_ended(seen, now),
         )
 
     def _idle(self, now: float) -> float:
@@ -238,12 +239,12 @@ class EndOfRun:
         self._looked = now
         return now - self._idle_since
 
-    def _have_ended(self, now: float) -> bool:
+    def _have_ended(self, seen: Sequence[OriginSeen], now: float) -> bool:
         near, still = near_from(self._target, self._max_lag), now - LATE_GRACES * self._grace
         heard = {p: k for p, k in self._known.items() if k.word is not PeerState.TRAINING or k.rose_at > still}
         trains = any(known.word is PeerState.TRAINING for known in heard.values())
         ended = {p: known.word is PeerState.FINISHING and known.clock > near for p, known in heard.items()}
-        return self._origins is not None and not trains and self._is_true_of_most(ended)
+        return self._origins is not None and not trains and _is_true_of_most(ended, seen)
 
     def _somebody_has_left_as_at_the_end(self) -> bool:
         """Of the nodes worked with, whatever their stage; where none is seen, of those that once answered."""
@@ -265,35 +266,24 @@ class EndOfRun:
             self._gone = self.last_heard.have_come_to(self._target, now, known.answers)
         return self._gone
 
-    def _furthest_clock(self) -> float:
-        seen = self._origins.furthest_clock(self._max_lag, self._memory) if self._origins is not None else None
-        return max(self._clock(), seen or 0.0)
-
     @property
     def _memory(self) -> float:
         """Seconds for which an origin counts by a microbatch."""
         return 2 * ORPHAN_GRACES * self._grace
 
-    def _most_have_finished(self) -> bool:
+    def _most_have_finished(self, seen: Sequence[OriginSeen]) -> bool:
         """On stage 0 nobody is outvoted: who trains goes on."""
         words = {peer: known.word for peer, known in self._known.items() if known.word is not PeerState.GONE}
         finished = {peer: word is PeerState.FINISHING for peer, word in words.items()}
-        return self._origins is not None and self._is_true_of_most(finished)
+        return self._origins is not None and _is_true_of_most(finished, seen)
 
-    def _is_true_of_most(self, origins: Mapping[PeerId, bool]) -> bool:
-        """By the work of these origins that was trained here, whatever number of names stands for it; where none was,
-        by their number."""
-        seen = self._origins.latest(self._memory) if self._origins is not None else ()
-        worked = [Voice(s.sender, s.origin, origins[s.origin], s.tokens) for s in seen if s.origin in origins]
-        return bool(median_voice(worked or (Voice(peer, peer, true, 1) for peer, true in origins.items())))
-
-    def _counting(self, records: Mapping[PeerId, PeerRecord]) -> Collection[PeerId]:
+    def _counting(self, records: Mapping[PeerId, PeerRecord], seen: Sequence[OriginSeen]) -> Collection[PeerId]:
         """Origins that count: those worked with, on stage 0 also those that answer and say that they train, for they
         may not have averaged yet; where nobody was worked with, those that answer."""
         ended = {peer for peer, known in self._known.items() if known.word is PeerState.FINISHING}
         answering = {peer for peer in records if self._acquaintances.answers(peer)}
         if self._origins is not None:
-            worked = {seen.origin for seen in self._origins.latest(self._memory)} | ended
+            worked = {each.origin for each in seen} | ended
             return worked or answering
         worked = {peer for peer in records if self._acquaintances.works(peer, within=float("inf"))} | ended
         return worked | {peer for peer in answering if not worked or not records[peer].finished}
@@ -333,6 +323,15 @@ class EndOfRun:
             "look whether the run goes on and whether this machine is connected, then start the node again: it goes on "
             "from its checkpoint",
         )
+
+
+def _is_true_of_most(origins: Mapping[PeerId, bool], seen: Sequence[OriginSeen]) -> bool:
+    """By the work of these origins that was trained here, whatever number of names stands for it; where none was, by
+    their number."""
+    if not any(origins.values()):
+        return False
+    worked = [Voice(s.sender, s.origin, origins[s.origin], s.tokens) for s in seen if s.origin in origins]
+    return bool(median_voice(worked or (Voice(peer, peer, true, 1) for peer, true in origins.items())))
 
 
 def _word(record: PeerRecord) -> PeerState:

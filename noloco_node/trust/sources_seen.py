@@ -94,6 +94,18 @@ def median_voice(voices: Iterable[Voice]) -> float | None:
     return weighted_median((weighted_median(said), sum(tokens for _, tokens in said)) for said in by_sender.values())
 
 
+def median_clock(heard: Iterable[OriginSeen]) -> float | None:
+    """Where origins were (tokens) when they were last heard. None where nothing was."""
+    return median_voice(Voice(seen.sender, seen.origin, seen.clock, seen.tokens) for seen in heard)
+
+
+def furthest_clock(heard: Sequence[OriginSeen], lead: float) -> float | None:
+    """The furthest clock of an origin (tokens) that is believed: at most `lead` beyond the median. None where nothing
+    was heard."""
+    middle = median_clock(heard)
+    return None if middle is None else max(seen.clock for seen in heard if seen.clock <= middle + lead)
+
+
 class OriginsSeen:
     """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained.
     `max_lag` (tokens) is by how much clocks may differ."""
@@ -147,12 +159,4 @@ class OriginsSeen:
 
     def median_clock(self, within: float = math.inf) -> float | None:
         """Where the origins were (tokens) when they were last heard. None where nothing was."""
-        return median_voice(Voice(s.sender, s.origin, s.clock, s.tokens) for s in self.latest(within))
-
-    def furthest_clock(self, lead: float, within: float = math.inf) -> float | None:
-        """The furthest clock of an origin (tokens) that is believed: at most `lead` beyond the median. None where
-        nothing was heard."""
-        middle = self.median_clock(within)
-        if middle is None:
-            return None
-        return max(seen.clock for seen in self.latest(within) if seen.clock <= middle + lead)
+        return median_clock(self.latest(within))

@@ -20,6 +20,7 @@ from noloco_node.trust.sources_seen import (
     SENDERS_REMEMBERED,
     DrawnBy,
     OriginsSeen,
+    furthest_clock,
 )
 from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, world
 
@@ -52,7 +53,7 @@ def test_a_minority_of_the_work_moves_the_clock_no_further_than_anothers(data: s
     for sender in range(data.draw(st.integers(0, 9))):
         for number in range(data.draw(st.integers(0, 2))):
             book.hear(f"hostile {sender}", f"invented {number}", data.draw(clocks), tokens=(honest - 1) // 18)
-    middle, furthest, lead = book.median_clock(), book.furthest_clock(lead=500.0), book.lead()
+    middle, furthest, lead = book.median_clock(), furthest_clock(book.latest(), 500.0), book.lead()
     assert middle is not None
     assert furthest is not None
     assert min(words) <= middle <= max(words)
@@ -111,7 +112,7 @@ def test_the_last_word_counts_and_no_maximum() -> None:
     can be left out."""
     book = Book()
     assert book.median_clock() is None
-    assert book.furthest_clock(1.0) is None
+    assert furthest_clock(book.latest(), 1.0) is None
     for now, clock in ((1.0, 10.0), (2.0, 1e9), (3.0, 20.0), (4.0, 20.0)):
         book.time = now
         book.hear("sender", "origin", clock)
