@@ -253,6 +253,24 @@ async def test_who_finds_nobody_after_a_move_knows_that_the_run_had_begun(
         assert newcomer.worker.progress.clock == (64.0 if saved else 0.0)
 
 
+@pytest.mark.parametrize("rounds", [0, 3])
+async def test_who_joined_a_run_that_was_under_way_and_finds_nobody_any_more_knows_that_it_had_begun(
+    rounds: int, checkpoints: CheckpointFolder
+) -> None:
+    """It took the run for one whose nodes are started by hand, and would have waited for them for a day. Nodes that
+    have not averaged yet may be such."""
+    async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
+        stays, (newcomer, other) = stays_in(made, JOINS), made.replicas[:2]
+        progress, weights = await other.worker.slow_weights()
+        await other.worker.load_slow_weights(progress.clock, rounds, weights)
+        other.pipeline.open()
+        await other.membership.announce(PeerState.TRAINING)
+        await stays.look_around()
+        await other.membership.announce(PeerState.GONE)
+        assert await obtain_state(newcomer, stays, None, checkpoints) == "seed"
+        assert newcomer.end.look().begun == (rounds > 0)
+
+
 @pytest.mark.parametrize("share", [0.3, 0.95])
 async def test_whose_way_to_another_stage_is_as_long_as_the_run_ends_in_order(
     share: float, checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch

@@ -77,7 +77,7 @@ async def obtain_state(
         return "peer"
     if saved_clock is not None:
         return "checkpoint"
-    if stays.left is not None and stays.left.begun:
+    if stays.has_begun:
         if not _have_ended_meanwhile(replica, stays, began):
             return await _begin_again(replica, stays, checkpoints)
         _say_over(stays)
@@ -141,8 +141,8 @@ def _have_ended_meanwhile(replica: Replica, stays: StageLifecycle, began: float)
 async def _begin_again(
     replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
 ) -> Literal["guard", "checkpoint", "seed"]:
-    """For who left a stage at which the run had begun, and now finds nobody that gives a state: where nobody trains at
-    all, what is left of the stage is with this node."""
+    """For who came when the run was under way, or left a stage at which it was, and now finds nobody that gives a
+    state: where nobody trains at all, what is left of the stage is with this node."""
     replica.begins_late()
     if replica.membership.others_there(*SERVING):
         return "seed"
