@@ -255,10 +255,12 @@ async def test_who_finds_nobody_after_a_move_knows_that_the_run_had_begun(
 
 @pytest.mark.parametrize("rounds", [0, 3])
 async def test_who_joined_a_run_that_was_under_way_and_finds_nobody_any_more_knows_that_it_had_begun(
-    rounds: int, checkpoints: CheckpointFolder
+    rounds: int, checkpoints: CheckpointFolder, looks: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took the run for one whose nodes are started by hand, and would have waited for them for a day. Nodes that
     have not averaged yet may be such."""
+    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
+        monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
     async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
         stays, (newcomer, other) = stays_in(made, JOINS), made.replicas[:2]
         progress, weights = await other.worker.slow_weights()
@@ -269,6 +271,7 @@ async def test_who_joined_a_run_that_was_under_way_and_finds_nobody_any_more_kno
         await other.membership.announce(PeerState.GONE)
         assert await obtain_state(newcomer, stays, None, checkpoints) == "seed"
         assert newcomer.end.look().begun == (rounds > 0)
+        assert looks
 
 
 @pytest.mark.parametrize("share", [0.3, 0.95])
@@ -292,9 +295,11 @@ async def test_whose_way_to_another_stage_is_as_long_as_the_run_ends_in_order(
 
 @pytest.mark.parametrize("ahead", [True, False])
 async def test_who_left_near_the_end_goes_by_the_last_words_of_those_that_are_gone(
-    ahead: bool, checkpoints: CheckpointFolder
+    ahead: bool, checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a slow link it came to its new stage when even the records of the others were gone."""
+    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
+        monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
     async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
         stays, (mover, other) = stays_in(made, NodeSettings()), made.replicas[:2]
         target = mover.context.spec.inner.target_tokens

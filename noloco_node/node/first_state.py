@@ -77,7 +77,7 @@ async def obtain_state(
         return "peer"
     if saved_clock is not None:
         return "checkpoint"
-    if stays.has_begun:
+    if stays.met_under_way or (stays.left is not None and stays.left.begun):
         if not _have_ended_meanwhile(replica, stays, began):
             return await _begin_again(replica, stays, checkpoints)
         _say_over(stays)

@@ -68,7 +68,7 @@ class StageLifecycle:
         self._fitting = fitting_stages(self._needs, free or free_memory(settings.device))
         self._began = 0.0
         self._looked_in_vain = False
-        self._met_under_way = False
+        self.met_under_way = False
         """Somebody that answered has said that the run is past its first outer round."""
         self.ledger = Ledger()
         self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
@@ -116,24 +116,9 @@ class StageLifecycle:
         view = await look_for_others(self._directory, self._own, self._patience())
         self._looked_in_vain = not view.anyone(self._directory.now())
         await self._ask_all()
-        now = self._directory.now()
-        self._note(
-            [
-                r
-                for stage in range(self._spec.stages)
-                for r in view.live(stage, now)
-                if self._known.answers(PeerId(r.peer_id))
-            ]
-        )
+        seen = [record for stage in range(self._spec.stages) for record in view.live(stage, self._directory.now())]
+        self.met_under_way |= _is_under_way(record for record in seen if self._known.answers(PeerId(record.peer_id)))
         return view
-
-    def _note(self, answering: Iterable[PeerRecord]) -> None:
-        self._met_under_way |= any(record.outer_rounds > 0 and record.state in SERVING for record in answering)
-
-    @property
-    def has_begun(self) -> bool:
-        """The run had begun when this node came, or at the stage that it has left."""
-        return self._met_under_way or (self.left is not None and self.left.begun)
 
     def _patience(self) -> float:
         """Seconds to look for others: none where this node joined nobody, or has just looked in vain."""
@@ -173,7 +158,7 @@ class StageLifecycle:
         """The directory again, with the stage at hand; a later stay looks anew."""
         await membership.look_for_others(self._patience())
         self._looked_in_vain = False
-        self._note(membership.others_there(*SERVING))
+        self.met_under_way |= _is_under_way(membership.others_there(*SERVING))
 
     @property
     def moving(self) -> Move | None:
@@ -303,6 +288,10 @@ async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, 
     """Count the run's stages, off the event loop, and prepare for the first stay."""
     footprint = await ambient.elsewhere(footprint_of, spec)
     return StageLifecycle(spec, settings, footprint, transport, directory)
+
+
+def _is_under_way(answering: Iterable[PeerRecord]) -> bool:
+    return any(record.outer_rounds > 0 and record.state in SERVING for record in answering)
 
 
 def _why(move: Move) -> str:
