@@ -50,6 +50,13 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
+def asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever does not answer at once is not asked again where a first state comes from."""
+    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
+        monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
+
+
+@pytest.fixture
 def checkpoints(tmp_path: Path) -> CheckpointFolder:
     """An empty folder of them."""
     return CheckpointFolder(tmp_path / "checkpoints", keep=1)
@@ -253,14 +260,13 @@ async def test_who_finds_nobody_after_a_move_knows_that_the_run_had_begun(
         assert newcomer.worker.progress.clock == (64.0 if saved else 0.0)
 
 
+@pytest.mark.usefixtures("asks_once")
 @pytest.mark.parametrize("rounds", [0, 3])
 async def test_who_joined_a_run_that_was_under_way_and_finds_nobody_any_more_knows_that_it_had_begun(
-    rounds: int, checkpoints: CheckpointFolder, looks: list[float], monkeypatch: pytest.MonkeyPatch
+    rounds: int, checkpoints: CheckpointFolder, looks: list[float]
 ) -> None:
     """It took the run for one whose nodes are started by hand, and would have waited for them for a day. Nodes that
     have not averaged yet may be such."""
-    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
-        monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
     async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
         stays, (newcomer, other) = stays_in(made, JOINS), made.replicas[:2]
         progress, weights = await other.worker.slow_weights()
@@ -274,13 +280,12 @@ async def test_who_joined_a_run_that_was_under_way_and_finds_nobody_any_more_kno
         assert looks
 
 
+@pytest.mark.usefixtures("asks_once")
 @pytest.mark.parametrize("share", [0.3, 0.95])
 async def test_whose_way_to_another_stage_is_as_long_as_the_run_ends_in_order(
-    share: float, checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+    share: float, checkpoints: CheckpointFolder
 ) -> None:
     """Where it had left near the end itself; else a record's word, which costs nothing, only sends it back."""
-    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
-        monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
     async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
         stays, (mover, other) = stays_in(made, NodeSettings()), made.replicas[:2]
         await leave(stays, mover, share * mover.context.spec.inner.target_tokens)
@@ -293,13 +298,12 @@ async def test_whose_way_to_another_stage_is_as_long_as_the_run_ends_in_order(
         assert made.hub.rows[1][peer_name(0, 0)].record.state is PeerState.GONE
 
 
+@pytest.mark.usefixtures("asks_once")
 @pytest.mark.parametrize("ahead", [True, False])
 async def test_who_left_near_the_end_goes_by_the_last_words_of_those_that_are_gone(
-    ahead: bool, checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+    ahead: bool, checkpoints: CheckpointFolder
 ) -> None:
     """Over a slow link it came to its new stage when even the records of the others were gone."""
-    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
-        monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
     async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
         stays, (mover, other) = stays_in(made, NodeSettings()), made.replicas[:2]
         target = mover.context.spec.inner.target_tokens

@@ -151,6 +151,10 @@ class DirectoryView:
         """Whether anybody lives at DHT time `now`, at whatever stage."""
         return any(self.live(stage, now) for stage in range(len(self.stages)))
 
+    def everyone(self, now: float) -> list[PeerRecord]:
+        """Records of all that live at DHT time `now`, stage by stage."""
+        return [record for stage in range(len(self.stages)) for record in self.live(stage, now)]
+
     def without(self, peer: PeerId) -> DirectoryView:
         """The same without one peer: a node that comes back finds its former life's record still there, and must not
         take itself for somebody else."""

@@ -91,8 +91,7 @@ class StageLifecycle:
         """For before a stage is chosen; while it serves one, its replica calls the roll."""
 
         def introduced() -> Iterable[PeerRecord]:
-            view, now = self._directory.view.without(self._own), self._directory.now()
-            return [record for stage in range(self._spec.stages) for record in view.live(stage, now)]
+            return self._directory.view.without(self._own).everyone(self._directory.now())
 
         life = self._spec.limits.record_seconds
         return RollCall(
@@ -116,7 +115,7 @@ class StageLifecycle:
         view = await look_for_others(self._directory, self._own, self._patience())
         self._looked_in_vain = not view.anyone(self._directory.now())
         await self._ask_all()
-        seen = [record for stage in range(self._spec.stages) for record in view.live(stage, self._directory.now())]
+        seen = view.everyone(self._directory.now())
         self.met_under_way |= _is_under_way(record for record in seen if self._known.answers(PeerId(record.peer_id)))
         return view
 

@@ -64,7 +64,7 @@ class MicrobatchLimiter:
     def take(self, peer: PeerId, asks: int = ASKS_TO_WAIT) -> Release:
         """A place for one microbatch of `peer`, which has asked so often for it before, this node or others; what is
         returned gives it back. Refused (`busy`) if none is free, or where it would wait and has not asked around."""
-        if asks < ASKS_TO_WAIT and (ahead := self._ahead_of(peer)) and ahead * self._usual > AHEAD_SECONDS:
+        if asks < ASKS_TO_WAIT and (ahead := self._ahead_of(peer)) * self._usual > AHEAD_SECONDS:
             raise Refused(Refusal.BUSY, f"{ahead} microbatches wait for the device before yours")
         if self._count >= self._limit:
             self._want(peer)
@@ -101,9 +101,12 @@ class MicrobatchLimiter:
 
         Senders take turns, so whoever has many waiting is before it with one more than `peer` has itself. Were all
         counted, whoever fills a device would have it alone, since everybody else was sent on."""
+        waiting = self._load().waiting
+        if not waiting:
+            return 0
         own = self._taken.get(peer, 0)
         turns = sum([min(count, own + 1) for other, count in self._taken.items() if other != peer])
-        return min(self._load().waiting, own + turns)
+        return min(waiting, own + turns)
 
     def _strangers_have_theirs(self) -> bool:
         """Whether peers that are not reliable hold all places that may be theirs."""
