@@ -29,7 +29,7 @@ NAMED: dict[str, str] = {
     "noloco_node.data.prepared_shards": "a command that prepares text in processes",
     "noloco_node.data.tokenizer_training": "a command; a library that does not hear Ctrl-C",
     "noloco_node.telemetry.web": "the pages have a thread with an event loop of its own",
-    "noloco_node.laboratory.workers": "the laboratory's processes end with their parent",
+    "noloco_node.workers": "processes for long work end with their parent",
     "noloco_node.cli.handlers": "a node ends with whoever holds its input",
     "noloco_node.node.interrupts": "signals are heard where the event loop hangs",
     "noloco_node.node.way_out": "ends the process where nothing else does; last words may be what hangs",

@@ -17,6 +17,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for rooms in (
         "ambient",
         "errors aio address_space collector marks pauses peer_table",
+        "workers",
         "outer",
         "config",
         "model data",

@@ -54,13 +54,13 @@ def _simulate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from noloco_node.config.load import Config, HuntConfig, load_simulation
-    from noloco_node.simulator.report import settings_of_nodes, trace_to_keep, write_results
+    from noloco_node.simulator.report import settings_of_course, settings_of_nodes, trace_to_keep, write_results
 
     sets = [*options.set, *([f"sim.seeds={options.seeds}"] if options.seeds is not None else [])]
     config = load_simulation(options.config, sets)
     run_id, node = (config.run.run_id, settings_of_nodes(config)) if isinstance(config, Config) else (None, None)
     _can_be_written(options.out)
-    expected = options.same_as and trace_to_keep(options.same_as, config.sim.model_dump(mode="json"), run_id, node)
+    expected = options.same_as and trace_to_keep(options.same_as, settings_of_course(config.sim), run_id, node)
     words = [word for each in sets for word in ("--set", each)]
     command = shlex.join(["noloco-node", "simulate", str(options.config), "--out", str(options.out), *words])
     files: dict[str, Path] = {}

@@ -97,6 +97,8 @@ class HuntSpec(Settings):
     """What the nodes learn: noisy quadratics, or tiny real stages."""
     schedule: dict[str, Any] | None = None
     """This schedule alone, as it was printed."""
+    workers: Positive | None = None
+    """Processes that carry out one schedule at a time; not set: one for each core. No course depends on it."""
 
     @model_validator(mode="after")
     def _fewest_below_most(self) -> HuntSpec:

@@ -12,7 +12,7 @@ from noloco_node.config.lab_spec import LabSpec
 from noloco_node.laboratory.expansion import Cell, Job, Point, is_one_for_all, job_of
 from noloco_node.laboratory.journal import Journal
 from noloco_node.laboratory.result import Result
-from noloco_node.laboratory.workers import Workers
+from noloco_node.workers import Workers
 
 Purpose = Literal["tune", "report"]
 
@@ -78,7 +78,7 @@ class Experiment:
         self._cells = cells
         self._journal = journal
         self._progress = progress
-        self._workers: Workers[Job, str] = Workers(lab.workers, work)
+        self._workers: Workers[Job, str] = Workers(lab.workers, work, "lab.workers")
         self._ended: set[str] = set()
         self._later = planned(lab, cells)
         self._pace = _Pace()

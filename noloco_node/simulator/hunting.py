@@ -8,7 +8,7 @@ import logging
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from noloco_node.config.sim_spec import HuntSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.faults import KINDS, Schedule, draw
 from noloco_node.simulator.hunt import HuntOutcome, carry_out, shrunk
+from noloco_node.workers import Workers, cores
 
 HUNT = "sim/hunt"
 """The configuration that comes along."""
@@ -65,34 +66,80 @@ def schedules_of(hunt: HuntSpec) -> Iterator[Schedule]:
     return (draw(seed, hunt.fewest, hunt.most, hunt.faults or KINDS) for seed in seeds)
 
 
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One schedule, for whichever process is free."""
+
+    schedule: Schedule
+    real_tensors: bool
+    given: bool
+    """It was printed as the shortest already."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """What came of it; `shortest` where it failed."""
+
+    outcome: HuntOutcome
+    shortest: HuntOutcome | None
+    cpu_seconds: float
+
+
 def go_hunting(hunt: HuntSpec, tell: Callable[[str], None], progress: Callable[[float, float], None]) -> Hunted:
-    """Carry all schedules out, and tell of each that fails. Raises UserError (CONFIG) as `schedules_of`."""
-    schedules, every = schedules_of(hunt), 1 if hunt.schedule else hunt.seeds
+    """Carry all schedules out, in `hunt.workers` processes, and tell of each that fails in the order of their seeds.
+    Raises UserError (CONFIG) as `schedules_of`, (FAILURE) where a process died."""
     real = hunt.tensors == "real"
+    tasks = [_Task(schedule, real, hunt.schedule is not None) for schedule in schedules_of(hunt)]
     drawn: Counter[str] = Counter()
     fired: Counter[str] = Counter()
     failed: list[dict[str, Any]] = []
     courses = hashlib.sha256()
-    seconds, began = 0.0, time.process_time()
-    with _quiet():
-        for number, schedule in enumerate(schedules, 1):
-            outcome = carry_out(schedule, real_tensors=real)
-            seconds += outcome.seconds
-            courses.update(outcome.trace.encode())
-            for fault, has in zip(schedule.faults, outcome.fired, strict=True):
-                drawn[fault.kind] += 1
-                fired[fault.kind] += has
-            if outcome.breaches:
-                shortest = outcome if hunt.schedule else shrunk(outcome, real_tensors=real)
-                made = shortest.schedule.model_dump(mode="json")
-                failed.append({"seed": schedule.seed, "schedule": made, "breaches": list(shortest.breaches)})
-                tell(_verdict(outcome, shortest, real_tensors=real))
-            if number % TOLD_EVERY == 0 or number == every:
-                tell(f"{number} of {every} schedules, {len(failed)} failed")
-            progress(number, every)
-    cpu = time.process_time() - began
+    seconds, cpu = 0.0, 0.0
+    for number, carried in enumerate(_in_order(tasks, hunt.workers or cores()), 1):
+        outcome, shortest = carried.outcome, carried.shortest
+        seconds, cpu = seconds + outcome.seconds, cpu + carried.cpu_seconds
+        courses.update(outcome.trace.encode())
+        for fault, has in zip(outcome.schedule.faults, outcome.fired, strict=True):
+            drawn[fault.kind] += 1
+            fired[fault.kind] += has
+        if shortest is not None:
+            made = shortest.schedule.model_dump(mode="json")
+            failed.append({"seed": outcome.schedule.seed, "schedule": made, "breaches": list(shortest.breaches)})
+            tell(_verdict(outcome, shortest, real_tensors=real))
+        if number % TOLD_EVERY == 0 or number == len(tasks):
+            tell(f"{number} of {len(tasks)} schedules, {len(failed)} failed")
+        progress(number, len(tasks))
     kinds = dict(sorted(drawn.items())), {kind: fired[kind] for kind in sorted(drawn)}
-    return Hunted(every, tuple(failed), *kinds, seconds / 3600, cpu, courses.hexdigest())
+    return Hunted(len(tasks), tuple(failed), *kinds, seconds / 3600, cpu, courses.hexdigest())
+
+
+def _in_order(tasks: Sequence[_Task], workers: int) -> Iterator[_Carried]:
+    """What comes of each, in the order of `tasks`; in this process where there is no use for a second."""
+    if min(workers, len(tasks)) == 1:
+        yield from map(_carried, tasks)
+        return
+    ahead: dict[int, _Carried] = {}
+    told = 0
+    with Workers[tuple[int, _Task], _Carried](workers, _numbered, "sim.workers") as pool:
+        for (number, _), carried in pool.run(list(enumerate(tasks))):
+            ahead[number] = carried
+            while told in ahead:
+                yield ahead.pop(told)
+                told += 1
+
+
+def _numbered(task: tuple[int, _Task]) -> _Carried:
+    return _carried(task[1])
+
+
+def _carried(task: _Task) -> _Carried:
+    began = time.process_time()
+    with _quiet():
+        outcome = carry_out(task.schedule, real_tensors=task.real_tensors)
+        shortest = None
+        if outcome.breaches:
+            shortest = outcome if task.given else shrunk(outcome, real_tensors=task.real_tensors)
+    return _Carried(outcome, shortest, time.process_time() - began)
 
 
 def command_of(schedule: Schedule, *, real_tensors: bool = False) -> str:

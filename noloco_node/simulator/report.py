@@ -13,7 +13,7 @@ from typing import Any, cast
 from noloco_node import __version__
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config
-from noloco_node.config.sim_spec import HuntSpec
+from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.canvas import PALETTE, Sheet, caption, whole_numbers
 from noloco_node.simulator.course import Simulated
@@ -115,7 +115,7 @@ def of_swarm(config: Config, found: Simulated) -> Simulation:
     """What came of whole nodes."""
     return Simulation(
         kind="swarm",
-        sim=config.sim.model_dump(mode="json"),
+        sim=settings_of_course(config.sim),
         trace=found.trace,
         virtual_hours=found.virtual_hours,
         core_hours=found.core_hours,
@@ -132,6 +132,11 @@ def settings_of_nodes(config: Config) -> dict[str, Any]:
     return config.node.model_dump(mode="json", exclude_defaults=True)
 
 
+def settings_of_course(sim: SimSpec | HuntSpec | CrowdSettings) -> dict[str, Any]:
+    """All that a course goes by: not how many processes carry it out."""
+    return sim.model_dump(mode="json", exclude={"workers"})
+
+
 def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
     """What came of schedules of faults."""
     rows: list[_Row] = [("fault", "drawn", "took effect")]
@@ -139,7 +144,7 @@ def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
     rows.append(("schedules / failed", f"{found.schedules:,}", f"{len(found.failed):,}"))
     return Simulation(
         kind="hunt",
-        sim=hunt.model_dump(mode="json"),
+        sim=settings_of_course(hunt),
         trace=found.trace,
         virtual_hours=found.virtual_hours,
         core_hours=found.cpu_seconds / 3600.0,
@@ -159,7 +164,7 @@ def of_crowd(settings: CrowdSettings, sizes: Sequence[CrowdSize]) -> Simulation:
     courses = hashlib.sha256("".join(size.figures.trace for size in sizes).encode())
     return Simulation(
         kind="crowd",
-        sim=settings.model_dump(mode="json"),
+        sim=settings_of_course(settings),
         trace=courses.hexdigest(),
         virtual_hours=settings.hours * len(sizes),
         core_hours=sum(size.cpu_seconds for size in sizes) / 3600.0,

@@ -90,6 +90,15 @@ def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest
     assert list(schedules_of(again.sim)) == [shortest]
 
 
+def test_two_processes_hunt_as_one_does() -> None:
+    """The same schedules, told in the order of their seeds, have the same course."""
+    told: list[str] = []
+    hunts = [HuntSpec(kind="hunt", seeds=2, fewest=2, most=2, faults=("leave",), workers=each) for each in (1, 2)]
+    alone, together = (go_hunting(each, told.append, lambda _done, _all: None) for each in hunts)
+    assert alone.trace == together.trace
+    assert told == ["2 of 2 schedules, 0 failed"] * 2
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -1,4 +1,4 @@
-"""Processes that train: each takes one training at a time, on one thread, and ends with the process that started it."""
+"""Processes for long work: each takes one task at a time, on one thread, and ends with the process that started it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ END_SECONDS = 5.0
 """Time that a worker has to end after it was told to, before it is killed."""
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """An exception on its way out of a worker; `remedy` and `exit_code` where it is the user's."""
@@ -34,7 +39,7 @@ class _Failure:
 
     def error(self) -> Exception:
         if self.remedy is None:
-            return RuntimeError(f"a training failed in its worker\n{self.message}")
+            return RuntimeError(f"a task failed in its worker\n{self.message}")
         return UserError(ExitCode(self.exit_code), self.message, self.remedy)
 
 
@@ -46,13 +51,15 @@ class _Worker(Generic[Task]):
 
 
 class Workers(AbstractContextManager["Workers[Task, _Answer]"], Generic[Task, _Answer]):
-    """A pool of `count` processes that call `work` (a function of a module, importable by its name).
+    """A pool of `count` processes that call `work` (a function of a module, importable by its name). `setting` is where
+    the user has said how many.
 
     Leaving the block ends them, whatever they are at; so does the end of this process, however it ends.
     """
 
-    def __init__(self, count: int, work: Callable[[Task], _Answer]) -> None:
+    def __init__(self, count: int, work: Callable[[Task], _Answer], setting: str) -> None:
         self._count = count
+        self._setting = setting
         self._work = work
         self._workers: list[_Worker[Task]] = []
 
@@ -91,7 +98,7 @@ class Workers(AbstractContextManager["Workers[Task, _Answer]"], Generic[Task, _A
     def _start(self) -> _Worker[Task]:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._work), name="noloco-node lab", daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._work), name="noloco-node worker", daemon=True)
         process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -107,18 +114,17 @@ class Workers(AbstractContextManager["Workers[Task, _Answer]"], Generic[Task, _A
             answer: object = worker.pipe.recv()
         except EOFError:
             worker.process.join()
-            raise _death(worker.process.exitcode) from None
+            raise self._death(worker.process.exitcode) from None
         if isinstance(answer, _Failure):
             raise answer.error()
         return worker.task, cast("_Answer", answer)
 
-
-def _death(code: int | None) -> UserError:
-    return UserError(
-        ExitCode.FAILURE,
-        f"a worker of the laboratory died (exit code {code}); -9 means that it was killed, often for want of memory",
-        "start the same command again, it goes on with what is missing; where memory is short, lower lab.workers",
-    )
+    def _death(self, code: int | None) -> UserError:
+        return UserError(
+            ExitCode.FAILURE,
+            f"a worker died (exit code {code}); -9 means that it was killed, often for want of memory",
+            f"start the same command again; where memory is short, lower {self._setting}",
+        )
 
 
 def _serve(pipe: Connection, work: Callable[[Task], _Answer]) -> None:
