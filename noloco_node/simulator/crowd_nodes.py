@@ -17,6 +17,7 @@ from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.directory.bucket_arrays import Flags, Ints
 from noloco_node.directory.buckets import MOST_LEVEL, prefix_of
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.windows import new_stream_seconds
 
 PROGRESS_SECONDS = 15.0
 """After which a stream that moves no byte is given up (`pipeline.progress_seconds`)."""
@@ -228,9 +229,11 @@ class Nodes:
         return first * (there + back) + (1.0 - first) * max(there, back) + 4.0 * self.latency(i, j) + worked_out
 
     def _transfer_seconds(self, i: int, j: int, octets: float) -> float:
-        """Of a transfer that has all of both links, but half of them as long as something is on its way there."""
-        alone = octets / min(self.up[i], self.down[j])
-        return alone + min(alone, max(0.0, self.up_free[i] - self.agenda.now, self.down_free[j] - self.agenda.now))
+        """Of a transfer on a new stream that has all of both links, but half of them as long as something is on its way
+        there."""
+        rate = min(self.up[i], self.down[j])
+        busy = max(0.0, self.up_free[i] - self.agenda.now, self.down_free[j] - self.agenda.now)
+        return new_stream_seconds(octets, rate, 2.0 * self.latency(i, j)) + min(octets / rate, busy)
 
     def copy_seconds(self, i: int, j: int, octets: float) -> float:
         """Seconds for one to have a state of the other's, beside microbatches and exchanges."""
