@@ -32,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.command import command, not_negative, positive, results_file, whole
+from benchmarks.command import command, not_negative, positive, results_file, whole_or_none
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.sim_spec import SimSpec
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=positive, default=100.0, help="of each measurement")
     parser.add_argument("--warm-up", type=not_negative, default=30.0, help="seconds after all have begun to train")
     parser.add_argument("--only", type=int, nargs="+", default=range(len(STATES)), help="states, by number from 0")
-    parser.add_argument("--simulations", type=whole, default=3, help="seeds, of which the mean is shown")
+    parser.add_argument("--simulations", type=whole_or_none, default=3, help="seeds, whose mean is shown; 0: none")
     parser.add_argument("--again", type=Path, help="simulate again beside the real figures of this file")
     parser.add_argument("--out", type=results_file)
     options = parser.parse_args()

@@ -34,6 +34,11 @@ def whole(text: str) -> int:
     return number
 
 
+def whole_or_none(text: str) -> int:
+    """A whole number, 0 or more."""
+    return 0 if text.strip() == "0" else whole(text)
+
+
 def positive(text: str) -> float:
     """A finite number above 0."""
     number = _finite(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole
+from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole, whole_or_none
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 
@@ -17,6 +17,7 @@ from noloco_node.errors import ExitCode
     [
         (whole, "0", "1 or more"),
         (whole, "2.5", "1 or more"),
+        (whole_or_none, "-1", "1 or more"),
         (positive, "0", "above 0"),
         (positive, "nan", "no finite number"),
         (positive, "soon", "no finite number"),
@@ -42,7 +43,8 @@ def test_a_value_that_cannot_be_is_named_with_the_remedy(kind: object, text: str
 
 def test_what_can_be_is_taken(tmp_path: Path) -> None:
     """As what it is."""
-    assert (whole("3"), positive("0.5"), not_negative("0"), device("cpu")) == (3, 0.5, 0.0, "cpu")
+    assert (whole("3"), whole_or_none("0"), whole_or_none("2")) == (3, 0, 2)
+    assert (positive("0.5"), not_negative("0"), device("cpu")) == (0.5, 0.0, "cpu")
     (tmp_path / "summary.json").touch()
     assert folder_with("other", "summary.json")(str(tmp_path)) == tmp_path
     assert results_file(str(tmp_path / "found.json")) == tmp_path / "found.json"
