@@ -32,6 +32,7 @@ from tests.chaos.lab import Lab
 from tests.chaos.observe import last_account, stage_rate, tokens_between
 from tests.chaos.outcome import merged_loss
 from tests.chaos.report import Verdict
+from tests.chaos.slower import Looks, slower
 from tests.chaos.stranger import LIVES, READY
 from tests.chaos.swarm import CONFIG, Node, Place, Swarm
 from tests.chaos.watched_node import HONEST, WATCHED
@@ -410,15 +411,19 @@ def _judge_after(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     for what, measure, better in (
         ("peers seen", _peers_seen, 0),
         ("tokens/s", lambda arm, span: stage_rate(arm.core, *arm.spans[span]), 1),
-        ("look-up times", _look_seconds, -1),
     ):
         values = {arm.name: (measure(arm, "before"), measure(arm, "after")) for arm in (clean, attacked)}
         change = {name: after / before if before else 0.0 for name, (before, after) in values.items()}
         shares = [change["attacked"]] + [change["attacked"] / change["clean"]] * bool(change["clean"] and better)
-        enough = better < 0 or max(shares) >= 1 - AFTER_SHARE
-        held = enough and (better > 0 or min(shares) <= 1 + AFTER_SHARE)
+        held = max(shares) >= 1 - AFTER_SHARE and (better > 0 or min(shares) <= 1 + AFTER_SHARE)
         found = "; ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in values.items())
         verdict.demand(f"{what} within {AFTER_SHARE:.0%} of before, {attacked.plan.after:g} s after", held, found)
+    times, least = slower(_looks(attacked), _looks(clean))
+    verdict.demand(
+        f"looks take at most {AFTER_SHARE:.0%} longer than before, {attacked.plan.after:g} s after, but for chance",
+        least <= 1 + AFTER_SHARE,
+        f"{times:.3f} times as long, {least:.3f} at the least",
+    )
     rows = {span: _mean(line["rows"] for n in attacked.core for line in attacked.watched(n, span) if "rows" in line)
             for span in attacked.spans}  # fmt: skip
     verdict.figures["records in the view"] = rows
@@ -429,10 +434,12 @@ def _peers_seen(arm: Arm, span: str) -> float:
     return _mean(sum(account.nodes_per_stage) for account in arm.accounts(span))
 
 
-def _look_seconds(arm: Arm, span: str) -> float:
-    """The look at the directory that a quarter of all undercut: the others wait for what else this machine computes."""
-    looks = sorted(line["look"] for node in arm.core for line in arm.watched(node, span) if "look" in line)
-    return looks[len(looks) // 4] if looks else float("inf")
+def _looks(arm: Arm) -> Looks:
+    before, after = (
+        [[line["look"] for line in arm.watched(node, span) if "look" in line] for node in arm.core]
+        for span in ("before", "after")
+    )
+    return Looks(before, after)
 
 
 def _mean(values: Iterable[float]) -> float:
