@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from noloco_node.aio import cancel_and_wait
+from noloco_node.averaging.session import STALE_SECONDS
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
@@ -21,6 +22,7 @@ from noloco_node.simulator.faults import (
     ENDS_NODES,
     Crash,
     DrawnFault,
+    Freeze,
     FullDisk,
     LateMessages,
     Leave,
@@ -241,6 +243,11 @@ def _told(
         late_seconds=max(
             (fault.seconds for fault in strikes.schedule.faults if isinstance(fault, LateMessages | Partition)),
             default=0.0,
+        ),
+        held_up=any(
+            fault.seconds <= STALE_SECONDS
+            for fault in strikes.schedule.faults
+            if isinstance(fault, LateMessages | Partition | Freeze)
         ),
         hostile=bool(kinds & {"liar", "twin"}),
         lossy=bool(kinds & ENDS_NODES),

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from noloco_node.averaging.engagement import Phase
-from noloco_node.averaging.session import STALE_SECONDS
 from noloco_node.node.replica import Replica
 from noloco_node.placement.run_end import NEAR_TARGET
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
@@ -75,6 +74,8 @@ class Run:
     was trained since is trained again."""
     late_seconds: float = 0.0
     """By which messages were late, or for which nothing went between two sides, at most."""
+    held_up: bool = False
+    """Messages were late, sides apart or somebody frozen for no longer than an exchange's opening may be late."""
     hostile: bool = False
     """A node lied, or two nodes had one identity."""
     lossy: bool = False
@@ -192,7 +193,7 @@ def _no_clock_runs_past(run: Run) -> Iterator[str]:
     tied = run.max_lag if run.hostile or run.retraced else max(run.max_lag / 2, run.replica_round)
     tied += run.target / 2 if run.lost_stage else 0.0
     tied += run.max_lag / 8 + run.replica_round if run.late_seconds else 0.0
-    origins = run.round_tokens + (run.max_lag / 2 if 0.0 < run.late_seconds <= STALE_SECONDS else 0.0)
+    origins = run.round_tokens + (run.max_lag / 2 if run.held_up else 0.0)
     for node in run.survivors:
         late = run.round_tokens if node.late else 0.0
         if node.clock - run.target > (origins + late if node.stage == 0 else tied):

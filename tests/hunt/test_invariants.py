@@ -74,14 +74,22 @@ def test_an_origin_that_was_cut_off_may_be_short_of_the_target_where_another_cam
 
 
 @pytest.mark.parametrize(
-    ("stage", "late_seconds", "most"),
-    [(0, 0.0, 112.0), (0, 5.0, 132.0), (0, 5.1, 112.0), (1, 0.0, 120.0), (1, 20.0, 137.0)],
+    ("stage", "late_seconds", "held_up", "most"),
+    [
+        (0, 0.0, False, 112.0),
+        (0, 0.0, True, 132.0),
+        (0, 5.1, False, 112.0),
+        (1, 0.0, True, 120.0),
+        (1, 20.0, False, 137.0),
+    ],
 )
-def test_late_messages_take_clocks_further_past_the_target(stage: int, late_seconds: float, most: float) -> None:
+def test_late_messages_take_clocks_further_past_the_target(
+    stage: int, late_seconds: float, held_up: bool, most: float
+) -> None:
     """An origin's by half of the lag, where an opening so late is taken still; those of later stages by an eighth of
     it, for which the quick origins are believed, and a round of their own."""
     for clock in (most, most + 1.0):
-        held = replace(run(told(0, stage, "ended", clock)), late_seconds=late_seconds)
+        held = replace(run(told(0, stage, "ended", clock)), late_seconds=late_seconds, held_up=held_up)
         assert any(line.startswith("past") for line in breaches(held)) == (clock > most)
 
 
