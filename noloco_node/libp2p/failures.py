@@ -12,6 +12,8 @@ BOOTSTRAP_FAILED = "failed to connect to bootstrap peers"
 """What p2pd says before it ends, when every initial peer accepted a TCP connection and none was a peer."""
 ADDRESS_IN_USE = "address already in use"
 NOT_THIS_PEER = "something listens there, but it is not this peer"
+NOT_IN_TIME = f"{NOT_THIS_PEER}, or it is too busy to answer"
+"""p2pd tells neither which nor why."""
 BUSY_LOAD = 2.0
 """Processes waiting for each core from which on a machine counts as busy."""
 
@@ -39,7 +41,7 @@ class FailedStart:
 def explain(failed: FailedStart) -> UserError:
     """The error for a person: what happened, the likely cause, the remedy."""
     if BOOTSTRAP_FAILED in failed.output and failed.peers:
-        return peers_unreachable(dict.fromkeys(failed.peers, NOT_THIS_PEER))
+        return peers_unreachable(dict.fromkeys(failed.peers, NOT_IN_TIME))
     cause, remedy = _likely(failed)
     code = ExitCode.PORT_IN_USE if ADDRESS_IN_USE in failed.output else ExitCode.P2P_DAEMON
     purpose = " (the one that asks whether this identity is free)" if failed.probe else ""
