@@ -48,6 +48,8 @@ STORE_SECONDS = 5.0
 WALK_AGAIN = 0.5
 """Of a record's life: how often everybody near the stages' keys is asked."""
 JOIN_SECONDS = 20.0
+ENTER_TRIES = 2
+"""One lost request does not decide that those who let this node in are gone."""
 MAX_LIFE_SECONDS = 3600.0
 """A record that claims to live much longer than this from now is not held: its owner could never leave."""
 WITHDRAWAL_SECONDS = 10.0
@@ -146,19 +148,18 @@ class DhtDirectory:
 
     async def enter(self, peers: Sequence[str]) -> None:
         """Make this node known to the peers at these addresses, and to those near it. Raises UserError where none of
-        them takes it, with the reason."""
+        them takes it, with the reason, or those that did are gone before it knows anybody: it would be alone, and take
+        the run for one that has not begun."""
         self._entrances = [parse_address(text).peer for text in peers]
-        asked = [self._node.ping(_peer(peer), introduce=not self._only_asks) for peer in self._entrances]
-        answers: list[bool | BaseException] = []
-        try:
-            async with asyncio.timeout(JOIN_SECONDS):
-                answers = await asyncio.gather(*asked, return_exceptions=True)
-                if True in answers:
-                    await self._walker.walk([self._node.node_id])
-        except TimeoutError:
-            logger.debug("entering the directory took more than %g s", JOIN_SECONDS)
-        if True in answers or not peers:
+        if not peers:
             return
+        answers, tries = await self._introduce_itself(), 1
+        while True in answers:
+            if self.neighbours():
+                return
+            if tries == ENTER_TRIES:
+                raise peers_unreachable(dict.fromkeys(peers, "it let this node in, and does not answer any more"))
+            answers, tries = await self._introduce_itself(), tries + 1
         for answer in answers:
             if isinstance(answer, ClocksDiffer | CannotBeReached):
                 raise UserError(
@@ -169,6 +170,20 @@ class DhtDirectory:
             if isinstance(answer, BaseException):
                 raise answer
         raise peers_unreachable(dict.fromkeys(peers, "connected, but it does not answer in the directory"))
+
+    async def _introduce_itself(self) -> list[bool | BaseException]:
+        """To the entrances, and where one of them answers to those near this node; what each entrance made of it."""
+        asked = [self._node.ping(_peer(peer), introduce=not self._only_asks) for peer in self._entrances]
+        answers: list[bool | BaseException] = []
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+                if True in answers:
+                    self._walker.forget()
+                    await self._walker.walk([self._node.node_id])
+        except TimeoutError:
+            logger.debug("entering the directory took more than %g s", JOIN_SECONDS)
+        return answers
 
     async def publish(self, record: PeerRecord, life: float) -> bool:
         """Sign and store this node's record for `life` seconds, or a little longer where its last one would outlive it

@@ -48,8 +48,9 @@ class SimulatedDht:
     async def join(
         self, p2p: SimulatedP2P, identity: Identity, met: Acquaintances, entrances: Sequence[PeerId]
     ) -> SimulatedDirectory:
-        """Join as a daemon does through these peers, again and again where they take nobody in; a new DHT where there
-        are none."""
+        """Join as a daemon does through these peers, through others that live where none of them lets it in; a new DHT
+        where none is named. Raises UserError (PEERS_UNREACHABLE) where nobody else lives any more: who has named peers
+        begins no swarm of its own."""
         rng = ambient.chance()
         while True:
             joined = JoinedP2P(p2p, tuple(address_of(peer) for peer in entrances))
@@ -65,7 +66,9 @@ class SimulatedDht:
                 )
             except UserError:
                 await asyncio.sleep(JOIN_AGAIN_SECONDS)
-                others = [peer for peer in self.members if peer != identity.peer_id]
+                others = [peer for peer in self.members if peer != identity.peer_id and not self.links.lost(peer)]
+                if not others:
+                    raise
                 entrances = rng.sample(others, min(MOST_ENTRANCES, len(others)))
             else:
                 return SimulatedDirectory(directory)

@@ -219,6 +219,7 @@ def _told(
             slept=node.number in strikes.slept,
             cut_off=node.number in strikes.cut_off,
             left_open=node.left_open,
+            outside=node.outside,
         )
         for node in world.nodes
     ]

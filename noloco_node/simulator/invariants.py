@@ -17,6 +17,11 @@ from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 
 IN_VAIN_SECONDS = 1800.0
 """Virtual seconds that a schedule takes only where a node waits for a stage until it gives up."""
+OUTSIDE_SECONDS = 60.0
+"""For which those that a joiner names may be frozen, dead or cut off, one after the other. Who is kept out for longer
+is cut off by something that no fault has told."""
+KEPT_OUT = "node.initial_peers: none of"
+"""What the error of such a node says that gives up (`identity.addresses`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class Told:
     """A partition lay between it and others for as long."""
     left_open: tuple[str, ...] = ()
     """What it had open as it left."""
+    outside: float = 0.0
+    """Seconds for which nobody let it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,12 @@ def _nobody_waits_in_vain(run: Run) -> Iterator[str]:
         yield f"in vain: {len(run.survivors)} nodes are left for {run.stages} stages, and {run.seconds:.0f} s passed"
 
 
+def _joiners_are_let_in(run: Run) -> Iterator[str]:
+    for node in run.survivors:
+        if node.outside > OUTSIDE_SECONDS and not node.cut_off:
+            yield f"outside: node {node.number} of stage {node.stage} was let in by nobody for {node.outside:.0f} s"
+
+
 def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
     for node in run.survivors:
         few = len(run.survivors) < run.stages or _left_behind(run, node)
@@ -147,8 +160,10 @@ def _left_behind(run: Run, node: Told) -> bool:
 
 
 def _came_too_late(run: Run, node: Told) -> bool:
-    """Whoever comes when nobody trains any more is told that the run is over, and ends; where that is so."""
-    return node.late and "has come to its end" in node.error and _near_its_end(run)
+    """Whoever comes when nobody trains any more is told that the run is over, and ends; where that is so. Whom nobody
+    has let in before all were gone has nobody to be told by."""
+    told = "has come to its end" in node.error and _near_its_end(run)
+    return node.late and (told or KEPT_OUT in node.error)
 
 
 def _furthest(node: Told) -> float:
@@ -274,6 +289,7 @@ def _steps(nodes: Sequence[Told]) -> tuple[Mapping[tuple[str, str], tuple[int, i
 INVARIANTS = (
     _nobody_waits_for_ever,
     _nobody_waits_in_vain,
+    _joiners_are_let_in,
     _survivors_come_to_the_end,
     _somebody_trains_to_the_end,
     _no_clock_runs_past,

@@ -79,6 +79,8 @@ class Node:
         """Its last one; closed once the node has left."""
         self.left_open: tuple[str, ...] = ()
         """What its replica held still when it had run to its end."""
+        self.outside = 0.0
+        """Seconds for which nobody let it into the directory."""
         self.weights = ""
         """Hash of the weights with which it ended, slow and fast."""
         addresses = tuple(address_of(peer) for peer in entrances)
@@ -145,9 +147,12 @@ class Node:
     async def network(self) -> AsyncGenerator[tuple[MemoryTransport, SimulatedDirectory]]:
         """Join, and leave in the end."""
         transport = MemoryTransport(self._network, self.peer)
-        self._p2p = self._dht.daemon(self.peer)
+        self._p2p, began = self._dht.daemon(self.peer), ambient.monotonic()
         try:
-            directory = await self._dht.join(self._p2p, self.identity, transport.acquaintances, self._entrances)
+            try:
+                directory = await self._dht.join(self._p2p, self.identity, transport.acquaintances, self._entrances)
+            finally:
+                self.outside = ambient.monotonic() - began
             self.directory = directory
             try:
                 yield transport, directory

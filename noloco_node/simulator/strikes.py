@@ -207,9 +207,12 @@ class Strikes:
             self.world.kill(node)
 
     def _part(self) -> None:
+        """Whom no partition has cut off is on no side: so is whoever comes later."""
         sides: dict[tuple[bool, ...], list[Node]] = {}
         for node in self.world.nodes:
-            sides.setdefault(tuple(node.number in cut for cut in self._apart.values()), []).append(node)
+            cut_off = tuple(node.number in cut for cut in self._apart.values())
+            if any(cut_off):
+                sides.setdefault(cut_off, []).append(node)
         self.world.part(*sides.values())
 
     def _heal(self, index: int) -> None:

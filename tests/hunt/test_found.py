@@ -242,3 +242,30 @@ def test_what_was_no_fault_of_the_nodes_is_taken_for_none(schedule: Schedule) ->
     outcome = carry_out(schedule)
     assert all(outcome.fired)
     assert outcome.breaches == ()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(seed=0, replicas=(2, 2), faults=(Partition(at=0.1, nodes=(1,), seconds=3.0), Join(at=0.2))),
+        pytest.param(
+            Schedule(
+                seed=40320,
+                replicas=(3, 4),
+                faults=(
+                    LostStage(at=0.724, stage=0),
+                    Partition(at=0.776, nodes=(5,), seconds=24.04),
+                    Join(at=0.908),
+                ),
+            ),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=lambda schedule: schedule.seed,
+)
+def test_who_joins_after_a_partition_has_ended_is_on_nobodys_other_side(schedule: Schedule) -> None:
+    """The simulator kept all who had been there together, and apart from whoever came later, for ever: nobody let the
+    joiner in, and when all had left it began a swarm of its own and waited for a day."""
+    outcome = carry_out(schedule)
+    assert all(outcome.fired)
+    assert outcome.breaches == ()

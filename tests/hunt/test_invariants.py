@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from noloco_node.identity.addresses import peers_unreachable
 from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.telemetry.events import InnerStep, OuterStep
 
@@ -23,9 +24,11 @@ def told(
     events: Sequence[InnerStep | OuterStep] = (),
     late: bool = False,
     cut_off: bool = False,
+    outside: float = 0.0,
 ) -> Told:
     """A node that left nothing open."""
-    return Told(number, stage, f"peer {number}", condition, error, None, events, clock, late, cut_off=cut_off)
+    peer = f"peer {number}"
+    return Told(number, stage, peer, condition, error, None, events, clock, late, cut_off=cut_off, outside=outside)
 
 
 def run(*nodes: Told, fallen: frozenset[int] = frozenset(), lost_stage: bool = False, seconds: float = 60.0) -> Run:
@@ -51,6 +54,18 @@ def test_only_who_comes_late_to_a_run_that_is_over_may_fail_of_that(clock: float
     """Nobody that began with it, and nobody where the others have not come to the last tenth."""
     found = breaches(run(told(0, 0, "ended", clock), told(1, 0, "failed", 0.0, OVER, late=late)))
     assert any(line.startswith("fails: node 1") for line in found) == fails
+
+
+@pytest.mark.parametrize(
+    ("outside", "late", "against"), [(8.0, True, []), (8.0, False, ["fails"]), (80.0, True, ["outside"])]
+)
+def test_who_comes_when_all_are_gone_may_give_up_but_nobody_is_kept_out_of_a_run(
+    outside: float, late: bool, against: list[str]
+) -> None:
+    """Nothing but faults that end by then keeps anybody out; who was is told by no other invariant."""
+    nobody = str(peers_unreachable({"/ip4/127.0.0.1/tcp/7000/p2p/QmX": "it does not answer"}))
+    found = breaches(run(told(0, 0, "ended", 100.0), told(1, 0, "failed", 0.0, nobody, late=late, outside=outside)))
+    assert [line.partition(":")[0] for line in found] == against
 
 
 @pytest.mark.parametrize(("left", "against"), [(1, []), (2, ["in vain", "fails", "fails"])])

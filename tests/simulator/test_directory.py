@@ -11,10 +11,12 @@ import pytest
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.dht_node import FIND
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory
+from noloco_node.simulator.directory import JOIN_AGAIN_SECONDS, SimulatedDht, SimulatedDirectory
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import identity_of, peer_of
@@ -160,5 +162,55 @@ def test_a_holder_that_vanishes_empties_nobodys_view() -> None:
                     for stage in (0, 1) if number != gone else ():
                         there = {record.peer_id for record in membership.live(stage)} | {peer_of(number)}
                         assert there >= {peer_of(other) for other in range(stage, 8, 2) if other != gone}
+
+    in_virtual_time(work)
+
+
+def test_who_has_named_peers_begins_no_swarm_of_its_own_where_all_are_gone() -> None:
+    """A daemon does not: it ends. The model had begun one."""
+
+    async def work() -> None:
+        async with Members() as members:
+            await members.grow(2)
+            members.p2p[1].die()
+            joiner = members.dht.daemon(peer_of(2))
+            members.links.lost = {peer_of(0)}.__contains__  # as one whose machine is gone: nothing has broken
+            members.links.part([peer_of(0)])
+            with pytest.raises(UserError) as raised:
+                async with asyncio.timeout(600.0):
+                    await members.dht.join(joiner, identity_of(2), Acquaintances(), [peer_of(0), peer_of(1)])
+            assert raised.value.exit_code is ExitCode.PEERS_UNREACHABLE
+
+    in_virtual_time(work)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_is_let_in_by_one_that_leaves_just_then_comes_in_by_another(
+    monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """It knew nobody, asked nobody but the one that was gone, and took the run for one that had not begun. Where one
+    request alone was lost nobody is gone."""
+
+    async def work() -> None:
+        async with Members() as members:
+            for number, directory in enumerate(await members.grow(3)):
+                await directory.publish(record(peer_of(number)), 20.0)
+            joiner, finds = members.dht.daemon(peer_of(3)), list[str]()
+            call = joiner.call_protobuf_handler
+
+            async def called(peer: object, name: str, request: object, answer: object) -> object:
+                finds.extend([name] if name == FIND else [])
+                if name == FIND and len(finds) == 1:
+                    if not leaves:
+                        raise TimeoutError
+                    members.p2p[0].die()
+                return await call(peer, name, request, answer)
+
+            monkeypatch.setattr(joiner, "call_protobuf_handler", called)
+            began = ambient.monotonic()
+            joined = await members.dht.join(joiner, identity_of(3), Acquaintances(), [peer_of(0)])
+            members.directories.append(joined)
+            assert (ambient.monotonic() - began > JOIN_AGAIN_SECONDS) == leaves
+            assert set((await joined.refresh()).stages[0]) >= {peer_of(1), peer_of(2)}
 
     in_virtual_time(work)
