@@ -37,10 +37,11 @@ gradients are added in one go."""
 MOST_BYTES = 1.01
 """That these operations read and write: 1.004. One more pass over the gradients makes it 1.02."""
 MOST_COMPUTE = 1.3
-"""CPU time of the device's thread, as a share of that of plain training: 1.07 to 1.18, most of it for looks at
-gradients and copies of weights, which weigh more here than in a run, since a microbatch has 64 tokens."""
+"""CPU time of the device's thread, as a share of that of plain training, in the best of five rounds: 1.00 to 1.25 (all
+rounds: 1.0 to 1.7), most of it for looks at gradients and copies of weights, which weigh more here than in a run, since
+a microbatch has 64 tokens."""
 MOST_BESIDE = 0.25
-"""CPU time of all other threads, likewise: 0.17. A leak of 2 ms for each microbatch is seen."""
+"""CPU time of all other threads, likewise: 0.12 to 0.16. A leak of 2 ms for each microbatch is seen."""
 MOST_OF_P2PD = 0.2
 """CPU time of both p2pd, likewise: 0.06 to 0.08."""
 ROUNDS = 5
@@ -191,7 +192,8 @@ async def test_a_token_takes_little_more_cpu_time_in_the_swarm_than_in_one_proce
                     if number % 2:
                         plain.step()
                 alone.append(time.thread_time() - began)
-    reference, later = min(alone[1:]), swarm[1:]  # others' work on the machine only adds to a round
-    assert min(round.compute for round in later) < MOST_COMPUTE * reference
-    assert min(round.beside for round in later) < MOST_BESIDE * reference
-    assert sum(round.children for round in later) < MOST_OF_P2PD * sum(alone[1:])
+    # each round beside the plain one of the same moments: what shares the caches comes and goes between rounds
+    later = list(zip(swarm[1:], alone[1:], strict=True))
+    assert min(round.compute / seconds for round, seconds in later) < MOST_COMPUTE
+    assert min(round.beside / seconds for round, seconds in later) < MOST_BESIDE
+    assert sum(round.children for round, _ in later) < MOST_OF_P2PD * sum(alone[1:])
