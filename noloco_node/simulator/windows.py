@@ -70,6 +70,8 @@ class StreamWindow:
 
 def new_stream_seconds(octets: float, rate: float, round_trip: float) -> float:
     """What a message takes on a new stream of a line of `rate` bytes a second, from its first byte to its last."""
+    if rate * round_trip <= FIRST_OCTETS // 2:  # of so little on the way more is granted before it has all left
+        return octets / rate
     window, left, now = StreamWindow(0.0), math.ceil(octets), 0.0
     while left:
         part = window.room(left, 0, now)

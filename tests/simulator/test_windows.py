@@ -22,19 +22,19 @@ BESIDE_SECONDS = 0.02
 """What real transfers took beyond it, on a busy machine, and longer only where they grew."""
 
 
-def way() -> SharedWay:
-    """100 Mbit/s and 100 ms."""
+def way(rate: float = BYTES_A_SECOND) -> SharedWay:
+    """100 Mbit/s, or so many bytes a second, and 100 ms."""
     made = SharedWay([[ROUND_TRIP]], random.Random(1))
     for peer in (A, B):
-        made.attach(peer, Attachment(0, BYTES_A_SECOND, 1e9))
+        made.attach(peer, Attachment(0, rate, 1e9))
     return made
 
 
-def seconds_of(octets: int, times: int, pause: float) -> list[float]:
+def seconds_of(octets: int, times: int, pause: float, rate: float = BYTES_A_SECOND) -> list[float]:
     """Of each of so many calls one after another, `pause` seconds after the answer to the one before."""
 
     async def work() -> list[float]:
-        links, took = Links(way()), list[float]()
+        links, took = Links(way(rate)), list[float]()
         for _ in range(times):
             with links.lend(A, B) as stream:
                 began = ambient.monotonic()
@@ -94,10 +94,11 @@ def test_a_stream_is_kept_after_a_refusal_and_not_after_a_call_that_broke(error:
     assert in_virtual_time(work) is stays
 
 
+@pytest.mark.parametrize("rate", [BYTES_A_SECOND, 1.3e6])
 @pytest.mark.parametrize("kib", [64, 256, 1024, 20_000])
-def test_crowds_count_what_one_message_on_a_new_stream_waits(kib: int) -> None:
-    """As links do where it is alone on them."""
+def test_crowds_count_what_one_message_on_a_new_stream_waits(kib: int, rate: float) -> None:
+    """As links do where it is alone on them; none where hardly anything is on the way at a time."""
     octets = kib * KIB + 16
-    (took,) = seconds_of(octets - 16, 1, 0.0)
-    assert new_stream_seconds(octets, BYTES_A_SECOND, ROUND_TRIP) == pytest.approx(took - ROUND_TRIP / 2)
-    assert (took - ROUND_TRIP / 2 > octets / BYTES_A_SECOND * 1.001) == (kib > 128)
+    (took,) = seconds_of(octets - 16, 1, 0.0, rate)
+    assert new_stream_seconds(octets, rate, ROUND_TRIP) == pytest.approx(took - ROUND_TRIP / 2)
+    assert (took - ROUND_TRIP / 2 > octets / rate * 1.001) == (kib > 128 and rate == BYTES_A_SECOND)
