@@ -153,13 +153,15 @@ class DhtDirectory:
         self._entrances = [parse_address(text).peer for text in peers]
         if not peers:
             return
-        answers, tries = await self._introduce_itself(), 1
-        while True in answers:
+        answers: list[bool | BaseException] = []
+        for _ in range(ENTER_TRIES):
+            answers = await self._introduce_itself()
+            if True not in answers:
+                break
             if self.neighbours():
                 return
-            if tries == ENTER_TRIES:
-                raise peers_unreachable(dict.fromkeys(peers, "it let this node in, and does not answer any more"))
-            answers, tries = await self._introduce_itself(), tries + 1
+        else:
+            raise peers_unreachable(dict.fromkeys(peers, "it let this node in, and does not answer any more"))
         for answer in answers:
             if isinstance(answer, ClocksDiffer | CannotBeReached):
                 raise UserError(
