@@ -79,8 +79,8 @@ class NodeSettings(Settings):
     """Forwards through this node's stage for who generates a text through the swarm: so many tokens at most for each
     that is trained here. 0: none."""
     exchange_streams: Annotated[int, Field(gt=0, le=64)] | Literal["auto"] = "auto"
-    """Chunks of weights in flight at once while they are exchanged or copied. `auto`: four, and more for as long as
-    that makes it faster, at most 32; long and fast lines hold many."""
+    """Chunks of weights in flight at once while they are exchanged or copied. `auto`: four, then more where that makes
+    it faster and fewer where that does not make it slower, 1 to 32; long and fast lines hold many."""
     donor_places: Annotated[int, Field(gt=0, le=64)] = 2
     """Late joiners that may copy this node's state at once; others are told `busy` and ask another node."""
     p2pd_start_seconds: PositiveFloat = 60.0

@@ -16,27 +16,41 @@ T = TypeVar("T")
 FIRST_PIECES = 4
 MOST_PIECES = 32
 """What 1 Gbit/s holds over a round trip of 250 ms, in pieces of 1 MiB."""
-GAIN = 1.2
-"""Twice as many pieces under way are kept where so many times as many came in a second."""
+GAIN, LOSS = 1.2, 1.05
+"""Twice as many pieces under way are kept where so many times as many would come in a second, half as many where what
+would come is less by no more than this."""
+REST, MOST_REST = 4, 64
+"""Looks at as many pieces as are under way between a trial that changed nothing and the next one: twice as many after
+each such trial."""
+NEWEST_WEIGHT = 0.25
+"""Of the newest look in the rate that the next trial is held against."""
 
 
 class Width:
     """How many pieces to have under way: twice as many again and again while that makes the transfer faster, else as
     many as before. On a line that is full more of them would only wait, and whatever else goes over it behind them.
-    Half as many where a piece took a quarter of its time: a line may become slow under way."""
+    Now and then, more and more seldom, half as many and twice as many are tried: neither a bad moment nor a good one
+    decides for a transfer of an hour. Half as many also where a piece took a quarter of its time: a line may become
+    slow under way.
+
+    The rate is what is under way over the mean time that a piece takes (Little's law), not what came in some time:
+    pieces of many streams come in bursts."""
 
     def __init__(self, fixed: int | None, limit: float) -> None:
         """`fixed`, from the beginning, where that is a number. `limit`: seconds within which a piece must be
         there."""
         self.most = MOST_PIECES if fixed is None else fixed
-        self.pieces = FIRST_PIECES if fixed is None else fixed
+        self.pieces: int = FIRST_PIECES if fixed is None else fixed
         """Under way from now on."""
-        self._kept = self.pieces
+        self._kept: int = self.pieces
         self._fixed, self._limit = fixed, limit
         self._narrowed_at = -math.inf
-        self._best = self._slowest = 0.0
-        self._came = self._first = 0
-        self._since: float | None = None
+        self._rate = self._slowest = 0.0
+        self._rest, self._rested, self._fewer_next = 0, 0, True
+        self._first = 0
+        self._came = 0
+        self._spent = 0.0
+        self._since = -math.inf
 
     def begin_with(self, pieces: int) -> None:
         """No more than so many at first."""
@@ -55,33 +69,78 @@ class Width:
         """One more piece is here, which was asked for when it `began`, both in monotonic seconds; `first` of those that
         go one after another."""
         self._first -= first
-        if self._fixed is None and not first and 4.0 * (now - began) > self._limit and began >= self._narrowed_at:
+        if self._fixed is not None:
+            return
+        if not first and 4.0 * (now - began) > self._limit and began >= self._narrowed_at:
             self._narrow(now)
             return
         self._slowest = max(self._slowest, now - began)
-        if self._since is None or self._first:  # nor is the way there a part of the line's rate
-            self._since, self._came = now, 0
-            return
-        self._came += 1
+        if first or self._first:
+            self._came = 0
+            self._spent = 0.0
+        elif began >= self._since:
+            self._came += 1
+            self._spent += now - began
         if self._came >= self.pieces:
-            self._set_anew(self._came / max(now - self._since, 1e-9))
-            self._came, self._since, self._slowest = 0, now, 0.0
+            self._set_anew(self.pieces * self._came / max(self._spent, 1e-9))
+            self._look_anew(now)
+            self._slowest = 0.0
+
+    def _look_anew(self, now: float) -> None:
+        """Only pieces that begin from now on say what so many under way bring."""
+        self._since = now
+        self._came = 0
+        self._spent = 0.0
 
     def _narrow(self, now: float) -> None:
-        """The line has become slow: half as many, found anew from there on. Those under way are as slow; they say no
-        more."""
+        """The line has become slow: half as many, and a rest before more are tried, for it may go on becoming slower.
+        Those under way are as slow; they say no more."""
         self.pieces = self._kept = max(1, self.pieces // 2)
-        self._best, self._came, self._slowest = 0.0, 0, 0.0
-        self._since = self._narrowed_at = now
+        self._rest, self._rested, self._slowest = REST, 0, 0.0
+        self._narrowed_at = now
+        self._look_anew(now)
 
     def _set_anew(self, rate: float) -> None:
-        """After as many pieces as were under way; `rate` in pieces a second."""
-        if rate <= GAIN * self._best:
-            self.pieces = self._kept
+        """After a look at as many pieces as are under way; `rate` in pieces a second."""
+        if self.pieces == self._kept:
+            self._rested += 1
+            if rate > GAIN * self._rate:  # the first look, too
+                self._rate = rate
+                self._try_more()
+            else:
+                self._rate += NEWEST_WEIGHT * (rate - self._rate)
+                if self._rested >= self._rest:
+                    self._try_next()
             return
-        self._best, self._kept = rate, self.pieces
-        if 4.0 * self._slowest <= self._limit:  # should they only share the line, half of the time is enough
+        more = self.pieces > self._kept
+        brings = rate > (GAIN if more else 1.0 / LOSS) * self._rate
+        if brings:
+            self._kept, self._rate, self._rest = self.pieces, rate, REST
+        else:
+            if not (more or self._bears_twice):
+                self._kept = self.pieces
+            self.pieces, self._rest = self._kept, min(MOST_REST, max(REST, 2 * self._rest))
+        self._rested = 0
+        if brings and more:
+            self._try_more()
+
+    def _try_next(self) -> None:
+        self._rested = 0
+        if self._fewer_next:
+            self.pieces = max(1, self.pieces // 2)
+        else:
+            self._try_more()
+        self._fewer_next = not self._fewer_next
+
+    def _try_more(self) -> None:
+        if self._bears_twice:
             self.pieces = max(self.pieces, min(self.most, 2 * self.pieces))
+
+    @property
+    def _bears_twice(self) -> bool:
+        """Whether twice as many pieces would be there in a quarter of the time, should they only share the line: it may
+        become slower meanwhile."""
+        return 8.0 * self._slowest <= self._limit
 
 
 async def side_by_side(items: Iterable[T], width: Width, work: Callable[[T], Awaitable[None]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -94,14 +95,29 @@ def test_a_line_that_four_pieces_fill_carries_little_more_at_once(mbit: float, r
 
 
 def test_a_transfer_that_becomes_faster_has_more_under_way_again() -> None:
-    """As a donor does that gives more when it has seen that it costs nothing."""
-    width, now = Width(None, LIMIT), 0.0
-    for _ in range(40):
-        width.came(now, now := now + 0.5)
-    assert width.pieces == FIRST_PIECES
-    for _ in range(200):
-        width.came(now, now := now + 0.02)
-    assert width.pieces > FIRST_PIECES
+    """As a donor does that gives more when it has seen that it costs nothing. Until then more under way would only
+    wait: that is tried, more and more seldom."""
+    faster_at, width = 120.0, Width(None, LIMIT)
+    before: list[int] = []
+
+    async def work() -> None:
+        free_at = began = ambient.monotonic()
+
+        async def piece(_: int) -> None:
+            nonlocal free_at
+            now = ambient.monotonic()
+            if now < began + faster_at:
+                before.append(width.pieces)
+            free_at = max(free_at, now) + (0.5 if now < began + faster_at else 0.01)
+            await asyncio.sleep(free_at + 0.2 - now)
+
+        await side_by_side(range(1000), width, piece)
+
+    in_virtual_time(work)
+    assert max(before) <= 2 * FIRST_PIECES
+    assert sum(pieces > FIRST_PIECES for pieces in before) < len(before) / 3
+    assert before[-1] <= FIRST_PIECES
+    assert width.pieces > 2 * FIRST_PIECES
 
 
 def test_on_a_line_that_becomes_slower_and_slower_every_piece_comes_in_time() -> None:
@@ -126,3 +142,45 @@ def test_on_a_line_that_becomes_slower_and_slower_every_piece_comes_in_time() ->
 
     in_virtual_time(work)
     assert slowest < LIMIT / 2.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_that_take_unlike_long_do_not_end_the_growing(seed: int) -> None:
+    """On a kept stream of p2pd every second mebibyte waits a round trip more for its window, and each first one
+    several: pieces come in bursts, which say nothing of the line."""
+    rng = random.Random(seed)
+    width = Width(None, LIMIT)
+
+    async def work() -> float:
+        async def piece(_: int) -> None:
+            await asyncio.sleep(rng.choice((0.22, 0.42)) + rng.uniform(0.0, 0.05))
+
+        began = ambient.monotonic()
+        await side_by_side(range(800), width, piece)
+        return ambient.monotonic() - began
+
+    took = in_virtual_time(work)
+    assert width.pieces == MOST_PIECES
+    assert took < 1.5 * (800 / MOST_PIECES + 6) * 0.35
+
+
+def test_a_bad_moment_does_not_decide_for_the_whole_transfer() -> None:
+    """The line stands still while eight under way are tried; later it holds as many as it did before."""
+    width = Width(None, LIMIT)
+    stood_still = False
+
+    async def work() -> None:
+        nonlocal stood_still
+
+        async def piece(_: int) -> None:
+            nonlocal stood_still
+            bad = ambient.monotonic() - began < 3.0 and width.pieces > FIRST_PIECES
+            stood_still |= bad
+            await asyncio.sleep(0.25 + 0.5 * bad)
+
+        began = ambient.monotonic()
+        await side_by_side(range(800), width, piece)
+
+    in_virtual_time(work)
+    assert stood_still
+    assert width.pieces == MOST_PIECES
