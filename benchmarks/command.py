@@ -28,15 +28,19 @@ def command(main: Callable[[], object]) -> NoReturn:
 
 def whole(text: str) -> int:
     """A whole number, 1 or more."""
-    number = int(text) if text.strip().lstrip("-").isdecimal() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one: name a whole number, 1 or more")
-    return number
+    return _whole(text, 1)
 
 
 def whole_or_none(text: str) -> int:
     """A whole number, 0 or more."""
-    return 0 if text.strip() == "0" else whole(text)
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    number = int(text) if text.strip().lstrip("-").isdecimal() else least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one: name a whole number, {least} or more")
+    return number
 
 
 def positive(text: str) -> float:

@@ -17,7 +17,8 @@ from noloco_node.errors import ExitCode
     [
         (whole, "0", "1 or more"),
         (whole, "2.5", "1 or more"),
-        (whole_or_none, "-1", "1 or more"),
+        (whole_or_none, "-1", "0 or more"),
+        (whole_or_none, "many", "0 or more"),
         (positive, "0", "above 0"),
         (positive, "nan", "no finite number"),
         (positive, "soon", "no finite number"),

@@ -27,6 +27,7 @@ from noloco_node.data.sources import check_fingerprint, check_source, divided, f
 from noloco_node.data.token_file import TokenFile, token_type
 from noloco_node.data.tokenizers import Tokenizer, Tokens
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.workers import cores
 
 BATCH_LENGTH = 1 << 18
 """Characters that a thread tokenises at a time."""
@@ -169,7 +170,7 @@ def _tokenised(
 ) -> Iterator[tuple[Document, bool, Tokens | None]]:
     """In their order, with their tokens but for the first `done` of them, by as many threads as there are cores: a
     tokenizer lets go of Python's lock."""
-    threads, waiting = os.cpu_count() or 1, deque[tuple[_Batch, Future[list[Tokens]] | None]]()
+    threads, waiting = cores(), deque[tuple[_Batch, Future[list[Tokens]] | None]]()
 
     def tokens_of(batch: _Batch) -> list[Tokens]:
         return [encode(document, tokenizer, spec) for document, _ in batch]

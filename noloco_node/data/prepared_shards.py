@@ -31,6 +31,7 @@ from noloco_node.data.sources import is_held_out
 from noloco_node.data.token_file import TokenFile, no_room, token_type
 from noloco_node.data.tokenizers import Tokenizer, Tokens
 from noloco_node.errors import UserError
+from noloco_node.workers import cores
 
 _Count = Annotated[int, Field(ge=0)]
 PARTS = ("training", "validation")
@@ -82,7 +83,7 @@ def prepare_shards(
     missing = [number for number in range(len(files)) if number not in shards]
     _clear(folder)
     if missing:
-        _in_processes(spec, vocab_size, folder, files, shards, missing, told, processes or os.cpu_count() or 1)
+        _in_processes(spec, vocab_size, folder, files, shards, missing, told, processes or cores())
     return [shards[number] for number in range(len(files))]
 
 
