@@ -7,6 +7,7 @@ import asyncio
 import heapq
 import itertools
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -290,11 +291,22 @@ def _leave() -> None:
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `work` returns, or raises: for `settle`, perhaps on another thread."""
+    """What `work` returns, or raises: for `settle`, perhaps on another thread. What raised holds nothing any more of
+    what it worked with."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - not hidden: it is raised where the call was made
+        _let_go(error)
         return None, error
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the calls that ended with an error, or with one that led to it, still hold: a microbatch's whole graph,
+    where the device had no memory left for it. The future, its error and who awaited it hold each other, and so the
+    collector of garbage alone would free it, which does not know how large it is."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

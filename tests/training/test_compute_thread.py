@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
 
+from noloco_node.collector import paused
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from tests.support import eventually
 
@@ -129,3 +132,28 @@ async def test_closing_finishes_what_is_queued_and_ends_the_thread() -> None:
         await thread.close()
     assert done == [0, 1, 2, 3, 4]
     assert not [t for t in threading.enumerate() if t.name == "compute"]
+
+
+async def test_a_call_that_fails_keeps_nothing_of_what_it_worked_with() -> None:
+    """A device that had no memory for a microbatch has it back before the next one, whatever the collector does; and
+    so has one whose error was raised anew as another."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def work() -> None:
+        graph = torch.zeros(1)
+        held.append(weakref.ref(graph))
+        raise torch.OutOfMemoryError
+
+    def renamed() -> None:
+        try:
+            work()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(str(error)) from None
+
+    thread = ComputeThread()
+    with paused():
+        for each in (work, renamed):
+            with pytest.raises((torch.OutOfMemoryError, ValueError)):
+                await thread.run(Priority.FORWARD, each)
+        assert [each() for each in held] == [None, None]
+    await thread.close()
