@@ -54,12 +54,16 @@ class FlatAdamW:
                     room[name][part].copy_(state[name])
 
     def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Replace moments and step count, as `state()` gives them, by copies on `device`."""
+        """Replace moments and step count, as `state()` gives them, by copies on `device`. Those that are there are
+        written over: beside them a device may have no memory for others."""
         for part, parameter in self._by_part():
-            self.torch.state[parameter] = {
-                "step": state["optimizer_steps"].to(device=device, dtype=torch.float32, copy=True),
-                **{name: state[name][part].to(device=device, dtype=self._master.dtype, copy=True) for name in MOMENTS},
-            }
+            own = self.torch.state[parameter]
+            if not own:
+                own["step"] = torch.zeros((), device=device)
+                own.update({name: torch.empty_like(parameter, device=device) for name in MOMENTS})
+            own["step"].copy_(state["optimizer_steps"])
+            for name in MOMENTS:
+                own[name].copy_(state[name][part])
 
     def _by_part(self) -> list[tuple[slice, Tensor]]:
         """Where in the flat vector each of the optimizer's tensors lies."""

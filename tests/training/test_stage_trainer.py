@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from noloco_node.model.stage import build_stage
 from tests.inside import optimizer_of
 from tests.training.made_trainers import flat_gradient, make_trainer
-from tests.worlds import micro_spec
+from tests.worlds import WINDOWS, micro_spec, window_batch
 
 
 def test_a_stage_with_tied_embeddings_trains_like_the_plain_module() -> None:
@@ -51,3 +51,19 @@ def test_loaded_optimizer_state_lies_on_the_stage_device() -> None:
     parts = [part for parameter_state in optimizer_of(trainer).state.values() for part in parameter_state.values()]
     assert len(parts) == 6
     assert {part.device.type for part in parts} == {"meta"}
+
+
+def test_another_state_takes_the_place_of_the_one_that_was_trained() -> None:
+    """A device that is full of the one has no memory for both."""
+    spec = micro_spec(stages=1)
+    trainer, other = make_trainer(spec, 0), make_trainer(spec, 0)
+    for each, first in ((trainer, 0), (other, WINDOWS), (other, 2 * WINDOWS)):
+        each.loss(*window_batch(range(first, first + WINDOWS)))
+        each.step(1e-3)
+    places = [part.data_ptr() for state in optimizer_of(trainer).state.values() for part in state.values()]
+    trainer.load(other.master, other.optimizer_state())
+    parts = [part for state in optimizer_of(trainer).state.values() for part in state.values()]
+    assert [part.data_ptr() for part in parts] == places
+    loaded, wanted = trainer.optimizer_state(), other.optimizer_state()
+    assert loaded["optimizer_steps"] == 2
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
