@@ -10,7 +10,8 @@ of its own: the device computes on meanwhile, and who waits for it is not the th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class HostCopies:
         self._streams: Any = None
         if device.type == "cuda" if apart is None else apart:
             self._streams = torch.get_device_module(device)
+            self._of_thread: Any = getattr(self._streams, "device", nullcontext)  # the processor is every thread's
             self._coming, self._going, self._long = (self._streams.Stream(device) for _ in range(3))
         self._ahead: dict[int, _OnItsWay] = {}
         self._lock = threading.Lock()
@@ -73,10 +75,11 @@ class HostCopies:
 
     def begin(self, tensor: Tensor, wanted: Callable[[], bool]) -> None:
         """Send a host tensor to the device, and keep what comes of it if it is still `wanted` then. Nothing is sent
-        where the device has no memory for it: its call will say so, or find some."""
+        where the device takes nothing, or there is no memory for it, of the device or of the host's that is never paged
+        out: its call will say so, or find some."""
         try:
             coming = self._send(tensor)
-        except torch.OutOfMemoryError:
+        except RuntimeError:  # OutOfMemoryError and AcceleratorError are such
             return
         with self._lock:
             if wanted():
@@ -100,7 +103,7 @@ class HostCopies:
         for every earlier reader of it, and for no computation beyond that.
         """
         pinned = self._pinned(tensor.shape, tensor.dtype).copy_(tensor)
-        with self._streams.stream(self._coming):
+        with self._on(self._coming):
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             if (taken := self._taken) is not None:
                 self._coming.wait_event(taken)
@@ -154,9 +157,17 @@ class HostCopies:
         """Copy the second of each pair into the first on a stream of copies, after what the device has in hand now: the
         memory of either may be of that."""
         stream.wait_stream(self._streams.current_stream(self._device))
-        with self._streams.stream(stream):
+        with self._on(stream):
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
+
+    @contextmanager
+    def _on(self, stream: Any) -> Generator[None]:
+        """What the block gives the device is put on this stream. The device is made the thread's own first: as torch
+        leaves the stream of another one it sets up the thread's, which takes some hundred MB of a GPU on which nothing
+        is computed here."""
+        with self._of_thread(self._device), self._streams.stream(stream):
+            yield
 
     def _pinned(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")

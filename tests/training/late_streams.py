@@ -86,6 +86,10 @@ class LateStreams:
     def __init__(self) -> None:
         self.own = Prompt()
         self.made: list[LateStream] = []
+        self.chosen: list[object] = []
+        """The devices that are the thread's own, as `torch.cuda.device` makes them."""
+        self.strayed = 0
+        """How often a stream was entered while another device was the thread's own: torch sets that one up then."""
 
     def Stream(self, _device: object) -> LateStream:
         """One more."""
@@ -97,8 +101,18 @@ class LateStreams:
         return self.own
 
     @contextmanager
+    def device(self, device: object) -> Generator[None]:
+        """In the block it is the thread's own."""
+        self.chosen.append(device)
+        try:
+            yield
+        finally:
+            self.chosen.pop()
+
+    @contextmanager
     def stream(self, stream: LateStream) -> Generator[None]:
         """What is copied in the block is put on the stream."""
+        self.strayed += self.chosen[-1:] != [CPU]
         with _Put(stream):
             yield
 

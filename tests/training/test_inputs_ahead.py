@@ -163,18 +163,32 @@ def test_memory_is_used_anew_only_after_it_was_read_and_the_copy_waits_for_no_co
     assert [event.stream for event in coming.waited] == [streams.own], "for the moment at which the first was read"
 
 
-def test_what_finds_no_memory_on_the_device_is_left_to_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may find some, or say so."""
+@pytest.mark.parametrize("refusal", [torch.OutOfMemoryError, torch._C.AcceleratorError])  # pyright: ignore
+def test_what_the_device_does_not_take_now_is_left_to_its_call(
+    refusal: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may find memory, or say so. Of the host's that is never paged out there may be none, and CUDA says that by
+    an error of another kind."""
     copies, _ = late_copies(monkeypatch)
     ahead = copies.ahead(torch.zeros(4))
     assert ahead is not None
 
     def full(*_size: object, **_kind: object) -> None:
-        raise torch.OutOfMemoryError
+        raise refusal("out of memory")
 
     monkeypatch.setattr(torch, "empty", full)
     ahead.begin()
     assert copies.coming == 0
+
+
+def test_no_other_device_is_set_up_by_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's own device is the first one unless it says otherwise; torch goes back to it as it leaves a stream."""
+    copies, streams = late_copies(monkeypatch)
+    there = copies.to_device(torch.ones(4), torch.float32)
+    copies.to_host(there)
+    copies.bring(there)
+    copies.begin_to_host(torch.zeros(4), there)
+    assert streams.strayed == 0
 
 
 async def test_on_the_processor_nothing_is_sent_and_no_thread_is_made_for_it() -> None:
