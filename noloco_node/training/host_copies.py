@@ -31,7 +31,8 @@ class _OnItsWay:
 
 class HostCopies:
     """What crosses. Belongs to the compute thread but for `bring` and what comes ahead; it waits for the device nowhere
-    else as it trains.
+    else as it trains, but for a look that transformers takes at the positions as a forward begins: what the microbatch
+    before it and an inner step have left to do is waited for there.
 
     A GPU's own queue is not asked before everything that a microbatch needs of it is in there: `to_host` is that one
     question.
