@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
+
 from noloco_node import ambient
+from noloco_node.address_space import refused_memory
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.training.fair_queue import OWN, FairQueue, QueueTurn
 from noloco_node.training.host_copies import Ahead
 
@@ -109,6 +113,8 @@ class ComputeThread(Compute):
         self._stopping = False
         self._sender: threading.Thread | None = None
         """Sends what calls need ahead of them; made for the first that needs anything."""
+        self.lost: asyncio.Future[UserError] = self._loop.create_future()
+        """Why the device answers nothing any more, once that is so: no call after it does better in this process."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -167,9 +173,16 @@ class ComputeThread(Compute):
         if future.cancelled():
             return
         started = ambient.monotonic()
-        outcome = attempt(work)
+        result, error = attempt(work)
         self._worked(priority, ambient.monotonic() - started)
-        self._loop.call_soon_threadsafe(settle, future, *outcome)
+        if isinstance(error, torch.AcceleratorError) and refused_memory(error) is None:
+            error = _lost_by(error)
+            self._loop.call_soon_threadsafe(self._is_lost, error)
+        self._loop.call_soon_threadsafe(settle, future, result, error)
+
+    def _is_lost(self, why: UserError) -> None:
+        if not self.lost.done():
+            self.lost.set_result(why)
 
     def _work(self) -> None:
         while True:
@@ -307,6 +320,16 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def _lost_by(error: torch.AcceleratorError) -> UserError:
+    """CUDA gives a process nothing more after such an error, a driver that was reset or a memory fault: all later calls
+    end with the same one."""
+    return UserError(
+        ExitCode.CHECK_FAILED,
+        f"the device answers nothing any more: {str(error).splitlines()[0]}",
+        "start the node again: it goes on from its last checkpoint; if that comes again, look at what the driver logs",
+    )
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -12,10 +12,14 @@ import sys
 import time
 from typing import NoReturn
 
+import torch
+
 from noloco_node.cli import main as cli
 from noloco_node.directory.dht import DhtDirectory
 from noloco_node.node import journey
 from noloco_node.node.replica import Replica
+from noloco_node.training.compute_thread import Priority
+from noloco_node.training.stage_worker import StageWorker
 
 PART = "NOLOCO_CHAOS_HANGS"
 LONGER_THAN_ANY_TEST = 3600.0
@@ -34,6 +38,17 @@ async def in_a_task(self: DhtDirectory) -> None:
     await asyncio.sleep(LONGER_THAN_ANY_TEST)
 
 
+async def on_a_lost_device(self: StageWorker, *_: object, **__: object) -> NoReturn:
+    """As a GPU whose driver was reset, found by a call of which nobody but its sender is told."""
+
+    def work() -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure\nFor debugging consider")
+
+    await asyncio.gather(self._thread.run(Priority.STEP, work), return_exceptions=True)  # pyright: ignore[reportPrivateUsage]
+    await asyncio.sleep(LONGER_THAN_ANY_TEST)
+    raise AssertionError
+
+
 def main() -> None:
     """The command line of `noloco-node`."""
     match os.environ[PART]:
@@ -45,6 +60,8 @@ def main() -> None:
             Replica.close = on_a_thread
         case "directory":
             DhtDirectory.close = in_a_task
+        case "device":
+            StageWorker.loss = on_a_lost_device
         case part:
             raise ValueError(part)
     cli.entry()

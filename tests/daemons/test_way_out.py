@@ -76,6 +76,31 @@ async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
     sweep_dead_folders()  # as the next node does
 
 
+async def test_a_node_whose_device_is_lost_ends_by_itself(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would refuse whatever it is asked for ever. With a code by which a service manager starts it again."""
+    monkeypatch.setenv(PART, "device")
+    folder = tmp_path / "node"
+    overrides = [word for setting in (*ALONE, *OWN_TEXT) for word in ("--set", setting)]
+    with printed_file(folder) as printed:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
+            *overrides,
+            stdout=printed,
+            stderr=printed,
+        )
+    try:
+        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.CHECK_FAILED
+    finally:
+        if process.returncode is None:
+            os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
+    said = (folder / "printed").read_text()
+    assert "the device answers nothing any more: CUDA error: unspecified launch failure" in said
+    sweep_dead_folders()
+
+
 async def test_who_is_told_to_leave_before_it_trains_waits_for_nothing_that_was_begun(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 import torch
 
 from noloco_node.collector import paused
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from tests.support import eventually
 
@@ -156,4 +157,24 @@ async def test_a_call_that_fails_keeps_nothing_of_what_it_worked_with() -> None:
             with pytest.raises((torch.OutOfMemoryError, ValueError)):
                 await thread.run(Priority.FORWARD, each)
         assert [each() for each in held] == [None, None]
+    await thread.close()
+
+
+async def test_a_device_that_is_lost_is_told_of_once_and_for_all_and_one_without_memory_is_not() -> None:
+    """By the error of every call, and to who waits for it: whatever becomes of the call's own error."""
+
+    def fails(words: str) -> Callable[[], None]:
+        def work() -> None:
+            raise torch.AcceleratorError(words)
+
+        return work
+
+    thread = ComputeThread()
+    with pytest.raises(torch.AcceleratorError):  # so says CUDA of the host's memory that is never paged out
+        await thread.run(Priority.FORWARD, fails("CUDA error: out of memory\nCUDA kernel errors might be"))
+    assert not thread.lost.done()
+    for _ in range(2):
+        with pytest.raises(UserError, match="nothing any more: CUDA error: unspecified launch failure\n"):
+            await thread.run(Priority.FORWARD, fails("CUDA error: unspecified launch failure\nSearch for"))
+    assert thread.lost.result().exit_code is ExitCode.CHECK_FAILED
     await thread.close()

@@ -163,7 +163,7 @@ def test_memory_is_used_anew_only_after_it_was_read_and_the_copy_waits_for_no_co
     assert [event.stream for event in coming.waited] == [streams.own], "for the moment at which the first was read"
 
 
-@pytest.mark.parametrize("refusal", [torch.OutOfMemoryError, torch._C.AcceleratorError])  # pyright: ignore
+@pytest.mark.parametrize("refusal", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_what_the_device_does_not_take_now_is_left_to_its_call(
     refusal: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
