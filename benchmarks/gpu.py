@@ -36,6 +36,7 @@ from noloco_node.errors import UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.training.compute_device import check_device, device_name, peak_flop_per_second
+from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.stage_trainer import StageTrainer
 
 NO_DEVICE = 3
@@ -130,12 +131,14 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def waits(device: torch.device, work: Callable[[], object]) -> int:
-    """How often the host waits for the device in it."""
+def waits(device: torch.device, copies: HostCopies, work: Callable[[], object]) -> int:
+    """How often the host waits for the device in it: for its `copies`, since torch does not warn of waits for events,
+    and otherwise."""
     if device.type != "cuda":
         with Reads() as reads:
             work()
         return reads.count
+    before = copies.waits
     torch.set_warn_always(True)
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -145,7 +148,7 @@ def waits(device: torch.device, work: Callable[[], object]) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.set_warn_always(False)
-    return sum("synchroniz" in str(each.message) for each in told)
+    return copies.waits - before + sum("synchroniz" in str(each.message) for each in told)
 
 
 def rate_of(trained: Trained, seconds: float) -> float:
@@ -195,9 +198,12 @@ def alone(options: argparse.Namespace) -> list[Alone]:
                 torch.cuda.reset_peak_memory_stats(device)
             trained = Trained(run, options.device)
             rates[precision].append(rate_of(trained, options.seconds))
-            microbatches = waits(device, lambda trained=trained: [trained.microbatch() for _ in range(LOOKED_AT)])
+            copies = trained.trainer.copies
+            microbatches = waits(
+                device, copies, lambda trained=trained: [trained.microbatch() for _ in range(LOOKED_AT)]
+            )
             memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-            seen[precision] = microbatches / LOOKED_AT, float(waits(device, trained.step)), memory
+            seen[precision] = microbatches / LOOKED_AT, float(waits(device, copies, trained.step)), memory
     reached = {
         dtype: product_flop_per_second(device, dtype, options.seconds / 4) for dtype in (torch.float32, torch.bfloat16)
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import NO_DEVICE, length_of, main
+from benchmarks.gpu import NO_DEVICE, length_of, main, waits
+from noloco_node.training.host_copies import HostCopies
 
 SMALL = ("--hidden", "64", "--layers", "1", "--length", "16", "--windows", "1", "--seconds", "0.01", "--rounds", "1")
 
@@ -27,6 +29,18 @@ def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, capsys: pytes
     assert set(found["trace"].values()) == {None}
     assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert "| fp32 |" in capsys.readouterr().out
+
+
+def test_waits_for_copies_are_counted_beside_those_that_torch_warns_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for an event is none of these."""
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    copies = HostCopies(torch.device("cpu"))
+
+    def work() -> None:
+        copies.to_host(torch.ones(1))
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    assert waits(torch.device("cuda"), copies, work) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is one")
