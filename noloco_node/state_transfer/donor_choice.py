@@ -26,7 +26,7 @@ from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import call
-from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
+from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 ASKED_AT_ONCE = 16
 OFFER_SECONDS = 5.0
 RESUMES = 2
-"""Times that one donor is asked to go on after a broken stream."""
+"""Times in a row that one donor is asked to go on after a broken stream, while nothing worth it comes."""
 RESUME_PAUSE_SECONDS = 0.5
 BUSY_PAUSE_SECONDS = (1.0, 4.0)
 BUSY_PATIENCE_SECONDS = 1800.0
 AWAY_TRIES = 6
-"""Times that donors are asked of which none could be reached, or none was ready to give."""
+"""Times in a row that donors are asked of which none could be reached, was ready to give, or gave more than before."""
 AWAY_PAUSES = Doubling(0.25, 4.0)
 """Between those times."""
 NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL)
@@ -152,7 +152,7 @@ class StateCopier:
                 donor = self._paces.next(ranked)
                 if download is None:
                     download = await ambient.elsewhere(new_download, self._spec, self._worker)
-                busy = list(search.busy) if ambient.monotonic() < until else []
+                busy, most = list(search.busy) if ambient.monotonic() < until else [], download.most
                 try:
                     return donor, await self._copy(donor, download, [*ranked, *busy])
                 except TooSlow as error:
@@ -162,6 +162,8 @@ class StateCopier:
                 except (Refused, TransportError) as error:
                     ranked.remove(donor)
                     self._note(search, donor, error)
+                if download.most > most:
+                    search.rounds = 0
             if search.busy and ambient.monotonic() < until:
                 logger.info("%d donors are busy: asking again in a moment", len(search.busy))
                 await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
@@ -261,7 +263,9 @@ class StateCopier:
             told(received)
             pace(received)
 
-        for resumes in range(RESUMES + 1):
+        resumes, stopped = 0, False
+        while True:
+            began, most = ambient.monotonic(), download.most
             pace.begin()
             try:
                 manifest = await fetch_state(
@@ -273,16 +277,20 @@ class StateCopier:
                     download,
                     streams=self._streams,
                     on_progress=progress,
+                    after_a_stop=stopped,
                 )
                 return await load_download(self._transport, self._worker, download, manifest, self._believe)
             except (ProtocolViolation, TooSlow):
                 raise
             except TransportError as error:
+                more, seconds = download.most - most, ambient.monotonic() - began
+                if more and self._paces.is_enough(donor, more / max(seconds, 1e-3), offering):
+                    resumes = 0
                 if resumes == RESUMES:
                     raise
+                resumes, stopped = resumes + 1, isinstance(error, DeadlinePassed)
                 logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
                 await asyncio.sleep(RESUME_PAUSE_SECONDS * self._rng.uniform(0.5, 1.5))
-        raise AssertionError("unreachable")
 
 
 def _may_come_back(error: Refused | TransportError) -> bool:

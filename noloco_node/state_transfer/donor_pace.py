@@ -37,14 +37,18 @@ class DonorPaces:
     def goes_on(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
         """Whether to stay with `donor`, which gives `rate` bytes per second, while all of `offering` would give."""
         self._slow.pop(donor, None)
+        if self.is_enough(donor, rate, offering):
+            return True
+        self._slow[donor] = rate
+        return False
+
+    def is_enough(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
+        """Whether nobody else of `offering` is known, or likely, to be faster than a donor that gives `rate`."""
         if rate >= self.floor:
             return True
         others = [peer for peer in offering if peer != donor]
         tried = [self._slow[peer] for peer in others if peer in self._slow]
-        if len(tried) < min(len(others), MOST_TRIED - 1) or max(tried, default=0.0) > MUCH_FASTER * rate:
-            self._slow[donor] = rate
-            return False
-        return True
+        return len(tried) >= min(len(others), MOST_TRIED - 1) and max(tried, default=0.0) <= MUCH_FASTER * rate
 
     def next(self, ranked: Collection[PeerId]) -> PeerId:
         """Whom of `ranked`, the best first, to take: one not known as slow, until a few are; then the fastest."""

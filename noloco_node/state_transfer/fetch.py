@@ -47,6 +47,8 @@ class Download:
         self.snapshot = ""
         """Name of the snapshot that was read last: a donor that still holds it goes on with it."""
         self._have = [b""] * self.chunks
+        self.most = 0
+        """Bytes of one snapshot that lay here at once, at the most."""
 
     def missing(self, digests: Sequence[bytes]) -> list[int]:
         """Chunks that must still come for a state with these digests."""
@@ -78,12 +80,14 @@ async def fetch_state(
     *,
     streams: int | None,
     on_progress: Callable[[int], None],
+    after_a_stop: bool = False,
 ) -> StateManifest:
     """Bring `download` to a whole, verified state of `donor`. Nothing of this replica changes.
 
     There is no deadline on the whole, only on progress: no chunk for `limits.exchange_progress_seconds` ends it.
     `streams` chunks are under way at once, None: as many as the link needs. `on_progress` is told the bytes that lie
-    here. Raises Refused or TransportError; what has come so far stays.
+    here. `after_a_stop`: nothing came in time last. It begins with one chunk then, for several that share a slow line
+    all come too late. Raises Refused or TransportError; what has come so far stays.
     """
     request = StateRequest(run=spec.run_id, stage=stage, contract=worker.contract, snapshot=download.snapshot)
     limit = spec.limits.exchange_progress_seconds
@@ -91,6 +95,8 @@ async def fetch_state(
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
     width = Width(streams, limit)
+    if after_a_stop:
+        width.begin_with(1)
     here = download.size - sum(map(download.length, pending))
     on_progress(here)
 
@@ -114,6 +120,7 @@ async def fetch_state(
                 raise BadAnswer(f"chunk {index} of its state does not match the manifest")
         download.put(index, digests[index], data)
         here += size
+        download.most = max(download.most, here)
         deadline.reschedule(asyncio.get_running_loop().time() + limit)
         on_progress(here)
 

@@ -53,8 +53,11 @@ class Width:
         self._since = -math.inf
 
     def begin_with(self, pieces: int) -> None:
-        """No more than so many at first."""
-        self.pieces = self._kept = min(self.pieces, pieces)
+        """No more than so many at first. Where that is fewer than a fixed number, that is from now on the most: a slow
+        beginning must not hold the whole transfer to less."""
+        if pieces < self.pieces:
+            self.pieces = self._kept = pieces
+            self._fixed = None
 
     def wider(self) -> None:
         """One more is under way from now on. Its first piece may take many times as long as others: a new stream
