@@ -50,8 +50,8 @@ class SimSpec(Settings):
     relayed: Fraction = 0.0
     """Share of the nodes that nobody can dial: what they send and get goes through others of them."""
     life_hours: PositiveFloat | None = None
-    """How long a node lives on average before it is gone from one moment to the next, and another comes in its place;
-    null: nobody dies."""
+    """How long a node lives on average before it is gone from one moment to the next, and another comes in its place,
+    which takes over a stage peer's state: a quadratic's is one chunk; null: nobody dies."""
     sample_seconds: Annotated[float, Field(ge=1.0)] = 60.0
     """Virtual seconds between two samples of the weights' spread and the losses."""
 

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 from noloco_node.config.load import Config
 from noloco_node.config.sim_spec import SimSpec
@@ -36,6 +37,8 @@ ENDED_BYTES = 1 << 20
 """What is kept of a node that has died."""
 COPIES = 10
 """Vectors of four bytes a weight that a node with tensors holds: weights, their copies, optimizer, outer step."""
+STATE_BYTES = 20
+"""For each weight of a stage, of what a joiner takes over: fast and slow weights, momentum and two moments."""
 OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}
 """What a device takes for each kind of work, in `sim.operation_seconds`. The last stage's forward is with its loss and
 backward: three times as long."""
@@ -83,23 +86,26 @@ def check_simulation(config: Config, footprint: Footprint) -> None:
 
 
 def _check_links(config: Config, footprint: Footprint) -> None:
-    """What is sent at once must come through before it is given up: of a quadratic all that is exchanged."""
+    """What is sent at once must come through before it is given up: of a quadratic all that is exchanged, and, where
+    nodes come for those that die, a stage peer's whole state."""
     sim, limits = config.sim, config.run.limits
     patience = limits.exchange_progress_seconds
     narrow = "up_mbit" if sim.up_mbit <= sim.down_mbit else "down_mbit"
     mbit = min(sim.up_mbit, sim.down_mbit)
     quadratic = sim.tensors == "quadratic"
     octets = max(each.outer_step for each in traffic_of(config.run, footprint))
-    slowest = (octets if quadratic else min(octets, limits.chunk_bytes)) / (mbit * 125e3)
+    state = STATE_BYTES * fmean(footprint.parameters) if quadratic and sim.life_hours is not None else 0.0
+    slowest = (max(octets, state) if quadratic else min(octets, limits.chunk_bytes)) / (mbit * 125e3)
     if 4.0 * slowest > patience:
         said = "an exchange takes" if quadratic else "a chunk of run.limits.chunk_bytes takes"
+        said = "a stage peer's state takes" if state > octets else said
         why = ", and a quadratic's is a single chunk" if quadratic else ""
         raise UserError(
             ExitCode.CONFIG,
             f"with sim.{narrow} {mbit:g} {said} {slowest:.3g} s{why}, which run.limits.exchange_progress_seconds "
             f"({patience:g}) would break off",
-            f"raise sim.{narrow}, set run.limits.exchange_progress_seconds to {4.0 * slowest:.0f} or more, or name a "
-            "smaller model",
+            f"raise sim.{narrow}, set run.limits.exchange_progress_seconds to {math.ceil(4.0 * slowest)} or more, or "
+            "name a smaller model",
         )
 
 

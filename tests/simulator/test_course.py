@@ -35,6 +35,9 @@ from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
 from tests.worlds import micro_spec
 
+PATIENT = "run.limits.exchange_progress_seconds=80"
+"""So that a quadratic's whole state, which is one chunk, comes through."""
+
 
 def shipped(*overrides: str) -> Config:
     """The configuration that comes with the package, changed."""
@@ -74,7 +77,12 @@ def test_a_stage_that_nobody_holds_and_more_memory_than_there_is_are_refused_wit
         check_simulation(shipped("sim.nodes=4096", "sim.tensors=real"), footprint)
     assert "quadratic" in (too_many.value.remedy or "")
     with pytest.raises(UserError, match=r"sim\.life_hours 1e-09 brings .* others"):
-        check_simulation(shipped("sim.life_hours=1e-9"), footprint)
+        check_simulation(shipped("sim.life_hours=1e-9", PATIENT), footprint)
+    with pytest.raises(UserError, match=r"sim\.up_mbit 50 a stage peer's state takes") as one_chunk:
+        check_simulation(shipped("sim.life_hours=1"), footprint)
+    assert "run.limits.exchange_progress_seconds to 68" in (one_chunk.value.remedy or "")
+    check_simulation(shipped("sim.life_hours=1", PATIENT), footprint)
+    check_simulation(shipped("sim.life_hours=1", "sim.tensors=real", "sim.nodes=2"), footprint)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
@@ -99,7 +107,9 @@ def test_who_comes_for_a_dead_node_has_a_device_for_its_stage() -> None:
 def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
     """Where nodes die all the time, and only who is there from the beginning says whether meetings are even."""
     whole, dying = (
-        simulate(shipped("sim.nodes=4", "sim.hours=0.03", f"sim.life_hours={life}"), lambda _done, _all: None).figures
+        simulate(
+            shipped("sim.nodes=4", "sim.hours=0.03", f"sim.life_hours={life}", PATIENT), lambda _done, _all: None
+        ).figures
         for life in ("null", "0.008")
     )
     assert dying.nodes_started > 3 * whole.nodes_started
