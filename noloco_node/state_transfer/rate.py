@@ -33,6 +33,10 @@ HIGHEST_RATE = 4e9
 WINDOW_SECONDS = 4.0
 GIVING_WINDOWS = 2
 """Windows of giving before one of silence."""
+MOST_WINDOWS, MOST_SILENT = 2, 5
+"""Times as long as a window one of giving, and one of silence, lasts at most: until it holds a whole microbatch."""
+OF_BEFORE = 0.1
+"""Share of a pace's time that may lie before its window."""
 QUIET_WEIGHT = 0.25
 """Of a new window of silence in their mean."""
 REMEMBERED = 0.97
@@ -102,6 +106,8 @@ class DonorRate:
 
     def _begin_window(self) -> None:
         self._since, self._before, self._taken = self._now(), self._trained(), 0
+        self._first: LastTrained | None = None
+        """As of the first end of a microbatch in this window."""
         self._hurried = False
         self._read: set[str] = set()
 
@@ -117,17 +123,29 @@ class DonorRate:
             self._next_turn()
         try:
             await turn
-            now = self._now()
-            start = max(now, self.free_at, self.quiet_until)
-            if start > now:
-                await asyncio.sleep(start - now)
-            self.free_at = start + size / self.rate
+            wait = self.wait()
+            while wait > 0.0:
+                await asyncio.sleep(wait)
+                wait = self.wait()
+            self.free_at = max(self._now(), self.free_at) + size / self.rate
             self._taken += size
             self._hurried |= hurried
             self._read.add(reader)
         finally:
             if not turn.cancelled():
                 self._next_turn()
+
+    def wait(self) -> float:
+        """Seconds until something may be given. A window of silence is closed before: what leaves as soon as it is over
+        would count as given in it."""
+        if self._silent:
+            self.tend()
+        return max(self.free_at, self.quiet_until) - self._now()
+
+    @property
+    def _silent(self) -> bool:
+        """This window is one of silence."""
+        return self.quiet_until > self._since
 
     def _next_turn(self) -> None:
         self._giving = False
@@ -139,23 +157,34 @@ class DonorRate:
 
     def tend(self) -> None:
         """Close the window if it is over and set the rate anew; after some windows of giving be silent for one."""
-        elapsed = self._now() - self._since
+        now, ended = self._now(), self._trained()
         if not self._before.at:  # nothing had been trained when the window began
             self._begin_window()
             return
-        if elapsed < self._window:
+        if self._first is None and ended.at > self._before.at:
+            self._first = ended
+        if now < self._since + self._window or now < self.quiet_until:
             return
-        self._note(self._taken / elapsed, self._pace())
+        pace = self._pace(ended)
+        if pace is None and now < self._since + (MOST_SILENT if self._silent else MOST_WINDOWS) * self._window:
+            self.quiet_until = now + self._window / 4.0 if self._silent else 0.0
+            return
+        self._note(self._taken / (now - self._since), pace)
         if self._windows >= GIVING_WINDOWS:
             self._windows = 0
-            self.quiet_until = self._now() + self._window
+            self.quiet_until = now + self._window
         self._begin_window()
 
-    def _pace(self) -> float | None:
-        """Tokens a second since the window began, between the ends of two microbatches: seconds of an unfinished one
-        would pass for slowness. None where none has ended."""
-        tokens, at = self._trained()
-        return (tokens - self._before.tokens) / (at - self._before.at) if at > self._before.at else None
+    def _pace(self, ended: LastTrained) -> float | None:
+        """Tokens a second between the ends of two microbatches: seconds of an unfinished one would pass for slowness.
+        From the last one before the window where that is hardly longer than the window, else between two in it: what
+        was worked on before it was in another kind of window. None where there are no two."""
+        begun = self._before
+        if self._since - begun.at > OF_BEFORE * (ended.at - begun.at):
+            begun = self._first
+        if begun is None or ended.at <= begun.at:
+            return None
+        return (ended.tokens - begun.tokens) / (ended.at - begun.at)
 
     def _note(self, given: float, pace: float | None) -> None:
         if given and pace is not None and self._quiet:

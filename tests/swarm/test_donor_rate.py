@@ -108,6 +108,38 @@ class Trainer:
             await self.send(CHUNK)
 
 
+@pytest.mark.parametrize("look", [1.0, 2.0, 1.7])
+def test_a_donor_that_has_readers_from_its_first_moment_learns_its_silent_pace(look: float) -> None:
+    """Chunks that waited for the end of a silence leave before anybody looks at the window: they were counted as given
+    in it, so it was taken for none, and another followed, for ever."""
+
+    async def work() -> float:
+        trained = LastTrained(0, 0.0)
+        rate = DonorRate(lambda: trained, lowest=least_rate(LimitsSpec()))
+
+        async def train() -> None:
+            nonlocal trained
+            while True:
+                await asyncio.sleep(0.05)
+                trained = LastTrained(trained.tokens + 100, ambient.monotonic())
+
+        async def tend() -> None:
+            while True:
+                await asyncio.sleep(look)
+                rate.tend()
+
+        async def read() -> None:
+            while True:
+                await rate.take(CHUNK, "joiner")
+
+        tasks = [asyncio.create_task(each) for each in (train(), tend(), *(read() for _ in range(4)))]
+        await asyncio.sleep(60.0)
+        await cancel_and_wait(tasks)
+        return rate.rate
+
+    assert in_virtual_time(work) > 10e6, "it loses nothing"
+
+
 PIECE = 1 << 16
 MICROBATCH_BYTES, MICROBATCH_TOKENS = 1 << 18, 512
 

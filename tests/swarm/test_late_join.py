@@ -600,9 +600,9 @@ class PacedDonor:
         end = begin + seconds
         while self._now < end:
             self._now += 0.1
-            silent = self._now <= self.rate.quiet_until or self._now < self._born + 20
+            self.rate.free_at = 0.0
+            silent = self.rate.wait() > 0.0 or self._now < self._born + 20
             if not silent:
-                self.rate.free_at = 0.0
                 await self.rate.take(int(0.1 * self.rate.rate))
             lost = 0.0 if silent else min(0.9, self.cost * self.rate.rate)
             done += 0.1 * 1000.0 * (1.0 - lost) * (1.0 + self._noise * self._generator.gauss(0.0, 1.0))
