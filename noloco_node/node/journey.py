@@ -231,7 +231,7 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
     leaving = (PeerState.FINISHING, PeerState.DRAINING)
     work = stay.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
     farewell = _say_if_last(place, replica, interrupts)
-    companions = (stay.keeper.run(), place.stays.accompany(replica), farewell, _end_with(place.thread))
+    companions = (stay.keeper.run(), place.stays.accompany(replica), farewell, place.thread.ends_when_lost())
     life = place.net.beside(work, *companions)
     await run_and_save(life, _saving(place, stay, interrupts))
 
@@ -315,11 +315,6 @@ async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]
             logger.exception("the weights could not be saved either")
         raise
     await save()
-
-
-async def _end_with(thread: ComputeThread) -> None:
-    """Raises UserError (CHECK_FAILED) once the device is lost: a node that serves others would refuse them for ever."""
-    raise await thread.lost
 
 
 def _moves_on(stays: StageLifecycle, interrupts: Interrupts) -> bool:

@@ -180,6 +180,11 @@ class ComputeThread(Compute):
             self._loop.call_soon_threadsafe(self._is_lost, error)
         self._loop.call_soon_threadsafe(settle, future, result, error)
 
+    async def ends_when_lost(self) -> None:
+        """Raises UserError (CHECK_FAILED) once the device is lost: a node that serves others would refuse all.
+        Whoever is cancelled as it waits here leaves it to the next: a thread outlives the stays of its node."""
+        raise await asyncio.shield(self.lost)
+
     def _is_lost(self, why: UserError) -> None:
         if not self.lost.done():
             self.lost.set_result(why)

@@ -172,9 +172,13 @@ async def test_a_device_that_is_lost_is_told_of_once_and_for_all_and_one_without
     thread = ComputeThread()
     with pytest.raises(torch.AcceleratorError):  # so says CUDA of the host's memory that is never paged out
         await thread.run(Priority.FORWARD, fails("CUDA error: out of memory\nCUDA kernel errors might be"))
-    assert not thread.lost.done()
+    with pytest.raises(TimeoutError):  # as a node's stay at one stage ends, before another begins
+        await asyncio.wait_for(thread.ends_when_lost(), 0.01)
+    next_stay = asyncio.create_task(thread.ends_when_lost())
     for _ in range(2):
         with pytest.raises(UserError, match="nothing any more: CUDA error: unspecified launch failure\n"):
             await thread.run(Priority.FORWARD, fails("CUDA error: unspecified launch failure\nSearch for"))
-    assert thread.lost.result().exit_code is ExitCode.CHECK_FAILED
+    with pytest.raises(UserError, match="nothing any more") as lost:
+        await next_stay
+    assert lost.value.exit_code is ExitCode.CHECK_FAILED
     await thread.close()
