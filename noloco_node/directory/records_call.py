@@ -30,6 +30,9 @@ MOST_TOLD = 12
 FEW_TOLD = 4
 """The same of those to a peer that has said before what it serves: its own record goes from either to the other each
 time, and of others it hears by the DHT and by whoever else calls it."""
+FEWEST_TOLD = 2
+"""The same where `MANY` are known: calls are as many as a node may make then, and bring as many others a second."""
+MANY = 64
 MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
 """Characters in base64."""
 
@@ -76,6 +79,11 @@ class ToldRecords:
     """Whose records it told."""
 
 
+def few_told(directory: Directory) -> int:
+    """Records for a peer that has said before what it serves."""
+    return FEWEST_TOLD if sum(map(len, directory.view.stages)) >= MANY else FEW_TOLD
+
+
 def serve_records(
     transport: Transport, run_id: str, directory: Directory, stage: Callable[[], int | None] = lambda: None
 ) -> Withdraw:
@@ -84,7 +92,7 @@ def serve_records(
 
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)
-        most = FEW_TOLD if transport.acquaintances.takes_part(peer) else MOST_TOLD
+        most = few_told(directory) if transport.acquaintances.takes_part(peer) else MOST_TOLD
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
         return _packed(run_id, stage(), directory.to_tell(most))

@@ -19,7 +19,7 @@ from noloco_node.aio import Pulse
 from noloco_node.bootstrap.hello import ask_hello
 from noloco_node.directory.headcount import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
-from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, tell
+from noloco_node.directory.records_call import MOST_TOLD, few_told, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 from noloco_node.transport.acquaintance import ANSWER_SECONDS, Acquaintances
@@ -358,7 +358,7 @@ class RollCall:
         """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
         own = self._stage()
         if own is not None and (record is None or record.state is not PeerState.JOINING):
-            most = FEW_TOLD if asked.has_told and not asked.old else MOST_TOLD
+            most = few_told(self._directory) if asked.has_told and not asked.old else MOST_TOLD
             told = await tell(self._transport, peer, self._run, self._directory, stage=own, most=most, timeout=timeout)
             asked.has_told |= told.stage is not None
             if not self._running:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import SignedRecord
-from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records, tell
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, SignedRecord
+from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY, MOST_TOLD, RECORDS, serve_records, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
@@ -58,6 +58,30 @@ async def test_who_has_said_what_it_serves_is_told_few_from_then_on() -> None:
     for _ in range(3):
         assert (await tell(caller, TWO, RUN, book, stage=0)).answered
     assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEW_TOLD]
+
+
+class Acquainted(Book):
+    """One that knows so many peers."""
+
+    knows = 0
+
+    @property
+    def view(self) -> DirectoryView:
+        peers = [PeerId(f"peer-number-{number}") for number in range(self.knows)]
+        said = PeerRecord(peer_id=ONE, stage=0, state=PeerState.TRAINING, protocol=1, version="1")
+        return DirectoryView((dict.fromkeys(peers, LiveRecord(said, 1e12)),))
+
+
+async def test_who_knows_many_tells_each_of_them_fewer() -> None:
+    """All its calls bring as many others a second as where it knows few and calls them more seldom."""
+    network = MemoryNetwork()
+    caller, server, book = MemoryTransport(network, ONE), MemoryTransport(network, TWO), Book()
+    known = Acquainted(*map(row, range(MOST_TOLD)))
+    serve_records(server, RUN, known)
+    for known.knows in (MANY - 1, MANY):
+        for _ in range(2):
+            assert (await tell(caller, TWO, RUN, book, stage=0)).answered
+    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEWEST_TOLD, FEWEST_TOLD]
 
 
 @pytest.mark.parametrize("run", [RUN, "another-run"])
