@@ -27,6 +27,18 @@ SLOW_MACHINE = 20.0
 NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 
 
+async def hung_node(folder: Path, *settings: str) -> asyncio.subprocess.Process:
+    """Started; what it says goes to `printed` in its folder."""
+    overrides = [word for setting in (*ALONE, *OWN_TEXT, *settings) for word in ("--set", setting)]
+    with printed_file(folder) as printed:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
+            *overrides,
+            stdout=printed,
+            stderr=printed,
+        )
+
+
 @pytest.mark.parametrize(
     ("part", "waits_for"),
     [
@@ -40,18 +52,8 @@ async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
 ) -> None:
     """Nor its p2pd; the exit code is that of a node that was told to leave, and its last event says what it was."""
     monkeypatch.setenv(PART, part)
-    folder = tmp_path / "node"
-    overrides = [
-        word for setting in (*ALONE, *OWN_TEXT, f"node.leave_seconds={LEAVES:g}") for word in ("--set", setting)
-    ]
     before = set(p2pd_children())
-    with printed_file(folder) as printed:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
-            *overrides,
-            stdout=printed,
-            stderr=printed,
-        )
+    process = await hung_node(folder := tmp_path / "node", f"node.leave_seconds={LEAVES:g}")
     reader = EventReader(folder / "events.jsonl")
     try:
         await eventually(lambda: [e for e in reader.new_events() if isinstance(e, InnerStep)], 150, "it trains")
@@ -81,15 +83,7 @@ async def test_a_node_whose_device_is_lost_ends_by_itself(
 ) -> None:
     """It would refuse whatever it is asked for ever. With a code by which a service manager starts it again."""
     monkeypatch.setenv(PART, "device")
-    folder = tmp_path / "node"
-    overrides = [word for setting in (*ALONE, *OWN_TEXT) for word in ("--set", setting)]
-    with printed_file(folder) as printed:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
-            *overrides,
-            stdout=printed,
-            stderr=printed,
-        )
+    process = await hung_node(folder := tmp_path / "node")
     try:
         assert await asyncio.wait_for(process.wait(), 60) == ExitCode.CHECK_FAILED
     finally:
@@ -106,15 +100,7 @@ async def test_who_is_told_to_leave_before_it_trains_waits_for_nothing_that_was_
 ) -> None:
     """A large stage that is being built, a server that sends no text: the process has ended long before its time."""
     monkeypatch.setenv(PART, "building")
-    folder = tmp_path / "node"
-    overrides = [word for setting in (*ALONE, *OWN_TEXT) for word in ("--set", setting)]
-    with printed_file(folder) as printed:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
-            *overrides,
-            stdout=printed,
-            stderr=printed,
-        )
+    process = await hung_node(folder := tmp_path / "node")
     try:
         await eventually(lambda: "HANGS" in (folder / "printed").read_text(), 150, "it builds its stage")
         process.send_signal(signal.SIGTERM)
