@@ -26,6 +26,7 @@ from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
 from noloco_node.directory.buckets import TARGET
+from noloco_node.simulator.course import STATE_BYTES
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
@@ -44,8 +45,6 @@ IN_FLIGHT, MAX_PENDING = 8, 16
 FORWARD_SECONDS = 2.0
 STEP_SECONDS = 0.001
 RECORD_SECONDS = 20.0
-STATE_BYTES = 20.0
-"""For each weight, of what a joiner copies: the weights twice, the outer momentum and two moments."""
 
 
 def configuration(nodes: int) -> Config:

@@ -167,7 +167,8 @@ class DonorRate:
             return
         pace = self._pace(ended)
         if pace is None and now < self._since + (MOST_SILENT if self._silent else MOST_WINDOWS) * self._window:
-            self.quiet_until = now + self._window / 4.0 if self._silent else 0.0
+            if self._silent:
+                self.quiet_until = now + self._window / 4.0
             return
         self._note(self._taken / (now - self._since), pace)
         if self._windows >= GIVING_WINDOWS:

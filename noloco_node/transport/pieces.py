@@ -45,12 +45,10 @@ class Width:
         self._kept: int = self.pieces
         self._fixed, self._limit = fixed, limit
         self._narrowed_at = -math.inf
-        self._rate = self._slowest = 0.0
+        self._rate = 0.0
         self._rest, self._rested, self._fewer_next = 0, 0, True
         self._first = 0
-        self._came = 0
-        self._spent = 0.0
-        self._since = -math.inf
+        self._look_anew(-math.inf)
 
     def begin_with(self, pieces: int) -> None:
         """No more than so many at first. Where that is fewer than a fixed number, that is from now on the most: a slow
@@ -87,19 +85,18 @@ class Width:
         if self._came >= self.pieces:
             self._set_anew(self.pieces * self._came / max(self._spent, 1e-9))
             self._look_anew(now)
-            self._slowest = 0.0
 
     def _look_anew(self, now: float) -> None:
         """Only pieces that begin from now on say what so many under way bring."""
         self._since = now
         self._came = 0
-        self._spent = 0.0
+        self._spent = self._slowest = 0.0
 
     def _narrow(self, now: float) -> None:
         """The line has become slow: half as many, and a rest before more are tried, for it may go on becoming slower.
         Those under way are as slow; they say no more."""
         self.pieces = self._kept = max(1, self.pieces // 2)
-        self._rest, self._rested, self._slowest = REST, 0, 0.0
+        self._rest, self._rested = REST, 0
         self._narrowed_at = now
         self._look_anew(now)
 

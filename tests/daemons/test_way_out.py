@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -27,16 +29,24 @@ SLOW_MACHINE = 20.0
 NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 
 
-async def hung_node(folder: Path, *settings: str) -> asyncio.subprocess.Process:
-    """Started; what it says goes to `printed` in its folder."""
+@asynccontextmanager
+async def hung_node(part: str, folder: Path, *settings: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """One of which that part hangs; what it says goes to `printed` in its folder."""
     overrides = [word for setting in (*ALONE, *OWN_TEXT, *settings) for word in ("--set", setting)]
     with printed_file(folder) as printed:
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.daemons.hung_node", "run", str(MICRO), "--run-folder", str(folder)),
             *overrides,
             stdout=printed,
             stderr=printed,
+            env={**os.environ, PART: part},
         )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            os.kill(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 @pytest.mark.parametrize(
@@ -48,23 +58,17 @@ async def hung_node(folder: Path, *settings: str) -> asyncio.subprocess.Process:
     ],
 )
 async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
-    part: str, waits_for: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, waits_for: str, tmp_path: Path, temporary: Path
 ) -> None:
     """Nor its p2pd; the exit code is that of a node that was told to leave, and its last event says what it was."""
-    monkeypatch.setenv(PART, part)
-    before = set(p2pd_children())
-    process = await hung_node(folder := tmp_path / "node", f"node.leave_seconds={LEAVES:g}")
+    before, folder = set(p2pd_children()), tmp_path / "node"
     reader = EventReader(folder / "events.jsonl")
-    try:
+    async with hung_node(part, folder, f"node.leave_seconds={LEAVES:g}") as process:
         await eventually(lambda: [e for e in reader.new_events() if isinstance(e, InnerStep)], 150, "it trains")
         process.send_signal(signal.SIGTERM)
         told = time.monotonic()
         assert await asyncio.wait_for(process.wait(), LEAVES + SLOW_MACHINE) == ExitCode.INTERRUPTED
         assert time.monotonic() - told >= LEAVES, "it has its whole time"
-    finally:
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
     said = (folder / "printed").read_text()
     _, hangs, words = said.partition("HANGS")
     assert hangs
@@ -78,37 +82,23 @@ async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
     sweep_dead_folders()  # as the next node does
 
 
-async def test_a_node_whose_device_is_lost_ends_by_itself(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_whose_device_is_lost_ends_by_itself(tmp_path: Path, temporary: Path) -> None:
     """It would refuse whatever it is asked for ever. With a code by which a service manager starts it again."""
-    monkeypatch.setenv(PART, "device")
-    process = await hung_node(folder := tmp_path / "node")
-    try:
+    async with hung_node("device", folder := tmp_path / "node") as process:
         assert await asyncio.wait_for(process.wait(), 60) == ExitCode.CHECK_FAILED
-    finally:
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
     said = (folder / "printed").read_text()
     assert "the device answers nothing any more: CUDA error: unspecified launch failure" in said
     sweep_dead_folders()
 
 
 async def test_who_is_told_to_leave_before_it_trains_waits_for_nothing_that_was_begun(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, temporary: Path
 ) -> None:
     """A large stage that is being built, a server that sends no text: the process has ended long before its time."""
-    monkeypatch.setenv(PART, "building")
-    process = await hung_node(folder := tmp_path / "node")
-    try:
+    async with hung_node("building", folder := tmp_path / "node") as process:
         await eventually(lambda: "HANGS" in (folder / "printed").read_text(), 150, "it builds its stage")
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), SLOW_MACHINE) == ExitCode.INTERRUPTED
-    finally:
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
     assert "is given up" not in (folder / "printed").read_text()
 
 
