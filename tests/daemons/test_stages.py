@@ -18,6 +18,9 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(400)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 TARGET = 80_000
+LOST = 1.0
+"""Held-out loss, nats: a stage that begins anew costs 1.4 to 2.3 of it here, one restored from a copy of the last
+second 0 to 0.5: the run is so short that a second is a fifth of it."""
 
 
 def micro(*overrides: str) -> Config:
@@ -103,19 +106,19 @@ async def test_a_stage_without_a_copy_starts_again_from_the_seed_and_says_so_lou
         move, before, after = await kill_stage_1_and_wait(swarm, waiting)
         assert move.origin == "seed"
         assert move.clock == 0.0
-        assert after > before + 0.5, "what the stage had learnt is lost"
+        assert after > before + LOST, "what the stage had learnt is lost"
         logs = "".join(map(said, of_stage(swarm, 0)))
         assert logs.count("STAGE 1 STARTS AGAIN FROM THE RUN'S SEED") == 1
 
 
 async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_path: Path, temporary: Path) -> None:
     """With guard_copies the loss goes on near where it was."""
-    config = micro("run.guard_copies=1", "run.limits.guard_seconds=2")
+    config = micro("run.guard_copies=1", "run.limits.guard_seconds=0.5")
     async with running(config, tmp_path / "run") as (swarm, waiting):
         move, before, after = await kill_stage_1_and_wait(swarm, waiting)
         assert move.origin == "guard"
         assert move.clock > 0.15 * TARGET
-        assert after < before + 0.3, "a copy is some seconds old"
+        assert after < before + LOST, "most of what the stage had learnt is kept"
         logs = "".join(map(said, of_stage(swarm, 0)))
         assert "STARTS AGAIN" not in logs
         assert logs.count("stage 1 was restored from a copy") == 1
