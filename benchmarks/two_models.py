@@ -25,7 +25,6 @@ from benchmarks.command import command, not_negative, positive, results_file, wh
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
-from noloco_node.directory.buckets import TARGET
 from noloco_node.simulator.course import STATE_BYTES
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.links import Attachment, Links, SharedWay
@@ -68,7 +67,6 @@ def configuration(nodes: int) -> Config:
 def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, fastest: float) -> CrowdSettings:
     """The same for the event model."""
     footprint = footprint_of(config.run)
-    view = "everybody" if nodes // config.run.stages <= TARGET else "buckets"
     traffic = traffic_of(config.run, footprint)
     return CrowdSettings.model_validate(
         {
@@ -91,7 +89,7 @@ def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, f
             },
             "devices": {"fastest": fastest, "forward_seconds": FORWARD_SECONDS},
             "links": {"up_mbit": 50.0, "down_mbit": 200.0, "sigma": 0.5},
-            "directory": {"view": view, "record_seconds": RECORD_SECONDS},
+            "directory": {"record_seconds": RECORD_SECONDS},
         }
     )
 
@@ -127,6 +125,7 @@ def by_events(crowd: Crowd, settings: CrowdSettings) -> dict[str, float]:
         "microbatches, kB/s a node": sent.get("microbatches", 0.0) / seconds / nodes / 1e3,
         "exchanges, kB/s a node": sent.get("exchanges", 0.0) / seconds / nodes / 1e3,
         "directory, kB/s a node": sum(v for k, v in sent.items() if k.startswith("directory")) / seconds / nodes / 1e3,
+        "roll calls, kB/s a node": sent.get("roll calls", 0.0) / seconds / nodes / 1e3,
     }
 
 
@@ -182,7 +181,7 @@ class Told:
             "replicas of a stage, as seen": sum(seen * times for seen, times in self._seen.items()) / max(1, inner),
             **{
                 f"{kind}, kB/s a node": sent[kind] / seconds / nodes / 1e3
-                for kind in ("microbatches", "exchanges", "directory")
+                for kind in ("microbatches", "exchanges", "directory", "roll calls")
             },
             "answered by the last stage/s": rate(lambda each: each.served),
             "sent again or lost/s": rate(lambda each: each.repeated),
@@ -226,7 +225,7 @@ async def by_nodes(config: Config, crowd: Crowd, warm_up: float, seconds: float,
 
 def _sent(links: Links) -> Counter[str]:
     """Bytes by kind."""
-    families = {"microbatch": "microbatches", "outer": "exchanges", "dht": "directory"}
+    families = {"microbatch": "microbatches", "outer": "exchanges", "dht": "directory", "records": "roll calls"}
     found: Counter[str] = Counter()
     for counts in links.sent.values():
         for method, octets in counts.items():

@@ -72,8 +72,8 @@ class DirectorySettings(Settings):
     """Between two looks of a node."""
     holders: Annotated[int, Field(gt=0, le=1000)] = 5
     """Nodes that keep a key."""
-    record_bytes: Positive = 391
-    """Of a record, and as many for asking for one key."""
+    record_bytes: Positive = 343
+    """Of a record with its signer, and as many for asking for one key."""
     max_replicas: Positive = 1024
     """Replicas that share the global batch at most, where everybody is seen: a limit that runs had before views were
     samples."""

@@ -1,27 +1,37 @@
-"""What a look-up asks for: a key, and marks of what the asker holds of it already, so that it is told nothing twice.
+"""What a look-up asks for: a key, and marks of what the asker holds of it already, so that it is told nothing twice,
+and nothing that it knows to be over.
 
-A mark is a short hash of a record's signer and expiry under a salt that is drawn for each request: nobody can make a
-record in advance whose mark hides another's. A key of the DHT's own length asks for everything, as before there were
-marks.
+A mark is a short hash of a record's signer, and its expiry: whoever is asked leaves out that record and all before it.
+Near a key many are asked at once, and most of what those hold who do not store it is older than what the asker has. The
+hash is salted, with a salt that is drawn for each request: nobody can seek a key in advance whose mark hides another's.
+A key of the DHT's own length asks for everything, as before there were marks.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 
 KEY_BYTES = 20
 """Of a key of the DHT."""
-MARK_BYTES = 4
+SIGNER_BYTES, EXPIRY_BYTES = 3, 3
+MARK_BYTES = SIGNER_BYTES + EXPIRY_BYTES
 MOST_MARKS = 256
 MOST_NEIGHBOURS = 20
+TICKS = 1024
+"""Of an expiry, a second: a record expires a millisecond later at least than the one before it."""
 
 _HEAD = struct.Struct(">B8s")
-_EXPIRES = struct.Struct(">d")
+_TURN = 1 << (8 * EXPIRY_BYTES)
+"""Ticks after which a mark's expiry begins anew: 4.5 hours, more than twice the longest life."""
+
+
+def _nothing() -> dict[bytes, int]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +42,52 @@ class AskedKey:
     neighbours: int = MOST_NEIGHBOURS
     """Nodes near the key that the asker wants to be told of, at most."""
     salt: bytes = b""
-    marks: frozenset[bytes] = frozenset()
+    marks: Mapping[bytes, int] = field(default_factory=_nothing)
+    """Ticks of the expiry that the asker holds, by the salted hash of the signer."""
 
     def holds(self, signer: str, expires: float) -> bool:
-        """Whether the asker holds this record already."""
-        return bool(self.marks) and _mark(_salted(self.salt), signer, expires) in self.marks
+        """Whether the asker holds this record already, or a later one of the same signer."""
+        if not self.marks:
+            return False
+        held = self.marks.get(_mark(_salted(self.salt), signer))
+        return held is not None and (held - _ticks(expires)) % _TURN < _TURN // 2
 
 
 def pack_asked(key: bytes, held: Iterable[tuple[str, float]], salt: bytes, neighbours: int) -> bytes:
     """A key of a request by who holds these signers' records, with their expiries (DHT time, seconds)."""
     salted = _salted(salt)
-    marks = b"".join(_mark(salted, signer, expires) for signer, expires in islice(held, MOST_MARKS))
+    marks = b"".join(
+        _mark(salted, signer) + _ticks(expires).to_bytes(EXPIRY_BYTES, "big")
+        for signer, expires in islice(held, MOST_MARKS)
+    )
     return key + _HEAD.pack(neighbours, salt) + marks
 
 
 def unpack_asked(raw: bytes) -> AskedKey:
     """What a key of a request asks for, whatever its bytes."""
-    rest = len(raw) - KEY_BYTES - _HEAD.size
-    if rest < 0 or rest % MARK_BYTES:
+    first = KEY_BYTES + _HEAD.size
+    if len(raw) < first or (len(raw) - first) % MARK_BYTES:
         return AskedKey(raw)
     neighbours, salt = _HEAD.unpack_from(raw, KEY_BYTES)
-    first, most = len(raw) - rest, MOST_MARKS * MARK_BYTES
-    marks = frozenset(raw[at : at + MARK_BYTES] for at in range(first, min(len(raw), first + most), MARK_BYTES))
+    last = min(len(raw), first + MOST_MARKS * MARK_BYTES)
+    marks = {
+        raw[at : at + SIGNER_BYTES]: int.from_bytes(raw[at + SIGNER_BYTES : at + MARK_BYTES], "big")
+        for at in range(first, last, MARK_BYTES)
+    }
     return AskedKey(raw[:KEY_BYTES], min(neighbours, MOST_NEIGHBOURS), salt, marks)
 
 
 @lru_cache(maxsize=16)
 def _salted(salt: bytes) -> blake2b:
     """What the marks of one request begin with."""
-    return blake2b(digest_size=MARK_BYTES, salt=salt)
+    return blake2b(digest_size=SIGNER_BYTES, salt=salt)
 
 
-def _mark(salted: blake2b, signer: str, expires: float) -> bytes:
+def _mark(salted: blake2b, signer: str) -> bytes:
     mark = salted.copy()
-    mark.update(signer.encode() + _EXPIRES.pack(expires))
+    mark.update(signer.encode())
     return mark.digest()
+
+
+def _ticks(expires: float) -> int:
+    return int(expires * TICKS) % _TURN

@@ -142,7 +142,11 @@ class StageLevels:
         self._go_to(goes, level[real])
         for number in range(CONFIRMING):
             self._keep(goes, level[real], votes[real, number])
-        self._doubted_for[done[~real & (level > 1)]] = CONFIRMED_AGAIN
+        halfway = (self.level[done] + level) // 2
+        again = ~real & (self.level[done] < halfway)
+        self.candidate[done[again]], self._votes[done[again]] = halfway[again], NONE
+        doubts = ~real & ~again & ((level > 1) | (self.fullness(done) <= RAISE * TARGET))
+        self._doubted_for[done[doubts]] = CONFIRMED_AGAIN
 
     def _keep(self, who: Ints, level: Ints, count: Ints) -> None:
         _append(self._counts, who, count)

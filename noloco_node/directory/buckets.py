@@ -26,7 +26,7 @@ from noloco_node.identity.peer_id import PeerId
 
 TARGET = 64
 """Records of a bucket."""
-RAISE, LOWER = 1.5, 0.4375
+RAISE, LOWER = 1.25, 0.4375
 """Times the target above which a bucket is too full, and below which it is too empty. Between a level's bounds lies
 more than a factor of two, or nodes would go up and down; and less than four, or a stage of some sizes would suit two
 levels that do not write where the other reads."""
@@ -210,7 +210,8 @@ class StageLevel:
 
     def _vote(self, count: int) -> None:
         """A level far above is real where most of its buckets are as full as that: ids that were sought for one bucket
-        say nothing of the others, and records that lie at level 0 alone are nobody's."""
+        say nothing of the others, and records that lie at level 0 alone are nobody's. Where it is not, one half as far
+        above may be: a first bucket is now and then fuller than others by chance, and speaks of a level too high."""
         self._votes.append(count)
         if len(self._votes) < CONFIRMING or self._candidate is None:
             return
@@ -219,7 +220,9 @@ class StageLevel:
         if (min(votes) if level == 1 else median(votes)) >= LOWER * TARGET:
             self._go_to(level)
             self._counts.extend((level, vote) for vote in votes)
-        elif level > 1:
+        elif self.level < (halfway := (self.level + level) // 2):
+            self._candidate = halfway
+        elif level > 1 or self.fullness <= RAISE * TARGET:
             self._doubted_for = CONFIRMED_AGAIN
 
     def _decide(self) -> None:

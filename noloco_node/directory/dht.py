@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -124,6 +124,8 @@ class DhtDirectory:
         self._known_as_of: tuple[DirectoryView | None, int] = (None, 0)
         self._known: list[tuple[int, PeerId]] = []
         """See `_introduced`."""
+        self._roots = {self._id_of(place := Place(stage, 0, 0)).to_bytes(): place for stage in range(stages)}
+        node.enough_of = self._enough_of
         self._walked_at: dict[Any, float] = {}
         """DHT time of the last walk to each stage's key: not all are looked at equally often."""
 
@@ -292,6 +294,9 @@ class DhtDirectory:
             self._intake.expect(found.to_bytes(), place)
         return found
 
+    def _enough_of(self, key: bytes) -> Collection[PeerId]:
+        return self._sampled.enough_of(self._roots[key]) if key in self._roots else ()
+
     def _rows(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
         key = self._id_of(place).to_bytes()
         live = sorted(self._records.live(key, now).items())  # once, not at every question to the view
@@ -305,7 +310,7 @@ class DhtDirectory:
         if most > len(own):
             answering = (place for place in _in_any_order(self._introduced(), self._rng) if known.answers(place[1]))
             some = sorted(islice(answering, LOOKED_AT * most), key=lambda place: not known.works(place[1]))
-        roots = [self._id_of(Place(stage, 0, 0)).to_bytes() for stage in range(self._stages)]
+        roots = {place.stage: key for key, place in self._roots.items()}
         others = (
             _newest(stage, peer, self._records.held(roots[stage], peer), self._view.stages[stage].get(peer), now)
             for stage, peer in some

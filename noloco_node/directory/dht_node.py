@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -84,6 +84,8 @@ ASKED_KEY_COST = float(16 << 10)
 """What looking a key up for a peer counts as, beside the records: it takes as long as packing so many bytes."""
 LOOKED_AT_BYTES = 512
 """What each record under a key counts as at least, also where there is no room for it any more in an answer."""
+ENOUGH_SECONDS = 4000.0
+"""A record that expires so late is said to be held of whom none is wanted: no other lives as long."""
 MOST_PINGS = 8
 """Nodes of full buckets that are asked at once whether they are still there."""
 
@@ -174,6 +176,8 @@ class DhtNode:
         self._pings = 0
         self._calling_back: set[Any] = set()
         self._rested = 0
+        self.enough_of: Callable[[bytes], Iterable[str]] = _of_nobody
+        """Of whom no newer record is wanted under a key."""
         self._hand_overs = Budget(HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND, ambient.monotonic)
         self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
         self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
@@ -229,10 +233,10 @@ class DhtNode:
         return found
 
     def _asking_for(self, key: bytes, neighbours: int) -> bytes:
-        held = self._records.live(key, self._intake.now()).items()
-        return pack_asked(
-            key, ((signer, row.expires) for signer, row in held), bytes.fromhex(ambient.token(8)), neighbours
-        )
+        now = self._intake.now()
+        held: dict[str, float] = {signer: row.expires for signer, row in self._records.live(key, now).items()}
+        held |= dict.fromkeys(self.enough_of(key), now + ENOUGH_SECONDS)
+        return pack_asked(key, held.items(), bytes.fromhex(ambient.token(8)), neighbours)
 
     async def store(self, peer: Any, rows: Sequence[Stored]) -> list[bool] | None:
         """Ask a peer to hold records; which of them it took, None where it does not answer."""
@@ -424,6 +428,10 @@ class DhtNode:
         task: asyncio.Task[Any] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _of_nobody(_key: bytes) -> tuple[str, ...]:
+    return ()
 
 
 def _rows_of(value: bytes) -> list[tuple[object, object, object]]:

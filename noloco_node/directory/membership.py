@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,11 @@ async def asked_already() -> None:
 def too_few(nodes: int, stages: int) -> str:
     """What is to be said beside a stage that nobody serves: nothing where there are nodes enough for all stages."""
     return f", and {nodes} of the {stages} nodes that it takes are there" if nodes < stages else ""
+
+
+def _in_short(value: float) -> float:
+    """In a record, which everybody reads a few times in its life."""
+    return float(f"{value:.5g}")
 
 
 class Membership:
@@ -290,9 +296,9 @@ class Membership:
             peer_id=self._own,
             stage=self.stage,
             state=state,
-            clock=figures.clock,
-            tokens_per_second=figures.tokens_per_second,
-            capacity=figures.capacity,
+            clock=math.floor(figures.clock),
+            tokens_per_second=_in_short(figures.tokens_per_second),
+            capacity=_in_short(figures.capacity),
             guards=figures.guards,
             outer_rounds=figures.outer_rounds,
             finished=self._finished,

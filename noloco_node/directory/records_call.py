@@ -30,8 +30,9 @@ MOST_TOLD = 12
 FEW_TOLD = 4
 """The same of those to a peer that has said before what it serves: its own record goes from either to the other each
 time, and of others it hears by the DHT and by whoever else calls it."""
-FEWEST_TOLD = 2
-"""The same where `MANY` are known: calls are as many as a node may make then, and bring as many others a second."""
+FEWEST_TOLD = 1
+"""The same where `MANY` are known, the own record alone: calls are as many as a node may make then. Where the
+directory brings nothing of others their records grow old, and to whose has grown old as many are told as go in."""
 MANY = 64
 MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
 """Characters in base64."""

@@ -26,7 +26,7 @@ from noloco_node.identity.keys import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of
 from noloco_node.identity.peer_id import PeerId
 
 MAX_RECORD_BYTES = 1664
-"""Of what is signed: an honest record has some 320 bytes, an invitation 460 more, and who reads blocks of as many
+"""Of what is signed: an honest record has some 190 bytes, an invitation 460 more, and who reads blocks of as many
 sources as a mixture may have, and holds as many of each as it may, 800 more to say so."""
 MAX_SIGNED_BYTES = MAX_RECORD_BYTES + MAX_PUBLIC_KEY_BYTES + 520
 """With the longest key and signature, which have the sizes that they must have, around it."""
@@ -60,7 +60,7 @@ def bucket_key(run_id: str, place: Place) -> str:
 
 def sign_record(identity: Identity, key: str, record: PeerRecord, expires: float) -> bytes:
     """The bytes to store under (key, own peer id) until DHT time `expires`."""
-    payload = record.model_dump_json().encode()
+    payload = record.model_dump_json(exclude={"peer_id"}, exclude_defaults=True).encode()
     place = _place(_digest(key), identity.peer_id, expires)
     signature = identity.sign(place + payload)
     lengths = _LENGTHS.pack(_FORMAT, len(identity.public_key), len(signature))
@@ -144,7 +144,7 @@ class RecordValidator(RecordValidatorBase):
         payload = value[payload_start:]
         if peer_id_of(public_key) != subkey:
             return None
-        record = _record_of(payload)
+        record = _record_of(payload, subkey)
         if record.peer_id != subkey or not self._belongs(key, record):
             return None
         return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
@@ -175,15 +175,16 @@ class RecordValidator(RecordValidatorBase):
             del self._places[next(islice(self._places, self._stages, None))]
 
 
-def _record_of(payload: bytes) -> PeerRecord:
-    """ValueError (ValidationError included) for what is none."""
+def _record_of(payload: bytes, peer: str) -> PeerRecord:
+    """ValueError (ValidationError included) for what is none. Whose it is the place says, and older versions a second
+    time."""
     parsed: object = from_json(payload, allow_inf_nan=False)
     if not isinstance(parsed, dict):
         raise ValueError("it is no JSON object")
     fields = cast("dict[str, object]", parsed)
     if len(fields.keys() - PeerRecord.model_fields.keys()) > MAX_UNKNOWN_FIELDS:
         raise ValueError("too many fields that are not known")
-    return PeerRecord.model_validate_json(payload)
+    return PeerRecord.model_validate({"peer_id": peer} | fields)
 
 
 def _place(key: bytes, subkey: str, expires: float) -> bytes:

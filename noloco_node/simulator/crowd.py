@@ -16,7 +16,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, Supply, choose_stage, supply_of
 from noloco_node.placement.migration import MigrationStanding, Relocation
 from noloco_node.simulator.crowd_averaging import CrowdAveraging
-from noloco_node.simulator.crowd_directory import directory_of
+from noloco_node.simulator.crowd_calls import octets_a_second
+from noloco_node.simulator.crowd_directory import BucketDirectory, WholeDirectory
 from noloco_node.simulator.crowd_nodes import Agenda, Nodes
 from noloco_node.simulator.crowd_pipeline import BACKWARDS, CrowdPipeline
 
@@ -64,7 +65,8 @@ class Crowd:
         self._rng = random.Random(f"crowd/{settings.seed}/{many}")
         arrays = np.random.default_rng([settings.seed, many])
         self.nodes = Nodes(settings, most_nodes(settings, many), self._rng, self.agenda)
-        self.directory = directory_of(self.nodes, arrays)
+        whole = settings.directory.view == "everybody"
+        self.directory = (WholeDirectory if whole else BucketDirectory)(self.nodes, arrays)
         generator = torch.Generator().manual_seed(settings.seed)
         self.averaging = CrowdAveraging(self.nodes, self.directory, generator)
         self.pipeline = CrowdPipeline(self.nodes, self.directory, self.averaging.trained, self.averaging.missing)
@@ -120,6 +122,9 @@ class Crowd:
     def _tick(self) -> None:
         self.directory.tick()
         self.averaging.look()
+        directory = self.settings.directory
+        calls = octets_a_second(self.directory.known(), directory.record_seconds, directory.record_bytes)
+        self.nodes.count("roll calls", directory.look_seconds * float(calls.sum()))
         self.agenda.after(self.settings.directory.look_seconds, self._tick)
 
     def _churn(self) -> None:

@@ -22,8 +22,8 @@ from noloco_node.averaging.matchmaking import (
 )
 from noloco_node.directory.peer_clocks import laggard, lags
 from noloco_node.outer.update import OuterRule, contribution, step_
-from noloco_node.simulator.crowd_directory import CrowdDirectory
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
+from noloco_node.simulator.crowd_records import CrowdDirectory
 from noloco_node.training.progress import Progress, staggered
 from noloco_node.training.schedule import credit_after_step, share_of_batch, tied_pace
 from noloco_node.transport.errors import Refusal

@@ -4,272 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from noloco_node.directory.bucket_arrays import NONE, Flags, Floats, Ints, StageLevels
-from noloco_node.directory.buckets import (
-    KEPT,
-    MOST_LEVEL,
-    PREFIX_BITS,
-    Estimate,
-    bucket_of,
-    estimated,
-    level_behind,
-)
+from noloco_node.directory.buckets import KEPT, MOST_LEVEL, PREFIX_BITS, bucket_of, estimated, level_behind
 from noloco_node.directory.sampled_view import (
     HELD,
     READ_AGAIN,
     RENEWED_SECONDS,
     SAMPLED_AGAIN,
     SETTLED,
-    places_of,
+    WHOLE,
     root_again,
-    shown_of,
 )
-from noloco_node.directory.store import MOST_RECORDS, Esteem
+from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.placement.balancing import Server, sample_error
+from noloco_node.placement.balancing import Server
+from noloco_node.simulator.crowd_calls import seen_of
 from noloco_node.simulator.crowd_nodes import Nodes
+from noloco_node.simulator.crowd_records import Records
 
-RENEWALS = 3
-"""Of a record within its life."""
 NEAR = 2
 """A node's own stage and the next."""
-SEEN_AT_ONCE = MOST_RECORDS
-"""Most that one sees of a stage whose records still lie at level 0: no holder keeps more under a key."""
 DRAWN_FROM = 1024
 """Where everybody is seen, of whom one is drawn as of all."""
-LOTS = 8
-"""By which the places of a crowded bucket are drawn: nodes that share one see the same part of it."""
 
 
-class CrowdDirectory(Protocol):
-    """What the other parts ask of it."""
-
-    error: float
-    """Relative rms error of the nodes' counts of their own stage, as of the last tick."""
-
-    def tick(self) -> None:
-        """Everybody looks."""
-        ...
-
-    def replicas(self, i: int) -> int:
-        """How many live at a node's own stage, as it sees it."""
-        ...
-
-    def seen(self, i: int, ahead: int) -> Sequence[PeerId]:
-        """Peers of a node's own stage (`ahead` 0; itself left out) or of the next (1) that it sees."""
-        ...
-
-    def servers(self, i: int) -> list[Server]:
-        """What a node sees of the others of each stage, those of a bucket as one."""
-        ...
-
-    def holder_bytes(self) -> Floats:
-        """Bytes that each node has given and taken as a holder of keys, so far."""
-        ...
-
-    def forget_bytes(self) -> None:
-        """Holders begin to count anew."""
-        ...
-
-    def forget(self, i: int) -> None:
-        """A node goes to another stage: its view begins anew, and its record there is gone."""
-        ...
-
-
-class _Records:
-    """What both have in common: who has published what, and the order of a stage's records by their hash."""
-
-    def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
-        self.nodes = nodes
-        self.rng = rng
-        self.settings = nodes.settings.directory
-        self.life = self.settings.record_seconds
-        self.stages = nodes.settings.work.stages
-        self.error = 0.0
-        self.renew_at = np.full(nodes.most, -math.inf)
-        """When each publishes its record next; of those that never have, before all time."""
-        self.column = np.zeros(nodes.most, np.int64)
-        """A node's stage; of those that are cut off, beyond all stages of the others."""
-        self.columns = self.stages
-        self.order = np.zeros(0, np.int64)
-        self.keys = np.zeros(0, np.int64)
-        self._edges: dict[int, Ints] = {}
-        self._sums: dict[int, Ints] = {}
-        self._strengths: dict[int, tuple[Floats, Floats]] = {}
-        self._speeds = np.zeros(0)
-        self._peers: dict[tuple[int, int, int], tuple[PeerId, ...]] = {}
-        """Of buckets that somebody has asked for since the last tick."""
-        self._parts: dict[tuple[int, int], tuple[PeerId, ...]] = {}
-        """The same of parts of level 0, by column."""
-        self._shown: dict[tuple[int, int, int, bytes], tuple[PeerId, ...]] = {}
-        """The same of crowded buckets, by lot."""
-        self.read: dict[int, Floats] = {}
-        self.written: dict[int, Floats] = {}
-
-    def due(self) -> Ints:
-        """Who publishes its record now: they live, have come to their stage, and have not done so for a third of a
-        life. Those who do it for the first time, all at the start, come again each at a time of its own."""
-        nodes, now = self.nodes, self.nodes.agenda.now
-        who = np.flatnonzero(nodes.serving_row & (self.renew_at <= now))
-        part = np.where(np.isneginf(self.renew_at[who]), self.rng.random(len(who)), 1.0)
-        self.renew_at[who] = now + part * (self.life / RENEWALS)
-        return who
-
-    def sort(self) -> None:
-        """Who has a record that lives, in order of stage and hash, those who are cut off by themselves."""
-        nodes, now, many = self.nodes, self.nodes.agenda.now, len(self.nodes)
-        self.column[:many], self.columns = nodes.stage_row[:many], self.stages
-        if nodes.apart is not None:
-            self.column[:many] += self.stages * (nodes.region_row[:many] == nodes.apart)
-            self.columns = 2 * self.stages
-        who = np.flatnonzero((nodes.expires[:, :many] > now).any(0))
-        keys = (self.column[who] << PREFIX_BITS) | nodes.prefix[who]
-        order = np.argsort(keys, kind="stable")
-        self.order, self.keys = who[order], keys[order]
-        self._edges, self._sums, self._strengths = {}, {}, {}
-        self._peers, self._parts, self._shown = {}, {}, {}
-        self._speeds = nodes.speed_row[self.order]
-
-    def edges(self, level: int) -> Ints:
-        """Where the buckets of a level begin among the sorted, those of all stages one after another."""
-        if level not in self._edges:
-            starts = np.arange((self.columns << level) + 1, dtype=np.int64) << (PREFIX_BITS - level)
-            self._edges[level] = np.searchsorted(self.keys, starts)
-        return self._edges[level]
-
-    def counts(self, level: int) -> Ints:
-        """Records in each bucket of a level, by stage and bucket."""
-        if level not in self._sums:
-            lives = self.nodes.expires[level, self.order] > self.nodes.agenda.now
-            self._sums[level] = np.diff(np.concatenate(([0], np.cumsum(lives)))[self.edges(level)])
-        return self._sums[level]
-
-    def strengths_at(self, level: int) -> tuple[Floats, Floats]:
-        """Sums of the speeds of those who have records in each bucket of a level, and of their squares."""
-        if level not in self._strengths:
-            lives = self.nodes.expires[level, self.order] > self.nodes.agenda.now
-            edges, speeds = self.edges(level), self._speeds * lives
-            sums, squares = (np.concatenate(([0.0], np.cumsum(each)))[edges] for each in (speeds, speeds * speeds))
-            self._strengths[level] = np.diff(sums), np.diff(squares)
-        return self._strengths[level]
-
-    def others_of(
-        self, i: int, column: int, level: int, buckets: Sequence[int], number: Estimate | None
-    ) -> list[Server]:
-        """What a node sees in these buckets of a stage, each as one server; they stand for so many, or for themselves
-        alone where there is no `number`."""
-        speeds, squares = self.strengths_at(level)
-        own = (
-            bucket_of(int(self.nodes.prefix[i]), level) if column == self.column[i] and self.nodes.serving[i] else NONE
-        )
-        seen, total, squared, servers = 0, 0.0, 0.0, list[tuple[str, float]]()
-        for bucket in buckets:
-            place, speed = (column << level) + bucket, self.nodes.speed[i] if bucket == own else 0.0
-            here = int(self.counts(level)[place])
-            shown = places_of(here) if level else here
-            part = shown / here if here else 1.0
-            strength = part * max(0.0, float(speeds[place]) - speed)
-            seen += shown - (bucket == own)
-            total, squared = total + strength, squared + part * (float(squares[place]) - speed * speed)
-            servers.append((f"bucket {bucket} of stage {column}", max(strength, 1e-9)))
-        each, error, stage = 1.0, 0.0, column % self.stages
-        if number is not None:
-            each = max(1.0, number.number / max(1, seen))
-            error = sample_error(seen, total, squared, each * max(1, seen), number.error)
-        return [Server(PeerId(name), stage, strength, stands_for=each, error=error) for name, strength in servers]
-
-    def forget(self, i: int) -> None:
-        """See `CrowdDirectory.forget`."""
-        column, prefix = int(self.column[i]), int(self.nodes.prefix[i])
-        for level in np.flatnonzero(self.nodes.expires[:, i]).tolist():
-            self._peers.pop((column, level, bucket_of(prefix, level)), None)
-            if level == 0:
-                self._parts.clear()
-        self._shown.clear()
-        self.nodes.expires[:, i] = 0.0
-
-    def peers(self, column: int, level: int, bucket: int) -> tuple[PeerId, ...]:
-        """Their ids, for all who hold that bucket the same."""
-        place = column, level, bucket
-        found = self._peers.get(place)
-        if found is None:
-            peer = self.nodes.peer
-            found = self._peers[place] = tuple([peer[j] for j in self.rows(column, level, bucket)])
-        return found
-
-    def shown(self, column: int, level: int, bucket: int, i: int) -> tuple[PeerId, ...]:
-        """Those of them that one node has in its view: of a crowded bucket a part, as another is drawn now and then. It
-        takes them for strangers alike."""
-        every = self.peers(column, level, bucket)
-        if places_of(len(every)) == len(every):
-            return every
-        lot = f"{i % LOTS} {int(self.nodes.agenda.now / RENEWED_SECONDS)}".encode()
-        place = column, level, bucket, lot
-        if place not in self._shown:
-            self._shown[place] = tuple(shown_of(every, lot, lambda _: Esteem.HEARSAY))
-        return self._shown[place]
-
-    def part(self, column: int, i: int) -> tuple[PeerId, ...]:
-        """Who lies at level 0, as one node sees them: all, or of more than holders keep each so-manieth."""
-        every = self.peers(column, 0, 0)
-        parts = max(1, math.ceil(len(every) / SEEN_AT_ONCE))
-        place = column, i % parts
-        if place not in self._parts:
-            self._parts[place] = every[i % parts :: parts]
-        return self._parts[place]
-
-    def rows(self, column: int, level: int, bucket: int) -> list[int]:
-        """Nodes whose records live in a bucket."""
-        edges, place = self.edges(level), (column << level) + bucket
-        who = self.order[edges[place] : edges[place + 1]]
-        found: list[int] = who[self.nodes.expires[level, who] > self.nodes.agenda.now].tolist()
-        return found
-
-    def note_read(self, level: int, place: Ints) -> None:
-        """Buckets of a level were read, by column and bucket: count their bytes."""
-        octets = (self.counts(level)[place] + 1.0).astype(np.float64) * float(self.settings.record_bytes)
-        self._note(self.read, level, place, octets, "directory read")
-
-    def note_written(self, level: int, place: Ints) -> None:
-        """Records were written there, to each of the holders."""
-        octets = np.full(len(place), float(self.settings.record_bytes * self.settings.holders))
-        self._note(self.written, level, place, octets, "directory written")
-
-    def _note(self, table: dict[int, Floats], level: int, place: Ints, octets: Floats, kind: str) -> None:
-        keys = self.stages << level
-        before = table[level] if level in table else np.zeros(keys)
-        table[level] = before + np.bincount(place % keys, octets, minlength=keys).astype(np.float64)
-        self.nodes.count(kind, float(octets.sum()))
-
-    def forget_bytes(self) -> None:
-        """Holders begin to count anew."""
-        self.read, self.written = {}, {}
-
-    def holder_bytes(self) -> Floats:
-        """See `CrowdDirectory.holder_bytes`: each key has its holders, drawn as the hash of a key draws them, which
-        share its readers and all take what is written."""
-        living = np.array(self.nodes.living())
-        held = np.zeros(len(living))
-        for table in (self.read, self.written):
-            for octets in table.values():
-                for _ in range(self.settings.holders):
-                    places = self.rng.integers(0, len(living), len(octets))
-                    held += np.bincount(places, octets / self.settings.holders, minlength=len(living))
-        return held
-
-    def note_error(self, number: Floats, who: Ints) -> None:
-        """Of what these take for the number of their own stage."""
-        true = np.bincount(self.column[self.nodes.serving_row], minlength=self.columns)
-        of = true[self.column[who]]
-        known = of > 0
-        self.error = float(np.sqrt(np.mean((number[known] / of[known] - 1.0) ** 2))) if known.any() else math.nan
-
-
-class WholeDirectory(_Records):
+class WholeDirectory(Records):
     """Everybody reads everything at every look."""
 
     def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
@@ -299,6 +61,10 @@ class WholeDirectory(_Records):
         """See `CrowdDirectory.replicas`."""
         return max(1, self._many[int(self.column[i])])
 
+    def known(self) -> Floats:
+        """See `CrowdDirectory.known`."""
+        return np.full(int(self.nodes.alive_row.sum()), float(sum(map(len, self._seen))))
+
     def servers(self, i: int) -> list[Server]:
         """See `CrowdDirectory.servers`."""
         first = int(self.column[i]) // self.stages * self.stages
@@ -311,7 +77,7 @@ class WholeDirectory(_Records):
         return [peer[j] for j in self._seen[int(self.column[i]) + ahead] if j != i]
 
 
-class BucketDirectory(_Records):
+class BucketDirectory(Records):
     """By buckets, as `directory.buckets` decides and as often as `directory.sampled_view` says; the same ticks for all,
     each at its own turn."""
 
@@ -370,6 +136,22 @@ class BucketDirectory(_Records):
                 found += self.others_of(i, column, level, held or (0,), None)
         return found
 
+    def known(self) -> Floats:
+        """See `CrowdDirectory.known`: of stages that are not near those of one bucket."""
+        who = np.flatnonzero(self.nodes.alive_row)
+        own, side = self.nodes.stage_row[who], self.column[who] // self.stages * self.stages
+        found, buckets = np.zeros(len(who)), np.zeros(self.columns)
+        for column, level in enumerate(np.maximum(0, self._behind_of[: self.columns] - 1).tolist()):
+            buckets[column] = self.counts(level)[column << level : (column + 1) << level].mean()
+        for stage in range(self.stages):
+            ahead, columns = stage - own, side + stage
+            seen = buckets[columns]
+            for near in range(NEAR):
+                whole = seen_of(self.number[near, who], self.levels[near].level[who])
+                seen = np.where(ahead == near, whole, seen)
+            found += seen
+        return found
+
     def forget(self, i: int) -> None:
         """See `CrowdDirectory.forget`."""
         super().forget(i)
@@ -409,7 +191,10 @@ class BucketDirectory(_Records):
         before = levels.level[who].copy()
         above = before > 0
         root = ~above | self._root_turn(who, before)
-        self.note_read(0, stage[root])
+        # who sees both halves of a stage is told nothing of those at level 0
+        halves = (before == 1) & (self._held[ahead, who] != NONE).all(1)
+        self.note_looked(stage[~above], self.settings.look_seconds)
+        self.note_read(0, stage[root & above & ~halves])
         levels.look_behind(who[root], behind[stage[root]])
         # who is at level 0 and looks at a bucket of another level has read level 0 as well
         besides = ~above & (levels.candidate[who] != NONE)
@@ -458,17 +243,21 @@ class BucketDirectory(_Records):
                 for held in self._held[ahead, some].T if at else ():
                     known = held != NONE
                     self.note_read(at, ((self.column[some] + ahead) << at)[known] + held[known])
-        self._look_far(again, 0)
-        self._look_far(who[self._turn(who, SAMPLED_AGAIN)], 1)
+        if len(self.order) <= WHOLE and not any(levels.level[who].any() for levels in self.levels):
+            self._look_far(who, 0, self.settings.look_seconds)
+        else:
+            self._look_far(again, 0, READ_AGAIN * self.life)
+        self._look_far(who[self._turn(who, SAMPLED_AGAIN)], 1, SAMPLED_AGAIN * self.life)
 
-    def _look_far(self, who: Ints, above: int) -> None:
-        """These look at the stages that are not near: at level 0, or at a bucket where there is a level above it."""
+    def _look_far(self, who: Ints, above: int, seconds: float) -> None:
+        """These look at the stages that are not near, so long after the last time: at level 0, or at a bucket where
+        there is a level above it."""
         own, side = self.nodes.stage_row[who], self.column[who] // self.stages * self.stages
         for stage in range(self.stages):
             columns = (side + stage)[(own > stage) | (own + NEAR <= stage)]
             levels = np.maximum(0, self._behind_of[columns] - 1)
             if not above:
-                self.note_read(0, columns[levels == 0])
+                self.note_looked(columns[levels == 0], seconds)
                 continue
             for at in np.unique(levels[levels > 0]).tolist():
                 some = columns[levels == at]
@@ -485,10 +274,3 @@ class BucketDirectory(_Records):
         """Whose turn it is, of what comes once in a part of a record's life."""
         ticks = max(1, round(part * self.life / self.settings.look_seconds))
         return (who + self._tick) % ticks == 0
-
-
-def directory_of(nodes: Nodes, rng: np.random.Generator) -> WholeDirectory | BucketDirectory:
-    """As the settings say."""
-    if nodes.settings.directory.view == "everybody":
-        return WholeDirectory(nodes, rng)
-    return BucketDirectory(nodes, rng)

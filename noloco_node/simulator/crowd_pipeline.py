@@ -14,8 +14,8 @@ from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.paces import RequestOutcome
 from noloco_node.pipeline.passing import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
 from noloco_node.pipeline.routing import RoutingBook
-from noloco_node.simulator.crowd_directory import CrowdDirectory
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
+from noloco_node.simulator.crowd_records import CrowdDirectory
 from noloco_node.training.compute_thread import CallOrder, DeviceLoad, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.transport.errors import Refused

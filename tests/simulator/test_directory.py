@@ -116,9 +116,9 @@ def test_a_side_that_is_cut_off_reads_and_writes_among_itself() -> None:
 
 
 def test_members_receive_what_real_ones_were_measured_to_receive() -> None:
-    """Bytes a second (5,296 of 16, `benchmarks.directory`), within a tenth; each publishes and looks as a node does,
+    """Bytes a second (3,920 of 16, `benchmarks.directory`), within an eighth; each publishes and looks as a node does,
     and trains nothing."""
-    count, real = 16, 5296.0
+    count, real = 16, 3920.0
 
     async def work() -> float:
         async with AsyncExitStack() as stack:
@@ -136,7 +136,7 @@ def test_members_receive_what_real_ones_were_measured_to_receive() -> None:
             assert all(len(directory.view.stages[0]) == count // 2 for directory in members.directories[1:])
             return median(late - early for early, late in zip(before, after, strict=True)) / 20.0
 
-    assert in_virtual_time(work) == pytest.approx(real, rel=0.1)
+    assert in_virtual_time(work) == pytest.approx(real, rel=0.125)
 
 
 def test_a_holder_that_vanishes_empties_nobodys_view() -> None:

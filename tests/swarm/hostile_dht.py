@@ -54,8 +54,8 @@ class Padded:
     def __init__(self, record: PeerRecord, padding: int) -> None:
         self._record, self._padding = record, padding
 
-    def model_dump_json(self) -> str:
-        text = self._record.model_dump_json()
+    def model_dump_json(self, *, exclude: set[str], exclude_defaults: bool) -> str:
+        text = self._record.model_dump_json(exclude=exclude, exclude_defaults=exclude_defaults)
         return f'{text[:-1]},"padding":"{base64.b64encode(bytes(self._padding)).decode()[: self._padding]}"}}'
 
 

@@ -170,16 +170,20 @@ async def test_a_key_that_is_looked_at_more_rarely_is_walked_to_before_a_records
 
 
 def test_what_an_asker_holds_is_left_out_and_nothing_else() -> None:
-    """Neither an older record nor a later one of the same signer, nor under another salt; any bytes are read."""
+    """That record and what its signer said before it, never what it said later, if only by a millisecond; nothing under
+    another salt; any bytes are read."""
     key, held = bytes(range(KEY_BYTES)), [(f"signer-{number}", 100.0 + number) for number in range(MOST_MARKS)]
     asked = unpack_asked(pack_asked(key, held, b"saltsalt", 8))
     assert (asked.key, asked.neighbours) == (key, 8)
     assert all(asked.holds(*row) for row in held)
-    assert not any(asked.holds(signer, expires + 0.5) for signer, expires in held)
+    assert all(asked.holds(signer, expires - before) for signer, expires in held for before in (1e-3, 0.5, 3600.0))
+    assert not any(asked.holds(signer, expires + after) for signer, expires in held for after in (1e-3, 0.5, 3600.0))
+    turned = unpack_asked(pack_asked(key, [("signer", 16384.0 * 1e5 - 1.0)], b"saltsalt", 8))
+    assert not turned.holds("signer", 16384.0 * 1e5 + 1.0)
     other = AskedKey(key, 8, b"tlastlas", asked.marks)
     assert not any(other.holds(*row) for row in held)
     assert unpack_asked(key) == AskedKey(key)
-    for size in (0, 3, KEY_BYTES - 1, KEY_BYTES + 1, KEY_BYTES + 10, KEY_BYTES + 9 + 4 * 9999):
+    for size in (0, 3, KEY_BYTES - 1, KEY_BYTES + 1, KEY_BYTES + 10, KEY_BYTES + 9 + 6 * 9999):
         assert len(unpack_asked(b"\xff" * size).marks) <= MOST_MARKS
 
 

@@ -9,10 +9,12 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import pytest
+
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
-from noloco_node.directory.records_call import RECORDS, serve_records
+from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
 from noloco_node.directory.roll_call import BURST, RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
@@ -158,6 +160,28 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
             running.cancel()
             await asyncio.wait((running,))
     assert RECORDS.name in made.transport.traffic.sent
+
+
+@pytest.mark.parametrize("has_called", [False, True])
+async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_call(
+    monkeypatch: pytest.MonkeyPatch, has_called: bool
+) -> None:
+    """Of two that meet one had told the other twelve twice over, since each counted its own calls alone."""
+    told: list[int] = []
+    monkeypatch.setattr(MemoryDirectory, "to_tell", lambda _self, most: told.append(most) or ())
+    async with hall() as made:
+        peer = PeerId(made.add("peer-that-serves").peer_id)
+        if has_called:
+            made.transport.acquaintances.answered(peer)
+            made.transport.acquaintances.said(peer, 0)
+        made.roll.look()
+        running = asyncio.create_task(made.roll.run())
+        try:
+            await eventually(lambda: told, what="a call")
+            assert told[0] == (FEW_TOLD if has_called else MOST_TOLD)
+        finally:
+            running.cancel()
+            await asyncio.wait((running,))
 
 
 async def test_a_record_that_goes_between_the_choice_and_the_call_ends_no_node() -> None:

@@ -324,3 +324,20 @@ def test_a_clock_that_goes_back_holds_no_look_up() -> None:
     assert keys.read - before > 1.7 * usual
     keys.rows.clear()
     assert not any(observer.look(16).stages)
+
+
+@pytest.mark.parametrize(("many", "level"), [(40, 0), (150, 1), (300, 3), (3_000, 6)])
+def test_of_whom_a_node_sees_in_buckets_it_wants_nothing_at_level_0_but_still_tells_what_lies_behind(
+    many: int, level: int
+) -> None:
+    """All that level 0 holds of them: else who reads both halves of a stage would read each record twice."""
+    keys = Keys(many, 10)
+    observer = Observer(keys)
+    observer.look(120)
+    view, root = observer.sampled, Place(0, 0, 0)
+    assert view.level_of(0).level == level
+    enough, held = set(view.enough_of(root)), set(keys.rows[root])
+    seen = observer.peers()
+    assert enough == ({peer for peer in seen if bucket_of(prefix_of(peer), level - 1) == 0} if level else set())
+    assert enough & held == (seen & held if level else set())
+    assert not view.enough_of(Place(0, 1, 0))
