@@ -35,12 +35,14 @@ class ClocksLastHeard:
     def note(self, records: Iterable[PeerRecord], replicas: Sequence[int], now: float, *, slept: bool) -> None:
         """These are seen now, where each stage has so many replicas; nothing changes where nobody is. `slept`: since
         the last time this machine did, or its clock was set: by the two clocks that it has they are one."""
-        words, clocks = dict[PeerId, _Word](), dict[PeerId, float]()
+        words, clocks, here = dict[PeerId, _Word](), dict[PeerId, float](), set[PeerId]()
         for record in records:
             peer = PeerId(record.peer_id)
+            if record.state is not PeerState.GONE:  # its farewell is seen for a while after it has left
+                here.add(peer)
             rate = record.tokens_per_second * replicas[record.stage] if record.state is PeerState.TRAINING else 0.0
             words[peer], clocks[peer] = _Word(record.clock, rate, now, record.finished), record.clock
-        self._here = words.keys()
+        self._here = here
         if slept:
             self._woke_at, self._stand_at = now, {}
         if self._woke_at is not None and self._moves(clocks, now - self._woke_at):

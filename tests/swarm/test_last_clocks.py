@@ -78,3 +78,17 @@ def test_who_sees_the_run_go_on_has_slept_no_longer() -> None:
         clocks.note(told({A: 950.0 + seconds, B: 950.0}), (1,), WOKE + seconds, slept=seconds == 0.0)
     clocks.note([], (1,), WOKE + 90.0, slept=False)
     assert not clocks.have_come_to(TARGET, WOKE + 1000.0, lambda _: False)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_who_has_said_farewell_is_gone(finished: bool) -> None:
+    """The records of those that leave at the run's end are seen for a while after them. Who was between two stages then
+    took them for there, began its stage anew, and waited an hour alone."""
+    clocks = ClocksLastHeard(GRACE)
+    clocks.note(told({A: 990.0, B: 990.0}), (1,), 0.0, slept=False)
+    left = [
+        record.model_copy(update={"state": PeerState.GONE, "finished": finished})
+        for record in told({A: 995.0, B: 995.0})
+    ]
+    clocks.note(left, (0,), WOKE, slept=True)
+    assert clocks.have_come_to(TARGET, WOKE, lambda _: False) == finished
