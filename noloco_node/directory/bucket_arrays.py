@@ -48,6 +48,7 @@ class StageLevels:
         self._stride = rng.integers(0, 1 << (LOOKED_BACK - 1), many) * 2 + 1
         self.candidate = np.full(many, NONE, np.int64)
         self._votes = np.full((many, CONFIRMING), NONE, np.int64)
+        self._halfway = np.zeros(many, np.bool_)
         self._doubted_for = np.zeros(many, np.int64)
 
     def forget(self, who: Ints) -> None:
@@ -119,7 +120,7 @@ class StageLevels:
         behind = level_behind - 1
         goes = (behind > self.level[who]) & (self.candidate[who] == NONE) & (self._doubted_for[who] == 0)
         self.candidate[who[goes]] = behind[goes]
-        self._votes[who[goes]] = NONE
+        self._votes[who[goes]], self._halfway[who[goes]] = NONE, False
 
     def took(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         """See `StageLevel.took`, after `look_behind` where the level is 0. No node comes twice."""
@@ -137,7 +138,9 @@ class StageLevels:
             return
         middle: Floats = np.asarray(np.median(votes, axis=1), np.float64)
         full: Floats = np.where(level == 1, votes.min(1), middle)
-        real = full >= LOWER * TARGET
+        between = self._halfway[done]
+        full = np.where(between, votes.min(1), full)
+        real = full >= np.where(between & (level > 1), TARGET, LOWER * TARGET)
         goes = done[real]
         self._go_to(goes, level[real])
         for number in range(CONFIRMING):
@@ -145,7 +148,8 @@ class StageLevels:
         halfway = (self.level[done] + level) // 2
         again = ~real & (self.level[done] < halfway)
         self.candidate[done[again]], self._votes[done[again]] = halfway[again], NONE
-        doubts = ~real & ~again & ((level > 1) | (self.fullness(done) <= RAISE * TARGET))
+        self._halfway[done[again]] = True
+        doubts = ~real & ~again & ((level > 1) | between | (self.fullness(done) <= RAISE * TARGET))
         self._doubted_for[done[doubts]] = CONFIRMED_AGAIN
 
     def _keep(self, who: Ints, level: Ints, count: Ints) -> None:
@@ -177,7 +181,7 @@ class StageLevels:
         down = (most < LOWER * TARGET) & (level > 0)
         fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(most, 1)).astype(np.int64)))
         asks = who[up & (self.level[who] == 0) & (self.candidate[who] == NONE)]
-        self.candidate[asks], self._votes[asks] = 1, NONE
+        self.candidate[asks], self._votes[asks], self._halfway[asks] = 1, NONE, False
         up &= self.level[who] > 0
         self._go_to(who[up], np.minimum(MOST_LEVEL, level + rise)[up])
         self._go_to(who[down], np.maximum(0, level - fall)[down])

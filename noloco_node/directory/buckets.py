@@ -26,7 +26,7 @@ from noloco_node.identity.peer_id import PeerId
 
 TARGET = 64
 """Records of a bucket."""
-RAISE, LOWER = 1.25, 0.4375
+RAISE, LOWER = 1.5, 0.4375
 """Times the target above which a bucket is too full, and below which it is too empty. Between a level's bounds lies
 more than a factor of two, or nodes would go up and down; and less than four, or a stage of some sizes would suit two
 levels that do not write where the other reads."""
@@ -139,6 +139,8 @@ class StageLevel:
         self._turn: list[int] = []
         self._candidate: int | None = None
         self._votes: list[int] = []
+        self._halfway = False
+        """The candidate lies between this level and one that was spoken of."""
         self._doubted_for = 0
 
     @property
@@ -206,23 +208,25 @@ class StageLevel:
         self._doubted_for = max(0, self._doubted_for - 1)
         behind = level_behind(prefixes) - 1  # whoever is at a level writes surely at the one below
         if behind > self.level and self._candidate is None and not self._doubted_for:
-            self._candidate, self._votes = behind, []
+            self._candidate, self._votes, self._halfway = behind, [], False
 
     def _vote(self, count: int) -> None:
         """A level far above is real where most of its buckets are as full as that: ids that were sought for one bucket
         say nothing of the others, and records that lie at level 0 alone are nobody's. Where it is not, one half as far
-        above may be: a first bucket is now and then fuller than others by chance, and speaks of a level too high."""
+        above may be, as long as its buckets are all full: a first bucket is now and then fuller than others by chance,
+        and speaks of a level too high; and sought ids make nearer levels look real with fewer."""
         self._votes.append(count)
         if len(self._votes) < CONFIRMING or self._candidate is None:
             return
         level, votes = self._candidate, self._votes
         self._candidate, self._votes = None, []
-        if (min(votes) if level == 1 else median(votes)) >= LOWER * TARGET:
+        enough = TARGET if self._halfway and level > 1 else LOWER * TARGET
+        if (min(votes) if self._halfway or level == 1 else median(votes)) >= enough:
             self._go_to(level)
             self._counts.extend((level, vote) for vote in votes)
         elif self.level < (halfway := (self.level + level) // 2):
-            self._candidate = halfway
-        elif level > 1 or self.fullness <= RAISE * TARGET:
+            self._candidate, self._halfway = halfway, True
+        elif level > 1 or self._halfway or self.fullness <= RAISE * TARGET:
             self._doubted_for = CONFIRMED_AGAIN
 
     def _decide(self) -> None:
@@ -232,7 +236,7 @@ class StageLevel:
         least, most = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
         if least > RAISE * TARGET and self.level == 0:
             if self._candidate is None:
-                self._candidate, self._votes = 1, []
+                self._candidate, self._votes, self._halfway = 1, [], False
         elif least > RAISE * TARGET and self.level < MOST_LEVEL:
             self._go_to(min(MOST_LEVEL, self.level + max(1, int(math.log2(least / TARGET)))))
         elif most < LOWER * TARGET and self.level > 0:

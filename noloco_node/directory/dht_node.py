@@ -288,10 +288,11 @@ class DhtNode:
         allowances = self._allowances(peer_name(context.remote_id))
         left = ANSWERS_BYTES
         for raw in request.keys[:MOST_ASKED]:
-            result, asked = _pb.FindResult(type=_pb.NOT_FOUND), unpack_asked(raw)
+            result = _pb.FindResult(type=_pb.NOT_FOUND)
             if any(allowance.left <= 0.0 for allowance in allowances):
                 response.results.append(result)
                 continue
+            asked = unpack_asked(raw)
             for allowance in allowances:
                 allowance.spend(ASKED_KEY_COST + LOOKED_AT_BYTES * self._records.count(asked.key))
             await asyncio.sleep(0)

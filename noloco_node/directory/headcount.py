@@ -28,9 +28,6 @@ SAMPLE = 16
 """Peers that must have been called before anything is said of the others."""
 SAMPLE_DOUBT = 2.0
 """Standard deviations below what a sample says: four of a crowd that answer by chance say nothing of its rest."""
-TOGETHER_SECONDS = 10.0
-"""Stage peers whose records were first seen so soon one after another came together: of a swarm that starts, the first
-are called long before the last are seen, and would say nothing of these."""
 STILL_STEPS = 8
 """Inner steps of this replica within which a stage peer's clock that stands still says that it does not train."""
 
@@ -168,7 +165,7 @@ class Headcount:
         counted: list[tuple[PeerId, float]] = []
         taken = there = 0
         for since, peer in by_time:
-            while taken < len(drawn) and drawn[taken][0] >= since - TOGETHER_SECONDS:
+            while taken < len(drawn) and drawn[taken][0] >= since:
                 there += bool(drawn[taken][1])
                 taken += 1
             if share := sampled_share(taken, there):

@@ -93,7 +93,9 @@ def serve_records(
 
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)
-        most = few_told(directory) if transport.acquaintances.takes_part(peer) else MOST_TOLD
+        # who tells many has few ways to hear: whose records grow old there does
+        few = max(few_told(directory), len(told.records))
+        most = few if transport.acquaintances.takes_part(peer) else MOST_TOLD
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
         return _packed(run_id, stage(), directory.to_tell(most))

@@ -31,18 +31,19 @@ class ClocksLastHeard:
         self._stand_at: dict[PeerId, float] = {}
         """Clocks of those seen since it woke; what was under way may come to its end within a grace."""
         self._here: Collection[PeerId] = ()
+        self._left: Collection[PeerId] = ()
+        """Those that have said farewell: it is seen for a while after them, and they answer while they end."""
 
     def note(self, records: Iterable[PeerRecord], replicas: Sequence[int], now: float, *, slept: bool) -> None:
         """These are seen now, where each stage has so many replicas; nothing changes where nobody is. `slept`: since
         the last time this machine did, or its clock was set: by the two clocks that it has they are one."""
-        words, clocks, here = dict[PeerId, _Word](), dict[PeerId, float](), set[PeerId]()
-        for record in records:
-            peer = PeerId(record.peer_id)
-            if record.state is not PeerState.GONE:  # its farewell is seen for a while after it has left
-                here.add(peer)
+        words, clocks = dict[PeerId, _Word](), dict[PeerId, float]()
+        newest = _newest(records)
+        for peer, record in newest.items():
             rate = record.tokens_per_second * replicas[record.stage] if record.state is PeerState.TRAINING else 0.0
             words[peer], clocks[peer] = _Word(record.clock, rate, now, record.finished), record.clock
-        self._here = here
+        self._here = {peer for peer, record in newest.items() if record.state is not PeerState.GONE}
+        self._left = newest.keys() - self._here
         if slept:
             self._woke_at, self._stand_at = now, {}
         if self._woke_at is not None and self._moves(clocks, now - self._woke_at):
@@ -61,11 +62,25 @@ class ClocksLastHeard:
 
     def have_come_to(self, target: float, now: float, answers: Callable[[PeerId], bool]) -> bool:
         """Whether this machine has slept, and of those that it heard before at least half are gone, most of whom have
-        trained to `target` (tokens) by now, at the pace of which they spoke. Who `answers` is not gone: where the clock
-        was set all records are old at once."""
+        trained to `target` (tokens) by now, at the pace of which they spoke. Who `answers` and has not said farewell is
+        not gone: where the clock was set all records are old at once."""
         gone = {peer: word for peer, word in self._words.items() if peer not in self._here}
-        if self._woke_at is None or any(map(answers, gone)) or 2 * len(gone) < max(1, len(self._words)):
+        if (
+            self._woke_at is None
+            or any(map(answers, gone.keys() - self._left))
+            or 2 * len(gone) < max(1, len(self._words))
+        ):
             return False
         return (
             median_low(target if w.ended else w.clock + max(0.0, now - w.at) * w.rate for w in gone.values()) >= target
         )
+
+
+def _newest(records: Iterable[PeerRecord]) -> dict[PeerId, PeerRecord]:
+    """One of each peer, of those that it has at several stages: where it is, before where it has said farewell, and of
+    farewells the one that says that the run is over."""
+
+    def tells(record: PeerRecord) -> tuple[bool, bool, int]:
+        return record.state is not PeerState.GONE, record.finished, record.sequence
+
+    return {PeerId(record.peer_id): record for record in sorted(records, key=tells)}

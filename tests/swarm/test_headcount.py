@@ -320,18 +320,3 @@ def test_of_a_stage_seen_in_part_those_count_as_much_as_of_those_that_had_their_
             stage.known.idle(idler)
         stage.look(0.5)
     assert 38 <= round(stage.heads.replicas(list(stage.clocks), sampled=True)) <= 47
-
-
-@pytest.mark.parametrize(("apart", "all_count"), [(8.0, True), (60.0, False)])
-def test_who_is_seen_soon_after_those_that_were_called_came_with_them(apart: float, all_count: bool) -> None:
-    """Of a swarm that starts the first are called before the last are seen: a stage of 256 was taken for 190. Of who
-    comes much later those say nothing."""
-    stage, first, last = Stage(), named("first", 30), named("last", 30)
-    stage.come(*first)
-    for peer in first:
-        stage.draw(peer, answers=True)
-    stage.look(apart)
-    for peer in first:
-        stage.known.answered(peer)
-    stage.come(*last)
-    assert stage.called_replicas == (61 if all_count else 31)

@@ -80,15 +80,31 @@ def test_who_sees_the_run_go_on_has_slept_no_longer() -> None:
     assert not clocks.have_come_to(TARGET, WOKE + 1000.0, lambda _: False)
 
 
+@pytest.mark.parametrize("answering", [(), (A,)])
 @pytest.mark.parametrize("finished", [True, False])
-def test_who_has_said_farewell_is_gone(finished: bool) -> None:
-    """The records of those that leave at the run's end are seen for a while after them. Who was between two stages then
-    took them for there, began its stage anew, and waited an hour alone."""
+def test_who_has_said_farewell_is_gone(finished: bool, answering: Collection[PeerId]) -> None:
+    """The records of those that leave at the run's end are seen for a while after them, and they answer while they
+    write their last checkpoint. Who was between two stages then took them for there, began its stage anew, and waited
+    an hour alone."""
     clocks = ClocksLastHeard(GRACE)
     clocks.note(told({A: 990.0, B: 990.0}), (1,), 0.0, slept=False)
-    left = [
-        record.model_copy(update={"state": PeerState.GONE, "finished": finished})
-        for record in told({A: 995.0, B: 995.0})
-    ]
+    ends = {"state": PeerState.GONE, "finished": finished}
+    left = [record.model_copy(update=ends) for record in told({A: 995.0, B: 995.0})]
     clocks.note(left, (0,), WOKE, slept=True)
-    assert clocks.have_come_to(TARGET, WOKE, lambda _: False) == finished
+    assert clocks.have_come_to(TARGET, WOKE, answering.__contains__) == finished
+
+
+def test_a_farewell_to_another_stage_hides_nothing() -> None:
+    """Who turned back on its way to another stage has said farewell there, at no clock."""
+    turned_back = told({A: 0.0})[0].model_copy(update={"stage": 1, "state": PeerState.GONE, "sequence": 9})
+    clocks = ClocksLastHeard(GRACE)
+    clocks.note(told({A: 990.0, B: 990.0}), (1, 1), 0.0, slept=False)
+    ends = {"state": PeerState.GONE, "finished": True}
+    left = [record.model_copy(update=ends) for record in told({A: 995.0, B: 995.0})]
+    clocks.note([*left, turned_back], (0, 0), WOKE, slept=True)
+    assert clocks.have_come_to(TARGET, WOKE, lambda _: False)
+    awake = ClocksLastHeard(GRACE)
+    awake.note(told({A: 990.0, B: 990.0}), (1, 1), 0.0, slept=False)
+    for seconds, clock in ((0.0, 990.0), (GRACE / 2, 990.0), (2 * GRACE, 992.0)):
+        awake.note([*told({A: clock}), turned_back], (1, 1), WOKE + seconds, slept=seconds == 0.0)
+    assert not awake.have_come_to(TARGET, WOKE + 2 * GRACE, lambda _: False), "A trains on"

@@ -84,6 +84,18 @@ async def test_who_knows_many_tells_each_of_them_fewer() -> None:
     assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEWEST_TOLD, FEWEST_TOLD]
 
 
+async def test_who_tells_many_is_told_as_many() -> None:
+    """It does so where the directory brings it nothing: its records grow old."""
+    network = MemoryNetwork()
+    caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
+    book, known = Book(*map(row, range(MOST_TOLD))), Acquainted(*map(row, range(MOST_TOLD)))
+    known.knows = MANY
+    serve_records(server, RUN, known)
+    for most in (1, 1, MOST_TOLD):
+        assert (await tell(caller, TWO, RUN, book, stage=0, most=most)).answered
+    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEWEST_TOLD, MOST_TOLD]
+
+
 @pytest.mark.parametrize("run", [RUN, "another-run"])
 async def test_a_refusal_is_an_answer_and_a_dead_link_is_none(run: str) -> None:
     """A peer of another run, or without the method, is there; nothing of it is taken."""
