@@ -31,7 +31,7 @@ MOST_CALLS = 2
 MOST_PASSES = 15.5
 """Over a stage's weights in fp32, of operations that read or write them or show them in another form: 15.0 when this
 was written. One more copy makes it 17."""
-MOST_OF_BARE = 10.0
+MOST_OF_BARE = 12.0
 """CPU time of both sides' Python for 64 KiB there and back by the transport, as a multiple of that of the bare bytes:
 5.8 to 7.0 when this was written, on a machine with load 3 to 8."""
 ROUNDS, CALLS, OCTETS = 9, 20, 64 << 10
