@@ -56,9 +56,11 @@ def test_a_flash_crowd_finds_its_level_and_its_number(many: int) -> None:
     assert 0.5 * world.rms_error() < sum(said) / len(said) < 0.15
 
 
-def test_a_swarm_that_grows_from_one_node_stays_one() -> None:
-    """A tenth more at each look, a hundredfold in all."""
-    world = BucketWorld()
+@pytest.mark.parametrize("seed", [1, 6, 19, 24])
+def test_a_swarm_that_grows_from_one_node_stays_one(seed: int) -> None:
+    """A tenth more at each look, a hundredfold in all. Level 0 may speak of a level that is too high by chance: 32
+    nodes of 600, none of whose buckets anybody wrote at any more, took it for nothing, and themselves for all."""
+    world = BucketWorld(seed)
     world.add(1)
     while len(world.nodes) < 600:
         world.add(max(1, len(world.nodes) // 10))
@@ -247,16 +249,3 @@ def test_a_stage_of_whose_hashes_more_begin_with_zeros_by_chance_does_not_doubt_
             asked += 1
     assert level.level == 0
     assert 0 < asked <= 40 * CONFIRMING / CONFIRMED_AGAIN
-
-
-@pytest.mark.parametrize("seed", [6, 19, 24])
-def test_of_a_swarm_that_grew_quickly_nobody_is_left_far_below(seed: int) -> None:
-    """Level 0 spoke of a level that was too high by chance: 32 nodes of 600, none of whose buckets anybody wrote at any
-    more, took it for nothing, and themselves for the whole stage."""
-    world = BucketWorld(seed)
-    world.add(1)
-    while len(world.nodes) < 600:
-        world.add(max(1, len(world.nodes) // 10))
-        world.look()
-    world.look(20)
-    assert within_one(world.levels)
