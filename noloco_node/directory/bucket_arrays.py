@@ -119,8 +119,7 @@ class StageLevels:
         self._doubted_for[who] = np.maximum(0, self._doubted_for[who] - 1)
         behind = level_behind - 1
         goes = (behind > self.level[who]) & (self.candidate[who] == NONE) & (self._doubted_for[who] == 0)
-        self.candidate[who[goes]] = behind[goes]
-        self._votes[who[goes]], self._halfway[who[goes]] = NONE, False
+        self._consider(who[goes], behind[goes])
 
     def took(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         """See `StageLevel.took`, after `look_behind` where the level is 0. No node comes twice."""
@@ -137,9 +136,8 @@ class StageLevels:
         if not len(done):
             return
         middle: Floats = np.asarray(np.median(votes, axis=1), np.float64)
-        full: Floats = np.where(level == 1, votes.min(1), middle)
         between = self._halfway[done]
-        full = np.where(between, votes.min(1), full)
+        full: Floats = np.where(between | (level == 1), votes.min(1), middle)
         real = full >= np.where(between & (level > 1), TARGET, LOWER * TARGET)
         goes = done[real]
         self._go_to(goes, level[real])
@@ -147,8 +145,7 @@ class StageLevels:
             self._keep(goes, level[real], votes[real, number])
         halfway = (self.level[done] + level) // 2
         again = ~real & (self.level[done] < halfway)
-        self.candidate[done[again]], self._votes[done[again]] = halfway[again], NONE
-        self._halfway[done[again]] = True
+        self._consider(done[again], halfway[again], between=True)
         doubts = ~real & ~again & ((level > 1) | between | (self.fullness(done) <= RAISE * TARGET))
         self._doubted_for[done[doubts]] = CONFIRMED_AGAIN
 
@@ -181,10 +178,14 @@ class StageLevels:
         down = (most < LOWER * TARGET) & (level > 0)
         fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(most, 1)).astype(np.int64)))
         asks = who[up & (self.level[who] == 0) & (self.candidate[who] == NONE)]
-        self.candidate[asks], self._votes[asks], self._halfway[asks] = 1, NONE, False
+        self._consider(asks, 1)
         up &= self.level[who] > 0
         self._go_to(who[up], np.minimum(MOST_LEVEL, level + rise)[up])
         self._go_to(who[down], np.maximum(0, level - fall)[down])
+
+    def _consider(self, who: Ints, level: Ints | int, *, between: bool = False) -> None:
+        """See `StageLevel._consider`."""
+        self.candidate[who], self._votes[who], self._halfway[who] = level, NONE, between
 
     def _go_to(self, who: Ints, level: Ints) -> None:
         self.level[who] = level

@@ -208,7 +208,7 @@ class StageLevel:
         self._doubted_for = max(0, self._doubted_for - 1)
         behind = level_behind(prefixes) - 1  # whoever is at a level writes surely at the one below
         if behind > self.level and self._candidate is None and not self._doubted_for:
-            self._candidate, self._votes, self._halfway = behind, [], False
+            self._consider(behind)
 
     def _vote(self, count: int) -> None:
         """A level far above is real where most of its buckets are as full as that: ids that were sought for one bucket
@@ -225,7 +225,7 @@ class StageLevel:
             self._go_to(level)
             self._counts.extend((level, vote) for vote in votes)
         elif self.level < (halfway := (self.level + level) // 2):
-            self._candidate, self._halfway = halfway, True
+            self._consider(halfway, between=True)
         elif level > 1 or self._halfway or self.fullness <= RAISE * TARGET:
             self._doubted_for = CONFIRMED_AGAIN
 
@@ -236,12 +236,16 @@ class StageLevel:
         least, most = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
         if least > RAISE * TARGET and self.level == 0:
             if self._candidate is None:
-                self._candidate, self._votes, self._halfway = 1, [], False
+                self._consider(1)
         elif least > RAISE * TARGET and self.level < MOST_LEVEL:
             self._go_to(min(MOST_LEVEL, self.level + max(1, int(math.log2(least / TARGET)))))
         elif most < LOWER * TARGET and self.level > 0:
             down = int(math.log2(TARGET / max(most, 1)))
             self._go_to(max(0, self.level - min(FALL, max(1, down))))
+
+    def _consider(self, level: int, *, between: bool = False) -> None:
+        """Read some of its buckets before it is gone to."""
+        self._candidate, self._votes, self._halfway = level, [], between
 
     def _go_to(self, level: int) -> None:
         self.level = level
