@@ -38,7 +38,7 @@ class ClocksLastHeard:
         """These are seen now, where each stage has so many replicas; nothing changes where nobody is. `slept`: since
         the last time this machine did, or its clock was set: by the two clocks that it has they are one."""
         words, clocks = dict[PeerId, _Word](), dict[PeerId, float]()
-        newest = _newest(records)
+        newest = newest_of_each(records)
         for peer, record in newest.items():
             rate = record.tokens_per_second * replicas[record.stage] if record.state is PeerState.TRAINING else 0.0
             words[peer], clocks[peer] = _Word(record.clock, rate, now, record.finished), record.clock
@@ -76,7 +76,7 @@ class ClocksLastHeard:
         )
 
 
-def _newest(records: Iterable[PeerRecord]) -> dict[PeerId, PeerRecord]:
+def newest_of_each(records: Iterable[PeerRecord]) -> dict[PeerId, PeerRecord]:
     """One of each peer, of those that it has at several stages: where it is, before where it has said farewell, and of
     farewells the one that says that the run is over."""
 

@@ -18,7 +18,7 @@ from noloco_node.directory.membership import Membership, too_few
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.placement.last_clocks import ClocksLastHeard
+from noloco_node.placement.last_clocks import ClocksLastHeard, newest_of_each
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice
 
@@ -248,9 +248,10 @@ class EndOfRun:
 
     def _somebody_has_left_as_at_the_end(self) -> bool:
         """Of the nodes worked with, whatever their stage; where none is seen, of those that once answered."""
-        records = {PeerId(record.peer_id): record.finished for record in self._membership.others(*PeerState)}
-        worked = {peer: finished for peer, finished in records.items() if self._acquaintances.has_worked(peer)}
-        return any((worked or {p: f for p, f in records.items() if self._acquaintances.met(p)}).values())
+        newest = newest_of_each(self._membership.others(*PeerState))
+        finished = {peer: record.finished for peer, record in newest.items()}
+        worked = {peer: it for peer, it in finished.items() if self._acquaintances.has_worked(peer)}
+        return any((worked or {p: it for p, it in finished.items() if self._acquaintances.met(p)}).values())
 
     def _are_gone_who_were_worked_with(self) -> bool:
         """Since this machine slept, to come to the target: who is awake sees them leave, or knows that they have died.

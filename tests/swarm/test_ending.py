@@ -357,6 +357,21 @@ async def test_who_is_left_behind_by_others_at_the_runs_end_waits_some_graces_fo
     assert await swarm.verdict(2) is found
 
 
+@pytest.mark.parametrize("moved_from", [0, 1])
+async def test_who_left_at_the_runs_end_has_left_so_whatever_stage_it_had_moved_from(moved_from: int) -> None:
+    """It has said farewell twice: as it moved, and at the end."""
+    swarm, leaver = Swarm(clock=0.6 * TARGET, max_lag=TARGET), PeerId("leaver-llll")
+    swarm.acquaintances.worked(leaver)
+    await swarm.say(B, PeerState.TRAINING)
+    swarm.work(B)
+    swarm.held_up = True
+    for stage, course in ((moved_from, STOPPED), (1 - moved_from, FINISHED)):
+        there = swarm.member(leaver, stage)
+        for state in course:
+            await there.announce(state)
+    assert await swarm.verdict(LATE_GRACES + 1) is OVER
+
+
 @pytest.mark.parametrize(
     ("clock", "slept", "found"),
     [
