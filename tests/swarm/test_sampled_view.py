@@ -341,3 +341,16 @@ def test_of_whom_a_node_sees_in_buckets_it_wants_nothing_at_level_0_but_still_te
     assert enough == ({peer for peer in seen if bucket_of(prefix_of(peer), level - 1) == 0} if level else set())
     assert enough & held == (seen & held if level else set())
     assert not view.enough_of(Place(0, 1, 0))
+
+
+def test_what_level_0_did_not_say_of_those_seen_in_buckets_counts_as_found_there() -> None:
+    """What lies behind is told by a share of those found: of 150 replicas the half with a leading 0 is all there."""
+    observer = Observer(keys := Keys(150, 10))
+    observer.look(60)
+    root, found = Place(0, 0, 0), list[set[int]]()
+    enough, level = set(observer.sampled.enough_of(root)), observer.sampled.level_of(0)
+    assert len(enough) > 60
+    level.took = lambda _, __, prefixes: found.append(set(prefixes))  # type: ignore[method-assign, assignment]
+    rows = keys.at(root, observer.now)
+    observer.sampled.took(root, {peer: row for peer, row in rows.items() if peer not in enough}, observer.now)
+    assert found == [{prefix_of(peer) for peer in rows}]
