@@ -38,9 +38,10 @@ class _Seen:
 
     since: float
     clock: float
+    first_step: int
+    """This replica's own inner steps by then, and when the stage peer's clock was last seen to move."""
     moved_at: float
     moved_step: int
-    """This replica's own inner steps when the stage peer's clock was last seen to move."""
 
 
 def is_there(known: Acquaintances, record: PeerRecord) -> bool:
@@ -100,7 +101,7 @@ class Headcount:
         self._seen = {}
         for record in stage_peers:
             peer = PeerId(record.peer_id)
-            seen = before.get(peer) or _Seen(now, record.clock, now, own_steps)
+            seen = before.get(peer) or _Seen(now, record.clock, own_steps, now, own_steps)
             if seen.clock != record.clock:
                 seen.clock, seen.moved_at, seen.moved_step = record.clock, now, own_steps
             self._seen[peer] = seen
@@ -119,20 +120,24 @@ class Headcount:
             return True
         if seen is None:
             return False
-        return self._own_steps - seen.moved_step >= STILL_STEPS and self._clock() - seen.moved_at >= self._still_seconds
+        return self._has_had_time(seen.moved_at, seen.moved_step)
 
     def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False) -> float:
         """Replicas of the stage that train, this one included, where these stage peers answer, and nothing is known of
         whether the `unsure` ones do. Of a stage that is `sampled` nobody's coming says how long it has been there: all
-        count alike that have shown nothing yet, and no further than of those that have shown what they do worked."""
+        count alike that have shown nothing yet, and no further than of those that had their chance worked; whose clock
+        was not watched for long yet, than of those that were watched moved."""
         working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
+        moving = self._moving_share() if sampled else 1.0
         for peer, there in (*((peer, 1.0) for peer in answering), *self._sampled(unsure)):
             if self.idles(peer):
                 continue
             seen = self._seen.get(peer)
             if self._known.has_worked(peer):
                 working += there
-            elif sampled or self._settled_at is None or seen is None or seen.since <= self._settled_at:
+            elif sampled:
+                first += there if seen and self._was_watched(seen) else moving * there
+            elif self._settled_at is None or seen is None or seen.since <= self._settled_at:
                 first += there
             else:
                 if seen.since not in shares:
@@ -140,9 +145,27 @@ class Headcount:
                 later.append((there, shares[seen.since]))
         share = self._welcome_share(-math.inf, from_the_start=True) if first else 0.0
         if sampled and share:
-            idle = sum(self.idles(peer) for peer in self._seen)
-            share = min(share, (working + PRIOR) / (working + idle + PRIOR))
+            share = min(share, self._proven_share(working))
         return count(working, first, later, share)
+
+    def _proven_share(self, working: float) -> float:
+        """Of those that had their chance to work with this replica, the share that did."""
+        failed = sum(self._known.failed(peer) for peer in self._seen)
+        return (working + PRIOR) / (working + failed + PRIOR)
+
+    def _moving_share(self) -> float:
+        """Of those that were watched for long enough to tell, the share whose clock moves: a few that stand still say
+        little beside hundreds that do not."""
+        watched = [seen for seen in self._seen.values() if self._was_watched(seen)]
+        still = sum(self._has_had_time(seen.moved_at, seen.moved_step) for seen in watched)
+        return (len(watched) - still + PRIOR) / (len(watched) + PRIOR)
+
+    def _was_watched(self, seen: _Seen) -> bool:
+        return self._has_had_time(seen.since, seen.first_step)
+
+    def _has_had_time(self, since: float, step: int) -> bool:
+        """For its clock to move, from then on and from this inner step of this replica."""
+        return self._own_steps - step >= STILL_STEPS and self._clock() - since >= self._still_seconds
 
     def _welcome_share(self, since: float, *, from_the_start: bool) -> float:
         asks, worked = self._known.asks_since(since)

@@ -320,3 +320,22 @@ def test_of_a_stage_seen_in_part_those_count_as_much_as_of_those_that_had_their_
             stage.known.idle(idler)
         stage.look(0.5)
     assert 38 <= round(stage.heads.replicas(list(stage.clocks), sampled=True)) <= 47
+
+
+@pytest.mark.parametrize(("hung", "counted"), [(0, 180), (6, 174), (60, 120), (170, 10)])
+def test_of_a_stage_seen_in_part_newly_seen_ones_count_as_far_as_clocks_of_those_watched_move(
+    hung: int, counted: int
+) -> None:
+    """One of them has worked here and nobody has failed. A few slow ones say little of two hundred, and as many as
+    hang of those seen before hang of those seen next."""
+    stage, honest, hanging = Stage(), named("honest", 180 - hung), named("hung", hung)
+    stage.come(*honest, *hanging)
+    stage.known.asked(honest[0], 1.0)
+    stage.known.worked(honest[0])
+    for _ in range(4):
+        stage.move(*honest)
+        stage.look(LIFE / 3, steps=STILL_STEPS // 3)
+    before = stage.heads.replicas(list(stage.clocks), sampled=True)
+    assert before == pytest.approx(1 + counted, abs=1)
+    stage.come(*named("next", 60))
+    assert stage.heads.replicas(list(stage.clocks), sampled=True) - before == pytest.approx(counted / 3, abs=2)
