@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from noloco_node.config.run_spec import PrecisionName
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.training.compute_device import peak_of
+from noloco_node.training.compute_device import entry_of, peak_of
 
 REACHED = 0.4
 """Of its maker's peak, what training reaches on a device that never waits: 0.3 to 0.5 is usual."""
 
 MEMORY_GIB = {
+    "H200 NVL": 141,
     "H200": 141,
+    "H100 NVL": 94,
     "H100": 80,
     "A100": 40,
     "A40": 48,
@@ -23,14 +25,21 @@ MEMORY_GIB = {
     "L4": 24,
     "RTX 5090": 32,
     "RTX 4090": 24,
+    "RTX 4080 SUPER": 16,
     "RTX 4080": 16,
+    "RTX 4070 Ti SUPER": 16,
     "RTX 4070 Ti": 12,
+    "RTX 4070 SUPER": 12,
     "RTX 4070": 12,
     "RTX 4060 Ti": 8,
     "RTX 4060": 8,
+    "RTX 3090 Ti": 24,
     "RTX 3090": 24,
+    "RTX 3080 Ti": 12,
     "RTX 3080": 10,
+    "RTX 3070 Ti": 8,
     "RTX 3070": 8,
+    "RTX 3060 Ti": 8,
     "RTX 3060": 12,
     "V100": 16,
     "T4": 16,
@@ -66,8 +75,7 @@ def device_by_name(name: str, precision: PrecisionName) -> Device:
             f"--device '{name}' is not in the table of devices with a speed in {precision}",
             f"name one of {known}, or say what it reaches: --device 20TFLOP",
         )
-    words = set(re.split(r"[\s-]+", name))
-    gib = next((gib for part, gib in MEMORY_GIB.items() if set(part.split()) <= words), None)
+    gib = MEMORY_GIB.get(entry_of(name, MEMORY_GIB) or "")
     return Device(name, REACHED * peak, None if gib is None else gib << 30)
 
 

@@ -78,6 +78,8 @@ def test_devices_have_a_speed_and_a_memory() -> None:
     assert MEMORY_GIB.keys() <= PEAK_TFLOP_PER_SECOND.keys()
     card = device_by_name("NVIDIA GeForce RTX 4060 Ti", "bf16")
     assert (card.flop_per_second, card.memory) == (REACHED * 44.1e12, 8 << 30)
+    assert device_by_name("NVIDIA GeForce RTX 4070 Ti SUPER", "bf16").memory == 16 << 30, "not that of a kin"
+    assert device_by_name("NVIDIA H100 PCIe", "bf16").memory == 80 << 30
     assert device_by_name("20 TFLOP", "fp32").flop_per_second == 20e12
     for wrong in ("RTX 1", "T4"):
         with pytest.raises(UserError) as caught:
