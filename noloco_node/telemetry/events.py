@@ -124,7 +124,7 @@ class OuterStep(Event):
     seconds: float
     """From the proposal to the commit; training goes on meanwhile."""
     held_seconds: float
-    """Time the compute thread was held by snapshot and apply."""
+    """Time for which snapshot and apply kept the device from training."""
     inner_steps_meanwhile: int
     """Inner steps taken during the exchange, which the commit kept."""
     one_sided: bool = False

@@ -65,6 +65,8 @@ class Compute(ABC):
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
+        """For which calls have run. A microbatch's call ends when a GPU has done it; what a step leaves a GPU to do is
+        in the next call's time."""
         self._busy = dict.fromkeys(Priority, 0.0)
 
     @property

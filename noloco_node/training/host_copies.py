@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OnItsWay:
@@ -148,6 +150,10 @@ class HostCopies:
         self._begin(there, vector)()
         return there
 
+    def watch(self) -> DeviceWatch:
+        """Begin to take the time of what the device is given from now on."""
+        return DeviceWatch(self._streams, self._device)
+
     def _begin(self, to: Tensor, source: Tensor) -> Callable[[], None]:
         self._beside([(to, source)], self._long)
         done = self._streams.Event()
@@ -172,6 +178,35 @@ class HostCopies:
 
     def _pinned(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+
+class DeviceWatch:
+    """How long the device works on what is given to it between the making of this and `stop`, whenever it gets to that:
+    it is asked afterwards, so that nothing waits for the answer but who wants it. On the processor, the time between
+    both."""
+
+    def __init__(self, streams: Any, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+        self._began, self._ended = self._moment(), None
+
+    def stop(self) -> None:
+        """On the thread that keeps the device at work, as the making."""
+        self._ended = self._moment()
+
+    def seconds(self) -> float:
+        """Waits until the device has got to the end. For any thread, once it is stopped."""
+        assert self._ended is not None, "a watch is stopped before it is read"
+        if self._streams is None:
+            return self._ended - self._began
+        self._ended.synchronize()
+        return 1e-3 * self._began.elapsed_time(self._ended)
+
+    def _moment(self) -> Any:
+        if self._streams is None:
+            return ambient.monotonic()
+        moment = self._streams.Event(enable_timing=True)
+        moment.record(self._streams.current_stream(self._device))
+        return moment
 
 
 class Ahead:

@@ -21,6 +21,7 @@ from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.training.compiled_stage import CompileBackend
 from noloco_node.training.compute_thread import Compute, DeviceLoad, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.host_copies import DeviceWatch
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.progress import LastTrained, Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
@@ -65,6 +66,7 @@ class Snapshot:
     progress: Progress
     learning_rate: float
     held_seconds: float
+    """For which training stood still. On a GPU: until the copy was given to it, which crosses beside the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Commit:
 
     progress: Progress
     held_seconds: float
+    """For which the device was kept from training, a wait for the snapshot's copy in it."""
     inner_steps_meanwhile: int
 
 
@@ -88,7 +91,7 @@ class WholeState:
     tensors: dict[str, Tensor]
     """As `StageWorker.full_state()` gives them, and the accumulated `gradient`."""
     held_seconds: float = 0.0
-    """Time the compute thread was held for it."""
+    """Time the compute thread was held for it. On a GPU also for what that had left to do before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -347,17 +350,22 @@ class StageWorker:
         change of θ is done beside the training, by `on_host`; whoever reads the state in between settles it first.
         """
         correction = await on_host(lambda: self._trainer.bring(self.outer.prepare(scale)))
-        commit = await self._thread.run(Priority.STEP, lambda: self._apply(snapshot, correction, clock_shift))
-        await on_host(self.outer.settle)
-        return commit
+        progress, watch = await self._thread.run(Priority.STEP, lambda: self._apply(snapshot, correction, clock_shift))
 
-    def _apply(self, snapshot: Snapshot, correction: Tensor, clock_shift: float) -> Commit:
-        started = ambient.monotonic()
+        def settled() -> float:
+            self.outer.settle()
+            return watch.seconds()
+
+        return Commit(progress, await on_host(settled), progress.steps - snapshot.progress.steps)
+
+    def _apply(self, snapshot: Snapshot, correction: Tensor, clock_shift: float) -> tuple[Progress, DeviceWatch]:
+        watch = self._trainer.copies.watch()
         self._trainer.add_to_weights(correction, self.part(snapshot.fragment).slice)
         self.outer.adopt()
         self.progress = self.progress.after_outer_step(snapshot.fragment, snapshot.progress, clock_shift)
         self.shifted_at = ambient.monotonic()
-        return Commit(self.progress, ambient.monotonic() - started, self.progress.steps - snapshot.progress.steps)
+        watch.stop()
+        return self.progress, watch
 
     async def full_state(self) -> tuple[Progress, dict[str, Tensor]]:
         """One consistent copy of everything a late joiner needs: flat host tensors by name, and the progress."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ class LateStream:
         """Events that what is put here now must wait for."""
         self.made: list[Tensor] = []
         """Memory that was taken for it."""
+        self.worked = 0.0
+        """Milliseconds for which the device has worked there: by its own clock, which the test sets."""
 
     def wait_stream(self, other: LateStream) -> None:
         """What is put here from now on finds all that was put on the other one done. The device's own has nothing that
@@ -54,12 +57,24 @@ class Prompt(LateStream):
 class LateEvent:
     """See `torch.cuda.Event`."""
 
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self._timed = enable_timing
+        self.waiters: list[str] = []
+        """Threads that have waited for it."""
+
     def record(self, stream: LateStream) -> None:
         """The moment at which what is on the stream now is done."""
-        self.stream, self._until = stream, stream.put
+        self.stream, self._until, self._at = stream, stream.put, stream.worked
+
+    def elapsed_time(self, later: LateEvent) -> float:
+        """Milliseconds of the device's own clock. Both must have been waited for."""
+        assert self._timed
+        assert later.waiters
+        return later._at - self._at
 
     def synchronize(self) -> None:
         """Wait for it."""
+        self.waiters.append(threading.current_thread().name)
         self.stream.run(self._until)
 
 
@@ -81,15 +96,21 @@ class _Put(TorchDispatchMode):
 class LateStreams:
     """A module of a device, as `torch.cuda` is one."""
 
-    Event = LateEvent
-
     def __init__(self) -> None:
+        self.timed: list[LateEvent] = []
+        """Events that the device's clock is read by."""
         self.own = Prompt()
         self.made: list[LateStream] = []
         self.chosen: list[object] = []
         """The devices that are the thread's own, as `torch.cuda.device` makes them."""
         self.strayed = 0
         """How often a stream was entered while another device was the thread's own: torch sets that one up then."""
+
+    def Event(self, *, enable_timing: bool = False) -> LateEvent:
+        """One more."""
+        event = LateEvent(enable_timing=enable_timing)
+        self.timed += [event] * enable_timing
+        return event
 
     def Stream(self, _device: object) -> LateStream:
         """One more."""

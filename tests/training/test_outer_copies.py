@@ -77,6 +77,27 @@ async def test_an_outer_step_by_copies_beside_the_training_is_bitwise_the_same(l
     assert all(torch.equal(here, beside) for here, beside in zip(*found, strict=True))
 
 
+async def test_what_an_outer_step_holds_a_device_for_is_told_by_the_devices_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the host takes to give it its work says nothing; and the thread that keeps it at work does not wait."""
+    copies, streams = late_copies(monkeypatch)
+    async with lone_worker(micro_spec(stages=1)) as (worker, trainer, _):
+        trainer.copies = copies
+        add = trainer.add_to_weights
+
+        def takes_its_time(correction: Tensor, part: slice) -> None:
+            add(correction, part)
+            streams.own.worked += 250.0
+
+        monkeypatch.setattr(trainer, "add_to_weights", takes_its_time)
+        snapshot = await worker.snapshot()
+        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        commit = await worker.commit(snapshot, scale=1.0, clock_shift=0.0)
+    assert commit.held_seconds == pytest.approx(0.25)
+    assert "compute" not in [name for event in streams.timed for name in event.waiters]
+
+
 def test_what_is_brought_is_there_before_the_device_is_asked_to_use_it(late: Callable[[], HostCopies]) -> None:
     vector = torch.arange(4.0)
     assert torch.equal(late().bring(vector), vector)
