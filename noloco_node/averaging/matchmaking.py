@@ -119,18 +119,21 @@ def answer_proposal(
     dialler: PeerId,
     dialling: PeerId | None,
     exchange_open: bool,
+    too_often: bool,
     steps_since_outer: int,
     window: Window,
     last_round: bool,
 ) -> Refusal | None:
     """None to accept a proposal of `dialler`, else the reason to refuse it.
 
-    `steps_since_outer` is the count of what is proposed: of the fragment, or of the whole. `dialling` is the stage peer
-    to whom an own proposal is under way. Where two dial each other, the proposal of the peer with the smaller id stands
-    and the other is refused as crossed.
+    `too_often`: the dialler has had its part of the outer steps (`Visits`). `steps_since_outer` is the count of what is
+    proposed: of the fragment, or of the whole. `dialling` is the stage peer to whom an own proposal is under way. Where
+    two dial each other, the proposal of the peer with the smaller id stands and the other is refused as crossed.
     """
     if exchange_open:
         return Refusal.BUSY
+    if too_often and not last_round:
+        return Refusal.TOO_EARLY
     if dialling is not None:
         if dialling != dialler:
             return Refusal.BUSY

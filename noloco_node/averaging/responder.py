@@ -109,13 +109,12 @@ class Responder:
         weightless = self._weightless(peer, proposal, progress.steps)
         if not weightless and side.patience.stays_far(peer, ambient.monotonic()):
             raise Refused(Refusal.BUSY, "your weights stay far from mine")
-        if not (weightless or side.last_round) and side.visits.too_many(peer, side.stage_peers):
-            raise Refused(Refusal.TOO_EARLY, "others have their part too")
         refusal = answer_proposal(
             own=side.transport.peer_id,
             dialler=peer,
             dialling=engagement.session.partner if engagement.session else None,
             exchange_open=False,
+            too_often=not weightless and side.visits.too_many(peer, side.stage_peers),
             steps_since_outer=side.window.inner_steps if weightless else progress.steps_since(proposal.fragment),
             window=side.window,
             last_round=side.last_round,

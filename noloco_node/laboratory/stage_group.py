@@ -192,12 +192,12 @@ class StageGroup:
                 dialler=self._peers[dialler],
                 dialling=None,
                 exchange_open=account.engaged,
+                too_often=self._visits[other].too_many(self._peers[dialler], self._stage_peers()),
                 steps_since_outer=account.progress.steps_since(fragment),
                 window=self._window,
                 last_round=False,
             )
-            too_many = self._visits[other].too_many(self._peers[dialler], self._stage_peers())
-            if refusal is None and not too_many and not self._caught_up(dialler, other):
+            if refusal is None and not self._caught_up(dialler, other):
                 members.append(other)
             if len(members) == self._world.group_size or (len(members) == 1 and self._world.group_size == 2):
                 break

@@ -258,18 +258,16 @@ class CrowdAveraging:
                 self.consider(j)
                 return Refusal.LAGGING
         dialling = self._dialling[j]
-        refusal = answer_proposal(
+        return answer_proposal(
             own=self.nodes.peer[j],
             dialler=self.nodes.peer[i],
             dialling=None if dialling < 0 else self.nodes.peer[dialling],
             exchange_open=self._busy(j),
+            too_often=self._visits[j].too_many(self.nodes.peer[i], self.directory.replicas(j) - 1),
             steps_since_outer=self.progress[j].steps_since(0),
             window=self.window,
             last_round=False,
         )
-        if refusal is None and self._visits[j].too_many(self.nodes.peer[i], self.directory.replicas(j) - 1):
-            return Refusal.BUSY
-        return refusal
 
     def _answered(self, i: int, refusal: str) -> None:
         """A dial came to nothing."""

@@ -8,7 +8,7 @@ import logging
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from noloco_node.simulator.hunted import HuntedLinks, HuntedWorld
 from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.outer_ledger import Watched
 from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.shrink import shortest_failing
 from noloco_node.simulator.stays import StayingNode
@@ -149,13 +150,14 @@ def shrunk(outcome: HuntOutcome, most_tries: int = 200, *, real_tensors: bool = 
 async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:
     spec, loop = run_spec(schedule.stages, schedule.guard_copies), asyncio.get_running_loop()
     own = asyncio.all_tasks()
+    learning = Watched(RealTensors() if real_tensors else _quadratic())
     async with HuntedWorld(
         spec,
         NodeSettings(
             in_flight=IN_FLIGHT, seed=schedule.seed, checkpoint_rounds=2, checkpoint_seconds=5, min_stay_seconds=60
         ),
         _footprint(schedule.stages),
-        learning=RealTensors() if real_tensors else _quadratic(),
+        learning=learning,
         device=partial(_device, schedule.seed),
         links=HuntedLinks(lambda _source, _target, octets: 0.02 + octets / 1e6),
         seed=schedule.seed,
@@ -177,6 +179,7 @@ async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, rea
         tasks = [task for task in asyncio.all_tasks() - own if not task.done()] if over and not world.vanished else []
         complained = tuple(complaints.lines)
         run = _told(world, strikes, over=over, complaints=complained, tasks=tuple(sorted(map(_name, tasks))))
+        run = replace(run, ledger=learning.ledger)
         return HuntOutcome(schedule, tuple(breaches(run)), tuple(strikes.fired), loop.time(), world.trace)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from noloco_node.averaging.engagement import Phase
 from noloco_node.node.replica import Replica
 from noloco_node.placement.run_end import NEAR_TARGET
+from noloco_node.simulator.outer_ledger import OuterEntry, strays
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 
 IN_VAIN_SECONDS = 1800.0
@@ -93,6 +94,8 @@ class Run:
     """Tasks that outlived their nodes."""
     stages: int = 1
     """Of the run, whether anybody serves them or not."""
+    ledger: Sequence[OuterEntry] = ()
+    """What each outer step did to the weights."""
 
     @property
     def survivors(self) -> list[Told]:
@@ -270,6 +273,12 @@ def _the_mean_is_kept(run: Run) -> Iterator[str]:
             yield f"one-sided: {pair[0]} committed {one} steps with {pair[1]}, which committed {other}; {gone} aborted"
 
 
+def _outer_steps_do_what_the_rule_says(run: Run) -> Iterator[str]:
+    """Whatever befell the nodes: who lies does so in its records."""
+    for line in strays(run.ledger):
+        yield f"weights: {line}"
+
+
 def _steps(nodes: Sequence[Told]) -> tuple[Mapping[tuple[str, str], tuple[int, int]], Mapping[tuple[str, str], int]]:
     """Of each pair: steps that each side committed, and that either aborted."""
     sides: Counter[tuple[str, str]] = Counter()
@@ -298,4 +307,5 @@ INVARIANTS = (
     _nothing_is_left_open,
     _nobody_complains,
     _the_mean_is_kept,
+    _outer_steps_do_what_the_rule_says,
 )

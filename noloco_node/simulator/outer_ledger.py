@@ -1,0 +1,175 @@
+"""What every outer step of a simulation did to φ and δ, written down beside it, and held against the published rule.
+
+The rule is worked out here once more, in fp64 and from what both sides held when they opened the step: it may not lean
+on the code that it judges (`outer.update`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.samples import Samples
+from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.update import OuterRule
+from noloco_node.simulator.learning import Learning
+from noloco_node.sizing.footprint import Footprint
+from noloco_node.training.compute_thread import Compute
+from noloco_node.training.stage_worker import PlacedStage
+
+ROUNDING = 1e-5
+"""Of the numbers' own size."""
+CODEC_ERROR = 2.0
+"""Of what the partner moves a replica by: what a codec may be off on one side, and the other the other way. A hundredth
+in a whole block; but 64 numbers alone in one of 1024 are there sixteen times once they are rotated, and the sketch may
+say too little of them."""
+
+
+@dataclass(slots=True)
+class OuterEntry:
+    """One side of one outer step; tensors in fp64, of its part."""
+
+    exchange: str
+    """Empty for a step alone."""
+    rule: OuterRule
+    weight: float
+    """n·w."""
+    fast: Tensor
+    slow: Tensor
+    momentum: Tensor
+    scale: float = 1.0
+    """Of what the partner moves it by; below 1 where that was clipped."""
+    after: tuple[Tensor, Tensor] | None = None
+    """φ and δ once it was committed."""
+
+    def offered(self) -> Tensor:
+        """s = β·n·w·Δ + γφ, with αδ where momentum is averaged."""
+        kept = self.rule.alpha * self.momentum if self.rule.momentum == "averaged" else 0.0
+        return self.rule.beta * self.weight * (self.fast - self.slow) + self.rule.gamma * self.slow + kept
+
+    def stepped(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """φ and δ by the rule, where the group's mean is this."""
+        kept = 0.0 if self.rule.momentum == "averaged" else self.rule.alpha * self.momentum
+        momentum = kept + mean - self.rule.gamma * self.slow
+        return self.slow + momentum, momentum
+
+
+class WatchedOuter(OuterReplica):
+    """An `OuterReplica` that writes down each step that it opens."""
+
+    def __init__(self, ledger: list[OuterEntry], outer: OuterReplica, chunk_bytes: int) -> None:
+        parts = len(outer.fragments)
+        super().__init__(outer.rule, outer.slow, codec=outer.codec, chunk_bytes=chunk_bytes, fragments=parts)
+        self._ledger = ledger
+        self._entry: OuterEntry | None = None
+        self._counts = False
+
+    def open(self, part: Part, *, members: int, weight: float, exchange: str = "") -> None:
+        """See `OuterReplica.open`."""
+        super().open(part, members=members, weight=weight, exchange=exchange)
+        fast, slow, momentum = (held[part.slice].double() for held in (self.snapshot, self.slow, self.momentum))
+        self._entry = OuterEntry(exchange, self.rule, weight, fast, slow, momentum)
+        self._ledger.append(self._entry)
+
+    def limit_values(self, most: float) -> None:
+        """See `OuterReplica.limit_values`."""
+        before = self.difference_norm()
+        super().limit_values(most)
+        if self._entry is not None and self.difference_norm() < before:
+            self._entry.scale = 0.0
+
+    def prepare(self, scale: float = 1.0) -> Tensor:
+        """See `OuterReplica.prepare`."""
+        if self._entry is not None:
+            self._entry.scale = min(self._entry.scale, scale)
+        return super().prepare(scale)
+
+    def adopt(self) -> None:
+        """See `OuterReplica.adopt`."""
+        super().adopt()
+        self._counts = True
+
+    def settle(self) -> None:
+        """See `OuterReplica.settle`."""
+        super().settle()
+        if self._counts and self._entry is not None:
+            part = self.part.slice
+            self._entry.after = (self.slow[part].double(), self.momentum[part].double())
+        self._counts = False
+
+
+class Watched:
+    """Implements `Learning` by another, and writes down what outer steps do."""
+
+    def __init__(self, learning: Learning) -> None:
+        self._learning = learning
+        self.ledger: list[OuterEntry] = []
+
+    async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
+        """See `Learning.place`."""
+        placed = await self._learning.place(spec, settings, stage, thread)
+        watched = WatchedOuter(self.ledger, placed.outer, spec.limits.chunk_bytes)
+        return PlacedStage(placed.stage, placed.trainer, watched)
+
+    def weights(self, footprint: Footprint) -> tuple[int, ...]:
+        """See `Learning.weights`."""
+        return self._learning.weights(footprint)
+
+    def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
+        """See `Learning.samples`."""
+        return self._learning.samples(spec, number, drawn)
+
+
+def strays(ledger: Iterable[OuterEntry]) -> Iterator[str]:
+    """Steps that did something else than the rule says, and pairs whose mean was not kept, for a person.
+
+    A pair's codec may be off on each side, but the sum over both may not, unless one of them clipped what the other
+    moves it by, or only one has committed.
+    """
+    pairs: defaultdict[str, list[OuterEntry]] = defaultdict(list)
+    for entry in ledger:
+        if entry.exchange:
+            pairs[entry.exchange].append(entry)
+        elif entry.after is not None and (found := _off(entry, entry.offered(), 0.0)):
+            yield f"a step alone is off by {found:.2g}"
+    for name, sides in pairs.items():
+        if len(sides) == 2:
+            yield from (f"exchange {name[:8]}: {line}" for line in _strays_of_a_pair(*sides))
+        elif any(side.after is not None for side in sides):
+            yield f"exchange {name[:8]}: {len(sides)} sides have opened it, and one has committed"
+
+
+def _strays_of_a_pair(one: OuterEntry, other: OuterEntry) -> Iterator[str]:
+    mean = (one.offered() + other.offered()) / 2
+    apart = _norm(one.offered() - other.offered()) / 2
+    for side in (one, other):
+        if side.after is not None and side.scale == 1.0 and (found := _off(side, mean, CODEC_ERROR * apart)):
+            yield f"a side is off by {found:.2g}, and its partner {apart:.2g} away"
+    if one.after is None or other.after is None:
+        return
+    if abs(one.weight + other.weight - 2.0) > ROUNDING:
+        yield f"the two weigh {one.weight:g} and {other.weight:g}, which is not two together"
+    if one.scale == other.scale == 1.0:
+        by_rule = one.stepped(mean)[0] + other.stepped(mean)[0]
+        moved = _norm(one.after[0] + other.after[0] - by_rule)
+        if not moved <= ROUNDING * (1.0 + _norm(by_rule)):
+            yield f"the mean of two replicas was moved by {moved / 2:.2g}"
+
+
+def _off(entry: OuterEntry, mean: Tensor, bound: float) -> float:
+    """How far φ and δ are from what the rule says, where that is more than `bound` and rounding; else 0."""
+    assert entry.after is not None
+    off = max(_norm(found - ruled) for found, ruled in zip(entry.after, entry.stepped(mean), strict=True))
+    size = _norm(torch.cat([entry.slow, entry.fast, entry.momentum]))
+    return off if not off <= bound + ROUNDING * (1.0 + size) else 0.0
+
+
+def _norm(vector: Tensor) -> float:
+    return math.sqrt(float(vector.square().sum()))

@@ -1,0 +1,63 @@
+"""What outer steps do to the weights is held against the rule in every hunt: a rule that is broken is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from noloco_node.averaging import session
+from noloco_node.outer import replica
+from noloco_node.outer.update import OuterRule, step_
+from noloco_node.simulator.faults import draw
+from noloco_node.simulator.hunt import carry_out
+
+SEED = 3
+"""Of a schedule in which pairs average and replicas step alone."""
+
+Step = Callable[..., None]
+
+
+def sets_all_alike(rule: OuterRule, mean_contribution: Tensor, *, slow: Tensor, momentum: Tensor) -> None:
+    step_(rule, mean_contribution, slow=slow, momentum=momentum)
+    momentum.fill_(0.5)
+
+
+def moves_a_little_more(rule: OuterRule, mean_contribution: Tensor, *, slow: Tensor, momentum: Tensor) -> None:
+    step_(rule, mean_contribution, slow=slow, momentum=momentum)
+    momentum.mul_(1.01)
+
+
+def forgets_its_momentum(rule: OuterRule, mean_contribution: Tensor, *, slow: Tensor, momentum: Tensor) -> None:
+    step_(rule, mean_contribution.sub(momentum, alpha=0.1), slow=slow, momentum=momentum)
+
+
+@pytest.mark.parametrize("broken", [sets_all_alike, moves_a_little_more, forgets_its_momentum])
+def test_a_broken_rule_is_seen(broken: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes come to the end all the same: no other invariant looks at weights."""
+    monkeypatch.setattr(replica, "step_", broken)
+    found = carry_out(draw(SEED)).breaches
+    assert found
+    assert {line.partition(":")[0] for line in found} == {"weights"}
+
+
+def test_tokens_that_count_on_one_side_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side trusts its own tokens: together they are more than two."""
+    monkeypatch.setattr(session, "token_weights", lambda _: (1.2, 0.8))
+    assert any("two together" in line for line in carry_out(draw(SEED)).breaches)
+
+
+def test_a_difference_that_only_one_side_takes_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over the two is moved by what the other does not give."""
+    taken = replica.OuterReplica.add_chunk
+    times = 0
+
+    def every_other(self: replica.OuterReplica, index: int, wire: Tensor) -> None:
+        nonlocal times
+        times += 1
+        if times % 2:
+            taken(self, index, wire)
+
+    monkeypatch.setattr(replica.OuterReplica, "add_chunk", every_other)
+    assert any("the mean of two replicas was moved" in line for line in carry_out(draw(SEED)).breaches)
