@@ -57,6 +57,7 @@ class NodeStats:
                 bytes_sent=bytes_by_kind(traffic.sent),
                 bytes_received=bytes_by_kind(traffic.received),
                 nodes_per_stage=self._membership.nodes_per_stage(),
+                replicas_error=self._membership.replicas().error,
                 missing_stages=self._missing.stages,
                 loop_lag_seconds=self.lag.take(),
                 busy_seconds=self._worker.busy_seconds,

@@ -228,7 +228,8 @@ def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
     elif account is not None:
         share = 100.0 * min(1.0, account.clock / max(1, account.target))
         yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({share:.0f} %)"
-        yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them"
+        known = f"; its own stage's to {account.replicas_error:.0%}" if account.replicas_error >= 0.005 else ""
+        yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them{known}"
     if step is not None:
         yield f"  training loss     {step.loss:.4f} nats/token at inner step {step.step}"
     if loss is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_node import ambient
+from noloco_node.directory.buckets import Estimate
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import WORK_AN_ASK, Acquaintances
@@ -122,16 +123,22 @@ class Headcount:
             return False
         return self._has_had_time(seen.moved_at, seen.moved_step)
 
-    def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False) -> float:
+    def replicas(
+        self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False
+    ) -> Estimate:
         """Replicas of the stage that train, this one included, where these stage peers answer, and nothing is known of
         whether the `unsure` ones do. Of a stage that is `sampled` nobody's coming says how long it has been there: all
         count alike that have shown nothing yet, and no further than of those that had their chance worked; whose clock
-        was not watched for long yet, than of those that were watched moved."""
+        was not watched for long yet, than of those that were watched moved. The error is half of what those would add
+        that count in part."""
         working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
         moving = self._moving_share() if sampled else 1.0
-        for peer, there in (*((peer, 1.0) for peer in answering), *self._sampled(unsure)):
+        called, uncalled = dict.fromkeys(answering, 1.0), self._sampled(unsure)
+        could = 1.0
+        for peer, there in (called | uncalled).items():
             if self.idles(peer):
                 continue
+            could += 1.0
             seen = self._seen.get(peer)
             if self._known.has_worked(peer):
                 working += there
@@ -146,7 +153,8 @@ class Headcount:
         share = self._welcome_share(-math.inf, from_the_start=True) if first else 0.0
         if sampled and share:
             share = min(share, self._proven_share(working))
-        return count(working, first, later, share)
+        number = count(working, first, later, share)
+        return Estimate(number, max(0.0, could - number) / 2 / number)
 
     def _proven_share(self, working: float) -> float:
         """Of those that had their chance to work with this replica, the share that did."""
@@ -171,12 +179,13 @@ class Headcount:
         asks, worked = self._known.asks_since(since)
         return welcome_share(asks, worked, from_the_start=from_the_start, work_an_ask=self._known.work_an_ask)
 
-    def _sampled(self, unsure: Iterable[PeerId]) -> list[tuple[PeerId, float]]:
+    def _sampled(self, unsure: Iterable[PeerId]) -> dict[PeerId, float]:
         """As how much of a peer each of these counts: by the stage peers that came no earlier and were drawn at random.
         So those that were there before say nothing of a crowd that comes later."""
-        by_time = sorted(((seen.since, peer) for peer in unsure if (seen := self._seen.get(peer))), reverse=True)
+        counted = dict.fromkeys(unsure, 0.0)
+        by_time = sorted(((seen.since, peer) for peer in counted if (seen := self._seen.get(peer))), reverse=True)
         if not by_time:
-            return []
+            return counted
         drawn = sorted(
             (
                 (seen.since, known.drawn)
@@ -185,12 +194,10 @@ class Headcount:
             ),
             reverse=True,
         )
-        counted: list[tuple[PeerId, float]] = []
         taken = there = 0
         for since, peer in by_time:
             while taken < len(drawn) and drawn[taken][0] >= since:
                 there += bool(drawn[taken][1])
                 taken += 1
-            if share := sampled_share(taken, there):
-                counted.append((peer, share))
+            counted[peer] = sampled_share(taken, there)
         return counted

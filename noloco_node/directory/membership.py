@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
-from noloco_node.directory.buckets import PREFIX_BITS, prefix_of
+from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.directory.headcount import Headcount, is_there, unasked_share
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
@@ -143,7 +143,7 @@ class Membership:
         """Stage peers that count as replicas beside this one: as many as `headcount` says, those first that have
         worked."""
         stage_peers = [peer for peer in self.stage_peers(*SERVING) if not self._heads.idles(peer)]
-        many = round(self._heads.replicas(stage_peers, sampled=self.scale(self.stage) > 1.0)) - 1
+        many = round(self._heads.replicas(stage_peers, sampled=self.scale(self.stage) > 1.0).number) - 1
         return sorted(stage_peers, key=lambda peer: (not self._heads.works(peer), peer))[:many]
 
     def _once_met(self, peer: PeerId) -> bool:
@@ -171,6 +171,10 @@ class Membership:
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`headcount`). Where only a
         sample is seen, as many as its records stand for, at the share of them that counts."""
+        return round(self.replicas().number)
+
+    def replicas(self) -> Estimate:
+        """The same with its error: of the number of records, and of the share that counts."""
         answering, unsure = list[PeerId](), list[PeerId]()
         for record in self.live(self.stage, PeerState.TRAINING):
             peer = PeerId(record.peer_id)
@@ -180,17 +184,13 @@ class Membership:
                 answering.append(peer)
             elif self._known.unsure(peer, record.stage):
                 unsure.append(peer)
-        scale = self.scale(self.stage)
-        return round(1.0 + (self._heads.replicas(answering, unsure, sampled=scale > 1.0) - 1.0) * scale)
+        scale = self._directory.view.scale(self.stage)
+        seen = self._heads.replicas(answering, unsure, sampled=scale.each > 1.0)
+        return Estimate(1.0 + (seen.number - 1.0) * scale.each, math.hypot(scale.error, seen.error))
 
     def scale(self, stage: int) -> float:
         """For how many of a stage each peer that is seen of it stands."""
         return self._directory.view.scale(stage).each
-
-    @property
-    def error(self) -> float:
-        """Relative standard deviation of the number of the own stage's records: 0 where all are seen."""
-        return self._directory.view.scale(self.stage).error
 
     def recorded_clocks(self) -> list[float]:
         """Clocks of the own stage's live stage peers as their records say: never ahead of the true ones. A newcomer's

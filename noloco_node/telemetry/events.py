@@ -218,6 +218,9 @@ class Account(Event):
     bytes_received: dict[str, int]
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""
+    replicas_error: float = 0.0
+    """Relative, of the number of replicas of its own stage by which it takes its share of the batch: of a large stage
+    it sees a sample, and of those that it sees not all have shown what they do."""
     missing_stages: list[int] = []
     """Stages that nobody serves: microbatches are held back for them."""
     loop_lag_seconds: float

@@ -129,6 +129,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
     "Peers": (
         _gauge("noloco_live_replicas", "nodes", "Live nodes as this one sees them", "stage"),
+        _gauge(
+            "noloco_live_replicas_error_ratio", "ratio", "By how much the number of the own stage's replicas may be off"
+        ),
         _gauge("noloco_stage_missing", "1 or 0", "1 while a stage has no replica and is waited for", "stage"),
         _gauge("noloco_directory_records", "records", "Live records of other nodes in the directory"),
         _counter(

@@ -227,6 +227,7 @@ class Metrics:
         self._set("noloco_set_aside_peers", event.strangers.set_aside_now)
         for what, count in event.device_memory.items():
             self._set("noloco_device_memory_bytes", count, what)
+        self._set("noloco_live_replicas_error_ratio", event.replicas_error)
         for stage, count in enumerate(event.nodes_per_stage):
             self._set("noloco_live_replicas", count, str(stage))
             self._set("noloco_stage_missing", stage in event.missing_stages, str(stage))
