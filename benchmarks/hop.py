@@ -401,7 +401,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", type=Path, metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--sizes", type=whole, nargs="+", default=list(SIZES), metavar="BYTES")
-    parser.add_argument("--streams", type=int, nargs="*", default=[1, 4, 16], help="of a bulk of 64 MiB")
+    parser.add_argument("--streams", type=whole, nargs="*", default=[1, 4, 16], help="of a bulk of 64 MiB")
     parser.add_argument("--rounds", type=whole, default=7)
     parser.add_argument("--round-trip", type=not_negative, default=0.0, metavar="MS")
     parser.add_argument("--mbit", type=not_negative, default=0.0, help="Mbit/s each way; 0: as fast as it goes")

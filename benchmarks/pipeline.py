@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -34,7 +35,9 @@ import torch
 from benchmarks.command import command, positive, results_file, whole
 from noloco_node import __version__
 from noloco_node.config.load import Config, load_config
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
+from noloco_node.simulator.report import table_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, InnerStep
 
 SWEEP_SECONDS = 8
@@ -44,6 +47,15 @@ WINDOWS = (4, 8, 16, 32)
 STEPS_BEFORE_WINDOW = 5
 WINDOW_ENDS = 0.95
 """Share of the tokens: what comes after is the end, and each head's evaluation of the whole of its held-out text."""
+
+
+PLACES = {
+    "compute_thread": "compute threads",
+    "event_loop": "event loops",
+    "other_threads": "other threads",
+    "p2pd": "p2pd",
+}
+"""Where CPU time goes, as `CpuShare` and the table name it."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +158,12 @@ class Activity(Observer):
 
     def result(self) -> dict[str, Any]:
         """Rate, CPU shares and final loss."""
+        if len(self._span) < 2:
+            raise UserError(
+                ExitCode.USAGE,
+                f"the swarm reached its {self._last_clock / WINDOW_ENDS:,.0f} tokens before anything could be measured",
+                f"train longer: {STEPS_BEFORE_WINDOW} inner steps of each replica and some more",
+            )
         start, end = self._span
         tokens = sum(e.tokens for steps in self._steps.values() for e in steps if start < e.time <= end)
         share = shares(*self._cpu)
@@ -188,7 +206,7 @@ def layout(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What the caller wants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
@@ -197,12 +215,39 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--in-flight", type=whole, nargs="+", default=[1], help="microbatches a first-stage replica")
     parser.add_argument("--activations", nargs="+", help="codecs, one after the other; the config's own, if none")
     parser.add_argument("--repeats", type=whole, default=1)
-    parser.add_argument("--single", type=int, nargs=2, metavar=("THREADS", "WINDOWS"), help="take these, no sweep")
+    parser.add_argument("--single", type=whole, nargs=2, metavar=("THREADS", "WINDOWS"), help="take these, no sweep")
     parser.add_argument("--single-seconds", type=positive, default=SINGLE_SECONDS)
     parser.add_argument("--out", type=results_file)
     parser.add_argument("--add", action="store_true", help="to the runs that are in --out already, of another sitting")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of swarm and single process")
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.add and options.out is None:
+        parser.error("argument --add: name with --out the file that holds the earlier runs")
+    return options
+
+
+def earlier_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Those of another sitting in `--out`, where they are to be added to. UserError (USAGE) where there are none."""
+    if not options.add:
+        return []
+    try:
+        return json.loads(options.out.read_text(encoding="utf-8"))["runs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            ExitCode.USAGE,
+            f"--add: {str(options.out)!r} holds no runs of this benchmark",
+            "name with --out what it has written before, or leave out --add",
+        ) from None
+
+
+def settings_of(tokens: int, warmup: int) -> list[str]:
+    """Of a swarm that is measured: so many tokens, no more of them warm-up than half, and one evaluation, at its
+    end."""
+    return [
+        f"run.inner.target_tokens={tokens}",
+        f"run.inner.warmup_tokens={min(warmup, tokens // 2)}",
+        f"run.evaluation.every_tokens={10 * tokens}",
+    ]
 
 
 def variants(options: argparse.Namespace) -> list[Variant]:
@@ -223,17 +268,15 @@ def main() -> None:
     """Measure, print and write the result."""
     options = parse()
     wanted = variants(options)
+    quiet = settings_of(options.tokens, load_config(options.config, options.set).run.inner.warmup_tokens)
+    configs = [load_config(options.config, [*quiet, *options.set, *variant.settings]) for variant in wanted]
+    rows = earlier_runs(options)
     sweep: list[dict[str, float]] = []
     if options.single is None:
         sweep = [run_single(options.config, options.set, t, w, SWEEP_SECONDS) for t, w in product(THREADS, WINDOWS)]
         best = max(sweep, key=lambda row: row["tokens_per_second"])
         options.single = [int(best["threads"]), int(best["windows"])]
-    warmup = min(load_config(options.config, options.set).run.inner.warmup_tokens, options.tokens // 2)
-    quiet = [f"run.inner.target_tokens={options.tokens}", f"run.inner.warmup_tokens={warmup}"]
-    quiet.append(f"run.evaluation.every_tokens={10 * options.tokens}")
-    rows: list[dict[str, Any]] = json.loads(options.out.read_text())["runs"] if options.add else []
-    for variant in wanted * options.repeats:
-        config = load_config(options.config, [*quiet, *options.set, *variant.settings])
+    for variant, config in list(zip(wanted, configs, strict=True)) * options.repeats:
         threads, windows = options.single
         single = run_single(options.config, options.set, threads, windows, options.single_seconds)
         swarm = asyncio.run(run_swarm(config))
@@ -252,7 +295,6 @@ def main() -> None:
     print(json.dumps(result["summary"], indent=2))
     print(table(result["summary"]))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
@@ -266,23 +308,21 @@ def summary(rows: list[dict[str, Any]], variant: str) -> dict[str, list[float]]:
         "cpu_seconds_per_million_tokens": [row["swarm"]["cpu_seconds_per_million_tokens"] for row in mine],
         "single_cpu_seconds_per_million_tokens": [row["single"]["cpu_seconds_per_million_tokens"] for row in mine],
         "validation_loss": [row["swarm"]["validation_loss"] for row in mine],
-        "compute_thread": [row["swarm"]["cpu_share"]["compute_thread"] for row in mine],
+        **{place: [row["swarm"]["cpu_share"][place] for row in mine] for place in PLACES},
     }
     return {name: [statistics.median(values), min(values), max(values)] for name, values in figures.items()}
 
 
 def table(summaries: dict[str, dict[str, list[float]]]) -> str:
-    """For a page: one row a variant."""
-    lines = [
-        "| variant | swarm / one process | CPU of a token, likewise | compute threads | loss |",
-        "|---|---|---|---|---|",
-    ]
+    """For a page: one row a variant, with the shares of its CPU time by where it went."""
+    head = ["variant", "swarm / one process", "CPU of a token, likewise", *PLACES.values(), "loss"]
+    rows: list[list[str]] = []
     for name, figures in summaries.items():
         (rate, *ends), cpu = figures["ratio"], figures["cpu_ratio"][0]
-        share, loss = figures["compute_thread"][0], figures["validation_loss"][0]
         spread = f"{rate:.2f} ({ends[0]:.2f} to {ends[1]:.2f})"
-        lines.append(f"| {name} | {spread} | {cpu:.2f} | {share:.0%} | {loss:.3f} |")
-    return "\n".join(lines)
+        shares = [f"{figures[place][0]:.1%}" for place in PLACES]
+        rows.append([name, spread, f"{cpu:.2f}", *shares, f"{figures['validation_loss'][0]:.3f}"])
+    return table_of([head, *rows])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import peer_of
 from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
+from noloco_node.simulator.report import table_of
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.traffic import traffic_of
@@ -310,6 +311,21 @@ def grid_tables(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A row for each point: shares of the time that the first stage's devices work."""
+    head = ["uplink, round trip, in flight", "planned", "measured", "measured / planned", "simulated", "bound"]
+    return table_of([head, *(_cells(row) for row in rows)])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    """Of a point; what was not measured is a dash."""
+    outer = "" if row["h"] == OUTER[0][0] else f", H {row['h']}, F {row['f']}"
+    codec = "" if row["activations"] == "fp32" else f", {row['activations']}"
+    link = f"{row['mbit']:g} Mbit/s, {1e3 * row['round_trip']:g} ms, {row['in_flight'] or 'auto'}{codec}{outer}"
+    real = [f"{row['device_share']:.3f}", f"{row['ratio']:.2f}"] if "device_share" in row else ["–", "–"]
+    return [link, f"{row['planned']:.3f}", *real, f"{row['simulated']:.3f}", f"{row['bound']:.2f}"]
+
+
 def _by_link(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """The first row of each link and codec, and all of them."""
     found: dict[tuple[float, float, str], list[dict[str, Any]]] = {}
@@ -339,8 +355,7 @@ def main() -> None:
     for row in grid_rows(options.seconds, options.jobs) if options.grid else chosen_rows(options):
         rows.append(row)
         print(json.dumps(row), flush=True)
-    if options.grid:
-        print(grid_tables(rows))
+    print(grid_tables(rows) if options.grid else table(rows))
     if options.out:
         options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 

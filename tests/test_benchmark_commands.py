@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from benchmarks import hop, pipeline, utilisation
 from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole, whole_or_none
 from noloco_node.config.load import load_config
-from noloco_node.errors import ExitCode
+from noloco_node.errors import ExitCode, UserError
 
 
 @pytest.mark.parametrize(
@@ -63,3 +68,93 @@ def test_a_configuration_that_is_missing_ends_a_benchmark_in_one_line(capsys: py
         with pytest.raises(SystemExit) as ended:
             command(lambda given=returned: given)
         assert ended.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "words"),
+    [
+        (pipeline.main, ("configs/tiny.yaml", "--single", "0", "0"), "--single: '0' is not one: name a whole number"),
+        (pipeline.main, ("configs/tiny.yaml", "--add"), "--add: name with --out the file"),
+        (hop.main, ("--rounds", "0"), "--rounds: '0' is not one"),
+        (hop.main, ("--streams", "1", "0"), "--streams: '0' is not one"),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_started(
+    main: Callable[[], None],
+    arguments: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With what is wrong and what would do."""
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    monkeypatch.setattr(pipeline, "run_single", lambda *_: pytest.fail("a process is started"))
+    monkeypatch.setattr(hop, "run", lambda *_: pytest.fail("a process is started"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == ExitCode.USAGE
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("held", [None, "[]", "{}", "no JSON"])
+def test_runs_are_added_only_to_a_file_that_holds_some(held: str | None, tmp_path: Path) -> None:
+    """Else it would end without its figures."""
+    out = tmp_path / "found.json"
+    if held is not None:
+        out.write_text(held, encoding="utf-8")
+    options = pipeline.parse(["configs/tiny.yaml", "--add", "--out", str(out)])
+    with pytest.raises(UserError, match="holds no runs of this benchmark"):
+        pipeline.earlier_runs(options)
+    out.write_text(json.dumps({"runs": [{"variant": "one"}]}), encoding="utf-8")
+    assert pipeline.earlier_runs(options) == [{"variant": "one"}]
+
+
+def test_the_settings_of_a_swarm_are_checked_before_one_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every variant: the last of them comes after hours."""
+    asked = ["benchmark", "configs/tiny.yaml", "--activations", "fp16", "fp17", "--single", "1", "1"]
+    monkeypatch.setattr(sys, "argv", asked)
+    monkeypatch.setattr(pipeline, "run_single", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(UserError, match="fp17"):
+        pipeline.main()
+
+
+def test_a_run_too_short_to_be_measured_says_so() -> None:
+    """Its window never opened."""
+    with pytest.raises(UserError, match="its 400 tokens before anything could be measured"):
+        pipeline.Activity(2, 400).result()
+
+
+def test_the_table_of_a_swarm_tells_where_all_its_cpu_went() -> None:
+    """Not compute threads alone."""
+    shares = {"compute_thread": 0.8, "event_loop": 0.1, "other_threads": 0.06, "p2pd": 0.04}
+    swarm = {
+        "tokens_per_second": 1.0,
+        "cpu_seconds_per_million_tokens": 2.0,
+        "validation_loss": 3.0,
+        "cpu_share": shares,
+    }
+    row = {
+        "variant": "2 × 2",
+        "ratio": 0.5,
+        "cpu_ratio": 1.5,
+        "swarm": swarm,
+        "single": {"cpu_seconds_per_million_tokens": 1.0},
+    }
+    lines = pipeline.table({"2 × 2": pipeline.summary([row], "2 × 2")}).splitlines()
+    assert lines[0].endswith("| compute threads | event loops | other threads | p2pd | loss |")
+    assert lines[2] == "| 2 × 2 | 0.50 (0.50 to 0.50) | 1.50 | 80.0% | 10.0% | 6.0% | 4.0% | 3.000 |"
+
+
+def test_utilisation_prints_the_table_that_its_page_shows() -> None:
+    """Planned, measured, simulated and the bound; what was not measured is a dash."""
+    one, outer = utilisation.POINTS[0], utilisation.POINTS[3]
+    row = {"planned": 0.344, "simulated": 0.345, "bound": 1.0}
+    table = utilisation.table(
+        [asdict(one) | row | {"device_share": 0.342, "ratio": 0.994}, asdict(outer) | row],
+    )
+    assert table.splitlines() == [
+        "| uplink, round trip, in flight | planned | measured | measured / planned | simulated | bound |",
+        "|---|---|---|---|---|---|",
+        "| 100 Mbit/s, 400 ms, 1 | 0.344 | 0.342 | 0.99 | 0.345 | 1.00 |",
+        "| 5 Mbit/s, 100 ms, 3, H 2, F 1 | 0.344 | – | – | 0.345 | 1.00 |",
+    ]
