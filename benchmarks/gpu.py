@@ -12,31 +12,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.command import command, positive, results_file, whole
-from benchmarks.pipeline import run_swarm
+from benchmarks.gpu_trace import FRAGMENTS, Course, traced
+from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, finish, random_batch, waits, waits_of_stages
+from benchmarks.pipeline import STEPS_BEFORE_WINDOW, run_swarm, settings_of
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.run_spec import PrecisionName, RunSpec
-from noloco_node.errors import UserError
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.training.compute_device import check_device, device_name, peak_flop_per_second
-from noloco_node.training.host_copies import HostCopies
+from noloco_node.training.compute_device import check_device, device_name, peak_flop_per_second, resolve_device
 from noloco_node.training.stage_trainer import StageTrainer
 
 NO_DEVICE = 3
@@ -46,10 +45,11 @@ CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 STEP_EVERY = 8
 """Microbatches between two inner steps."""
 WARM_UP = 3
-LOOKED_AT = 4
-"""Microbatches whose waits are counted and that are traced."""
+LEAST_DAEMON_STEPS = 2 * STEPS_BEFORE_WINDOW
 PRODUCT = {"cpu": 1024, "cuda": 8192}
-READS = "aten::_local_scalar_dense"
+
+Reached = Mapping[torch.dtype, float]
+"""Operations a second of one large product of matrices."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,22 @@ class Alone:
     memory: int
     """Bytes of the device at the most; 0 on the processor."""
     waits_a_microbatch: float
-    """For the device, or on the processor numbers that the host reads. One copy to the host is one, too."""
+    """For the device: copies to the host, and numbers that it reads otherwise."""
     waits_a_step: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A swarm of daemons on the one device, medians over the rounds."""
+
+    layout: str
+    tokens_per_second: float
+    slowest: float
+    fastest: float
+    flop_per_second: float
+    """Of all daemons together: every token goes through the whole model once."""
+    mfu: float | None
+    of_a_product: float
 
 
 def config_of(options: argparse.Namespace, *overrides: str) -> Config:
@@ -98,10 +112,7 @@ class Trained:
     def __init__(self, run: RunSpec, device: str) -> None:
         self.device = torch.device(device)
         self.trainer = StageTrainer(build_stage(run.model, 0), run.inner, device=device, wire_dtype=torch.float32)
-        generator = torch.Generator().manual_seed(1)
-        shape = (run.inner.microbatch_windows, run.data.sequence_length + 1)
-        rows = torch.randint(int(cast(int, run.model.config["vocab_size"])), shape, generator=generator)
-        self._inputs, self._labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        self._inputs, self._labels = random_batch(run)
         self.tokens = self._labels.numel()
 
     def microbatch(self) -> None:
@@ -112,57 +123,19 @@ class Trained:
         """The inner step."""
         self.trainer.step(1e-4)
 
-    def finish(self) -> None:
-        """Until the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-class Reads(TorchDispatchMode):
-    """Counts numbers that the host reads off tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        self.count += func.name() == READS
-        return func(*args, **(kwargs or {}))
-
-
-def waits(device: torch.device, copies: HostCopies, work: Callable[[], object]) -> int:
-    """How often the host waits for the device in it: for its `copies`, since torch does not warn of waits for events,
-    and otherwise."""
-    if device.type != "cuda":
-        with Reads() as reads:
-            work()
-        return reads.count
-    before = copies.waits
-    torch.set_warn_always(True)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.set_warn_always(False)
-    return copies.waits - before + sum("synchroniz" in str(each.message) for each in told)
-
 
 def rate_of(trained: Trained, seconds: float) -> float:
     """Tokens a second."""
     for _ in range(WARM_UP):
         trained.microbatch()
     trained.step()
-    trained.finish()
+    finish(trained.device)
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         for _ in range(STEP_EVERY):
             trained.microbatch()
         trained.step()
-        trained.finish()
+        finish(trained.device)
         count += STEP_EVERY
     return count * trained.tokens / (time.perf_counter() - began)
 
@@ -172,45 +145,48 @@ def product_flop_per_second(device: torch.device, dtype: torch.dtype, seconds: f
     size = PRODUCT[device.type]
     one: Tensor = torch.randn(size, size, device=device, dtype=dtype)
     one @ one
+    finish(device)  # what the first one sets up is no part of it
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         one @ one
         count += 1
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(device)
     return count * 2.0 * size**3 / (time.perf_counter() - began)
 
 
-def alone(options: argparse.Namespace) -> list[Alone]:
-    """Every precision in turn, again and again."""
-    runs = {
-        precision: config_of(options, "run.model.stages=1", f"run.inner.precision={precision}").run
-        for precision in options.precisions
-    }
-    flop = sum(footprint_of(next(iter(runs.values()))).flop_per_token)
-    device = torch.device(options.device)
+def one_stage(options: argparse.Namespace, precision: PrecisionName, *overrides: str) -> RunSpec:
+    """The whole model as one stage."""
+    return config_of(options, "run.model.stages=1", f"run.inner.precision={precision}", *overrides).run
+
+
+def alone(options: argparse.Namespace, flop: float, reached: Reached) -> list[Alone]:
+    """Every precision in turn, again and again; `flop` of a token."""
+    runs = {precision: one_stage(options, precision) for precision in options.precisions}
     rates: dict[str, list[float]] = {precision: [] for precision in runs}
     seen: dict[str, tuple[float, float, int]] = {}
     for _ in range(options.rounds):
         for precision, run in runs.items():
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(device)
-            trained = Trained(run, options.device)
-            rates[precision].append(rate_of(trained, options.seconds))
-            copies = trained.trainer.copies
-            microbatches = waits(
-                device, copies, lambda trained=trained: [trained.microbatch() for _ in range(LOOKED_AT)]
-            )
-            memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-            seen[precision] = microbatches / LOOKED_AT, float(waits(device, copies, trained.step)), memory
-    reached = {
-        dtype: product_flop_per_second(device, dtype, options.seconds / 4) for dtype in (torch.float32, torch.bfloat16)
-    }
+            rate, seen[precision] = look(run, options.device, options.seconds)
+            rates[precision].append(rate)
     return [
         row_of(precision, taken, flop, peak_flop_per_second(options.device, precision), reached, seen[precision])
         for precision, taken in rates.items()
     ]
+
+
+def look(run: RunSpec, device: str, seconds: float) -> tuple[float, tuple[float, float, int]]:
+    """Tokens a second of one round; waits a microbatch, waits a step and the most memory (bytes). Nothing of an earlier
+    look is left, whose memory would count."""
+    here = torch.device(device)
+    gc.collect()
+    if here.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(here)
+    trained = Trained(run, device)
+    rate, copies = rate_of(trained, seconds), trained.trainer.copies
+    microbatches = waits(here, copies, lambda: [trained.microbatch() for _ in range(LOOKED_AT)])
+    memory = torch.cuda.max_memory_allocated(here) if here.type == "cuda" else 0
+    return rate, (microbatches / LOOKED_AT, float(waits(here, copies, trained.step)), memory)
 
 
 def row_of(
@@ -218,12 +194,12 @@ def row_of(
     rates: Sequence[float],
     flop: float,
     peak: float | None,
-    reached: dict[torch.dtype, float],
+    reached: Reached,
     seen: tuple[float, float, int],
 ) -> Alone:
     """What some rounds come to; `flop` for a token, `peak` and `reached` a second."""
     rate = statistics.median(rates)
-    product = reached[torch.float32 if precision == "fp32" else torch.bfloat16]
+    product = reached[computed_in(precision)]
     mfu = None if peak is None else rate * flop / peak
     a_microbatch, a_step, memory = seen
     return Alone(
@@ -240,42 +216,9 @@ def row_of(
     )
 
 
-def traced(options: argparse.Namespace) -> dict[str, float | None]:
-    """Where the device's time goes in some microbatches and a step: computing, copying, and copying beside computing,
-    as shares of the time; None where nothing is told of the device."""
-    trained = Trained(
-        config_of(options, "run.model.stages=1", f"run.inner.precision={options.precisions[-1]}").run, options.device
-    )
-    trained.microbatch()
-    trained.step()
-    on_gpu = trained.device.type == "cuda"
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=kinds) as profiler:
-        began = time.perf_counter()
-        for _ in range(LOOKED_AT):
-            trained.microbatch()
-        trained.step()
-        trained.finish()
-        took = time.perf_counter() - began
-    if options.trace:
-        profiler.export_chrome_trace(str(options.trace))
-    events = [each for each in cast(Any, profiler.events()) if "CUDA" in str(each.device_type)]
-    if not events:
-        return {"computing": None, "copying": None, "copying beside computing": None}
-    copies = [(e.time_range.start, e.time_range.end) for e in events if e.name.startswith(("Memcpy", "Memset"))]
-    kernels = [(e.time_range.start, e.time_range.end) for e in events if not e.name.startswith(("Memcpy", "Memset"))]
-    both = length_of(copies) + length_of(kernels) - length_of([*copies, *kernels])
-    parts = {"computing": length_of(kernels), "copying": length_of(copies), "copying beside computing": both}
-    return {name: 1e-6 * part / took for name, part in parts.items()}
-
-
-def length_of(spans: Sequence[tuple[float, float]]) -> float:
-    """Of their union."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+def computed_in(precision: str) -> torch.dtype:
+    """Of a precision of `inner.precision`."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -285,32 +228,40 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def daemons(options: argparse.Namespace, precision: PrecisionName) -> list[dict[str, Any]]:
-    """Swarms of daemons on the one device, in turn; tokens a second of each layout."""
-    rows: list[dict[str, Any]] = []
-    for name, layout in LAYOUTS.items():
-        tokens = options.windows * options.length * STEP_EVERY * options.daemon_steps
-        config = config_of(
-            options,
-            "run.model.stages=2",
-            f"run.inner.precision={precision}",
-            f"run.inner.target_tokens={tokens}",
-            f"run.evaluation.every_tokens={10 * tokens}",
-            f"node.device={options.device}",
-            "node.in_flight=2",
-            *layout,
+def layouts_of(options: argparse.Namespace, precision: PrecisionName) -> dict[str, Config]:
+    """The swarms that are measured; none where none is wanted. UserError (USAGE) where they would end too soon."""
+    if options.no_daemons:
+        return {}
+    if options.daemon_steps < LEAST_DAEMON_STEPS:
+        raise UserError(
+            ExitCode.USAGE,
+            f"--daemon-steps is {options.daemon_steps}, and such a swarm ends before it is measured",
+            f"name {LEAST_DAEMON_STEPS} or more, or --no-daemons",
         )
-        rates = [asyncio.run(run_swarm(config))["tokens_per_second"] for _ in range(options.rounds)]
-        numbers = [float(cast(float, rate)) for rate in rates]
-        rows.append(
-            {
-                "layout": name,
-                "tokens_per_second": statistics.median(numbers),
-                "range": [min(numbers), max(numbers)],
-            }
-        )
-        print(f"{name}: {rows[-1]['tokens_per_second']:,.0f} tokens/s ({min(numbers):,.0f} to {max(numbers):,.0f})")
-    return rows
+    tokens = options.windows * options.length * STEP_EVERY * options.daemon_steps
+    settings = [
+        "run.model.stages=2",
+        f"run.inner.precision={precision}",
+        *settings_of(tokens, load_config(CONFIG).run.inner.warmup_tokens),
+        f"node.device={options.device}",
+        "node.in_flight=2",
+    ]
+    return {name: config_of(options, *settings, *layout) for name, layout in LAYOUTS.items()}
+
+
+def daemons(name: str, config: Config, rounds: int, reached: Reached) -> Layout:
+    """A swarm on the one device, again and again."""
+    rates = [float(cast(float, asyncio.run(run_swarm(config))["tokens_per_second"])) for _ in range(rounds)]
+    precision, flop = config.run.inner.precision, sum(footprint_of(config.run).flop_per_token)
+    peak = peak_flop_per_second(config.node.device, precision)
+    return layout_row(name, rates, flop, peak, reached[computed_in(precision)])
+
+
+def layout_row(name: str, rates: Sequence[float], flop: float, peak: float | None, product: float) -> Layout:
+    """What some rounds come to; `flop` for a token, `peak` and `product` a second."""
+    rate = statistics.median(rates)
+    mfu = None if peak is None else rate * flop / peak
+    return Layout(name, rate, min(rates), max(rates), rate * flop, mfu, rate * flop / product)
 
 
 def table(rows: Sequence[Alone]) -> str:
@@ -329,10 +280,29 @@ def table(rows: Sequence[Alone]) -> str:
     return "\n".join(lines)
 
 
+def layout_line(row: Layout) -> str:
+    """For a person."""
+    share = "" if row.mfu is None else f"MFU {row.mfu:.3f}, "
+    return (
+        f"{row.layout}: {row.tokens_per_second:,.0f} tokens/s ({row.slowest:,.0f} to {row.fastest:,.0f}), "
+        f"{share}{row.of_a_product:.3f} of a product"
+    )
+
+
+def trace_line(shares: Mapping[str, float | None], course: Course) -> str:
+    """For a person."""
+    told = ", ".join(f"{what} {'–' if share is None else f'{share:.1%}'}" for what, share in shares.items())
+    return (
+        f"of the time of {course.microbatches} microbatches, {course.inner_steps} inner steps and "
+        f"{course.outer_steps} outer step: {told}; the outer step kept training waiting for "
+        f"{1e3 * course.held_seconds:.1f} ms"
+    )
+
+
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu, auto")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--hidden", type=whole, default=1024)
     parser.add_argument("--layers", type=whole, default=16)
@@ -342,32 +312,51 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=whole, default=3)
     parser.add_argument("--daemon-steps", type=whole, default=120, help="inner steps of each swarm of daemons")
     parser.add_argument("--no-daemons", action="store_true")
-    parser.add_argument("--trace", type=Path, help="where the profiler's trace goes, for chrome://tracing")
+    parser.add_argument("--trace", type=results_file, help="where the profiler's trace goes, for chrome://tracing")
     parser.add_argument("--out", type=results_file)
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the figures."""
+    """Measure, print what is found as it comes, and write the figures so far."""
     options = options_of(arguments)
     try:
         check_device(options.device)
     except UserError as error:
         print(f"benchmarks.gpu: {error.message}; --device cpu runs the same small", file=sys.stderr)
         return NO_DEVICE
+    options.device = resolve_device(options.device)
+    layouts = layouts_of(options, options.precisions[0])
+    stages = config_of(options, f"run.model.stages={min(MOST_STAGES, options.layers)}").run
+    looked_into = one_stage(options, options.precisions[-1], f"run.outer.fragments={FRAGMENTS}")
+    flop = [sum(footprint_of(run).flop_per_token) for run in (looked_into, stages, *(c.run for c in layouts.values()))]
     torch.set_num_threads(1)
     name = device_name(options.device)
-    rows = alone(options)
-    print(f"{name}\n\n{table(rows)}")
-    shares = traced(options)
-    told = ", ".join(f"{what} {'–' if share is None else f'{share:.1%}'}" for what, share in shares.items())
-    print(f"\nof the time of {LOOKED_AT} microbatches and a step: {told}")
-    swarms = [] if options.no_daemons else daemons(options, options.precisions[0])
-    if options.out:
-        found = {"device": name, "cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
-        figures = {"alone": [asdict(row) for row in rows], "trace": shares, "daemons": swarms}
-        settings = {key: str(value) for key, value in vars(options).items()}
-        options.out.write_text(json.dumps(found | {"settings": settings} | figures, indent=1) + "\n", encoding="utf-8")
+    settings = {key: str(value) for key, value in vars(options).items()}
+    found: dict[str, Any] = {"device": name, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    found |= {"torch": torch.__version__, "settings": settings}
+
+    def keep(what: str, figures: object) -> None:
+        found[what] = figures
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    device, seconds = torch.device(options.device), options.seconds / 4
+    reached = {dtype: product_flop_per_second(device, dtype, seconds) for dtype in (torch.float32, torch.bfloat16)}
+    rows = alone(options, flop[0], reached)
+    keep("alone", [asdict(row) for row in rows])
+    print(f"{name}\n\n{table(rows)}\n", flush=True)
+    calls = waits_of_stages(stages, options.device)
+    keep("waits", calls)
+    print("waits a call: " + ", ".join(f"{call} {count:.2f}" for call, count in calls.items()), flush=True)
+    shares, course = asyncio.run(traced(looked_into, options.device, options.trace))
+    keep("trace", {**shares, "course": asdict(course)})
+    print(trace_line(shares, course), flush=True)
+    swarms: list[Layout] = []
+    for layout, config in layouts.items():
+        swarms.append(daemons(layout, config, options.rounds, reached))
+        keep("daemons", [asdict(row) for row in swarms])
+        print(layout_line(swarms[-1]), flush=True)
     return 0
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 import warnings
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import NO_DEVICE, length_of, main, waits
+from benchmarks import gpu
+from benchmarks.gpu import NO_DEVICE, layout_line, layout_row, main
+from benchmarks.gpu_trace import UNDER_WAY, length_of, shares_of, traced
+from benchmarks.gpu_waits import waits, waits_of_stages
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.training import trainer
 from noloco_node.training.host_copies import HostCopies
+from tests.training.late_streams import late_copies
 
 SMALL = ("--hidden", "64", "--layers", "1", "--length", "16", "--windows", "1", "--seconds", "0.01", "--rounds", "1")
 
@@ -26,8 +38,14 @@ def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, capsys: pytes
         assert row["tokens_per_second"] > 0.0
         assert row["mfu"] is None
         assert 0 < row["waits_a_microbatch"] <= 4
+        assert row["waits_a_step"] == 1
+    course = found["trace"].pop("course")
     assert set(found["trace"].values()) == {None}
-    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert course["outer_steps"] == 1
+    assert course["inner_steps"] >= 1
+    assert course["fewest_waiting"] >= 2
+    drawn = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert len({each["tid"] for each in drawn if each["name"] == "aten::mm"}) >= 1, "the device's thread is in it"
     assert "| fp32 |" in capsys.readouterr().out
 
 
@@ -41,6 +59,147 @@ def test_waits_for_copies_are_counted_beside_those_that_torch_warns_of(monkeypat
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
 
     assert waits(torch.device("cuda"), copies, work) == 2
+    assert waits(torch.device("cpu"), copies, lambda: copies.to_host(torch.ones(1)) and torch.ones(1).item()) == 2
+
+
+def small_run(*overrides: str) -> RunSpec:
+    """What the smallest options come to."""
+    options = gpu.options_of(["--device", "cpu", *SMALL, "--layers", "3"])
+    return gpu.config_of(options, *overrides).run
+
+
+def test_waits_are_counted_for_every_call_of_a_model_in_stages() -> None:
+    """Forward and backward of a first and a middle stage, and the last one's loss; each waits for a copy."""
+    found = waits_of_stages(small_run("run.model.stages=3"), "cpu")
+    both = [f"{stage} stage, {way}" for stage in ("first", "middle") for way in ("forward", "backward")]
+    assert list(found) == [*both, "last stage, loss"]
+    assert all(1 <= count <= 4 for count in found.values())
+
+
+async def test_what_is_traced_goes_the_way_of_a_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On its thread, with calls that wait, whose inputs come ahead, and a snapshot that crosses beside them."""
+    copies, streams = late_copies(monkeypatch)
+    monkeypatch.setattr(trainer, "HostCopies", lambda _device: copies)
+    sent: list[str] = []
+    begin = copies.begin
+
+    def begins(*of: Any) -> None:
+        sent.append(threading.current_thread().name)
+        begin(*of)
+
+    monkeypatch.setattr(copies, "begin", begins)
+    run = small_run("run.model.stages=1", "run.outer.fragments=2")
+    _, course = await traced(run, "cpu", tmp_path / "trace.json")
+    assert set(sent) == {"copies"}
+    assert course.microbatches >= UNDER_WAY
+    assert 2 <= course.fewest_waiting < UNDER_WAY
+    assert streams.made[2].put >= 2, "a snapshot and what it is corrected by"
+
+
+def test_copies_of_a_device_within_itself_are_computing() -> None:
+    """What crosses is apart, and what crosses beside computing is told."""
+
+    def event(name: str, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, device_type="DeviceType.CUDA", time_range=SimpleNamespace(start=start, end=end)
+        )
+
+    told = [
+        event("gemm", 0.0, 4e5),
+        event("Memcpy HtoD (Pinned -> Device)", 3e5, 5e5),
+        event("Memcpy DtoD (Device -> Device)", 6e5, 7e5),
+        SimpleNamespace(name="aten::mm", device_type="DeviceType.CPU", time_range=None),
+    ]
+    assert shares_of(told, 1.0) == pytest.approx({"computing": 0.5, "copying": 0.2, "copying beside computing": 0.1})
+
+
+def test_a_trace_that_is_not_written_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kineto says nothing of it; an earlier trace is none of this one."""
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *_: None)
+    (tmp_path / "trace.json").write_text("an earlier one", encoding="utf-8")
+    with pytest.raises(UserError, match="was not written"):
+        asyncio.run(traced(small_run("run.model.stages=1"), "cpu", tmp_path / "trace.json"))
+
+
+def test_nothing_of_an_earlier_look_is_left_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory would be counted with that of the next."""
+    made: list[weakref.ref[gpu.Trained]] = []
+    alive: list[int] = []
+
+    class Watched(gpu.Trained):
+        def __init__(self, run: RunSpec, device: str) -> None:
+            alive.append(sum(each() is not None for each in made))
+            made.append(weakref.ref(self))
+            super().__init__(run, device)
+
+    monkeypatch.setattr(gpu, "Trained", Watched)
+    options = gpu.options_of(["--device", "cpu", *SMALL, "--rounds", "2", "--precisions", "fp32", "bf16"])
+    gpu.alone(options, 1.0, dict.fromkeys((torch.float32, torch.bfloat16), 1.0))
+    assert alive == [0, 0, 0, 0]
+
+
+def test_a_product_is_timed_after_the_device_has_done_what_sets_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the first one is only given to it, with all that loads."""
+    order: list[str] = []
+    clock = iter((0.0, 0.0, 2.0, 2.0))
+
+    def now() -> float:
+        order.append("clock")
+        return next(clock)
+
+    monkeypatch.setattr(gpu, "finish", lambda _device: order.append("finish"))
+    monkeypatch.setattr(gpu.time, "perf_counter", now)
+    gpu.product_flop_per_second(torch.device("cpu"), torch.float32, 1.0)
+    assert order == ["finish", "clock", "clock", "finish", "clock", "clock"]
+
+
+def test_daemons_on_one_device_are_held_against_its_peak() -> None:
+    """All of them together; without a peak only against a product."""
+    row = layout_row("two", [90.0, 100.0, 120.0], 2e6, 1e9, 4e8)
+    assert (row.tokens_per_second, row.mfu, row.of_a_product) == (100.0, pytest.approx(0.2), pytest.approx(0.5))
+    assert layout_line(row) == "two: 100 tokens/s (90 to 120), MFU 0.200, 0.500 of a product"
+    assert "MFU" not in layout_line(layout_row("two", [1.0], 2e6, None, 4e8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--daemon-steps", "9"), "--daemon-steps is 9"),
+        (("--layers", "1"), "run.model.stages"),
+        (("--hidden", "130", "--layers", "2"), "head_dim"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name."""
+    monkeypatch.setattr(gpu, "product_flop_per_second", lambda *_: pytest.fail("it has begun"))
+    with pytest.raises(UserError) as refused:
+        main(["--device", "cpu", *SMALL, *arguments])
+    assert words in refused.value.message
+
+
+def test_few_steps_of_daemons_need_no_other_warm_up() -> None:
+    """The run's own is longer than such a swarm."""
+    options = gpu.options_of(["--device", "cpu", *SMALL, "--layers", "2", "--daemon-steps", "12"])
+    for config in gpu.layouts_of(options, "fp32").values():
+        assert config.run.inner.warmup_tokens < config.run.inner.target_tokens == 12 * 8 * 16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is one")
+def test_auto_is_whatever_device_there_is(tmp_path: Path) -> None:
+    """As `node.device` takes it."""
+    out = tmp_path / "gpu.json"
+    assert main(["--device", "auto", *SMALL, "--precisions", "fp32", "--no-daemons", "--out", str(out)]) == 0
+    assert json.loads(out.read_text(encoding="utf-8"))["device"] == "cpu"
+
+
+def test_a_trace_that_could_not_be_written_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the file of the figures is."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--device", "cpu", "--trace", "/nowhere/t.json"])
+    assert ended.value.code == ExitCode.USAGE
+    assert "--trace: '/nowhere/t.json': there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is one")
