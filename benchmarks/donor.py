@@ -54,7 +54,7 @@ class Reader:
     def __init__(self, config: Config, transport: Libp2pTransport, donor: PeerId) -> None:
         run = config.run
         trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
-        self._worker = StageWorker(run, trainer, outer_of(run, trainer.master), ComputeThread(), lambda _: None)
+        self._worker = StageWorker(run, trainer, outer_of(run, trainer), ComputeThread(), lambda _: None)
         self._run, self._transport, self._donor = run, transport, donor
         self.reading = asyncio.Event()
         self.bytes = 0

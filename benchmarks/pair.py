@@ -115,7 +115,7 @@ class HeldReplica:
             gc.collect()
             self._trainer = trainer = await asyncio.to_thread(trainer_of, spec)
             self._millions = millions
-        outer = await asyncio.to_thread(outer_of, spec, trainer.master)
+        outer = await asyncio.to_thread(outer_of, spec, trainer)
         self.worker = StageWorker(spec, trainer, outer, self._thread, lambda _: None)
         cut, moved = cut_model(spec.model)[0], Pulse()
         context = ReplicaContext(

@@ -210,7 +210,7 @@ class Quadratic:
 
         def work() -> PlacedStage:
             trainer = QuadraticTrainer(facts, land, carried_dtype(spec.pipeline.activations))
-            return PlacedStage(facts, trainer, outer_of(spec, trainer.master))
+            return PlacedStage(facts, trainer, outer_of(spec, trainer))
 
         return await thread.run(Priority.STEP, work)
 

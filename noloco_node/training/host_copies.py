@@ -32,9 +32,9 @@ class _OnItsWay:
 
 
 class HostCopies:
-    """What crosses. Belongs to the compute thread but for `bring` and what comes ahead; it waits for the device nowhere
-    else as it trains, but for a look that transformers takes at the positions as a forward begins: what the microbatch
-    before it and an inner step have left to do is waited for there.
+    """What crosses. Belongs to the compute thread but for `bring`, `room` and what comes ahead; it waits for the device
+    nowhere else as it trains, but for a look that transformers takes at the positions as a forward begins: what the
+    microbatch before it and an inner step have left to do is waited for there.
 
     A GPU's own queue is not asked before everything that a microbatch needs of it is in there: `to_host` is that one
     question.
@@ -105,7 +105,7 @@ class HostCopies:
         before `_taken` says that the device has read it, so whoever gets memory here and then looks at `_taken` waits
         for every earlier reader of it, and for no computation beyond that.
         """
-        pinned = self._pinned(tensor.shape, tensor.dtype).copy_(tensor)
+        pinned = self.room(tensor.shape, tensor.dtype).copy_(tensor)
         with self._on(self._coming):
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             if (taken := self._taken) is not None:
@@ -120,11 +120,8 @@ class HostCopies:
         self.waits += 1
         if self._streams is None:
             return tuple(tensor.to("cpu") for tensor in tensors)
-        here = [(self._pinned(tensor.shape, tensor.dtype), tensor) for tensor in tensors]
-        self._beside(here, self._going)
-        done = self._streams.Event()
-        done.record(self._going)
-        done.synchronize()
+        here = [(self.room(tensor.shape, tensor.dtype), tensor) for tensor in tensors]
+        self._beside(here, self._going)()
         return tuple(to for to, _ in here)
 
     def begin_to_host(self, room: Tensor, source: Tensor) -> Callable[[], None] | None:
@@ -133,7 +130,7 @@ class HostCopies:
         if self._streams is None:
             room.copy_(source)
             return None
-        return self._begin(room, source)
+        return self._beside([(room, source)], self._long)
 
     def before_writing(self) -> None:
         """What the device is given from now on may write to vectors that are on their way to the host: it waits for
@@ -147,26 +144,28 @@ class HostCopies:
         if self._streams is None:
             return vector.to(self._device)
         there = torch.empty_like(vector, device=self._device)
-        self._begin(there, vector)()
+        self._beside([(there, vector)], self._long)()
         return there
 
     def watch(self) -> DeviceWatch:
         """Begin to take the time of what the device is given from now on."""
         return DeviceWatch(self._streams, self._device)
 
-    def _begin(self, to: Tensor, source: Tensor) -> Callable[[], None]:
-        self._beside([(to, source)], self._long)
-        done = self._streams.Event()
-        done.record(self._long)
-        return done.synchronize
+    def room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory of the host, with whatever it held, for what crosses: it is never paged out where there is a way to
+        go, since only such memory is copied beside the computing, and without a thread that is held for it."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self._streams is not None)
 
-    def _beside(self, copies: list[tuple[Tensor, Tensor]], stream: Any) -> None:
+    def _beside(self, copies: list[tuple[Tensor, Tensor]], stream: Any) -> Callable[[], None]:
         """Copy the second of each pair into the first on a stream of copies, after what the device has in hand now: the
-        memory of either may be of that."""
+        memory of either may be of that. Returns what waits for it, asleep: by default such a wait keeps a core busy."""
         stream.wait_stream(self._streams.current_stream(self._device))
         with self._on(stream):
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
+        done = self._streams.Event(blocking=True)
+        done.record(stream)
+        return done.synchronize
 
     @contextmanager
     def _on(self, stream: Any) -> Generator[None]:
@@ -175,9 +174,6 @@ class HostCopies:
         is computed here."""
         with self._of_thread(self._device), self._streams.stream(stream):
             yield
-
-    def _pinned(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
 
 
 class DeviceWatch:
@@ -204,7 +200,7 @@ class DeviceWatch:
     def _moment(self) -> Any:
         if self._streams is None:
             return ambient.monotonic()
-        moment = self._streams.Event(enable_timing=True)
+        moment = self._streams.Event(enable_timing=True, blocking=True)  # see `_beside`
         moment.record(self._streams.current_stream(self._device))
         return moment
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica, fragments_of
 from noloco_node.outer.update import OuterRule
+from noloco_node.training.trainer import Trainer
 
 
-def outer_of(spec: RunSpec, master: Tensor) -> OuterReplica:
-    """The outer state of a stage that begins at these weights (flat, any device). UserError (CONFIG) as
+def outer_of(spec: RunSpec, trainer: Trainer) -> OuterReplica:
+    """The outer state of a stage that begins at the trainer's weights, on the host. UserError (CONFIG) as
     `check_fragments`."""
     outer = spec.outer
-    slow = master.to(device="cpu", dtype=torch.float32, copy=True)
+    slow = trainer.master.to(device="cpu", dtype=torch.float32, copy=True)
     check_fragments(spec, slow.numel())
     replica = OuterReplica(
         OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
@@ -25,8 +25,7 @@ def outer_of(spec: RunSpec, master: Tensor) -> OuterReplica:
         chunk_bytes=spec.limits.chunk_bytes,
         fragments=outer.fragments,
     )
-    if master.is_cuda:  # only what is never paged out crosses beside the computing
-        replica.snapshot = torch.empty_like(slow, pin_memory=True)
+    replica.snapshot = trainer.copies.room(slow.shape, slow.dtype)
     return replica
 
 

@@ -120,7 +120,7 @@ async def place_stage(
         if backend is not None:
             shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
             trainer.compile_for(shape, documents=spec.data.attention == "document", backend=backend)
-        return PlacedStage(stage, trainer, outer_of(spec, trainer.master))
+        return PlacedStage(stage, trainer, outer_of(spec, trainer))
 
     return await thread.run(Priority.STEP, work)
 

@@ -46,7 +46,7 @@ def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
     """Weights, gradient, moments, versions and outer state are what the real objects hold, to the byte."""
     run = changed(micro_spec(stages=2), "inner", precision=precision)
     trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
-    outer = outer_of(run, trainer.master)
+    outer = outer_of(run, trainer)
     planned, count = needs(run, in_flight=1)[0], trainer.layout.size
     own = {name: tensor for name, tensor in vars(trainer).items() if isinstance(tensor, torch.Tensor)}
     assert planned.weights == own["master"].nbytes
@@ -64,7 +64,7 @@ async def test_a_checkpoint_is_a_copy_of_the_whole_state() -> None:
     for codec, vectors in (("int8", 6), ("sign", 7)):
         run = changed(micro_spec(stages=2), "outer", codec=codec)
         trainer = StageTrainer(build_stage(run.model, 1), run.inner, device="cpu", wire_dtype=torch.float32)
-        worker = StageWorker(run, trainer, outer_of(run, trainer.master), thread, lambda _: None)
+        worker = StageWorker(run, trainer, outer_of(run, trainer), thread, lambda _: None)
         room = worker._room()  # pyright: ignore[reportPrivateUsage]
         flat = [tensor for tensor in room.values() if tensor.dim()]
         assert needs(run)[1].checkpoint == sum(tensor.nbytes for tensor in flat) == 4 * vectors * trainer.layout.size
@@ -77,7 +77,7 @@ async def test_what_a_joiner_reads_is_one_more_copy_on_the_host(codec: str) -> N
     thread = ComputeThread()
     run = changed(micro_spec(stages=2), "outer", codec=codec)
     trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
-    worker = StageWorker(run, trainer, outer_of(run, trainer.master), thread, lambda _: None)
+    worker = StageWorker(run, trainer, outer_of(run, trainer), thread, lambda _: None)
     _, state = await worker.full_state()
     planned = needs(run)[0]
     assert planned.given == sum(tensor.nbytes for tensor in state.values() if tensor.dim())
@@ -137,7 +137,7 @@ async def test_inputs_sent_ahead_of_their_turn_are_counted_where_a_device_has_me
     trainer.copies, _ = late_copies(monkeypatch)
     sent: list[torch.Tensor] = []
     thread = ComputeThread()
-    worker = StageWorker(run, trainer, outer_of(run, trainer.master), thread, lambda _: None)
+    worker = StageWorker(run, trainer, outer_of(run, trainer), thread, lambda _: None)
     tokens, labels = window_batch(range(WINDOWS))
     between = torch.zeros(*tokens.shape, footprint_of(run).hidden, dtype=carried_dtype(run.pipeline.activations))
     passage = ForwardContext()

@@ -10,6 +10,7 @@ import torch
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import InnerReport, StageWorker
@@ -37,12 +38,15 @@ def flat_gradient(trainer: StageTrainer, module: Stage) -> torch.Tensor:
 
 
 @asynccontextmanager
-async def lone_worker(spec: RunSpec) -> AsyncIterator[tuple[StageWorker, StageTrainer, list[InnerReport]]]:
-    """A worker of the only stage on a compute thread of its own, and its reports."""
+async def lone_worker(
+    spec: RunSpec, copies: HostCopies | None = None
+) -> AsyncIterator[tuple[StageWorker, StageTrainer, list[InnerReport]]]:
+    """A worker of the only stage on a compute thread of its own, and its reports. `copies`: in place of its own."""
     thread = ComputeThread()
     trainer = make_trainer(spec, 0)
+    trainer.copies = copies or trainer.copies
     reports: list[InnerReport] = []
     try:
-        yield StageWorker(spec, trainer, outer_of(spec, trainer.master), thread, reports.append), trainer, reports
+        yield StageWorker(spec, trainer, outer_of(spec, trainer), thread, reports.append), trainer, reports
     finally:
         await thread.close()

@@ -24,10 +24,10 @@ from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of
+from tests.training.late_streams import CPU, late_copies
 from tests.training.made_trainers import make_trainer
 from tests.worlds import micro_spec, window_rows
 
-CPU = torch.device("cpu")
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "nonzero", "bincount", "equal", "unique_consecutive", "_unique2"}
 """That wait for a GPU, seen below autograd."""
 METHODS = {"tolist", "numpy", "cpu"}
@@ -83,7 +83,8 @@ class Methods(TorchFunctionMode):
 @contextmanager
 def watched(trainer: StageTrainer, monkeypatch: pytest.MonkeyPatch) -> Generator[Device]:
     """The trainer with a device apart from the host, and what is read of that device."""
-    copies = trainer.copies = HostCopies(CPU, apart=True)
+    copies, _ = late_copies(monkeypatch)
+    trainer.copies = copies
     device = Device(trainer.master, trainer.gradient, trainer.versions.current.flat)
     to_device, to_host = copies.to_device, copies.to_host
 
@@ -160,14 +161,15 @@ def test_the_device_is_waited_for_once_for_each_part_of_a_microbatch_and_once_a_
     assert bool(there.read or beyond.read) is leaks, (there.read, beyond.read)
 
 
-def test_by_memory_of_their_own_the_same_comes_out() -> None:
+def test_by_memory_of_their_own_the_same_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss, gradients and weights are bitwise those of a trainer whose tensors are where they are needed anyway."""
     spec = micro_spec()
     inputs, labels = inputs_and_labels(window_rows(range(4)))
     found: list[list[Tensor]] = []
     for apart in (False, True):
         head, tail = (make_trainer(spec, stage) for stage in (0, 1))
-        head.copies, tail.copies = HostCopies(CPU, apart=apart), HostCopies(CPU, apart=apart)
+        if apart:
+            head.copies, tail.copies = (late_copies(monkeypatch)[0] for _ in range(2))
         passage = ForwardContext()
         outputs = head.forward(inputs, passage)
         result = tail.loss(outputs, labels, source="head")
@@ -178,10 +180,12 @@ def test_by_memory_of_their_own_the_same_comes_out() -> None:
     assert all(torch.equal(plain, apart) for plain, apart in zip(*found, strict=True))
 
 
-def test_what_crosses_has_memory_of_its_own_and_keeps_its_precision_on_the_way() -> None:
+def test_what_crosses_has_memory_of_its_own_and_keeps_its_precision_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a device apart; on the processor itself nothing is copied that need not be."""
+    (apart, _), here = late_copies(monkeypatch), HostCopies(CPU)
     tensor = torch.randn(3, 4).half()
-    apart, here = HostCopies(CPU, apart=True), HostCopies(CPU)
     there = apart.to_device(tensor, torch.float32)
     back, number = apart.to_host(there, there.sum())
     assert torch.equal(there, tensor.float())
@@ -191,3 +195,31 @@ def test_what_crosses_has_memory_of_its_own_and_keeps_its_precision_on_the_way()
     assert here.to_device(tensor, torch.float16) is tensor
     assert here.to_host(tensor)[0] is tensor
     assert (apart.waits, here.waits) == (1, 1)
+
+
+def test_what_the_device_is_still_working_out_is_not_read_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what a microbatch needs of it, nor a long vector that crosses beside the computing."""
+    copies, streams = late_copies(monkeypatch)
+    numbers, there, room = torch.randn(3, 4), torch.zeros(3, 4), copies.room(torch.Size((3, 4)), torch.float32)
+    streams.computes(there, numbers)
+    assert torch.equal(copies.to_host(there)[0], numbers)
+    streams.computes(there, numbers + 1)
+    under_way = copies.begin_to_host(room, there)
+    assert under_way is not None
+    assert there.isnan().all(), "nobody has waited for it yet"
+    under_way()
+    assert torch.equal(room, numbers + 1)
+
+
+def test_nothing_that_a_microbatch_needs_holds_the_thread_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the one wait for what the device has worked out: all is copied beside the host, from and to memory that
+    is never paged out."""
+    copies, streams = late_copies(monkeypatch)
+    ahead = copies.ahead(sent := torch.randn(3, 4))
+    assert ahead is not None
+    ahead.begin()
+    there = [copies.to_device(each, torch.float32) for each in (sent, torch.randn(3, 4).half())]
+    copies.to_host(*there)
+    assert len(streams.copies) == 4
+    assert streams.held == 0
+    assert all(copy.non_blocking and copy.pinned for copy in streams.copies)

@@ -50,7 +50,7 @@ async def carried(thread: ComputeThread, copies: HostCopies | None) -> list[Tens
     trainer = make_trainer(spec, 0)
     if copies is not None:
         trainer.copies = copies
-    worker = StageWorker(spec, trainer, outer_of(spec, trainer.master), thread, lambda _: None)
+    worker = StageWorker(spec, trainer, outer_of(spec, trainer), thread, lambda _: None)
     inputs, labels = zip(*(window_batch(range(at, at + WINDOWS)) for at in range(0, 3 * WINDOWS, WINDOWS)), strict=True)
     passages = [ForwardContext() for _ in inputs]
     async with held(thread):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.training.host_copies import HostCopies
+from noloco_node.training.stage_trainer import StageTrainer
 from tests.training.late_streams import late_copies
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import WINDOWS, micro_spec, window_batch
@@ -25,16 +26,21 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], HostCopies]:
     return lambda: late_copies(monkeypatch)[0]
 
 
+def room_for(trainer: StageTrainer) -> Tensor:
+    """Of the host, for all weights."""
+    return trainer.copies.room(trainer.master.shape, torch.float32)
+
+
 def test_the_training_goes_on_while_a_snapshot_crosses_and_changes_nothing_of_it(
     late: Callable[[], HostCopies],
 ) -> None:
     trainer = make_trainer(micro_spec(stages=1), 0)
     trainer.copies = late()
     trainer.loss(*window_batch(range(WINDOWS)))
-    room, before = torch.zeros_like(trainer.master), trainer.master.clone()
+    room, before = room_for(trainer), trainer.master.clone()
     under_way = trainer.begin_copy(room, slice(None))
     trainer.loss(*window_batch(range(WINDOWS, 2 * WINDOWS)))
-    assert not room.any(), "nobody has waited for it yet"
+    assert room.isnan().all(), "nobody has waited for it yet"
     trainer.step(1e-2)
     assert not torch.equal(trainer.master, before)
     assert under_way is not None
@@ -46,7 +52,7 @@ def test_the_training_goes_on_while_a_snapshot_crosses_and_changes_nothing_of_it
 def test_nothing_else_changes_the_weights_under_a_snapshot(change: str, late: Callable[[], HostCopies]) -> None:
     trainer = make_trainer(micro_spec(stages=1), 0)
     trainer.copies = late()
-    room, before = torch.zeros_like(trainer.master), trainer.master.clone()
+    room, before = room_for(trainer), trainer.master.clone()
     under_way = trainer.begin_copy(room, slice(None))
     if change == "an outer step":
         trainer.add_to_weights(torch.ones_like(room))
@@ -62,9 +68,7 @@ async def test_an_outer_step_by_copies_beside_the_training_is_bitwise_the_same(l
     outer = OuterSpec(inner_steps=2, alpha=0.5, beta=0.5)
     found: list[list[Tensor]] = []
     for apart in (False, True):
-        async with lone_worker(micro_spec(stages=1, outer=outer)) as (worker, trainer, _):
-            if apart:
-                trainer.copies = late()
+        async with lone_worker(micro_spec(stages=1, outer=outer), late() if apart else None) as (worker, _, _):
             for first in range(0, 3 * WINDOWS, WINDOWS):
                 await worker.loss(*window_batch(range(first, first + WINDOWS)))
             snapshot = await worker.snapshot()
@@ -82,8 +86,7 @@ async def test_what_an_outer_step_holds_a_device_for_is_told_by_the_devices_cloc
 ) -> None:
     """What the host takes to give it its work says nothing; and the thread that keeps it at work does not wait."""
     copies, streams = late_copies(monkeypatch)
-    async with lone_worker(micro_spec(stages=1)) as (worker, trainer, _):
-        trainer.copies = copies
+    async with lone_worker(micro_spec(stages=1), copies) as (worker, trainer, _):
         add = trainer.add_to_weights
 
         def takes_its_time(correction: Tensor, part: slice) -> None:
@@ -98,6 +101,35 @@ async def test_what_an_outer_step_holds_a_device_for_is_told_by_the_devices_cloc
     assert "compute" not in [name for event in streams.timed for name in event.waiters]
 
 
+async def test_what_an_outer_step_needs_crosses_twice_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot, and the correction before the thread that computes is asked for it: both from memory that is never
+    paged out, and neither as a copy that its thread makes itself."""
+    copies, streams = late_copies(monkeypatch)
+    async with lone_worker(micro_spec(stages=1), copies) as (worker, trainer, _):
+        snapshot = await worker.snapshot()
+        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        await worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=asyncio.to_thread)
+        long = [copy for copy in streams.copies if copy.to.numel() == trainer.layout.size]
+        room, weights = worker.outer.snapshot.data_ptr(), trainer.master.data_ptr()
+    away, back = long
+    assert (away.to.data_ptr(), away.source.data_ptr(), back.source.data_ptr()) == (room, weights, room)
+    assert away.stream is back.stream
+    assert streams.held == 0
+
+
+async def test_an_outer_step_adds_to_the_weights_what_is_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, streams = late_copies(monkeypatch)
+    added: list[Tensor] = []
+    async with lone_worker(micro_spec(stages=1), copies) as (worker, trainer, _):
+        add = trainer.add_to_weights
+        monkeypatch.setattr(trainer, "add_to_weights", lambda given, part: (added.append(given), add(given, part)))
+        snapshot = await worker.snapshot()
+        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        await worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=asyncio.to_thread)
+    assert [copy.to is added[0] for copy in streams.copies] == [False, True]
+
+
 def test_what_is_brought_is_there_before_the_device_is_asked_to_use_it(late: Callable[[], HostCopies]) -> None:
-    vector = torch.arange(4.0)
-    assert torch.equal(late().bring(vector), vector)
+    copies = late()
+    vector = copies.room(torch.Size((4,)), torch.float32).copy_(torch.arange(4.0))
+    assert torch.equal(copies.bring(vector), vector)

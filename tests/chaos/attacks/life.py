@@ -226,7 +226,7 @@ def make_workers(spec: RunSpec) -> list[StageWorker]:
     workers: list[StageWorker] = []
     for stage in range(spec.stages):
         trainer = StageTrainer(build_stage(spec.model, stage), spec.inner, device="cpu", wire_dtype=torch.float32)
-        workers.append(StageWorker(spec, trainer, outer_of(spec, trainer.master), ComputeThread(), lambda _: None))
+        workers.append(StageWorker(spec, trainer, outer_of(spec, trainer), ComputeThread(), lambda _: None))
     return workers
 
 
