@@ -180,11 +180,11 @@ class Headcount:
         return welcome_share(asks, worked, from_the_start=from_the_start, work_an_ask=self._known.work_an_ask)
 
     def _sampled(self, unsure: Iterable[PeerId]) -> dict[PeerId, float]:
-        """As how much of a peer each of these counts: by the stage peers that came no earlier and were drawn at random.
-        So those that were there before say nothing of a crowd that comes later."""
+        """As how much of a peer each of these counts: by the stage peers that came no earlier and were drawn at random,
+        so those that were there before say nothing of a crowd that comes later. Who has answered before, only not of
+        late, came with nobody: it counts by all that were drawn."""
         counted = dict.fromkeys(unsure, 0.0)
-        by_time = sorted(((seen.since, peer) for peer in counted if (seen := self._seen.get(peer))), reverse=True)
-        if not by_time:
+        if not counted:
             return counted
         drawn = sorted(
             (
@@ -194,10 +194,13 @@ class Headcount:
             ),
             reverse=True,
         )
+        again = sampled_share(len(drawn), sum(bool(answered) for _, answered in drawn))
+        by_time = sorted(((seen.since, peer) for peer in counted if (seen := self._seen.get(peer))), reverse=True)
         taken = there = 0
         for since, peer in by_time:
             while taken < len(drawn) and drawn[taken][0] >= since:
                 there += bool(drawn[taken][1])
                 taken += 1
-            counted[peer] = sampled_share(taken, there)
+            share = sampled_share(taken, there)
+            counted[peer] = max(share, again) if self._known.met(peer) else share
         return counted

@@ -48,6 +48,9 @@ STEPS = 24
 """Inner steps of the swarm."""
 INNER_STEPS = 3
 BATCH_MICROBATCHES = 4
+"""Behind an inner step; one of each replica of a stage that has more than `FEW`, or a run would be over before all have
+taken part in an outer step."""
+FEW = 8
 IN_FLIGHT = 2
 GUARD_SECONDS = 5.0
 """Between two looks at a copy of another stage, where a run keeps any."""
@@ -71,12 +74,12 @@ class HuntOutcome:
     """Hash of all that was told."""
 
 
-def run_spec(stages: int, guard_copies: int = 0) -> RunSpec:
+def run_spec(stages: int, guard_copies: int = 0, replicas: int = 1) -> RunSpec:
     """The run of every schedule: as small as a stage can be, with the limits that nodes have by default; but copies are
     renewed as often as a run so short asks for."""
     windows, length = 2, 4
     renewed = {"guard_seconds": GUARD_SECONDS} if guard_copies else {}
-    batch = BATCH_MICROBATCHES * windows * length
+    batch = (BATCH_MICROBATCHES if replicas <= FEW else replicas) * windows * length
     return RunSpec(
         name="hunt",
         model=ModelSpec(
@@ -148,7 +151,8 @@ def shrunk(outcome: HuntOutcome, most_tries: int = 200, *, real_tensors: bool = 
 
 
 async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:
-    spec, loop = run_spec(schedule.stages, schedule.guard_copies), asyncio.get_running_loop()
+    spec = run_spec(schedule.stages, schedule.guard_copies, max(schedule.replicas))
+    loop = asyncio.get_running_loop()
     own = asyncio.all_tasks()
     learning = Watched(RealTensors() if real_tensors else _quadratic())
     async with HuntedWorld(

@@ -11,6 +11,7 @@ from noloco_node.directory.headcount import SAMPLE, STILL_STEPS, Headcount, coun
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import (
+    ANSWER_SECONDS,
     ASKS_ALLOWED,
     ASKS_TO_JUDGE,
     IDLES_ALLOWED,
@@ -355,3 +356,27 @@ def test_how_far_a_headcount_may_be_off_is_half_of_what_is_not_known() -> None:
     assert found.number == pytest.approx(21, abs=6)
     assert found.error == pytest.approx((121 - found.number) / 2 / found.number)
     assert found.error > 1.5
+
+
+def test_who_answered_more_than_a_minute_ago_counts_though_few_that_came_later_were_called() -> None:
+    """Most were not called but called here; half have done so of late. A crowd of records that come now adds nothing,
+    and who is called again and is silent goes."""
+    stage, honest = Stage(), named("honest", 127)
+    for peer in honest:
+        stage.come(peer)
+        stage.now += 0.1
+    for number, peer in enumerate(honest):
+        if number % 4 == 0:
+            stage.draw(peer, answers=True)
+        else:
+            stage.known.said(peer, 0)
+            stage.known.answered(peer)
+    stage.now += ANSWER_SECONDS + 1.0
+    for peer in honest[::2]:
+        stage.known.answered(peer)
+    assert stage.called_replicas >= 0.95 * 128
+    stage.come(*named("ghost", 400))
+    assert stage.called_replicas <= 128
+    for peer in honest[1::2]:
+        stage.draw(peer, answers=False)
+    assert stage.called_replicas <= 66
