@@ -274,8 +274,8 @@ def _the_mean_is_kept(run: Run) -> Iterator[str]:
 
 
 def _outer_steps_do_what_the_rule_says(run: Run) -> Iterator[str]:
-    """Whatever befell the nodes: who lies does so in its records."""
-    for line in strays(run.ledger):
+    """Whatever befell the nodes: who lies does so in its records and gradients, or ruins its own weights."""
+    for line in strays(run.ledger, hostile=run.hostile):
         yield f"weights: {line}"
 
 

@@ -48,6 +48,8 @@ class OuterEntry:
     """Of what the partner moves it by; below 1 where that was clipped."""
     after: tuple[Tensor, Tensor] | None = None
     """φ and δ once it was committed."""
+    replaced: bool = False
+    """Other weights were loaded while it was open, and it counted all the same."""
 
     def offered(self) -> Tensor:
         """s = β·n·w·Δ + γφ, with αδ where momentum is averaged."""
@@ -69,6 +71,8 @@ class WatchedOuter(OuterReplica):
         super().__init__(outer.rule, outer.slow, codec=outer.codec, chunk_bytes=chunk_bytes, fragments=parts)
         self._ledger = ledger
         self._entry: OuterEntry | None = None
+        self._loaded: OuterEntry | None = None
+        """Open when other weights were loaded, or before."""
         self._counts = False
 
     def open(self, part: Part, *, members: int, weight: float, exchange: str = "") -> None:
@@ -77,6 +81,11 @@ class WatchedOuter(OuterReplica):
         fast, slow, momentum = (held[part.slice].double() for held in (self.snapshot, self.slow, self.momentum))
         self._entry = OuterEntry(exchange, self.rule, weight, fast, slow, momentum)
         self._ledger.append(self._entry)
+
+    def load(self, slow: Tensor, momentum: Tensor, trail: Tensor | None = None) -> None:
+        """See `OuterReplica.load`."""
+        super().load(slow, momentum, trail)
+        self._loaded = self._entry
 
     def limit_values(self, most: float) -> None:
         """See `OuterReplica.limit_values`."""
@@ -102,6 +111,7 @@ class WatchedOuter(OuterReplica):
         if self._counts and self._entry is not None:
             part = self.part.slice
             self._entry.after = (self.slow[part].double(), self.momentum[part].double())
+            self._entry.replaced = self._entry is self._loaded
         self._counts = False
 
 
@@ -127,19 +137,24 @@ class Watched:
         return self._learning.samples(spec, number, drawn)
 
 
-def strays(ledger: Iterable[OuterEntry]) -> Iterator[str]:
-    """Steps that did something else than the rule says, and pairs whose mean was not kept, for a person.
+def strays(ledger: Iterable[OuterEntry], *, hostile: bool = False) -> Iterator[str]:
+    """Steps that did something else than the rule says, and pairs whose mean was not kept, for a person. Nobody but a
+    `hostile` node ruins its weights while a step is open.
 
     A pair's codec may be off on each side, but the sum over both may not, unless one of them clipped what the other
     moves it by, or only one has committed.
     """
     pairs: defaultdict[str, list[OuterEntry]] = defaultdict(list)
     for entry in ledger:
+        if entry.replaced and not hostile:
+            yield f"exchange {entry.exchange[:8]}: other weights were loaded while it was open"
         if entry.exchange:
             pairs[entry.exchange].append(entry)
-        elif entry.after is not None and (found := _off(entry, entry.offered(), 0.0)):
+        elif entry.after is not None and not entry.replaced and (found := _off(entry, entry.offered(), 0.0)):
             yield f"a step alone is off by {found:.2g}"
     for name, sides in pairs.items():
+        if any(side.replaced for side in sides):
+            continue
         if len(sides) == 2:
             yield from (f"exchange {name[:8]}: {line}" for line in _strays_of_a_pair(*sides))
         elif any(side.after is not None for side in sides):

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
 from noloco_node.averaging import session
 from noloco_node.outer import replica
+from noloco_node.outer.codec import CODECS
+from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule, step_
 from noloco_node.simulator.faults import draw
 from noloco_node.simulator.hunt import carry_out
+from noloco_node.simulator.outer_ledger import OuterEntry, WatchedOuter, strays
 
 SEED = 3
 """Of a schedule in which pairs average and replicas step alone."""
@@ -61,3 +65,21 @@ def test_a_difference_that_only_one_side_takes_in_is_seen(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(replica.OuterReplica, "add_chunk", every_other)
     assert any("the mean of two replicas was moved" in line for line in carry_out(draw(SEED)).breaches)
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+def test_weights_that_are_loaded_while_a_step_is_open_are_seen_unless_somebody_ruins_its_own(*, hostile: bool) -> None:
+    """Before it counts; what is loaded between two steps is nobody's fault."""
+    ledger = list[OuterEntry]()
+    rule = OuterRule(alpha=0.5, beta=0.7, gamma=0.9, momentum="averaged")
+    outer = WatchedOuter(ledger, OuterReplica(rule, torch.ones(8), codec=CODECS["fp32"], chunk_bytes=64), 64)
+    for ruined in (False, True):
+        outer.load(torch.ones(8), torch.zeros(8))
+        outer.snapshot.copy_(outer.slow).add_(0.1)
+        outer.open(outer.whole, members=1, weight=1.0)
+        outer.agree(())
+        if ruined:
+            outer.load(1e3 * torch.ones(8), torch.zeros(8))
+        outer.commit()
+        found = list(strays(ledger, hostile=hostile))
+        assert (found == []) is (hostile or not ruined)
