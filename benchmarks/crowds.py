@@ -87,9 +87,9 @@ def training_table(folder: Path) -> list[str]:
 def costs_table(folder: Path) -> list[str]:
     """What a node sends by kind, what a holder gives, and what simulating it took, by size."""
     lines = [
-        "| nodes | directory read | written | microbatches | exchanges | states | a holder: mean "
+        f"| nodes | {' | '.join(KINDS)} | a holder: mean "
         "| highest of a hundred | highest | CPU s, µs a node-second | peak MiB, kB a node |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|" + "---|" * (len(KINDS) + 5),
     ]
     for name in SIZES:
         for size in sizes_of(folder / name):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hop, pipeline, utilisation
+from benchmarks import crowds, hop, pipeline, utilisation
 from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole, whole_or_none
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
@@ -158,3 +158,11 @@ def test_utilisation_prints_the_table_that_its_page_shows() -> None:
         "| 100 Mbit/s, 400 ms, 1 | 0.344 | 0.342 | 0.99 | 0.345 | 1.00 |",
         "| 5 Mbit/s, 100 ms, 3, H 2, F 1 | 0.344 | – | – | 0.345 | 1.00 |",
     ]
+
+
+def test_each_row_of_the_tables_of_crowds_has_as_many_cells_as_the_head() -> None:
+    """By the results that stand in the repository."""
+    folder = Path(__file__).parent.parent / "docs" / "results" / "scale"
+    for table in (crowds.directory_table(folder), crowds.costs_table(folder)):
+        assert len(table) > 5
+        assert len({line.count("|") for line in table}) == 1, table[0]
