@@ -358,7 +358,8 @@ class RollCall:
         """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
         own = self._stage()
         if own is not None and (record is None or record.state is not PeerState.JOINING):
-            most = few_told(self._directory) if self._known.takes_part(peer) and not asked.old else MOST_TOLD
+            few = self._known.has_taken_part(peer) and not asked.old
+            most = few_told(self._directory) if few else MOST_TOLD
             told = await tell(self._transport, peer, self._run, self._directory, stage=own, most=most, timeout=timeout)
             asked.has_told |= told.stage is not None
             if not self._running:

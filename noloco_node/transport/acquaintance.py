@@ -225,6 +225,11 @@ class Acquaintances:
         known = self.of(peer)
         return known.stage is not None and self._answers(known, ANSWER_SECONDS)
 
+    def has_taken_part(self, peer: PeerId) -> bool:
+        """Whether `peer` has said that it serves this run, however long ago, and has not been silent since."""
+        known = self.of(peer)
+        return known.stage is not None and known.silences == 0
+
     def has_worked(self, peer: PeerId) -> bool:
         """Whether work of `peer` was ever seen here, as far as this node remembers."""
         return peer in self._workers
