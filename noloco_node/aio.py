@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 from noloco_node import ambient
@@ -47,6 +47,24 @@ def _name_of(task: asyncio.Future[Any]) -> str:
         return repr(task)
     coroutine = task.get_coro()
     return f"{task.get_name()} ({getattr(coroutine, '__qualname__', coroutine)})"
+
+
+@contextlib.contextmanager
+def first_alone(kind: type[Exception]) -> Generator[None]:
+    """Of a group of errors (of groups of them) that are all of this kind the first goes on, alone.
+
+    What is raised in an `except*` comes in a group of its own before Python 3.11.4.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        told, others = errors.split(kind)
+        if told is None or others is not None:
+            raise
+        error: BaseException = told
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:

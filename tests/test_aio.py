@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from noloco_node import aio
-from noloco_node.aio import LoopLag, all_of, cancel_and_wait, run_to_end
+from noloco_node.aio import LoopLag, all_of, cancel_and_wait, first_alone, run_to_end
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.pieces import Width, side_by_side
 from tests.support import one_turn
@@ -204,3 +204,13 @@ def test_in_virtual_time_nobody_measures_how_late_the_loop_is() -> None:
         return lag.take()
 
     assert in_virtual_time(measure) == 0.0
+
+
+@pytest.mark.parametrize("others", [[], [KeyError("of another kind")]])
+def test_of_a_group_of_errors_of_one_kind_the_first_goes_on_alone(others: list[Exception]) -> None:
+    """With others among them the group does. Whatever this version of Python makes of `except*`."""
+    group = ExceptionGroup("", [ExceptionGroup("", [ValueError("first"), ValueError("second")]), *others])
+    with pytest.raises((ValueError, ExceptionGroup)) as caught, first_alone(ValueError):
+        raise group
+    assert (str(caught.value) == "first") is not bool(others)
+    assert (caught.value is group) is bool(others)

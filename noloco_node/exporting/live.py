@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.aio import first_alone
 from noloco_node.bootstrap.hello import Hello, ask_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -245,11 +246,9 @@ def reported_by(hellos: Sequence[Hello], max_lag: float) -> Reported | None:
 
 async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What each of them gives; where one raises UserError the others end, and it alone goes on."""
-    try:
+    with first_alone(UserError):
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
-    except* UserError as errors:
-        raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
-from noloco_node.aio import Pulse, cancel_and_wait
+from noloco_node.aio import Pulse, cancel_and_wait, first_alone
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
@@ -56,14 +56,6 @@ def restart_delay(deaths: Sequence[float], now: float) -> float | None:
     return 0.0 if recent <= 1 else RESTARTS.after(recent - 2)
 
 
-def _first(errors: BaseExceptionGroup[UserError]) -> UserError:
-    """The first error in a group of groups."""
-    error: UserError | BaseExceptionGroup[UserError] = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 class Supervisor:
     """Restarts one p2pd. `known` gives the addresses of peers to connect to afterwards, `rejoin` is awaited when that
     is done (the directory finds its peers again).
@@ -95,14 +87,12 @@ class Supervisor:
 
         Raises what `work` raises, and UserError (P2P_DAEMON) where p2pd dies too often; `work` is cancelled then.
         """
-        try:
+        with first_alone(UserError):
             async with asyncio.TaskGroup() as group:
                 others = [group.create_task(self._watch()), *(group.create_task(each) for each in companions)]
                 result = await work
                 await cancel_and_wait(others)
-                return result
-        except* UserError as errors:
-            raise _first(errors) from None
+        return result
 
     async def renew(self) -> None:
         """Put another p2pd in the place of a sound one, since what it was told has changed; returns once it is there.

@@ -182,8 +182,7 @@ class Strangers(BaseModel):
 
 
 class Distribution(BaseModel):
-    """How often values fell below each of `bounds` and above the one before, the last count beyond all; and their
-    sum."""
+    """How often values fell below each of `bounds` and above the one before, the last beyond all; and their sum."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -219,8 +218,7 @@ class Account(Event):
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""
     replicas_error: float = 0.0
-    """Relative, of the number of replicas of its own stage by which it takes its share of the batch: of a large stage
-    it sees a sample, and of those that it sees not all have shown what they do."""
+    """Relative, of the number of its own stage's replicas."""
     missing_stages: list[int] = []
     """Stages that nobody serves: microbatches are held back for them."""
     loop_lag_seconds: float

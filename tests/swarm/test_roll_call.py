@@ -18,7 +18,7 @@ from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, ser
 from noloco_node.directory.roll_call import BURST, RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport.acquaintance import ANSWER_SECONDS
+from noloco_node.transport import acquaintance
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.support import eventually
 
@@ -164,14 +164,14 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
 
 
 @pytest.mark.parametrize(
-    ("has_called", "ago", "most"),
-    [(False, 0.0, MOST_TOLD), (True, 0.0, FEW_TOLD), (True, 10 * ANSWER_SECONDS, FEW_TOLD)],
+    ("has_called", "answers", "most"),
+    [(False, 60.0, MOST_TOLD), (True, 60.0, FEW_TOLD), (True, -1.0, FEW_TOLD)],
 )
 async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_call(
-    monkeypatch: pytest.MonkeyPatch, has_called: bool, ago: float, most: int
+    monkeypatch: pytest.MonkeyPatch, has_called: bool, answers: float, most: int
 ) -> None:
     """Of two that meet one had told the other twelve twice over, since each counted its own calls alone; and where
-    there are some hundred, who is called again only after more than a minute was told twelve each time."""
+    there are some hundred, who is called again only when it no longer counts as answering was told twelve each time."""
     told: list[int] = []
     monkeypatch.setattr(MemoryDirectory, "to_tell", lambda _self, most: told.append(most) or ())
     async with hall() as made:
@@ -179,8 +179,7 @@ async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_c
         if has_called:
             made.transport.acquaintances.answered(peer)
             made.transport.acquaintances.said(peer, 0)
-        later = made.transport.acquaintances._clock() + ago  # pyright: ignore[reportPrivateUsage]
-        monkeypatch.setattr(made.transport.acquaintances, "_clock", lambda: later)
+        monkeypatch.setattr(acquaintance, "ANSWER_SECONDS", answers)
         made.roll.look()
         running = asyncio.create_task(made.roll.run())
         try:

@@ -165,6 +165,10 @@ class LateStreams:
         self.made.append(LateStream(self))
         return self.made[-1]
 
+    def is_available(self) -> bool:
+        """Whether torch may use it otherwise: a build for GPUs asks the module that this stands for."""
+        return False
+
     def current_stream(self, _device: object) -> LateStream:
         """The device's own."""
         return self.own
