@@ -437,6 +437,7 @@ class PipelineServer:
                 trained.loss_sum,
                 trained.tokens,
                 source=trained.peer,
+                scale=trained.scale,
                 chosen=trained.chosen,
                 waits=waits,
             )

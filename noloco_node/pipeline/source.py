@@ -182,6 +182,7 @@ class MicrobatchSource:
                 trained.loss_sum,
                 trained.tokens,
                 source=trained.peer,
+                scale=trained.scale,
                 chosen=trained.chosen,
                 waits=waits,
             )

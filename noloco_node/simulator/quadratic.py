@@ -115,10 +115,11 @@ class QuadraticTrainer(Trainer):
         tokens: int,
         *,
         source: str = "",
+        scale: float | None = None,
         chosen: Sequence[int] = (),
     ) -> Tensor | None:
         """See `Trainer`."""
-        del source, chosen
+        del source, scale, chosen
         assert passage.version is not None, "backward needs a forward"
         assert passage.inputs is not None
         self._gather(passage.version.flat, passage.inputs, loss_sum, tokens)

@@ -132,6 +132,7 @@ class StageTrainer(Trainer):
         tokens: int,
         *,
         source: str = "",
+        scale: float | None = None,
         chosen: Sequence[int] = (),
     ) -> Tensor | None:
         """See `Trainer.backward`. Norms are held to what is usual (`NormBound`)."""
@@ -142,7 +143,8 @@ class StageTrainer(Trainer):
             inputs, outputs, routed = self._forward_with_graph(passage, inputs)
         gradient = self.copies.to_device(output_gradient, outputs.dtype)
         cause = passage.source or source
-        if source and (factor := _factor(output_gradient, source, tokens, self.returned_bound)) < 1.0:
+        norm = _norm(output_gradient, scale) / tokens if source else 0.0
+        if source and (factor := self.returned_bound.factor(source, norm)) < 1.0:
             gradient, cause = gradient * factor, ""  # what is scaled down is no measure of what is usual here
         passage.taken_in = self._takes_in(passage.source, loss_sum, tokens)
         beside = self._router_loss(routed, self._counts_there(chosen), tokens)
@@ -361,12 +363,16 @@ def _sum(wire: Tensor) -> Tensor:
     return wire.sum(dtype=torch.float32)
 
 
-def _factor(gradient: Tensor, source: str, tokens: int, bound: NormBound) -> float:
-    """What the bound says of the gradient of a loss summed over so many tokens."""
-    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) / tokens  # pyright: ignore
+def _norm(gradient: Tensor, scale: float | None) -> float:
+    """Of a gradient on the host; of root mean square `scale` where that is known, for a large one takes milliseconds of
+    the device's thread. Raises MicrobatchNotFinite where fp32 does not hold it."""
+    if scale is not None:
+        norm = scale * math.sqrt(gradient.numel())
+    else:
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))  # pyright: ignore
     if not math.isfinite(norm):
         raise MicrobatchNotFinite("the gradient that came back is too large to have a norm")
-    return bound.factor(source, norm)
+    return norm
 
 
 def _without_weights(stage: Stage) -> None:

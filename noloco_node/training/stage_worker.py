@@ -273,15 +273,18 @@ class StageWorker:
         tokens: int,
         *,
         source: str = "",
+        scale: float | None = None,
         chosen: Sequence[int] = (),
         waits: DeviceWaits | None = None,
     ) -> Tensor | None:
-        """Gradient of the passage's inputs, from that of its outputs as the peer `source` gave it back, with how often
-        all stages `chosen` each expert; takes an inner step when this replica's share of the batch is reached. `waits`
-        as in `forward`."""
+        """Gradient of the passage's inputs, from that of its outputs as the peer `source` gave it back, of root mean
+        square `scale` where that is known, with how often all stages `chosen` each expert; takes an inner step when
+        this replica's share of the batch is reached. `waits` as in `forward`."""
 
         def work() -> Tensor | None:
-            result = self._trainer.backward(passage, gradient, loss_sum, tokens, source=source, chosen=chosen)
+            result = self._trainer.backward(
+                passage, gradient, loss_sum, tokens, source=source, scale=scale, chosen=chosen
+            )
             self._count_gradient()
             return result
 

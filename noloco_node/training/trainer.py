@@ -143,14 +143,16 @@ class Trainer(ABC):
         tokens: int,
         *,
         source: str = "",
+        scale: float | None = None,
         chosen: Sequence[int] = (),
     ) -> Tensor | None:
         """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
 
         `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
-        gave it back; its norm, and that of the stage's own gradient, are held to what is usual (`NormBound`), and so is
-        the loss (`LossBound`). Where routers are trained, `chosen` is how often all stages chose each expert. Raises
-        MicrobatchNotFinite; the passage stays for `discard` then.
+        gave it back, of root mean square `scale` where the caller has it (else it is taken here); its norm, and that of
+        the stage's own gradient, are held to what is usual (`NormBound`), and so is the loss (`LossBound`). Where
+        routers are trained, `chosen` is how often all stages chose each expert. Raises MicrobatchNotFinite; the passage
+        stays for `discard` then.
         """
 
     @abstractmethod

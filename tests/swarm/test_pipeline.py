@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import random
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import OuterSpec, PipelineSpec
+from noloco_node.config.run_spec import ActivationCodec, OuterSpec, PipelineSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.ledger import MicrobatchName
@@ -23,6 +25,8 @@ from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from noloco_node.training.compute_thread import Priority
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
@@ -99,6 +103,28 @@ async def test_lost_requests_and_answers_cost_no_sample() -> None:
     assert 0 < sum(a.repeated for a in accounts) <= 16, (
         "only broken streams may have been trained, not unreachable peers; a later stage may see the id twice as well"
     )
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+async def test_how_large_a_returned_gradient_is_goes_to_the_trainer_with_it(
+    codec: ActivationCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was received its scale was taken already, beside the device's thread: by first and middle stages."""
+    told: list[tuple[float | None, float]] = []
+    backward = StageTrainer.backward
+
+    def listening(self: StageTrainer, passage: ForwardContext, gradient: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        told.append((more["scale"], float(gradient.float().square().mean().sqrt())))
+        return backward(self, passage, gradient, *rest, **more)
+
+    monkeypatch.setattr(StageTrainer, "backward", listening)
+    spec = micro_spec(stages=3, layers=3, steps=6, pipeline=QUICK.model_copy(update={"activations": (codec,)}))
+    async with world(spec) as made:
+        await run_to_the_end(made)
+    assert len(told) == 12
+    for scale, real in told:
+        assert scale is not None
+        assert math.isclose(scale, real, rel_tol=1e-3)
 
 
 async def test_a_sample_is_put_back_and_drawn_again() -> None:

@@ -6,6 +6,7 @@ from what they brought to the device counts as being there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import inputs_and_labels
 from noloco_node.marks import positions_of
 from noloco_node.training.host_copies import HostCopies
+from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of
@@ -223,3 +225,32 @@ def test_nothing_that_a_microbatch_needs_holds_the_thread_that_asks_for_it(monke
     assert len(streams.copies) == 4
     assert streams.held == 0
     assert all(copy.non_blocking and copy.pinned for copy in streams.copies)
+
+
+def test_the_norm_of_a_returned_gradient_is_taken_only_where_its_scale_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And held to what is usual either way: a pass over it costs the device's thread milliseconds."""
+    trainer, norm_of, factor = make_trainer(micro_spec(), 0), torch.linalg.vector_norm, NormBound.factor
+    held: list[float] = []
+    looked: list[Tensor] = []
+
+    def looking(tensor: Tensor, *order: Any, **how: Any) -> Tensor:
+        looked.append(tensor)
+        return norm_of(tensor, *order, **how)
+
+    def holding(self: NormBound, source: str, norm: float) -> float:
+        if self is trainer.returned_bound:
+            held.append(norm)
+        return factor(self, source, norm)
+
+    monkeypatch.setattr(torch.linalg, "vector_norm", looking)
+    monkeypatch.setattr(NormBound, "factor", holding)
+    inputs, _ = inputs_and_labels(window_rows(range(4)))
+    for scale in (None, 0.25):
+        passage = ForwardContext()
+        gradient = torch.full_like(trainer.forward(inputs, passage), 0.25)
+        looked.clear()
+        trainer.backward(passage, gradient, float(inputs.numel()), inputs.numel(), source="tail", scale=scale)
+        assert any(tensor is gradient for tensor in looked) is (scale is None)
+    assert held == pytest.approx([0.25 * math.sqrt(gradient.numel()) / inputs.numel()] * 2)
