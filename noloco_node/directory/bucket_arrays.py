@@ -5,8 +5,8 @@ same decisions on rows of arrays (tests hold them equal). Node i of a call is ro
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from noloco_node.directory.bucket_turns import Flags, Floats, Ints
 from noloco_node.directory.buckets import (
     CONFIRMED_AGAIN,
     CONFIRMING,
@@ -23,10 +23,6 @@ from noloco_node.directory.buckets import (
     Estimate,
     estimated,
 )
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 NONE = -1
 """No candidate; and of a count: none yet."""

@@ -17,21 +17,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from noloco_node.directory.bucket_turns import HELD, RENEWED_SECONDS, draws, has_a_place
 from noloco_node.directory.buckets import CROWDED, TARGET, Place, StageLevel, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 
-HELD = 2
-"""Buckets of a near stage."""
-RENEWED_SECONDS = 120.0
-"""After which one of them is another: a quarter of the view in a minute."""
 READ_AGAIN = 0.4
 """Of a record's life, for what is held: a record is renewed at a third of it."""
 WHOLE = 256
 """Records of all stages together up to which all are read at every look."""
-SAMPLED_AGAIN = 0.6
-"""Of a record's life, between two buckets that are read for the number alone, once that has settled."""
 ROOT_AGAIN = 1.5
 """Of a record's life, between two looks at level 0 of a stage that lies one above it; twice as long for each further
 level: so that key is read equally often however many read it."""
@@ -43,9 +38,6 @@ KNOWN_PLACES = PLACES // 2
 """Of these, the most that go to those that have answered; the others are drawn, or who is new would never be seen."""
 LOT_BYTES = 16
 USUAL_LIFE = 20.0
-SETTLED = 4
-"""Buckets of a level that are read at once, one at each look, when this node has come to it."""
-
 _Rows = Mapping[PeerId, LiveRecord]
 
 
@@ -192,10 +184,12 @@ class SampledView:
     def _buckets_of(self, stage: int, each: _Stage, now: float) -> list[Place]:
         near = self._near(stage)
         wanted = [place for place in each.held if near and each.age(place, now) >= READ_AGAIN * self._life]
-        hurried = each.drawn_here < SETTLED or each.level.confirming or (len(each.held) < HELD and near)
         if each.drawn is not None and _since(each.drawn_at, now) > self._life:  # nobody answers for it
             each.drawn = None
-        if each.drawn is None and (hurried or _since(each.drawn_at, now) >= SAMPLED_AGAIN * self._life):
+        held = len(each.held) if near else HELD
+        if each.drawn is None and draws(
+            each.drawn_here, each.level.confirming, held, _since(each.drawn_at, now), self._life
+        ):
             each.drawn, each.drawn_at = Place(stage, *each.level.next_bucket()), now
         if each.drawn is not None and each.drawn not in wanted:
             wanted.append(each.drawn)
@@ -203,9 +197,9 @@ class SampledView:
 
     def _hold(self, each: _Stage, place: Place, now: float) -> None:
         """A bucket that was drawn takes the place of the older one where its time has come."""
+        if not has_a_place(len(each.held), _since(each.renewed_at, now)):
+            return
         if len(each.held) >= HELD:
-            if _since(each.renewed_at, now) < RENEWED_SECONDS:
-                return
             each.held.remove(each.held[0])
         each.held.append(place)
         each.renewed_at = now

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from noloco_node.directory.bucket_turns import SAMPLED_AGAIN
 from noloco_node.directory.buckets import KEPT
-from noloco_node.directory.sampled_view import SAMPLED_AGAIN
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, Supply, supply_of
 

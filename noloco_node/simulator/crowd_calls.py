@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from noloco_node.directory.bucket_arrays import Floats, Ints
+from noloco_node.directory.bucket_turns import HELD, Floats, Ints
 from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY
 from noloco_node.directory.roll_call import ASK_AGAIN, CALLS_A_SECOND, LONGEST_QUIET
-from noloco_node.directory.sampled_view import HELD
 
 MESSAGE_BYTES = 62.0
 """A call or its answer without records."""

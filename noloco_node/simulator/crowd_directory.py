@@ -7,17 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from noloco_node.directory.bucket_arrays import NONE, Flags, Floats, Ints, StageLevels
+from noloco_node.directory.bucket_arrays import NONE, StageLevels
+from noloco_node.directory.bucket_turns import HELD, SAMPLED_AGAIN, Flags, Floats, Ints, draws, has_a_place
 from noloco_node.directory.buckets import KEPT, MOST_LEVEL, PREFIX_BITS, bucket_of, estimated, level_behind
-from noloco_node.directory.sampled_view import (
-    HELD,
-    READ_AGAIN,
-    RENEWED_SECONDS,
-    SAMPLED_AGAIN,
-    SETTLED,
-    WHOLE,
-    root_again,
-)
+from noloco_node.directory.sampled_view import READ_AGAIN, WHOLE, root_again
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server
@@ -200,10 +193,10 @@ class BucketDirectory(Records):
         besides = ~above & (levels.candidate[who] != NONE)
         nowhere = np.zeros(int(besides.sum()), np.int64)
         levels.took(who[besides], nowhere, nowhere, np.minimum(self.counts(0)[stage[besides]], MOST_RECORDS))
-        hurried = (self._drawn_here[ahead, who] < SETTLED) | (levels.candidate[who] != NONE)
-        hurried |= (self._held[ahead, who] == NONE).any(1)
-        draws = ~above | hurried | (now - self._drawn_at[ahead, who] >= SAMPLED_AGAIN * self.life)
-        who, stage, above, before = who[draws], stage[draws], above[draws], before[draws]
+        drawn_here, since = self._drawn_here[ahead, who], now - self._drawn_at[ahead, who]
+        confirming = levels.candidate[who] != NONE
+        looks = ~above | draws(drawn_here, confirming, _many_held(self._held[ahead, who]), since, self.life)
+        who, stage, above, before = who[looks], stage[looks], above[looks], before[looks]
         level, bucket = levels.next_buckets(who)
         count = np.zeros(len(who), np.int64)
         for at in np.unique(level).tolist():
@@ -225,7 +218,7 @@ class BucketDirectory(Records):
         self._held[ahead, gone], self._drawn_here[ahead, gone] = NONE, 0
         some, drawn = who[taken & ~moved], bucket[taken & ~moved]
         held = self._held[ahead, some]
-        free = (held == NONE).any(1) | (now - self._held_at[ahead, some] >= RENEWED_SECONDS)
+        free = has_a_place(_many_held(held), now - self._held_at[ahead, some])
         takes = free & (held != drawn[:, None]).all(1)
         some = some[takes]
         self._held[ahead, some] = np.stack([held[takes, 1], drawn[takes]], 1)
@@ -274,3 +267,7 @@ class BucketDirectory(Records):
         """Whose turn it is, of what comes once in a part of a record's life."""
         ticks = max(1, round(part * self.life / self.settings.look_seconds))
         return (who + self._tick) % ticks == 0
+
+
+def _many_held(held: Ints) -> Ints:
+    return np.count_nonzero(held != NONE, axis=1).astype(np.int64)

@@ -9,12 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from noloco_node.directory.asked_key import MARK_BYTES
-from noloco_node.directory.bucket_arrays import NONE, Floats, Ints
+from noloco_node.directory.bucket_arrays import NONE
+from noloco_node.directory.bucket_turns import RENEWED_SECONDS, Floats, Ints
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, bucket_of
 from noloco_node.directory.dht import WALK_AGAIN
 from noloco_node.directory.dht_node import BUCKET_SIZE
 from noloco_node.directory.dht_walk import FEW_NEIGHBOURS, GLANCED
-from noloco_node.directory.sampled_view import RENEWED_SECONDS, places_of, shown_of
+from noloco_node.directory.sampled_view import places_of, shown_of
 from noloco_node.directory.store import MOST_RECORDS, Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, sample_error

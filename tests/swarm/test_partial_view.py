@@ -10,11 +10,11 @@ import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
+from noloco_node.directory.bucket_turns import RENEWED_SECONDS
 from noloco_node.directory.buckets import bucket_of, prefix_of
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
-from noloco_node.directory.sampled_view import RENEWED_SECONDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.directory.bucket_turns import RENEWED_SECONDS
 from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.records import EVERYBODY, DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
-from noloco_node.directory.sampled_view import CROWDED, PLACES, RENEWED_SECONDS, SampledView, root_again, shown_of
+from noloco_node.directory.sampled_view import CROWDED, PLACES, SampledView, root_again, shown_of
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 
