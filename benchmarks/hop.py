@@ -59,7 +59,6 @@ BULK_BYTES = 64 << 20
 CARRIERS = ("tcp", "bare p2pd", "noloco", "hivemind unary", "grpc unary")
 MATRIX = tuple(itertools.product((20.0, 100.0, 1000.0), (20.0, 100.0, 200.0)))
 """Mbit/s and milliseconds there and back."""
-MATRIX_CARRIERS = CARRIERS[:3]
 MATRIX_SIZES = (64 << 10, 1 << 20, 4 << 20)
 MATRIX_SIZES_QUICK = (*MATRIX_SIZES, 16 << 20)
 QUICK_MBIT = 100.0
@@ -192,12 +191,12 @@ async def _shaped(port: int, shape: Shape | None) -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def carriers(
-    where: dict[str, Any], folder: Path, shape: Shape | None, wanted: Sequence[str] = CARRIERS
+    where: dict[str, Any], folder: Path, shape: Shape | None
 ) -> AsyncIterator[tuple[dict[str, Exchange], PrivateP2P]]:
-    """The `wanted` ways to the server, and the p2pd on this side."""
+    """The ways to the server, and the p2pd on this side."""
     async with contextlib.AsyncExitStack() as stack:
         tcp_port = await stack.enter_async_context(_shaped(where["tcp"], shape))
-        grpc_port = await stack.enter_async_context(_shaped(where["grpc"], shape if CARRIERS[-1] in wanted else None))
+        grpc_port = await stack.enter_async_context(_shaped(where["grpc"], shape))
         address = parse_address(where["p2p"])
         p2p_port = await stack.enter_async_context(_shaped(address.port, shape))
         entrance = f"/ip4/127.0.0.1/tcp/{p2p_port}/p2p/{address.peer}"
@@ -235,8 +234,7 @@ async def carriers(
             assert len(await stub(bytes(size))) == size
 
         ways = (_by_bytes(reader, writer), _by_bytes(bare_reader, bare_writer), by_noloco, by_unary, by_grpc)
-        made: dict[str, Exchange] = dict(zip(CARRIERS, ways, strict=True))
-        yield {name: made[name] for name in wanted}, daemon
+        yield dict(zip(CARRIERS, ways, strict=True)), daemon
 
 
 async def measure(ways: dict[str, Exchange], cpu: Processes, size: int, rounds: int, most: int = 32) -> list[Measured]:
@@ -343,7 +341,7 @@ async def run_matrix(rounds: int) -> list[dict[str, Any]]:
         async with server as (where, pid):
             for mbit, round_trip in MATRIX:
                 shape = shape_of(round_trip, mbit)
-                async with carriers(where, Path(name), shape, MATRIX_CARRIERS) as (ways, daemon):
+                async with carriers(where, Path(name), shape) as (ways, daemon):
                     cpu = Processes((psutil.Process().pid, pid, where["p2pd"], daemon.pid))
                     for size in MATRIX_SIZES_QUICK if mbit >= QUICK_MBIT else MATRIX_SIZES:
                         found = await measure(ways, cpu, size, rounds, MOST_SHAPED)
@@ -354,7 +352,8 @@ async def run_matrix(rounds: int) -> list[dict[str, Any]]:
 
 
 def matrix_table(cells: Sequence[dict[str, Any]]) -> str:
-    """A row for each link, a cell for each size: the transport's time, and over that of the bare stream and of TCP."""
+    """A row for each link, a cell for each size: the transport's time, and over that of each other carrier, those of
+    `CARRIERS` in their order."""
     sizes = sorted({cell["bytes"] for cell in cells})
     lines = ["| Mbit/s, ms | " + " | ".join(_size(size) for size in sizes) + " |", "|---" * (1 + len(sizes)) + "|"]
     for mbit, round_trip in MATRIX:
@@ -369,8 +368,9 @@ def matrix_table(cells: Sequence[dict[str, Any]]) -> str:
             if not took:
                 shown.append("–")
                 continue
-            tcp, bare, ours = (took[name] for name in MATRIX_CARRIERS)
-            shown.append(f"{1e3 * ours:,.0f} ms; {ours / bare:.2f}; {ours / tcp:.2f}")
+            ours = took["noloco"]
+            others = (f"{ours / took[name]:.2f}" if name in took else "–" for name in CARRIERS if name != "noloco")
+            shown.append("; ".join((f"{1e3 * ours:,.0f} ms", *others)))
         lines.append("| " + " | ".join(shown) + " |")
     return "\n".join(lines)
 

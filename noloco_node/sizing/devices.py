@@ -13,6 +13,7 @@ REACHED = 0.4
 """Of its maker's peak, what training reaches on a device that never waits: 0.3 to 0.5 is usual."""
 
 MEMORY_GIB = {
+    "B200": 180,
     "H200 NVL": 141,
     "H200": 141,
     "H100 NVL": 94,
@@ -22,7 +23,10 @@ MEMORY_GIB = {
     "A10G": 24,
     "A10": 24,
     "L40S": 48,
+    "L40": 48,
     "L4": 24,
+    "RTX 6000 Ada": 48,
+    "RTX A6000": 48,
     "RTX 5090": 32,
     "RTX 4090": 24,
     "RTX 4080 SUPER": 16,
