@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.merge import SavedReplica, in_time
+from noloco_node.finite import all_finite
 from noloco_node.model.stage import Stage, stage_without_weights
 from noloco_node.training.layout import FlatLayout
 
@@ -88,7 +88,7 @@ class Shapes:
         for name, value in state.items():
             if value.shape != expected[name]:
                 raise _unfit(stage, source, f"{name} is {list(value.shape)} where {list(expected[name])} belongs")
-            if not bool(torch.isfinite(value).all()):
+            if not all_finite(value):
                 raise _unfit(stage, source, f"{name} holds NaN or infinity")
 
     def checked(self, replica: SavedReplica) -> SavedReplica:

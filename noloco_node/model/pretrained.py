@@ -12,6 +12,7 @@ from torch import Tensor
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.pretrained import Pretrained, StoredTensor, open_pretrained, other_weights
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.finite import all_finite
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _OTHER_NAMES = (("", ""), (".mlp.", ".block_sparse_moe."))
@@ -77,7 +78,7 @@ class Weights:
                     rows = target.shape[0] // len(parts)
                     self._read_tensor(part, target[start : start + rows])
                     start += rows
-        if not bool(torch.isfinite(into.sum())):
+        if not all_finite(into):
             raise self._unfit(f"{name} holds NaN or infinity")
 
     def _read_tensor(self, name: str, into: Tensor) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noloco_node.finite import all_finite
 from noloco_node.outer.codec import BLOCK, Codec, Coding
 from noloco_node.outer.decoupled import crosses_whole
 from noloco_node.outer.update import OuterRule, contribution, step_
@@ -162,7 +163,7 @@ class OuterReplica:
         sketches = [self.sketch(), *others] if self.codec.modulo else []
         if any(sketch.shape != sketches[0].shape for sketch in sketches):
             raise ValueError(f"sketches of {[len(sketch) for sketch in sketches]} values do not fit together")
-        if not all(bool(torch.isfinite(sketch).all()) for sketch in sketches):
+        if not all(map(all_finite, sketches)):
             raise NotFinite("a sketch holds NaN or infinity")
         self._coding = self.codec.coding(self._exchange, self._part.start, self._part.end, sketches)
 
@@ -191,7 +192,7 @@ class OuterReplica:
         if wire.shape != own.shape or wire.dtype != own.dtype:
             raise ValueError(f"chunk {index} is {wire.dtype} {tuple(wire.shape)}, not {own.dtype} {tuple(own.shape)}")
         difference = self._coding.difference(wire, own, part.start)
-        if not _finite(difference):
+        if not all_finite(difference):
             raise NotFinite(f"chunk {index} holds NaN or infinity")
         self._difference[part].add_(difference, alpha=1 / self._members)
 
@@ -305,8 +306,3 @@ def _squares(values: Tensor) -> float:
     """The sum of their squares, in fp64: the square of a large finite difference would be infinite otherwise."""
     starts = range(0, values.numel(), _IN_CACHE)
     return math.fsum(float(values[start : start + _IN_CACHE].double().square().sum()) for start in starts)
-
-
-def _finite(values: Tensor) -> bool:
-    """Whether none is NaN or infinite. Their sum says so in one pass, unless it is too large itself."""
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())

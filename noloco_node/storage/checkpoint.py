@@ -7,14 +7,12 @@ folder is written under another name, synced and renamed.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from noloco_node import __version__, ambient
 from noloco_node.data.samples import Position
+from noloco_node.finite import all_finite
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import MANIFEST, Sealed, Sha256, file_sha256
 from noloco_node.training.progress import Progress
@@ -290,7 +289,7 @@ def _unreadable(error: Exception) -> Unusable:
 def _no_good(tensors: Mapping[str, Tensor]) -> str | None:
     """Why nobody can train on from these; None where nothing speaks against it."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float64).item()):
+        if tensor.is_floating_point() and not all_finite(tensor):
             return f"{name} holds NaN or infinity"
         if name in NEVER_NEGATIVE and tensor.numel() and tensor.min().item() < 0:
             return f"{name} holds numbers below zero"

@@ -282,9 +282,8 @@ class StageWorker:
         this replica's share of the batch is reached. `waits` as in `forward`."""
 
         def work() -> Tensor | None:
-            result = self._trainer.backward(
-                passage, gradient, loss_sum, tokens, source=source, scale=scale, chosen=chosen
-            )
+            given = passage, gradient, loss_sum, tokens
+            result = self._trainer.backward(*given, source=source, scale=scale, chosen=chosen)
             self._count_gradient()
             return result
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from noloco_node import ambient
+from noloco_node import ambient, finite
 
 INLINE_ELEMENTS = 1 << 18
 """Tensors up to this size are checked on the event loop: handing them to a thread would take longer (0.1 ms)."""
@@ -14,26 +13,12 @@ INLINE_ELEMENTS = 1 << 18
 async def all_finite(tensor: Tensor) -> bool:
     """True where no element is NaN or infinite. A large tensor is looked at off the event loop."""
     if tensor.numel() <= INLINE_ELEMENTS:
-        return _finite(tensor)
-    return await ambient.elsewhere(_finite, tensor)
+        return finite.all_finite(tensor)
+    return await ambient.elsewhere(finite.all_finite, tensor)
 
 
 async def scale_of(tensor: Tensor) -> float:
-    """Root mean square of a tensor, 0 of an empty one; NaN or infinite where an element is, or where fp32 does not hold
-    its square.
-
-    A large one is looked at off the event loop.
-    """
+    """See `finite.root_mean_square`. A large tensor is looked at off the event loop."""
     if tensor.numel() <= INLINE_ELEMENTS:
-        return _scale(tensor)
-    return await ambient.elsewhere(_scale, tensor)
-
-
-def _scale(tensor: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # pyright: ignore
-    return norm / max(1, tensor.numel()) ** 0.5
-
-
-def _finite(tensor: Tensor) -> bool:
-    """One pass: a sum is finite only if every element is."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))
+        return finite.root_mean_square(tensor)
+    return await ambient.elsewhere(finite.root_mean_square, tensor)
