@@ -17,6 +17,7 @@ from noloco_node import ambient
 from noloco_node.directory.buckets import Estimate
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.transport.acquaintance import WORK_AN_ASK, Acquaintances
 
 PRIOR = 3.0
@@ -31,6 +32,11 @@ SAMPLE_DOUBT = 2.0
 """Standard deviations below what a sample says: four of a crowd that answer by chance say nothing of its rest."""
 STILL_STEPS = 8
 """Inner steps of this replica within which a stage peer's clock that stands still says that it does not train."""
+STILL_PAUSES = 2.0
+"""Times as long as its clock last paused between two moves for which it must stand still at least: one that takes so
+many times longer over a step than this replica moves it as rarely."""
+FIRST_REMEMBERED = 4096
+"""Stage peers of which it is remembered, whether their records live or not, that they came no later than this one."""
 
 
 @dataclass(slots=True)
@@ -43,6 +49,8 @@ class _Seen:
     """This replica's own inner steps by then, and when the stage peer's clock was last seen to move."""
     moved_at: float
     moved_step: int
+    pause: float = 0.0
+    """Seconds between its clock's last two moves."""
 
 
 def is_there(known: Acquaintances, record: PeerRecord) -> bool:
@@ -90,24 +98,43 @@ class Headcount:
         self._known = known
         self._clock = clock
         self._seen: dict[PeerId, _Seen] = {}
-        self._settled_at: float | None = None
-        """When work of a stage peer was first seen: who was there by then may have come together with this replica."""
+        self._first = PeerTable[PeerId, None](FIRST_REMEMBERED)
+        """Who was introduced before work of a stage peer was seen may have come together with this replica; and while
+        the stage is seen in part nobody's coming says how long it has been there. Neither have they come anew when
+        their records have ended and are there again: since all stood still, or this node was cut off."""
+        self._settled, self._began_at = False, math.inf
+        """Whether work of a stage peer was seen since the first look, and when that was."""
+        self._in_part_since = math.inf
+        """Since when the stage has been seen in part; +inf where it is seen whole."""
+        self._was_in_part = False
         self._own_steps = 0
         self._still_seconds = math.inf
+        self._looked_at = -math.inf
 
-    def look(self, stage_peers: Iterable[PeerRecord], own_steps: int, record_seconds: float) -> None:
-        """Take in the records of the stage peers that say they train."""
+    def look(
+        self, stage_peers: Iterable[PeerRecord], own_steps: int, record_seconds: float, *, sampled: bool = False
+    ) -> None:
+        """Take in the records of the stage peers that say they train; `sampled` as in `replicas`."""
         now, before = self._clock(), self._seen
-        self._still_seconds, self._own_steps = record_seconds, own_steps
+        self._began_at = min(self._began_at, now)
+        in_part = now - self._in_part_since >= record_seconds
+        early = not self._settled or in_part
+        self._in_part_since = min(self._in_part_since, now) if sampled else math.inf
+        self._was_in_part |= in_part
+        self._still_seconds, self._own_steps, self._looked_at = record_seconds, own_steps, now
         self._seen = {}
         for record in stage_peers:
             peer = PeerId(record.peer_id)
-            seen = before.get(peer) or _Seen(now, record.clock, own_steps, now, own_steps)
+            seen = before.get(peer)
+            if seen is None:
+                seen = _Seen(now, record.clock, own_steps, now, own_steps)
+                if early:
+                    self._first[peer] = None
             if seen.clock != record.clock:
+                seen.pause = now - seen.moved_at
                 seen.clock, seen.moved_at, seen.moved_step = record.clock, now, own_steps
             self._seen[peer] = seen
-        if self._settled_at is None and any(self._known.has_worked(peer) for peer in self._seen):
-            self._settled_at = now
+        self._settled = self._settled or any(self._known.of(p).worked_at >= self._began_at for p in self._seen)
 
     def works(self, peer: PeerId) -> bool:
         """Whether work of this stage peer was seen here, and nothing has spoken against it since."""
@@ -121,7 +148,7 @@ class Headcount:
             return True
         if seen is None:
             return False
-        return self._has_had_time(seen.moved_at, seen.moved_step)
+        return self._stands_still(seen)
 
     def replicas(
         self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False
@@ -144,14 +171,14 @@ class Headcount:
                 working += there
             elif sampled:
                 first += there if seen and self._was_watched(seen) else moving * there
-            elif self._settled_at is None or seen is None or seen.since <= self._settled_at:
+            elif not self._settled or seen is None or peer in self._first:
                 first += there
             else:
                 if seen.since not in shares:
                     shares[seen.since] = self._welcome_share(seen.since, from_the_start=False)
                 later.append((there, shares[seen.since]))
         share = self._welcome_share(-math.inf, from_the_start=True) if first else 0.0
-        if sampled and share:
+        if (sampled or self._was_in_part) and share:
             share = min(share, self._proven_share(working))
         number = count(working, first, later, share)
         return Estimate(number, max(0.0, could - number) / 2 / number)
@@ -165,15 +192,20 @@ class Headcount:
         """Of those that were watched for long enough to tell, the share whose clock moves: a few that stand still say
         little beside hundreds that do not."""
         watched = [seen for seen in self._seen.values() if self._was_watched(seen)]
-        still = sum(self._has_had_time(seen.moved_at, seen.moved_step) for seen in watched)
+        still = sum(self._stands_still(seen) for seen in watched)
         return (len(watched) - still + PRIOR) / (len(watched) + PRIOR)
 
     def _was_watched(self, seen: _Seen) -> bool:
         return self._has_had_time(seen.since, seen.first_step)
 
+    def _stands_still(self, seen: _Seen) -> bool:
+        paused = self._looked_at - seen.moved_at
+        return paused >= STILL_PAUSES * seen.pause and self._has_had_time(seen.moved_at, seen.moved_step)
+
     def _has_had_time(self, since: float, step: int) -> bool:
-        """For its clock to move, from then on and from this inner step of this replica."""
-        return self._own_steps - step >= STILL_STEPS and self._clock() - since >= self._still_seconds
+        """For its clock to move, from then on and from this inner step of this replica, as of the last look: since then
+        no record was read that could say so."""
+        return self._own_steps - step >= STILL_STEPS and self._looked_at - since >= self._still_seconds
 
     def _welcome_share(self, since: float, *, from_the_start: bool) -> float:
         asks, worked = self._known.asks_since(since)
@@ -182,7 +214,7 @@ class Headcount:
     def _sampled(self, unsure: Iterable[PeerId]) -> dict[PeerId, float]:
         """As how much of a peer each of these counts: by the stage peers that came no earlier and were drawn at random,
         so those that were there before say nothing of a crowd that comes later. Who has answered before, only not of
-        late, came with nobody: it counts by all that were drawn."""
+        late, came with nobody: it counts as far as others that have (`_again_share`)."""
         counted = dict.fromkeys(unsure, 0.0)
         if not counted:
             return counted
@@ -194,7 +226,7 @@ class Headcount:
             ),
             reverse=True,
         )
-        again = sampled_share(len(drawn), sum(bool(answered) for _, answered in drawn))
+        again = self._again_share()
         by_time = sorted(((seen.since, peer) for peer in counted if (seen := self._seen.get(peer))), reverse=True)
         taken = there = 0
         for since, peer in by_time:
@@ -204,3 +236,11 @@ class Headcount:
             share = sampled_share(taken, there)
             counted[peer] = max(share, again) if self._known.met(peer) else share
         return counted
+
+    def _again_share(self) -> float:
+        """Of those that have answered before, the share that still does, by such as have been heard of late or let a
+        call go unanswered. It asks for no draw: in the long run each stage peer calls this node before it is drawn."""
+        met = [peer for peer in self._seen if self._known.met(peer)]
+        there = sum(self._known.answers(peer) for peer in met)
+        silent = sum(not self._known.answers(peer) and self._known.of(peer).silences > 0 for peer in met)
+        return sampled_share(there + silent, there)

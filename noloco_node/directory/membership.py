@@ -340,7 +340,8 @@ class Membership:
     def _take_in(self) -> None:
         self._read_at = ambient.monotonic()
         stage_peers = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
-        self._heads.look(stage_peers, self._describe().steps, self._record_seconds)
+        sampled = self.scale(self.stage) > 1.0
+        self._heads.look(stage_peers, self._describe().steps, self._record_seconds, sampled=sampled)
         if self.text:
             self.text.heard(self.counted_stage_peers(), self.live_replicas())
         self._on_change()

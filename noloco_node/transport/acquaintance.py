@@ -27,6 +27,10 @@ ASKS_REMEMBERED = 64
 """How often this node asked a peer, that it had seen no work of before, for work."""
 IDLES_ALLOWED = 2
 """Times in a row that work which a peer was given may come to nothing; with the next one it has had its chance."""
+IDLE_REST_SECONDS = 60.0
+"""How long it is left alone then at least: else as long as it took to find out, and twice as long after each further
+time. A bad line breaks three exchanges in a row now and then, at both ends at once, and none would begin another."""
+MOST_IDLE_DOUBLINGS = 20
 ASKS_ALLOWED = 4
 """Windows in which a peer may be asked and refuse without any work from it in between: at least."""
 MOST_ASKS_ALLOWED = 64
@@ -85,7 +89,9 @@ class Acquaintance:
     idles: int = 0
     """How often it was asked for work and none came, since work of it was last seen."""
     idle_since: float = math.inf
-    """When the first of those was; +inf where there is none."""
+    """When the first of those was; +inf where there is none, -inf where it is let down for good."""
+    idle_at: float = -math.inf
+    """When the last of those was."""
     asks: int = 0
     """How often this node asked it for work since work of it was last seen, each window counted once."""
     asked_at: float = -math.inf
@@ -159,12 +165,14 @@ class Acquaintances:
         known = self._known(peer)
         if known.idles == 0:
             known.idle_since = self._clock()
-        known.idles += 1
+        known.idles, known.idle_at = known.idles + 1, self._clock()
 
     def let_down(self, peer: PeerId) -> None:
         """`peer` had all the chances that it gets: it has failed until work of it is seen."""
-        self._known(peer).idles = IDLES_ALLOWED
+        known = self._known(peer)
+        known.idles = IDLES_ALLOWED
         self.idle(peer)
+        known.idle_since = -math.inf
 
     def said(self, peer: PeerId, stage: int | None) -> None:
         """`peer` said over its own link which stage of this node's run it serves; None where it serves none of it."""
@@ -203,6 +211,14 @@ class Acquaintances:
         rest = REST_AN_ASK * 2.0**known.chances * (known.asked_at - known.asks_began_at)
         return self._clock() - known.asked_at < rest
 
+    def _is_let_down(self, known: Acquaintance) -> bool:
+        """Whether what a peer was given came to nothing too often, and it is still left alone for it."""
+        over = known.idles - IDLES_ALLOWED - 1
+        if over < 0:
+            return False
+        rest = max(IDLE_REST_SECONDS, known.idle_at - known.idle_since)
+        return self._clock() - known.idle_at < rest * 2.0 ** min(over, MOST_IDLE_DOUBLINGS)
+
     def asks_since(self, then: float) -> tuple[int, int]:
         """How often, of late, it asked peers of which it had seen no work before; and how often work came of it."""
         peers = [peer for peer, at in self._asks if at >= then]
@@ -235,10 +251,10 @@ class Acquaintances:
         return peer in self._workers
 
     def failed(self, peer: PeerId) -> bool:
-        """Whether `peer` had its fair chance to work with this node, and no work has come of it since. Who only refuses
-        has another one after a while: to refuse is honest."""
+        """Whether `peer` had its fair chance to work with this node, and no work has come of it since. It has another
+        one after a while: to refuse is honest, and so is a bad line."""
         known = self.of(peer)
-        return known.idles > IDLES_ALLOWED or (known.asks > self._asks_allowed and self._rests(known))
+        return self._is_let_down(known) or (known.asks > self._asks_allowed and self._rests(known))
 
     def serves(self, peer: PeerId, stage: int) -> bool:
         """Whether `peer` answers and has said itself that it serves this stage of the run."""

@@ -8,7 +8,13 @@ import pytest
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport import acquaintance
-from noloco_node.transport.acquaintance import ANSWER_SECONDS, SILENCES_TOLERATED, WORK_SECONDS, Acquaintances
+from noloco_node.transport.acquaintance import (
+    ANSWER_SECONDS,
+    IDLES_ALLOWED,
+    SILENCES_TOLERATED,
+    WORK_SECONDS,
+    Acquaintances,
+)
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -102,3 +108,29 @@ async def test_the_transport_notes_answers_refusals_requests_and_silence() -> No
     finally:
         await caller.close()
         await server.close()
+
+
+def test_exchanges_that_broke_three_times_in_a_row_part_two_peers_for_a_while_only() -> None:
+    """Both ends note it, so neither would begin another. Each further one doubles the rest; who is let down for good
+    has failed until it works."""
+    clock = Clock()
+    known = Acquaintances(clock)
+    for _ in range(IDLES_ALLOWED + 1):
+        clock.now += 50.0
+        known.idle(PEER)
+    rest = 2 * 50.0
+    for _ in range(3):
+        assert known.failed(PEER)
+        clock.now += rest - 1.0
+        assert known.failed(PEER)
+        clock.now += 1.0
+        assert not known.failed(PEER)
+        known.idle(PEER)
+        began = known.of(PEER)
+        rest = (began.idle_at - began.idle_since) * 2.0 ** (began.idles - IDLES_ALLOWED - 1)
+    known.worked(PEER)
+    known.idle(PEER)
+    assert not known.failed(PEER)
+    known.let_down(PEER)
+    clock.now += 1e9
+    assert known.failed(PEER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from noloco_node.transport.acquaintance import (
     ASKS_TO_JUDGE,
     IDLES_ALLOWED,
     MOST_ASKS_ALLOWED,
+    SILENCES_TOLERATED,
     Acquaintances,
     asks_allowed,
 )
@@ -31,6 +33,8 @@ class Stage:
         self.known = Acquaintances(lambda: self.now)
         self.heads = Headcount(self.known, lambda: self.now)
         self.clocks: dict[PeerId, float] = {}
+        self.sampled = False
+        """Whether it sees a part of them only."""
 
     def come(self, *peers: PeerId) -> None:
         for peer in peers:
@@ -47,7 +51,7 @@ class Stage:
             )
             for peer, clock in self.clocks.items()
         ]
-        self.heads.look(records, self.steps, LIFE)
+        self.heads.look(records, self.steps, LIFE, sampled=self.sampled)
 
     def move(self, *peers: PeerId) -> None:
         for peer in peers:
@@ -55,7 +59,7 @@ class Stage:
 
     @property
     def replicas(self) -> int:
-        return round(self.heads.replicas(list(self.clocks)).number)
+        return round(self.heads.replicas(list(self.clocks), sampled=self.sampled).number)
 
     def draw(self, peer: PeerId, *, answers: bool) -> None:
         """This replica calls a stage peer that it has drawn at random."""
@@ -380,3 +384,111 @@ def test_who_answered_more_than_a_minute_ago_counts_though_few_that_came_later_w
     for peer in honest[1::2]:
         stage.draw(peer, answers=False)
     assert stage.called_replicas <= 66
+
+
+def test_who_has_answered_before_counts_in_the_long_run_though_nobody_was_drawn() -> None:
+    """All of a view have called this node before it drew them, half of them more than a minute ago. Where most of those
+    that are called again are silent, the others count as little."""
+    stage, honest = Stage(), named("honest", 140)
+    stage.sampled = True
+    stage.come(*honest)
+    for number, peer in enumerate(honest):
+        stage.now += ANSWER_SECONDS + 1.0 if number == 70 else 0.0
+        stage.known.said(peer, 0)
+        stage.known.answered(peer)
+    stage.look()
+    assert stage.called_replicas == 141
+    for peer in honest[70:]:
+        for _ in range(SILENCES_TOLERATED + 1):
+            stage.known.silent(peer)
+    assert stage.called_replicas == 1
+
+
+def test_no_clock_stands_still_between_two_looks() -> None:
+    """A bucket that is held no longer is read no more, and its records end before the next look: until then they say
+    nothing of those that are seen next."""
+    stage, before, now = Stage(), named("before", 60), named("now", 60)
+    stage.sampled = True
+    stage.come(*before)
+    stage.look(LIFE - 1.0, steps=20)
+    stage.come(*now)
+    stage.now, stage.steps = stage.now + 1.5, stage.steps + 2
+    assert round(stage.heads.replicas(now, sampled=True).number) == 61
+
+
+def test_who_was_there_before_all_stood_still_does_not_come_anew() -> None:
+    """All records end, for all machines stood still or this node was cut off. Who comes for the first time later is
+    welcome as before."""
+    stage, honest = Stage(), named("honest", 60)
+    stage.come(*honest)
+    for peer in honest[:4]:
+        stage.known.asked(peer, 1.0)
+        stage.known.worked(peer)
+    stage.look(5.0, steps=1)
+    assert stage.replicas == 61
+    clocks, stage.clocks = stage.clocks, {}
+    stage.look(60.0)
+    stage.clocks = clocks
+    stage.come(*named("later", 60))
+    assert stage.replicas == 61 + 1
+
+
+@pytest.mark.parametrize(("seconds", "counted"), [(2 * LIFE, 111), (4.0, 62)])
+def test_of_a_stage_that_is_seen_whole_again_nobody_was_seen_to_come(seconds: float, counted: int) -> None:
+    """It shrinks to where everybody is seen. One that grew is seen in part for a moment: a crowd that comes then
+    is one that comes later."""
+    stage, seen, unseen = Stage(), named("seen", 60), named("unseen", 50)
+    stage.come(*seen)
+    for peer in seen[:4]:
+        stage.known.asked(peer, 1.0)
+        stage.known.worked(peer)
+    stage.look(1.0)
+    stage.sampled = True
+    stage.look()
+    for _ in range(8):
+        stage.move(*seen)
+        stage.look(seconds / 8, steps=2)
+    stage.sampled = False
+    stage.come(*unseen)
+    assert stage.replicas == counted
+
+
+def test_who_has_worked_before_this_node_came_to_the_stage_says_nothing_of_its_start() -> None:
+    """It comes from the stage behind: those that sent it microbatches are its stage peers now, and the next look shows
+    the other half of them."""
+    stage, half, other = Stage(), named("half", 50), named("other", 50)
+    for peer in half[:9]:
+        stage.known.worked(peer)
+    stage.now += 1.0
+    stage.come(*half)
+    stage.look(2.0)
+    stage.come(*other)
+    assert stage.replicas == 101
+
+
+@pytest.mark.parametrize("slower", [4, 16, 32])
+def test_a_fifth_of_the_stage_that_is_many_times_slower_counts(slower: int) -> None:
+    """Their clocks stand still for as many steps of this replica, and records are renewed thrice in their life. One
+    that hangs leaves within twice its usual pause."""
+    stage, quick, slow = Stage(), named("quick", 40), named("slow", 10)
+    stage.come(*quick, *slow)
+    for peer in (*quick, *slow):
+        stage.known.worked(peer)
+    step, counts = 2.5, list[int]()
+    clocks, rng = dict.fromkeys(slow, 1.0), random.Random(slower)
+    moves = {peer: stage.now + slower * step * rng.random() for peer in slow}
+    for tick in range(240):
+        stage.move(*quick)
+        for number, peer in enumerate(slow):
+            while moves[peer] <= stage.now:
+                moves[peer] += slower * step
+                clocks[peer] += 1.0
+            if tick % 3 == number % 3:
+                stage.clocks[peer] = clocks[peer]
+        stage.look(step, steps=1)
+        counts += [stage.replicas] if tick * step > 3 * slower * step else []
+    assert min(counts) >= 50
+    for _ in range(math.ceil(2 * slower + LIFE)):
+        stage.move(*quick)
+        stage.look(step, steps=1)
+    assert stage.replicas == 41
