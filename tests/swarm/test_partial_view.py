@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from functools import lru_cache
+from typing import cast
 
 import pytest
 
@@ -18,6 +20,7 @@ from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord,
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.backups import guard_rank, guarded_stage
 from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
@@ -235,3 +238,24 @@ def test_the_runs_end_is_known_where_few_of_the_origins_are_seen() -> None:
     found = look(120, finished=True, state=PeerState.FINISHING)
     first = found.index(RunVerdict.OVER)
     assert 14.0 <= 2.0 * first <= 20.0 + 60.0, "it had trained last some seconds before"
+
+
+def test_a_stage_that_shrinks_until_it_is_seen_whole_is_counted_whole() -> None:
+    """Of 110 a node has seen 60 for two lives of a record, and has worked with five."""
+
+    async def counted() -> list[int]:
+        peers, known = names(0, 111), AllAnswer()
+        own, *others = peers
+        membership = membership_of(own, 0, view_of([others[:60]], [110]), known)
+        found = list[int]()
+        for seconds, seen in ((2 * LIFE, others[:60]), (0.0, others[:60]), (0.0, others)):
+            shown = cast("Shown", directory_of(membership))
+            shown.shown = view_of([seen], [110])
+            await membership.refresh()
+            for peer in others[:5]:
+                known.worked(peer)
+            found.append(membership.live_replicas())
+            await asyncio.sleep(seconds)
+        return found
+
+    assert in_virtual_time(counted) == [111, 111, 111]
