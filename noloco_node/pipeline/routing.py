@@ -131,7 +131,9 @@ class RoutingBook:
         self._failures: dict[PeerId, int] = {}
         self._paces = Paces(clock)
         self._doubted: set[PeerId] = set()
-        self._reputes = PeerTable[PeerId, Reputation](PEERS_REMEMBERED, lambda peer, _: self._doubted.discard(peer))
+        self._reputes = PeerTable[PeerId, Reputation](PEERS_REMEMBERED, self._forget_repute)
+        self._unseen: dict[PeerId, float] = {}
+        """Since when those of the doubted are not live here, as far as their reputes do not know it yet."""
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
@@ -146,6 +148,8 @@ class RoutingBook:
             self._peers = peers
             self._in_order = tuple(sorted(peers)) if self._strategy == "fixed" else ()
             self._forget(peers)
+            if self._doubted:
+                self._note_unseen(peers)
             self.changed.fire()
         self.own_rank = own_rank
 
@@ -156,6 +160,25 @@ class RoutingBook:
         for table in (self._load, self._suspended, self._failures):
             for gone in table.keys() - peers if table else ():
                 del table[gone]
+
+    def _note_unseen(self, peers: Sequence[PeerId]) -> None:
+        """Of a large stage others are seen every few minutes, and who is doubted would come back when its time is over:
+        so for those that this sender cannot choose it stands still."""
+        now, live = self._clock(), set(peers)
+        for peer in self._unseen.keys() & live:
+            self._reputes[peer] = self._seen_again(peer, now)
+            del self._unseen[peer]
+        for peer in self._doubted - live:
+            self._unseen.setdefault(peer, now)
+
+    def _seen_again(self, peer: PeerId, now: float) -> Reputation:
+        """A peer's repute without the time that it was not seen."""
+        repute, since = self._reputes.get(peer, UNBLEMISHED), self._unseen.get(peer)
+        return repute if since is None else repute.unseen(now - since)
+
+    def _forget_repute(self, peer: PeerId, _: Reputation) -> None:
+        self._doubted.discard(peer)
+        self._unseen.pop(peer, None)
 
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
         """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial.
@@ -290,7 +313,7 @@ class RoutingBook:
 
     def repute(self, peer: PeerId) -> Reputation:
         """What audits have said of a peer."""
-        return self._reputes.get(peer, UNBLEMISHED)
+        return self._seen_again(peer, self._clock())
 
     def trust(self, peer: PeerId) -> Trust:
         """Which microbatches a peer gets now."""
@@ -299,9 +322,12 @@ class RoutingBook:
     def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
         """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
         now = self._clock()
-        before = self._reputes.get(peer, UNBLEMISHED)
+        before = self._seen_again(peer, now)
         after = self._reputes[peer] = after_audit(before, against, now, by_copy=by_copy)
         (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)
+        self._unseen.pop(peer, None)
+        if after.doubt > 0.0 and peer not in self._peers:
+            self._unseen[peer] = now
         if after.aside_until > before.aside_until:
             seconds = after.aside_until - now
             logger.warning(

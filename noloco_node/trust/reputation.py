@@ -45,6 +45,16 @@ class Reputation:
         doubted would have nobody left to decide."""
         return max(0.0, self.doubt - FORGIVEN * max(0.0, now - self.since) / TRIAL_SECONDS)
 
+    def unseen(self, seconds: float) -> Reputation:
+        """The same after so many seconds in which the sender did not see the peer: they forgive nothing, and no trial
+        and no set-aside passes in them."""
+        return replace(
+            self,
+            since=self.since + seconds,
+            aside_until=self.aside_until + seconds,
+            trial_until=self.trial_until + seconds,
+        )
+
     def trust(self, now: float) -> Trust:
         """What the peer may be given now."""
         if now < self.aside_until:
