@@ -7,7 +7,9 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, Protocol
 
@@ -15,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node import ambient
 from noloco_node.directory.records import DirectoryView
+from noloco_node.directory.store import Esteem
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
@@ -72,11 +75,16 @@ class _File(BaseModel):
     held: Annotated[dict[_Name, HeldState], Field(max_length=MOST_PEERS)] = {}
 
 
+def _hearsay(_peer: PeerId) -> Esteem:
+    return Esteem.HEARSAY
+
+
 class KnownPeers:
     """Peers by id with their addresses, those met last first; at most `MOST_PEERS`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lot = ambient.token(16).encode()
         self.run: str | None = None
         """The run in which they were met; None where the file says nothing."""
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
@@ -101,7 +109,12 @@ class KnownPeers:
     def worked_with(self, holders: Mapping[PeerId, HeldState]) -> None:
         """Take in what peers hold now of which this node has seen work."""
         kept = {**holders, **{peer: held for peer, held in self.held.items() if peer not in holders}}
-        self.held = dict(sorted(kept.items(), key=lambda item: -item[1].seen)[:MOST_PEERS])
+        of_stage, places = Counter[int](), list[tuple[int, PeerId]]()
+        for peer, held in sorted(kept.items(), key=lambda item: -item[1].seen):
+            places.append((of_stage[held.stage], peer))  # the last of each stage before a second of any
+            of_stage[held.stage] += 1
+        first = {peer for _, peer in sorted(places, key=lambda place: place[0])[:MOST_PEERS]}
+        self.held = {peer: kept[peer] for _, peer in places if peer in first}
 
     def holders(self, run: str, stage: int) -> list[tuple[PeerId, HeldState]]:
         """Who held the state of a stage of the run when this node saw it at work, the furthest first."""
@@ -129,14 +142,16 @@ class KnownPeers:
         run: str,
         live: Callable[[], Iterable[PeerId]],
         holders: Callable[[], Mapping[PeerId, HeldState]] = dict,
+        esteem: Callable[[PeerId], Esteem] = _hearsay,
     ) -> NoReturn:
         """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
-        from time to time, and what those hold that work with this node, and keep the file up to date."""
+        from time to time, and what those hold that work with this node, and keep the file up to date. Of more than have
+        a place, those of which it knows most (`worth_keeping`)."""
         waits: dict[PeerId, _Wait] = {}
         look = 0
         while True:
             before = dict(self.addresses)
-            waits = {peer: waits.get(peer, _Wait()) for peer in list(live())[:MOST_PEERS]}
+            waits = {peer: waits.get(peer, _Wait()) for peer in self.worth_keeping(live(), esteem)}
             peers = [peer for peer, wait in waits.items() if wait.until <= look]
             for first in range(0, len(peers), ASKED_AT_ONCE):
                 await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
@@ -161,6 +176,20 @@ class KnownPeers:
                 room = MOST_PEERS - len(self.addresses)
                 await asyncio.gather(*(self._ask(book, peer) for peer in unknown[:room]))
         await ambient.elsewhere(self.save, run)
+
+    def worth_keeping(self, live: Iterable[PeerId], esteem: Callable[[PeerId], Esteem]) -> list[PeerId]:
+        """As many of these as the file has places for: first those of which this node knows most, of equals those that
+        it has already, then whom a lot of its own draws. By their ids all nodes would keep the same few, and whoever
+        sought ids for it would be all that they keep."""
+        peers = list(live)
+        if len(peers) <= MOST_PEERS:
+            return peers
+
+        def order(peer: PeerId) -> tuple[int, bool, bytes]:
+            lot = blake2b(peer.encode(), key=self._lot, digest_size=8).digest()
+            return -esteem(peer), peer not in self.addresses, lot
+
+        return sorted(peers, key=order)[:MOST_PEERS]
 
     async def _ask(self, book: Book, peer: PeerId) -> None:
         self.learn(peer, await book.addresses_of(peer))

@@ -19,6 +19,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.known_peers import HeldState, KnownPeers, holders_in, live_peers, peers_met
 from noloco_node.directory.records import Directory
+from noloco_node.directory.store import esteem_by
 from noloco_node.identity.addresses import PeerAddress, Reach, parse_address, reach_of
 from noloco_node.identity.keys import Identity, IdentityLock, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
@@ -58,7 +59,8 @@ class Network:
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
         """The result of `work`; meanwhile p2pd is started again where it dies, the node is kept in reach, the peers met
         are written down, and `companions` run, which are cancelled at its end."""
-        keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders)
+        esteem = esteem_by(self.transport.acquaintances)
+        keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders, esteem)
         return await self.supervisor.beside(work, keeping, self.reach.keep(), *companions)
 
     async def relayed(self, peer: PeerId) -> bool:
