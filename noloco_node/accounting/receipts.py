@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from noloco_node import ambient
@@ -24,7 +25,7 @@ from noloco_node.accounting.statements import (
 from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.pipeline.messages import Ledger
+from noloco_node.pipeline.messages import PEERS_COUNTED, Ledger
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
@@ -81,9 +82,11 @@ class Receipts:
         self._progress = progress
         self._file = file
         self._session = ambient.token(8)
-        self._serials: dict[PeerId, int] = {}
+        self._serials = count()
+        """One row for all peers: each sees it rise, and nothing has to be remembered of who is gone."""
         self._pending: dict[PeerId, _Pending] = {}
-        self._filed: dict[tuple[PeerId, str], int] = {}
+        self._filed = PeerTable[tuple[PeerId, str], int](PEERS_COUNTED)
+        """The last serial number of each sender's session: what comes again comes within `TRIES` minutes."""
         self._settled = PeerTable[PeerId, float]()
         """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
         self._last = False
@@ -187,14 +190,13 @@ class Receipts:
         for peer, done in list(self._ledger.done_by.items()):
             if peer in self._pending:
                 continue
-            serial = self._serials[peer] = self._serials.get(peer, -1) + 1
             receipt = Receipt(
                 run=self._run,
                 since=self._since,
                 until=ambient.wall(),
                 server=peer,
                 session=self._session,
-                serial=serial,
+                serial=next(self._serials),
                 microbatches=done.microbatches,
                 tokens=done.tokens,
             )
