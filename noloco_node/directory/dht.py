@@ -270,6 +270,13 @@ class DhtDirectory:
             self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
 
+    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
+        """See `Directory.first`."""
+        places = [Place(stage, 0, 0) for stage in range(self._stages)]
+        await self._look_at_stages([self._id_of(place) for place in places])
+        now = self.now()
+        return tuple(self._rows(place, now) for place in places)
+
     async def _look_at_stages(self, keys: Sequence[Any]) -> None:
         """Ask two of the holders of each key for what is new; everybody near once in half a record's life, so that
         whatever those two leave out is found before its life ends, and whenever one of them does not answer or this

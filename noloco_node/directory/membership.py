@@ -168,6 +168,22 @@ class Membership:
         rank = sum(peer < self._own for peer in self.stage_peers(*SERVING))
         return int((rank + prefix_of(self._own) / (1 << PREFIX_BITS)) * self.scale(self.stage))
 
+    def rank_by_hash(self) -> int:
+        """About its place among the replicas of its stage that are there, by the hash that names buckets: by its own
+        hash and their number alone, so that nobody comes before it who is not there."""
+        return int(prefix_of(self._own) / (1 << PREFIX_BITS) * self.replicas_per_stage()[self.stage])
+
+    async def keepers(self, stage: int) -> list[PeerRecord]:
+        """Records of the others that say they keep a copy of a stage, also of such as this node does not see: of stages
+        that are seen in part the first by that hash keep copies, and are found at the stage's own key."""
+        first = [row.record for rows in await self._directory.first() for row in rows.values()]
+        newest: dict[str, PeerRecord] = {}
+        for record in (*first, *self.others(*PeerState)):
+            if record.peer_id not in newest or newest[record.peer_id].sequence < record.sequence:
+                newest[record.peer_id] = record
+        said = (r for r in newest.values() if r.guards == stage and r.state is not PeerState.GONE)
+        return [record for record in said if record.peer_id != self._own]
+
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`headcount`). Where only a
         sample is seen, as many as its records stand for, at the share of them that counts."""

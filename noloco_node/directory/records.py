@@ -187,6 +187,11 @@ class Directory(Protocol):
         """Read all stages anew, each look-up with a deadline of its own; one that fails keeps the stage's last rows."""
         ...
 
+    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
+        """What lies at each stage's own key, asked for now, whatever a look would ask for: everybody of a small stage;
+        of one that is seen in part those that come first by the hash of the peer id. Never raises."""
+        ...
+
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """What to tell a peer: this node's own live records, the newest first, then others, such as work before such
         as only answer, `most` in all."""

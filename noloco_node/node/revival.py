@@ -65,7 +65,7 @@ async def revive(
     beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
     _, first = await worker.slow_weights()
     had = None if checkpoint is None else checkpoint.tensors["slow"]
-    copy = await copies.newest(stage, membership.others(), first, beyond=beyond, own=had)
+    copy = await copies.newest(stage, await membership.keepers(stage), first, beyond=beyond, own=had)
     if copy is None and checkpoint is not None:
         await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
         logger.warning(

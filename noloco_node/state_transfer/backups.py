@@ -287,8 +287,13 @@ class StageCopies:
 
 def guard_rank(membership: Membership) -> int:
     """A node's place among those of its stage that may keep copies. In a stage that is seen in part each estimates its
-    own, and no node or several may take a place: so several are meant to."""
-    return membership.own_rank() // (SPARE_GUARDS if membership.scale(membership.stage) > 1.0 else 1)
+    own, and no node or several may take a place: so several are meant to. They come first by the hash that names
+    buckets, since these are who a node finds that sees other buckets (`Membership.keepers`)."""
+    return (
+        membership.own_rank()
+        if membership.scale(membership.stage) == 1.0
+        else membership.rank_by_hash() // SPARE_GUARDS
+    )
 
 
 def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:

@@ -68,6 +68,10 @@ class ScreenedDirectory:
         """Read all stages anew; the view that it returns is screened."""
         return self._screened(await self._directory.refresh())
 
+    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
+        """See `Directory.first`; screened."""
+        return self._rows_that_pass(await self._directory.first())
+
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """See `Directory.to_tell`."""
         return self._directory.to_tell(most)
@@ -79,11 +83,13 @@ class ScreenedDirectory:
     def _screened(self, view: DirectoryView) -> DirectoryView:
         changes = self._screen.changes
         if self._from is None or self._from[0] is not view or self._from[1] != changes:
-            deals = self._passes
-            rows = tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in view.stages)
-            self._view = replace(view, stages=rows)
+            self._view = replace(view, stages=self._rows_that_pass(view.stages))
             self._from = (view, changes)
         return self._view
+
+    def _rows_that_pass(self, stages: Sequence[Mapping[PeerId, LiveRecord]]) -> tuple[dict[PeerId, LiveRecord], ...]:
+        deals = self._passes
+        return tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in stages)
 
     def _passes(self, peer: PeerId, row: LiveRecord) -> bool:
         theirs = row.record.protocol

@@ -250,5 +250,7 @@ async def test_records_of_outsiders_are_ignored_and_members_carry_their_proof(ow
     ):
         directory = ScreenedDirectory(MemoryDirectory(hub), Bans(), proof)
         assert await directory.publish(record_of(peer), 60)
-    view = await ScreenedDirectory(MemoryDirectory(hub), judge).refresh()
+    screened = ScreenedDirectory(MemoryDirectory(hub), judge)
+    view = await screened.refresh()
     assert sorted(view.stages[0]) == ["a-listed-peer", GUEST]
+    assert [sorted(rows) for rows in await screened.first()] == [["a-listed-peer", GUEST]]

@@ -31,9 +31,9 @@ from tests.swarm.worlds import AllAnswer
 MANY, LEVEL, HELD = 600, 3, 2
 
 
-def names(stage: int, many: int = MANY) -> list[PeerId]:
-    """So many ids."""
-    return [PeerId(f"peer-{stage}-{i:07d}") for i in range(many)]
+def names(stage: int, many: int = MANY, of: str = "") -> list[PeerId]:
+    """So many ids, of one stage of many that `of` tells apart."""
+    return [PeerId(f"peer-{stage}-{of}{i:07d}") for i in range(many)]
 
 
 def by_bucket(peers: list[PeerId]) -> dict[int, list[PeerId]]:
@@ -155,15 +155,17 @@ def test_fixed_routing_stays_with_one_while_it_is_seen_and_crowds_nobody() -> No
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_stage_seen_in_part_has_its_guards_nearly_always_and_few_too_many(copies: int) -> None:
-    """Each node takes its place among its fellows by the part that it sees: no two need agree, and yet somebody keeps
-    the copy."""
-    rng, stage, without, kept = random.Random(7), by_bucket(names(0)), 0, list[int]()
-    first = names(0)[:40]  # who comes behind these hardly ever takes itself for one of the first
-    for _ in range(15):
+    """Each node takes its place among its fellows by its hash and the number that it estimates: no two need agree, and
+    yet somebody keeps the copy."""
+    rng, without, kept = random.Random(7), 0, list[int]()
+    for of in range(15):
         guards = Counter[int | None]()
-        for own in first:
+        everybody = names(0, of=f"{of}-")
+        stage = by_bucket(everybody)
+        for own in sorted(everybody, key=prefix_of)[:40]:  # who comes behind these never takes itself for a guard
             seen = [p for b in rng.sample(range(8), HELD) for p in stage[b]]
-            members = membership_of(own, 0, view_of([seen, [], []], [MANY, 0, 0]), AllAnswer())
+            size = round(MANY * rng.gauss(1.0, 0.1))
+            members = membership_of(own, 0, view_of([seen, [], []], [size, 0, 0]), AllAnswer())
             guards[guarded_stage(0, guard_rank(members), 3, copies)] += 1
         held = [guards[1 + copy] for copy in range(copies)]
         without += sum(not each for each in held)

@@ -1,0 +1,301 @@
+"""What a node remembers of those that it deals with where it sees two buckets of a stage: audits, receipts, addresses
+for its next start, and who keeps a copy of a lost stage."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from noloco_node import PROTOCOL_VERSION
+from noloco_node.accounting import receipts as receipts_module
+from noloco_node.accounting.receipts import open_receipts
+from noloco_node.accounting.statements import read_contribution
+from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.bucket_turns import RENEWED_SECONDS
+from noloco_node.directory.buckets import Place, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.known_peers import MOST_PEERS, HeldState, KnownPeers
+from noloco_node.directory.membership import Membership, OwnFigures
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.store import Esteem
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
+from noloco_node.pipeline.audit import Auditor
+from noloco_node.pipeline.messages import Ledger, Outgoing, Trained
+from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.state_transfer.backups import guard_rank, guarded_stage
+from noloco_node.training.progress import Progress
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
+from tests.inside import audits_under_way
+from tests.swarm.test_audit import BODY, GRADIENT
+from tests.swarm.test_known_peers import at
+from tests.swarm.test_partial_view import HELD, LEVEL, MANY, by_bucket, membership_of, names, view_of
+from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
+from tests.swarm.worlds import AllAnswer
+
+HOUR = round(3600 / LOOK)
+"""Looks."""
+
+
+class Sender:
+    """A node of the first stage that sends two microbatches a second to the peers that it sees, and audits them."""
+
+    def __init__(self, liars: set[PeerId]) -> None:
+        self.observer, self.liars = Observer(Keys(10, MANY), seed=1), liars
+        self.lies, self.others = 0, 0
+        self.strangers = set[PeerId]()
+        """Who was asked though not in view."""
+        self.book = RoutingBook("uniform", random.Random(1), lambda: self.observer.now)
+        clock = self.book_clock = lambda: self.observer.now
+        self.auditor = Auditor(1 / 16, self.book, self._again, random.Random(0), clock)
+
+    async def _again(self, peer: PeerId, _outgoing: Outgoing, _budget: float) -> Trained:
+        if peer not in self.observer.view.stages[1]:
+            self.strangers.add(peer)
+        return Trained(1.0, 1, GRADIENT, 1.0, peer)  # whoever lies is honest to copies, which can be told
+
+    async def look(self) -> None:
+        """Once, and send what comes until the next."""
+        peers = sorted(self.observer.look().stages[1])
+        self.book.update(peers, 0)
+        for _ in range(round(2 * LOOK) if peers else 0):
+            peer = self.book.choose()
+            assert peer is not None
+            lies = peer in self.liars
+            self.lies, self.others = self.lies + lies, self.others + (not lies)
+            answer = Trained(1.0, 1, -GRADIENT if lies else GRADIENT, 1.0, peer)
+            self.auditor.consider(answer, BODY, budget=9.0, took=0.0)
+            for _ in range(20):  # a juror answers at once: an audit takes a few turns of the loop
+                if audits_under_way(self.auditor):
+                    await asyncio.sleep(0)
+            assert not audits_under_way(self.auditor)
+
+
+async def test_a_liar_gains_nothing_by_being_out_of_view_most_of_the_time() -> None:
+    """Of 600 replicas 12 lie whenever nobody compares. A sender sees each for four minutes in sixteen, and sends it
+    some three microbatches meanwhile: after an hour and a half they get less than a third of what the others get.
+    Audits reach everybody, ask nobody that is out of view, and doubt no honest one."""
+    replicas = [PeerId(f"peer-1-{i:06}") for i in range(MANY)]
+    sender = Sender(set(random.Random(1).sample(replicas, 12)))
+    auditing = asyncio.create_task(sender.auditor.run())
+    for _ in range(3 * HOUR // 2):
+        await sender.look()
+    sender.lies = sender.others = 0
+    for _ in range(HOUR):
+        await sender.look()
+    await cancel_and_wait([auditing])
+    assert sender.lies / 12 < sender.others / (MANY - 12) / 3
+    assert not sender.strangers
+    reputes = {peer: sender.book.repute(peer) for peer in replicas}
+    assert sum(repute.audits > 0 for repute in reputes.values()) > 0.9 * MANY
+    assert sum(reputes[peer].set_asides > 0 for peer in sender.liars) >= 9
+    assert not any(reputes[peer].doubt for peer in set(replicas) - sender.liars)
+
+
+def test_time_stands_still_for_a_doubted_peer_that_is_out_of_view() -> None:
+    """A trial and a set-aside go on where they were, also for one that an audit went against after it had left; for who
+    stays, time passes."""
+    now = [0.0]
+    liar, late, stays, other = (PeerId(f"peer-{name}") for name in ("liar", "late", "stays", "other"))
+    book = RoutingBook("uniform", random.Random(0), lambda: now[0])
+    book.update([liar, late, stays, other], 0)
+    for peer in (liar, stays):
+        for _ in range(3):
+            book.audited(peer, against=True, by_copy=False)
+    now[0] = 20.0
+    book.update([stays, other], 0)
+    now[0] = 500.0
+    book.audited(late, against=True, by_copy=False)
+    now[0] = 5000.0
+    assert book.trust(liar) is Trust.SET_ASIDE
+    book.update([liar, late, stays, other], 0)
+    assert [book.trust(peer) for peer in (liar, late, stays)] == [Trust.SET_ASIDE, Trust.ON_TRIAL, Trust.ORDINARY]
+    assert book.repute(stays).doubt_at(now[0]) == 0.0
+    now[0] += 39.0
+    assert book.trust(liar) is Trust.SET_ASIDE
+    now[0] += 2.0
+    assert book.trust(liar) is Trust.ON_TRIAL
+    now[0] += TRIAL_SECONDS
+    assert {book.trust(peer) for peer in (liar, late)} == {Trust.ORDINARY}
+    assert book.repute(liar).doubt_at(now[0]) > 1.9
+
+
+class Enough(Exception):
+    """The test has seen enough."""
+
+
+async def kept_by(known: KnownPeers, observer: Observer, looks: int, answers: set[PeerId]) -> None:
+    """Let a node keep addresses for so many minutes of a view, of whose peers these answer it."""
+    left = [looks]
+
+    class Book:
+        async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
+            return (at("203.0.114.7", port=1024 + prefix_of(peer) % 60_000),)
+
+    def live() -> list[PeerId]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Enough
+        view = observer.look(round(60 / LOOK))
+        return sorted({peer for stage in view.stages for peer in stage})
+
+    with pytest.raises(Enough):
+        await known.keep(Book(), "run", live, esteem=lambda p: Esteem.KNOWN if p in answers else Esteem.HEARSAY)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pauses between two looks, and files that nobody waits for."""
+    monkeypatch.setattr("noloco_node.directory.known_peers.LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(KnownPeers, "save", lambda *_: None)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_addresses_are_kept_of_everybody_alike_and_no_file_is_like_another(tmp_path: Path) -> None:
+    """100 nodes that see some 300 of 1,200 keep 32 each: nearly all are in a file, and nobody is in many, so that those
+    that start again do not all knock at the same doors. Over the years a file holds another part of the swarm."""
+    keys, kept = Keys(MANY, MANY), Counter[PeerId]()
+    for seed in range(100):
+        known = KnownPeers(tmp_path / "peers.json")
+        await kept_by(known, Observer(keys, seed=seed), 2, set())
+        assert len(known.addresses) == MOST_PEERS
+        kept.update(known.addresses.keys())
+    assert len(kept) > 0.85 * 2 * MANY
+    assert max(kept.values()) <= 12, "2.7 is the mean"
+    assert 0.35 < sum(many for peer, many in kept.items() if peer.startswith("peer-0")) / kept.total() < 0.65
+
+
+@pytest.mark.usefixtures("quick")
+async def test_who_answers_has_its_place_in_the_file_before_a_crowd_that_sought_its_ids(tmp_path: Path) -> None:
+    """Ids that come first in any order are all over the view, and answer nobody: after ten minutes, in which the view
+    was changed five times, the file has 32 peers that have answered, of more buckets than are seen at once."""
+    keys, honest = Keys(MANY, MANY), {PeerId(f"peer-{s}-{i:06}") for s in (0, 1) for i in range(MANY)}
+    for number in range(160):
+        keys.write(PeerId(f"aaaa-{number:06}"), number % 2, LEVEL, 75.0)
+    observer, answers = Observer(keys, seed=3), set(random.Random(0).sample(sorted(honest), 400))
+    known = KnownPeers(tmp_path / "peers.json")
+    await kept_by(known, observer, 1 + round(5 * RENEWED_SECONDS / 60), answers)
+    assert len(known.addresses) == MOST_PEERS
+    assert known.addresses.keys() <= answers
+    assert len({(peer[:6], bucket_of(prefix_of(peer), LEVEL)) for peer in known.addresses}) >= 4
+
+
+def test_of_holders_each_stage_has_its_share(tmp_path: Path) -> None:
+    """A node of a small stage before a large one works with hundreds of that: who holds its own stage is remembered."""
+    known = KnownPeers(tmp_path / "peers.json")
+    for now in (1.0, 2.0):
+        many = {peer: HeldState(stage=0, clock=5.0, seen=now) for peer in names(0)[:150]}
+        few = {peer: HeldState(stage=1, clock=5.0, seen=now) for peer in names(1)[:3]}
+        known.worked_with(many | few)
+    known.run = "run"
+    assert {peer for peer, _ in known.holders("run", 1)} == set(names(1)[:3])
+    assert len(known.held) == MOST_PEERS
+
+
+async def test_receipts_count_for_whoever_worked_and_are_forgotten_without_losing_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No directory is asked: 60 peers of which none is seen any more serve one node in turn and are receipted; so is
+    who comes again after all of them. Nothing in either's books grows with those that came by."""
+    most = 16
+    monkeypatch.setattr(receipts_module, "PEERS_COUNTED", most)
+    monkeypatch.setattr(receipts_module, "LEAST_SECONDS", 0.0)
+    network, ledger = MemoryNetwork(), Ledger()
+    own = MemoryTransport(network, PeerId("served-of-stage-0"))
+    served = await open_receipts(tmp_path / "served", "r" * 32, 0, own, ledger, Progress)
+    server_ledger, server = Ledger(), MemoryTransport(network, PeerId("server-of-stage-1"))
+    serving = await open_receipts(tmp_path / "server", "r" * 32, 1, server, server_ledger, Progress)
+
+    async def between(one: Ledger, other: Ledger, peer: PeerId, by: PeerId) -> None:
+        one.note_received(peer, 20)
+        other.note_served(by, 20)
+
+    passers = [MemoryTransport(network, peer) for peer in names(2)[:60]]
+    for passer in [passers[0], *passers, passers[0]]:
+        theirs = Ledger()
+        await between(theirs, server_ledger, server.peer_id, passer.peer_id)
+        sends = await open_receipts(tmp_path / f"file-{passer.peer_id}", "r" * 32, 0, passer, theirs, Progress)
+        await between(ledger, theirs, passer.peer_id, own.peer_id)
+        await between(ledger, server_ledger, server.peer_id, own.peer_id)
+        await asyncio.gather(sends.settle(), served.settle())
+        assert not theirs.done_by, "the server has filed what it did for who came by"
+        sends.close()
+    for books in (served, serving):
+        grows = [book for book in vars(books).values() if isinstance(book, dict) and not isinstance(book, PeerTable)]
+        assert max(map(len, grows)) <= most
+    total = read_contribution(tmp_path / "server", server.peer_id, server.signed_by)
+    assert {peer: row.microbatches for peer, row in total.receipts.items()} == {
+        own.peer_id: 62,
+        passers[0].peer_id: 3,
+        **{passer.peer_id: 1 for passer in passers[1:]},
+    }
+    again = read_contribution(tmp_path / f"file-{passers[0].peer_id}", passers[0].peer_id, server.signed_by)
+    assert again.receipts[own.peer_id].microbatches == 3
+    for transport in (own, server, *passers):
+        await transport.close()
+
+
+def record_of(peer: PeerId, stage: int, guards: int | None) -> PeerRecord:
+    """A replica that trains."""
+    return PeerRecord(
+        peer_id=peer,
+        stage=stage,
+        state=PeerState.TRAINING,
+        guards=guards,
+        protocol=PROTOCOL_VERSION,
+        version="0",
+    )
+
+
+class Renewed(MemoryDirectoryHub):
+    """Whose records are of middle age whenever they are read."""
+
+    def live(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
+        """See `MemoryDirectoryHub.live`."""
+        return {peer: LiveRecord(row.record, now + 0.8 * LIFE) for peer, row in self.at(place).items()}
+
+
+async def test_whoever_comes_to_a_lost_stage_finds_the_copy_whatever_buckets_it_sees() -> None:
+    """The second of three stages has lost its last replica. Of the 600 of the first some three keep a copy of it, each
+    in one of eight buckets: a node that comes there sees one or two."""
+    rng, found, seen_anyway = random.Random(5), list[bool](), 0
+    for of in range(12):
+        everybody, now = names(0, of=f"{of}-"), [1000.0]
+        buckets = by_bucket(everybody)
+        hub = Renewed(3, lambda now=now: now[0])
+        keepers = set[PeerId]()
+        for own in everybody:
+            guards = None
+            if prefix_of(own) < 40 / MANY * (1 << 32):
+                seen = [p for b in rng.sample(range(8), HELD) for p in buckets[b]]
+                members = membership_of(own, 0, view_of([seen, [], []], [MANY, 0, 0]), AllAnswer())
+                guards = guarded_stage(0, guard_rank(members), 3, 1)
+            keepers |= {own} if guards == 1 else set()
+            row = LiveRecord(record_of(own, 0, guards), 1e9)
+            for level in levels_to_write(prefix_of(own), LEVEL, MANY / (1 << LEVEL)):
+                hub.at(Place(0, level, bucket_of(prefix_of(own), level)))[own] = row
+        members = Membership(
+            MemoryDirectory(hub),
+            AllAnswer(),
+            PeerId("comes-to-the-lost"),
+            1,
+            3,
+            LIFE,
+            lambda: OwnFigures(clock=0.0, tokens_per_second=1.0, outer_rounds=0),
+            lambda: None,
+        )
+        for _ in range(40):
+            now[0] += LOOK
+            await members.refresh()
+        assert members.scale(0) > 1.5
+        told = {PeerId(record.peer_id) for record in await members.keepers(1)}
+        assert told == keepers
+        found.append(bool(told))
+        seen_anyway += any(record.guards == 1 for record in members.others())
+    assert sum(found) >= 10
+    assert seen_anyway < 12, "else this test says nothing"
