@@ -14,9 +14,11 @@ from noloco_node.directory.buckets import (
     FALL,
     HIGHER_TOO,
     KEPT,
+    LEAST_OF_MIDDLE,
     LOOKED_BACK,
     LOWER,
     MOST_LEVEL,
+    MOST_OF_MIDDLE,
     PREFIX_BITS,
     RAISE,
     TARGET,
@@ -56,9 +58,12 @@ class StageLevels:
         """Numbers of `StageLevel.estimate`; 0 where nothing was read."""
         counts, levels = self._counts[who], self._count_levels[who]
         known = counts != NONE
-        densities = np.where(known, np.minimum(counts, CROWDED) * np.exp2(levels), np.inf)
-        number = _middle(densities, known)
-        last = np.where(known[:, -1], counts[:, -1] * np.exp2(levels[:, -1]), 0.0)
+        counts = np.where(levels > 0, np.minimum(counts, CROWDED), counts)
+        densities = np.where(known, counts * np.exp2(levels), np.inf)
+        middle = _middle(densities, known)[:, None]
+        bounded = np.clip(densities, LEAST_OF_MIDDLE * middle, MOST_OF_MIDDLE * middle)
+        number = np.where(known, bounded, 0.0).sum(1) / np.maximum(1, known.sum(1))
+        last = np.where(known[:, -1], self._counts[who, -1] * np.exp2(levels[:, -1]), 0.0)
         return np.where(self.level[who] == 0, last, number)
 
     def estimate(self, i: int) -> Estimate:
@@ -70,7 +75,7 @@ class StageLevels:
         if self.level[i] == 0:
             count, level = known[-1]
             return Estimate(float(count << level))
-        known = [(min(count, CROWDED), level) for count, level in known]
+        known = [(min(count, CROWDED) if level else count, level) for count, level in known]
         return estimated([float(count << level) for count, level in known], [count for count, _ in known])
 
     def fullness(self, who: Ints) -> Floats:
@@ -137,8 +142,9 @@ class StageLevels:
         real = full >= np.where(between & (level > 1), TARGET, LOWER * TARGET)
         goes = done[real]
         self._go_to(goes, level[real])
+        counted = real & (level > 1)
         for number in range(CONFIRMING):
-            self._keep(goes, level[real], votes[real, number])
+            self._keep(done[counted], level[counted], votes[counted, number])
         halfway = (self.level[done] + level) // 2
         again = ~real & (self.level[done] < halfway)
         self._consider(done[again], halfway[again], between=True)
@@ -151,7 +157,7 @@ class StageLevels:
 
     def _count(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         rows = self._counts[who]
-        near = (rows != NONE) & (np.abs(self._count_levels[who] - level[:, None]) <= 1)
+        near = (rows != NONE) & _still_counts(self._count_levels[who], rows, level[:, None])
         if len(who) and not (near == (rows != NONE)).all():
             order = np.argsort(near, axis=1, kind="stable")  # those that stay move to the end, in their order
             kept = np.take_along_axis(np.where(near, rows, NONE), order, 1)
@@ -170,13 +176,12 @@ class StageLevels:
         most = np.take_along_axis(ordered, (many // 2)[:, None], 1)[:, 0]
         level = self.level[who]
         up = (least > RAISE * TARGET) & (level < MOST_LEVEL)
-        rise = np.maximum(1, np.log2(np.maximum(least, 1) / TARGET).astype(np.int64))
         down = (most < LOWER * TARGET) & (level > 0)
         fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(most, 1)).astype(np.int64)))
         asks = who[up & (self.level[who] == 0) & (self.candidate[who] == NONE)]
         self._consider(asks, 1)
         up &= self.level[who] > 0
-        self._go_to(who[up], np.minimum(MOST_LEVEL, level + rise)[up])
+        self._go_to(who[up], level[up] + 1)
         self._go_to(who[down], np.maximum(0, level - fall)[down])
 
     def _consider(self, who: Ints, level: Ints | int, *, between: bool = False) -> None:
@@ -187,6 +192,13 @@ class StageLevels:
         self.level[who] = level
         self._turn[who] = 0
         self._here[who] = NONE
+
+
+def _still_counts(count_level: Ints, count: Ints, level: Ints) -> Flags:
+    """See `buckets._still_counts`."""
+    beside = (np.abs(count_level - level) == 1) & (count < CROWDED)
+    whole = (level == 0) | (count_level == 0)
+    return (whole & (level == 1)) | (~whole & ((count_level == level) | beside))
 
 
 def _append(rows: Ints, who: Ints, value: Ints) -> None:

@@ -24,6 +24,8 @@ from noloco_node.directory.buckets import (
 from noloco_node.identity.peer_id import PeerId
 from tests.swarm.bucket_world import LIFE, LOOK, BucketWorld
 
+LEAST_VOTE = int(LOWER * TARGET) + 1
+
 
 def within_one(levels: set[int]) -> bool:
     """Neighbours see each other."""
@@ -46,14 +48,41 @@ def test_up_to_64_replicas_there_is_one_key_and_the_number_is_exact() -> None:
 
 @pytest.mark.parametrize("many", [100, 150, 200, 300, 700])
 def test_a_flash_crowd_finds_its_level_and_its_number(many: int) -> None:
-    """Within 40 looks all are at neighbouring levels, and their estimates within 10 % rms, as they say."""
+    """Within a minute all are at neighbouring levels, and their estimates within 10 % rms, as they say."""
     world = BucketWorld(many)
     world.add(many)
-    world.look(40)
+    world.look(30)
     assert within_one(world.levels)
     assert world.rms_error() < 0.1
     said = [node.level.estimate.error for node in world.nodes]
     assert 0.5 * world.rms_error() < sum(said) / len(said) < 0.15
+
+
+def test_who_leaves_level_0_goes_on_with_the_number_that_was_seen_there() -> None:
+    """Few have written at level 1 by then, and what level 0 held before all had come is over. Of 256, by 61 as if they
+    were all that came, the estimate would be half or less."""
+    node = StageLevel(random.Random(1))
+    for seen in (1, 40, 256):
+        node.took(0, 0, range(1 << 31, (1 << 31) + seen))
+    while node.confirming:
+        node.took(*node.next_bucket(), range(LEAST_VOTE))
+    assert node.level == 1
+    assert node.estimate.number == 256
+    for here in (131, 125, 131):
+        node.took(*node.next_bucket(), range(here))
+        assert abs(node.estimate.number / 256 - 1) < 0.05
+
+
+def test_a_stage_that_outgrows_its_level_goes_where_its_records_are() -> None:
+    """One level at a time: whose buckets are full writes at the next, and at none beyond."""
+    node = StageLevel(random.Random(1), 1)
+    for _ in range(4):
+        node.took(*node.next_bucket(), range(6 * TARGET))
+    assert node.level == 2
+    for _ in range(4):
+        node.took(*node.next_bucket(), range(3 * TARGET))
+    assert node.level == 3
+    assert node.estimate.number < 16 * TARGET, "what was crowded says how many there are at least"
 
 
 @pytest.mark.parametrize("seed", [1, 6, 19, 24])

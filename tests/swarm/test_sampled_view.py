@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from statistics import fmean
 
 import pytest
 
@@ -94,6 +96,22 @@ def test_small_stages_are_read_whole_at_every_look() -> None:
         assert [len(rows) for rows in view.stages] == [64, 40, 1]
         assert view.scales == (Scale(), Scale(), Scale())
     assert observer.sampled.to_write(OWN, 1, LIFE) == (Place(1, 0, 0),)
+
+
+@pytest.mark.parametrize("many", [256, 300, 700])
+def test_the_number_of_a_stage_in_a_few_buckets_is_nearly_their_sum(many: int) -> None:
+    """Over stages of other peers, whose buckets are unequal by chance, for all who look alike: the middle bucket alone
+    is off by 4 to 6 % rms."""
+    errors = list[float]()
+    for names in range(12):
+        keys = Keys()
+        level = 2 if many <= 300 else 3
+        for number in range(many):
+            keys.write(PeerId(f"peers-of-{names}-{number:06}"), 0, level, many / (1 << level))
+        observer = Observer(keys, stages=1, seed=names)
+        observer.look(50)
+        errors.append(observer.sampled.level_of(0).estimate.number / many - 1.0)
+    assert math.sqrt(fmean(error * error for error in errors)) < 0.035
 
 
 @pytest.mark.parametrize("many", [150, 1000, 5000])
