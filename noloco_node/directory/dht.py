@@ -329,10 +329,11 @@ class DhtDirectory:
         or went."""
         if self._known_as_of[0] is not self._view or self._known_as_of[1] != len(self._records):
             self._known_as_of = (self._view, len(self._records))
+            now, roots = self.now(), {place.stage: key for key, place in self._roots.items()}
             self._known = [
                 (stage, peer)
                 for stage in range(self._stages)
-                for peer in {**self._view.stages[stage], **self._rows(Place(stage, 0, 0), self.now())}
+                for peer in {**self._view.stages[stage], **dict.fromkeys(sorted(self._records.live(roots[stage], now)))}
                 if peer != self._identity.peer_id
             ]
         return self._known
