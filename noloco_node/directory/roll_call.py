@@ -51,6 +51,9 @@ OLD = 0.3
 """Share of a record's life: whose record has no more left is asked for a newer one, since the DHT does not bring it."""
 ASK_FOR_RECORD = 0.3
 """Times a record's life between two such calls, and to a peer that answers and has no record."""
+CHANGES_SECONDS, MANY = 1.0, 256
+"""Seconds between two changes that are told, where so many are asked, and less in proportion: whoever is told looks at
+everybody, so that each answer would cost the more the larger the swarm is."""
 PAUSES = Doubling(1.0, 300.0)
 """Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
 
@@ -116,6 +119,8 @@ class RollCall:
         self._asked: dict[PeerId, _Asked] = {}
         self._looked = Pulse()
         self._running = False
+        self._has_changed, self._told_at = False, -math.inf
+        """Whether who is there has changed since that was told, and when it was."""
         self._found = False
         """Whether anybody that is introduced was there in the last sweep."""
         self._near_in_a_row = 0
@@ -157,6 +162,9 @@ class RollCall:
             async with asyncio.TaskGroup() as group:
                 while True:
                     now = loop.time()
+                    if self._has_changed and self._until_told(now) <= 0.0:
+                        self._has_changed, self._told_at = False, now
+                        self._on_change()
                     for peer in self._due(now):
                         asked = self._asked[peer]
                         asked.under_way = True
@@ -318,9 +326,13 @@ class RollCall:
         return record is None or is_there(self._known, record)
 
     def _until_next(self, now: float) -> float | None:
+        told = self._until_told(now) if self._has_changed else math.inf
         if self._earliest == math.inf:
-            return None
-        return min(LOOK_SECONDS, max(1.0 / self._calls_a_second, self._earliest - now))
+            return None if told == math.inf else told
+        return min(LOOK_SECONDS, told, max(1.0 / self._calls_a_second, self._earliest - now))
+
+    def _until_told(self, now: float) -> float:
+        return self._told_at + CHANGES_SECONDS * min(1.0, len(self._asked) / MANY) - now
 
     async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
@@ -344,7 +356,9 @@ class RollCall:
             asked.in_vain += 1
         self._wait(peer, asked, wait * self._rng.uniform(0.75, 1.25), answered=answered)
         if before != (self._known.answers(peer), self._known.of(peer).stage):
-            self._on_change()
+            self._has_changed |= self._running
+            if not self._running:
+                self._on_change()
         self._looked.fire()
 
     def _wait(self, peer: PeerId, asked: _Asked, seconds: float, *, answered: bool) -> None:

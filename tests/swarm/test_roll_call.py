@@ -349,3 +349,38 @@ def test_who_called_after_a_silence_is_asked_at_once_at_the_next_one() -> None:
             assert not asking.sees(silent)
 
     in_virtual_time(course)
+
+
+def test_who_is_told_of_changes_is_told_of_many_at_once_and_of_the_last_one() -> None:
+    """Whoever is told looks at everybody: 128 that answer within half a minute are no 128 looks. A few are told of at
+    once."""
+
+    async def told(many: int) -> tuple[list[float], float]:
+        async with hall() as made:
+            loop, times = asyncio.get_running_loop(), list[float]()
+            roll = RollCall(
+                made.transport,
+                MemoryDirectory(MemoryDirectoryHub(2)),
+                RUN,
+                lambda: 0,
+                60.0,
+                lambda: made.records,
+                lambda: times.append(loop.time()),
+                random.Random(1),
+            )
+            peers = [made.add(f"peer-number-{number:04}") for number in range(many)]
+            roll.look()
+            running = asyncio.create_task(roll.run())
+            await eventually(lambda: all(made.there(peer) for peer in peers))
+            there_at = loop.time()
+            await asyncio.sleep(1.0)
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            return times, there_at
+
+    times, there_at = in_virtual_time(lambda: told(128), seed=1)
+    assert len(times) <= 2 * (there_at + 1.0)
+    assert there_at - 0.05 <= times[-1] <= there_at + 0.5
+    times, there_at = in_virtual_time(lambda: told(4), seed=1)
+    assert times[-1] <= there_at + 0.05
