@@ -22,6 +22,7 @@ from noloco_node.directory.buckets import (
     PREFIX_BITS,
     RAISE,
     TARGET,
+    UNNAMED,
     Estimate,
     estimated,
 )
@@ -39,6 +40,7 @@ class StageLevels:
         self._counts = np.full((many, KEPT), NONE, np.int64)
         """Records of the buckets whose counts make the estimate, the latest last; NONE where there is none."""
         self._count_levels = np.zeros((many, KEPT), np.int64)
+        self._count_buckets = np.full((many, KEPT), UNNAMED, np.int64)
         self._here = np.full((many, LOOKED_BACK), NONE, np.int64)
         self._here_buckets = np.full((many, LOOKED_BACK), NONE, np.int64)
         self._turn = np.zeros(many, np.int64)
@@ -76,7 +78,8 @@ class StageLevels:
             count, level = known[-1]
             return Estimate(float(count << level))
         known = [(min(count, CROWDED) if level else count, level) for count, level in known]
-        return estimated([float(count << level) for count, level in known], [count for count, _ in known])
+        densities = [float(count << level) for count, level in known]
+        return estimated(densities, [count for count, _ in known], 1 << int(self.level[i]))
 
     def fullness(self, who: Ints) -> Floats:
         """See `StageLevel.fullness`."""
@@ -144,29 +147,41 @@ class StageLevels:
         self._go_to(goes, level[real])
         counted = real & (level > 1)
         for number in range(CONFIRMING):
-            self._keep(done[counted], level[counted], votes[counted, number])
+            unnamed = np.full(int(counted.sum()), UNNAMED, np.int64)
+            self._keep(done[counted], level[counted], unnamed, votes[counted, number])
         halfway = (self.level[done] + level) // 2
         again = ~real & (self.level[done] < halfway)
         self._consider(done[again], halfway[again], between=True)
         doubts = ~real & ~again & ((level > 1) | between | (self.fullness(done) <= RAISE * TARGET))
         self._doubted_for[done[doubts]] = CONFIRMED_AGAIN
 
-    def _keep(self, who: Ints, level: Ints, count: Ints) -> None:
+    def _keep(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         _append(self._counts, who, count)
         _append(self._count_levels, who, level)
+        _append(self._count_buckets, who, bucket)
 
     def _count(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
-        rows = self._counts[who]
-        near = (rows != NONE) & _still_counts(self._count_levels[who], rows, level[:, None])
-        if len(who) and not (near == (rows != NONE)).all():
-            order = np.argsort(near, axis=1, kind="stable")  # those that stay move to the end, in their order
-            kept = np.take_along_axis(np.where(near, rows, NONE), order, 1)
-            self._counts[who] = kept
-            self._count_levels[who] = np.take_along_axis(self._count_levels[who], order, 1)
-        self._keep(who, level, count)
+        self._drop(who, level[:, None], bucket[:, None])
+        self._keep(who, level, bucket, count)
         _append(self._here, who, count)
         _append(self._here_buckets, who, bucket)
         self._decide(who)
+
+    def _drop(self, who: Ints, level: Ints, bucket: Ints) -> None:
+        """What says nothing beside a new look; see `buckets._still_counts`."""
+        rows, of, number = self._counts[who], self._count_levels[who], self._count_buckets[who]
+        known = rows != NONE
+        own = known & (of == level) & (number != UNNAMED)
+        enough = np.count_nonzero(own, axis=1)[:, None] >= np.minimum(LOOKED_BACK, np.exp2(level))
+        beside = (of == level) | (of == 0) | ((np.abs(of - level) == 1) & (rows < CROWDED))
+        stays: Flags = known & (level > 0) & ((own & (number != bucket)) | (~own & ~enough & beside))
+        drops = np.flatnonzero((stays != known).any(1))
+        if not len(drops):
+            return
+        order = np.argsort(stays[drops], axis=1, kind="stable")  # those that stay move to the end, in their order
+        rows = np.where(stays, rows, NONE)
+        for table, values in ((self._counts, rows), (self._count_levels, of), (self._count_buckets, number)):
+            table[who[drops]] = np.take_along_axis(values[drops], order, 1)
 
     def _decide(self, who: Ints) -> None:
         ordered, many = self._latest(who)
@@ -192,13 +207,6 @@ class StageLevels:
         self.level[who] = level
         self._turn[who] = 0
         self._here[who] = NONE
-
-
-def _still_counts(count_level: Ints, count: Ints, level: Ints) -> Flags:
-    """See `buckets._still_counts`."""
-    beside = (np.abs(count_level - level) == 1) & (count < CROWDED)
-    whole = (level == 0) | (count_level == 0)
-    return (whole & (level == 1)) | (~whole & ((count_level == level) | beside))
 
 
 def _append(rows: Ints, who: Ints, value: Ints) -> None:

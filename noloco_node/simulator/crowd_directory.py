@@ -121,7 +121,7 @@ class BucketDirectory(Records):
             if level and not held:
                 counts = self.counts(level)
                 drawn = [int(counts[(column << level) + b]) for b in draw.sample(range(many), min(KEPT, many))]
-                number = estimated([float(n << level) for n in drawn], drawn)
+                number = estimated([float(n << level) for n in drawn], drawn, many)
                 found += self.others_of(i, column, level, (draw.randrange(many),), number)
             elif held and len(held) < many:
                 found += self.others_of(i, column, level, held, self.levels[ahead].estimate(i))

@@ -73,6 +73,21 @@ def test_who_leaves_level_0_goes_on_with_the_number_that_was_seen_there() -> Non
         assert abs(node.estimate.number / 256 - 1) < 0.05
 
 
+def test_of_a_few_buckets_each_counts_once_as_it_was_seen_last() -> None:
+    """So what dies at once is seen to have died when each was read once more, and all that are read are all there
+    are."""
+    node = StageLevel(random.Random(1), 2)
+    sizes = [50, 59, 70, 81]
+    for _ in range(12):
+        level, bucket = node.next_bucket()
+        node.took(level, bucket, range(sizes[bucket]))
+    assert node.estimate.number == sum(sizes)
+    for _ in range(4):
+        level, bucket = node.next_bucket()
+        node.took(level, bucket, range(sizes[bucket] * 3 // 4))
+    assert node.estimate.number == sum(size * 3 // 4 for size in sizes)
+
+
 def test_a_stage_that_outgrows_its_level_goes_where_its_records_are() -> None:
     """One level at a time: whose buckets are full writes at the next, and at none beyond."""
     node = StageLevel(random.Random(1), 1)
