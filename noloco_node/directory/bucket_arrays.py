@@ -60,12 +60,12 @@ class StageLevels:
         """Numbers of `StageLevel.estimate`; 0 where nothing was read."""
         counts, levels = self._counts[who], self._count_levels[who]
         known = counts != NONE
-        counts = np.where(levels > 0, np.minimum(counts, CROWDED), counts)
-        densities = np.where(known, counts * np.exp2(levels), np.inf)
+        bounded = np.where(levels > 0, np.minimum(counts, CROWDED), counts)
+        densities = np.where(known, bounded * np.exp2(levels), np.inf)
         middle = _middle(densities, known)[:, None]
-        bounded = np.clip(densities, LEAST_OF_MIDDLE * middle, MOST_OF_MIDDLE * middle)
-        number = np.where(known, bounded, 0.0).sum(1) / np.maximum(1, known.sum(1))
-        last = np.where(known[:, -1], self._counts[who, -1] * np.exp2(levels[:, -1]), 0.0)
+        densities = np.clip(densities, LEAST_OF_MIDDLE * middle, MOST_OF_MIDDLE * middle)
+        number = np.where(known, densities, 0.0).sum(1) / np.maximum(1, known.sum(1))
+        last = np.where(known[:, -1], counts[:, -1] * np.exp2(levels[:, -1]), 0.0)
         return np.where(self.level[who] == 0, last, number)
 
     def estimate(self, i: int) -> Estimate:
@@ -143,11 +143,10 @@ class StageLevels:
         between = self._halfway[done]
         full: Floats = np.where(between | (level == 1), votes.min(1), middle)
         real = full >= np.where(between & (level > 1), TARGET, LOWER * TARGET)
-        goes = done[real]
-        self._go_to(goes, level[real])
+        self._go_to(done[real], level[real])
         counted = real & (level > 1)
+        unnamed = np.full(int(counted.sum()), UNNAMED, np.int64)
         for number in range(CONFIRMING):
-            unnamed = np.full(int(counted.sum()), UNNAMED, np.int64)
             self._keep(done[counted], level[counted], unnamed, votes[counted, number])
         halfway = (self.level[done] + level) // 2
         again = ~real & (self.level[done] < halfway)

@@ -88,6 +88,11 @@ def bucket_of(prefix: int, level: int) -> int:
     return prefix >> (PREFIX_BITS - level)
 
 
+def by_lot(peer: PeerId, lot: bytes) -> bytes:
+    """By which peers are put in an order that nobody knows who does not know the lot."""
+    return hashlib.blake2b(peer.encode(), key=lot, digest_size=8).digest()
+
+
 def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]:
     """Levels at which who has found `level`, and so many records in its buckets, writes its record."""
     levels = [level]

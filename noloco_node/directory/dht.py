@@ -125,6 +125,8 @@ class DhtDirectory:
         self._known: list[tuple[int, PeerId]] = []
         """See `_introduced`."""
         self._roots = {self._id_of(place := Place(stage, 0, 0)).to_bytes(): place for stage in range(stages)}
+        self._root_keys = tuple(self._roots)
+        """The same by stage."""
         node.enough_of = self._enough_of
         self._walked_at: dict[Any, float] = {}
         """DHT time of the last walk to each stage's key: not all are looked at equally often."""
@@ -272,10 +274,9 @@ class DhtDirectory:
 
     async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
         """See `Directory.first`."""
-        places = [Place(stage, 0, 0) for stage in range(self._stages)]
-        await self._look_at_stages([self._id_of(place) for place in places])
+        await self._look_at_stages([self._id_of(place) for place in self._roots.values()])
         now = self.now()
-        return tuple(self._rows(place, now) for place in places)
+        return tuple(self._rows(place, now) for place in self._roots.values())
 
     async def _look_at_stages(self, keys: Sequence[Any]) -> None:
         """Ask two of the holders of each key for what is new; everybody near once in half a record's life, so that
@@ -317,9 +318,10 @@ class DhtDirectory:
         if most > len(own):
             answering = (place for place in _in_any_order(self._introduced(), self._rng) if known.answers(place[1]))
             some = sorted(islice(answering, LOOKED_AT * most), key=lambda place: not known.works(place[1]))
-        roots = {place.stage: key for key, place in self._roots.items()}
         others = (
-            _newest(stage, peer, self._records.held(roots[stage], peer), self._view.stages[stage].get(peer), now)
+            _newest(
+                stage, peer, self._records.held(self._root_keys[stage], peer), self._view.stages[stage].get(peer), now
+            )
             for stage, peer in some
         )
         return (*own, *islice((row for row in others if row is not None), most - len(own)))
@@ -329,7 +331,7 @@ class DhtDirectory:
         or went."""
         if self._known_as_of[0] is not self._view or self._known_as_of[1] != len(self._records):
             self._known_as_of = (self._view, len(self._records))
-            now, roots = self.now(), {place.stage: key for key, place in self._roots.items()}
+            now, roots = self.now(), self._root_keys
             self._known = [
                 (stage, peer)
                 for stage in range(self._stages)

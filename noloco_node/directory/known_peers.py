@@ -9,15 +9,15 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, NamedTuple, NoReturn, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node import ambient
+from noloco_node.directory.buckets import by_lot
 from noloco_node.directory.records import DirectoryView
-from noloco_node.directory.store import Esteem
+from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
@@ -73,10 +73,6 @@ class _File(BaseModel):
     run: Annotated[str, Field(max_length=128)]
     peers: Annotated[dict[_Name, Addresses], Field(max_length=MOST_PEERS)]
     held: Annotated[dict[_Name, HeldState], Field(max_length=MOST_PEERS)] = {}
-
-
-def _hearsay(_peer: PeerId) -> Esteem:
-    return Esteem.HEARSAY
 
 
 class KnownPeers:
@@ -142,7 +138,7 @@ class KnownPeers:
         run: str,
         live: Callable[[], Iterable[PeerId]],
         holders: Callable[[], Mapping[PeerId, HeldState]] = dict,
-        esteem: Callable[[PeerId], Esteem] = _hearsay,
+        esteem: Callable[[PeerId], Esteem] = hearsay,
     ) -> NoReturn:
         """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
         from time to time, and what those hold that work with this node, and keep the file up to date. Of more than have
@@ -186,8 +182,7 @@ class KnownPeers:
             return peers
 
         def order(peer: PeerId) -> tuple[int, bool, bytes]:
-            lot = blake2b(peer.encode(), key=self._lot, digest_size=8).digest()
-            return -esteem(peer), peer not in self.addresses, lot
+            return -esteem(peer), peer not in self.addresses, by_lot(peer, self._lot)
 
         return sorted(peers, key=order)[:MOST_PEERS]
 

@@ -356,8 +356,9 @@ class RollCall:
             asked.in_vain += 1
         self._wait(peer, asked, wait * self._rng.uniform(0.75, 1.25), answered=answered)
         if before != (self._known.answers(peer), self._known.of(peer).stage):
-            self._has_changed |= self._running
-            if not self._running:
+            if self._running:
+                self._has_changed = True
+            else:
                 self._on_change()
         self._looked.fire()
 

@@ -15,12 +15,20 @@ import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 from noloco_node.directory.bucket_turns import HELD, RENEWED_SECONDS, draws, has_a_place
-from noloco_node.directory.buckets import CROWDED, TARGET, Place, StageLevel, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.buckets import (
+    CROWDED,
+    TARGET,
+    Place,
+    StageLevel,
+    bucket_of,
+    by_lot,
+    levels_to_write,
+    prefix_of,
+)
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
-from noloco_node.directory.store import Esteem
+from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
 
 READ_AGAIN = 0.4
@@ -38,6 +46,7 @@ KNOWN_PLACES = PLACES // 2
 """Of these, the most that go to those that have answered; the others are drawn, or who is new would never be seen."""
 LOT_BYTES = 16
 USUAL_LIFE = 20.0
+
 _Rows = Mapping[PeerId, LiveRecord]
 
 
@@ -58,16 +67,12 @@ def shown_of(peers: Collection[PeerId], lot: bytes, standing: Callable[[PeerId],
     places = places_of(len(peers))
     if places == len(peers):
         return peers
-    drawn = sorted(peers, key=lambda peer: blake2b(peer.encode(), key=lot, digest_size=8).digest())
+    drawn = sorted(peers, key=lambda peer: by_lot(peer, lot))
     of = {peer: standing(peer) for peer in drawn}
     known = sorted((peer for peer in drawn if of[peer] >= Esteem.KNOWN), key=lambda peer: -of[peer])[:KNOWN_PLACES]
     first = set(known)
     others = sorted((peer for peer in drawn if peer not in first), key=lambda peer: of[peer] <= Esteem.SILENT)
     return [*known, *others][:places]
-
-
-def _hearsay(_peer: PeerId) -> Esteem:
-    return Esteem.HEARSAY
 
 
 @dataclass(slots=True)
@@ -103,7 +108,7 @@ class SampledView:
         stages: int,
         rng: random.Random,
         life: float = USUAL_LIFE,
-        standing: Callable[[PeerId], Esteem] = _hearsay,
+        standing: Callable[[PeerId], Esteem] = hearsay,
     ) -> None:
         self._rng = rng
         self._standing = standing

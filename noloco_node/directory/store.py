@@ -62,6 +62,11 @@ class Esteem(IntEnum):
     OWN = 4
 
 
+def hearsay(_peer: PeerId) -> Esteem:
+    """Of somebody who has dealt with nobody."""
+    return Esteem.HEARSAY
+
+
 def esteem_by(known: Acquaintances) -> Callable[[PeerId], Esteem]:
     """What is known of a peer by its dealings with this node alone."""
 

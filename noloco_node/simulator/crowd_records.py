@@ -16,7 +16,7 @@ from noloco_node.directory.dht import WALK_AGAIN
 from noloco_node.directory.dht_node import BUCKET_SIZE
 from noloco_node.directory.dht_walk import FEW_NEIGHBOURS, GLANCED
 from noloco_node.directory.sampled_view import places_of, shown_of
-from noloco_node.directory.store import MOST_RECORDS, Esteem
+from noloco_node.directory.store import MOST_RECORDS, hearsay
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, sample_error
 from noloco_node.simulator.crowd_nodes import Nodes
@@ -202,7 +202,7 @@ class Records:
         lot = f"{i % LOTS} {int(self.nodes.agenda.now / RENEWED_SECONDS)}".encode()
         place = column, level, bucket, lot
         if place not in self._shown:
-            self._shown[place] = tuple(shown_of(every, lot, lambda _: Esteem.HEARSAY))
+            self._shown[place] = tuple(shown_of(every, lot, hearsay))
         return self._shown[place]
 
     def part(self, column: int, i: int) -> tuple[PeerId, ...]:
