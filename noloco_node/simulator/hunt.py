@@ -227,6 +227,7 @@ def _told(
             cut_off=node.number in strikes.cut_off,
             left_open=node.left_open,
             outside=node.outside,
+            ended_at=node.ended_at,
         )
         for node in world.nodes
     ]
@@ -246,6 +247,7 @@ def _told(
         struck=frozenset(strikes.dead | strikes.liars | strikes.twins),
         fallen=frozenset(strikes.dead - strikes.liars - strikes.twins),
         max_lag=spec.max_lag_tokens,
+        grace=spec.limits.grace_seconds,
         lost_stage=strikes.lost_stage,
         retraced=strikes.retraced,
         late_seconds=max(

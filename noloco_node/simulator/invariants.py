@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from noloco_node.averaging.engagement import Phase
 from noloco_node.node.replica import Replica
-from noloco_node.placement.run_end import NEAR_TARGET
+from noloco_node.placement.run_end import LATE_GRACES, NEAR_TARGET
 from noloco_node.simulator.outer_ledger import OuterEntry, strays
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 
@@ -49,6 +49,8 @@ class Told:
     """What it had open as it left."""
     outside: float = 0.0
     """Seconds for which nobody let it in."""
+    ended_at: float = math.inf
+    """When it ended by itself; seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class Run:
     """Of those the honest that a fault ended: what they had trained was trained."""
     max_lag: float = math.inf
     """Tokens by which the clocks of two stages may differ, twice."""
+    grace: float = math.inf
+    """`limits.grace_seconds`."""
     lost_stage: bool = False
     """A stage has lost all of its replicas, and begins again from what is left of it, or from the seed."""
     retraced: bool = False
@@ -150,7 +154,7 @@ def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
         alone = few and "a stage has no replica" in node.error
         if node.condition == "failed" and not alone and not _came_too_late(run, node):
             yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
-        owes_all = node.stage == 0 and not (node.late or node.slept or _left_behind(run, node))
+        owes_all = node.stage == 0 and not (node.late or node.slept or _left_behind(run, node) or _outlived(run, node))
         short = run.target - _furthest(node) > (0.0 if owes_all else run.max_lag)
         if node.condition == "ended" and short and not run.lost_stage:
             yield f"short: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
@@ -160,6 +164,13 @@ def _left_behind(run: Run, node: Told) -> bool:
     """Others came to the end while it was cut off from them: alone it can train nothing any more, and who did not see
     them leave cannot tell that from their death."""
     return node.cut_off and _reached(run) >= run.target
+
+
+def _outlived(run: Run, node: Told) -> bool:
+    """Most origins ended so long before it that the later stages waited for it no longer. The last one of many trains
+    the swarm's whole batch alone."""
+    ended = sorted(other.ended_at for other in run.survivors if other.stage == 0)
+    return node.ended_at - ended[len(ended) // 2] > LATE_GRACES * run.grace
 
 
 def _came_too_late(run: Run, node: Told) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
@@ -81,6 +82,8 @@ class Node:
         """What its replica held still when it had run to its end."""
         self.outside = 0.0
         """Seconds for which nobody let it into the directory."""
+        self.ended_at = math.inf
+        """When it ended by itself; seconds."""
         self.weights = ""
         """Hash of the weights with which it ended, slow and fast."""
         addresses = tuple(address_of(peer) for peer in entrances)
@@ -117,7 +120,7 @@ class Node:
             self.condition, self.error = "failed", error
             logger.warning("node %d failed at %.3f s: %r", self.number, ambient.monotonic(), error, exc_info=error)
         else:
-            self.condition = "ended"
+            self.condition, self.ended_at = "ended", ambient.monotonic()
 
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)

@@ -25,16 +25,30 @@ def told(
     late: bool = False,
     cut_off: bool = False,
     outside: float = 0.0,
+    ended_at: float = 60.0,
 ) -> Told:
     """A node that left nothing open."""
     peer = f"peer {number}"
-    return Told(number, stage, peer, condition, error, None, events, clock, late, cut_off=cut_off, outside=outside)
+    return Told(
+        number,
+        stage,
+        peer,
+        condition,
+        error,
+        None,
+        events,
+        clock,
+        late,
+        cut_off=cut_off,
+        outside=outside,
+        ended_at=ended_at,
+    )
 
 
 def run(*nodes: Told, fallen: frozenset[int] = frozenset(), lost_stage: bool = False, seconds: float = 60.0) -> Run:
     """To 100 tokens, a step of 4, four under way, of two stages."""
     return Run(
-        100.0, 4.0, 12.0, 12.0, 4.0, seconds, True, nodes, fallen, fallen, 40.0, lost_stage, lossy=True, stages=2
+        100.0, 4.0, 12.0, 12.0, 4.0, seconds, True, nodes, fallen, fallen, 40.0, 20.0, lost_stage, lossy=True, stages=2
     )
 
 
@@ -85,6 +99,14 @@ def test_an_origin_that_was_cut_off_may_be_short_of_the_target_where_another_cam
 ) -> None:
     """Alone it can train nothing any more; where none came to the end they could have gone on together."""
     found = breaches(run(told(0, 0, "ended", 91.0, cut_off=cut_off), told(1, 0, "ended", other, cut_off=cut_off)))
+    assert any(line.startswith("short: node 0") for line in found) == short
+
+
+@pytest.mark.parametrize(("ended_at", "short"), [(150.0, True), (170.0, False)])
+def test_an_origin_that_most_others_have_left_long_ago_may_be_short_of_the_target(ended_at: float, short: bool) -> None:
+    """Five graces after most have ended the later stages leave: one of many would have to train the whole batch."""
+    others = [told(number, 0, "ended", 100.0) for number in (1, 2)]
+    found = breaches(run(told(0, 0, "ended", 91.0, ended_at=ended_at), *others))
     assert any(line.startswith("short: node 0") for line in found) == short
 
 
