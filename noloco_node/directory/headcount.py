@@ -83,6 +83,12 @@ def unasked_share(asked: int, there: int) -> float:
     return there / asked if 0 < asked < SAMPLE else sampled_share(asked, there)
 
 
+def share_error(number: float, rows: int) -> float:
+    """Relative standard deviation, by chance, of a share that was found among so many `rows` of a larger stage, of which
+    `number` count."""
+    return math.sqrt(max(0.0, 1.0 - number / rows) / max(1.0, number))
+
+
 def count(working: float, first: float, later: Sequence[tuple[float, float]], first_share: float) -> float:
     """This replica and those that count beside it: the `working` ones, the `first` ones that have been there from the
     start at their share, and the `later` ones, each as far as it is there, with its share; a few of these are welcome

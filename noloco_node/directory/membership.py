@@ -12,7 +12,7 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
-from noloco_node.directory.headcount import Headcount, is_there, unasked_share
+from noloco_node.directory.headcount import Headcount, is_there, share_error, unasked_share
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
@@ -190,19 +190,29 @@ class Membership:
         return round(self.replicas().number)
 
     def replicas(self) -> Estimate:
-        """The same with its error: of the number of records, and of the share that counts."""
-        answering, unsure = list[PeerId](), list[PeerId]()
-        for record in self.live(self.stage, PeerState.TRAINING):
+        """The same with its error: of the number of records, of the share of them that counts, and of the sample in
+        which that was found."""
+        answering, unsure, left_out = list[PeerId](), list[PeerId](), 0
+        unproven = self._directory.view.unproven_of(self.stage)
+        records = self.live(self.stage, PeerState.TRAINING)
+        for record in records:
             peer = PeerId(record.peer_id)
             if peer == self._own:
                 continue
             if is_there(self._known, record):
                 answering.append(peer)
-            elif self._known.unsure(peer, record.stage):
+            elif not self._known.unsure(peer, record.stage):
+                continue
+            elif peer in unproven:
+                left_out += 1
+            else:
                 unsure.append(peer)
         scale = self._directory.view.scale(self.stage)
         seen = self._heads.replicas(answering, unsure, sampled=scale.each > 1.0)
-        return Estimate(1.0 + (seen.number - 1.0) * scale.each, math.hypot(scale.error, seen.error))
+        rows = max(1, len(records) - left_out)
+        drawn = share_error(seen.number, rows) if scale.each > 1.0 else 0.0
+        number = 1.0 + (seen.number - 1.0) * scale.each * len(records) / rows
+        return Estimate(number, math.hypot(scale.error, seen.error, drawn))
 
     def scale(self, stage: int) -> float:
         """For how many of a stage each peer that is seen of it stands."""

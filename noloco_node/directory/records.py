@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, NamedTuple, Protocol
@@ -122,6 +122,9 @@ class DirectoryView:
     """By stage; where there is none, everybody is seen."""
     settled: bool = True
     """Whether it is known how large each stage is. Of a large one the first look shows only some."""
+    unproven: tuple[Collection[PeerId], ...] = ()
+    """By stage, where it is a sample: those of it that were not there a moment ago, and that say nothing of the others
+    until they have been asked."""
     _ordered: dict[int, tuple[LiveRecord, ...]] = field(default_factory=_no_rows, init=False, repr=False, compare=False)
     """Rows by peer id, of the stages that were asked for: the same view is asked many questions."""
 
@@ -142,6 +145,10 @@ class DirectoryView:
         """For how many of a stage each of its records here stands."""
         return self.scales[stage] if stage < len(self.scales) else EVERYBODY
 
+    def unproven_of(self, stage: int) -> Collection[PeerId]:
+        """Those of a stage that say nothing of the others yet (`unproven`)."""
+        return self.unproven[stage] if stage < len(self.unproven) else ()
+
     def number(self, stage: int, now: float, *states: PeerState) -> int:
         """How many records of `stage` live at DHT time `now` in one of `states` (see `live`): an estimate where only a
         sample of them is here (`scale` says its error)."""
@@ -159,7 +166,7 @@ class DirectoryView:
         """The same without one peer: a node that comes back finds its former life's record still there, and must not
         take itself for somebody else."""
         rest = tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages)
-        return DirectoryView(rest, self.scales, self.settled)
+        return DirectoryView(rest, self.scales, self.settled, self.unproven)
 
 
 class Directory(Protocol):

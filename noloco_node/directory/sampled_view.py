@@ -42,6 +42,11 @@ ROOT_SECONDS = 3600.0
 """After which everybody looks there: two large swarms that meet may lie far apart."""
 PLACES = TARGET
 """Rows that a crowded bucket has in a view."""
+ASKED_AFTER = 45.0
+"""Seconds after which most of a bucket that took another's place have been asked whether they are there."""
+NEXT_LOOK = 0.1
+"""Of a record's life, for which a record must live still to be one of a sample: else those that end before the next
+look would be missing from what stands for the stage."""
 KNOWN_PLACES = PLACES // 2
 """Of these, the most that go to those that have answered; the others are drawn, or who is new would never be seen."""
 LOT_BYTES = 16
@@ -181,7 +186,11 @@ class SampledView:
         rows = tuple(self._rows_of(each, now) for each in self._stages)
         scales = (_scale(each, here, now) for each, here in zip(self._stages, rows, strict=True))
         settled = not any(each.level.confirming or (each.level.level and not each.held) for each in self._stages)
-        return DirectoryView(rows, tuple(scales), settled)
+        return DirectoryView(rows, tuple(scales), settled, tuple(self._unproven(each, now) for each in self._stages))
+
+    def _unproven(self, each: _Stage, now: float) -> Collection[PeerId]:
+        exchanged = len(each.held) == HELD and _since(each.renewed_at, now) < ASKED_AFTER
+        return each.rows.get(each.held[-1], {}).keys() if exchanged else ()
 
     def _near(self, stage: int) -> bool:
         return self._own is not None and self._own <= stage <= self._own + 1
@@ -230,6 +239,8 @@ class SampledView:
             for peer, row in rows.items():
                 if peer not in merged or merged[peer].expires < row.expires:
                     merged[peer] = row
+        if each.level.level:
+            merged = {peer: row for peer, row in merged.items() if row.expires > now + NEXT_LOOK * self._life}
         return {peer: merged[peer] for peer in sorted(merged)}
 
 

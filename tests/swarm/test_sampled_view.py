@@ -98,6 +98,44 @@ def test_small_stages_are_read_whole_at_every_look() -> None:
     assert observer.sampled.to_write(OWN, 1, LIFE) == (Place(1, 0, 0),)
 
 
+def test_who_lives_no_longer_than_until_the_next_look_stands_for_nobody() -> None:
+    """A bucket that another has taken the place of is shown until its records end, one after another: a tenth of them
+    between two looks, for whom nobody would stand."""
+    keys = Keys(600)
+
+    def of_every_age(place: Place, now: float) -> dict[PeerId, LiveRecord]:
+        rows = Keys.at(keys, place, now)
+        return {
+            p: LiveRecord(row.record, now + LIFE * (0.34 + 0.66 * (i % 9) / 9))
+            for i, (p, row) in enumerate(rows.items())
+        }
+
+    keys.at = of_every_age
+    observer = Observer(keys, stages=1)
+    observer.look(50)
+    numbers = list[float]()
+    for _ in range(150):
+        view = observer.look()
+        here, later = (len(view.live(0, observer.now + seconds)) for seconds in (0.0, 0.99 * LOOK))
+        numbers.append(later / here)
+    assert min(numbers) == 1.0
+
+
+def test_a_bucket_is_unproven_while_few_of_it_can_have_been_asked() -> None:
+    """The one that took another's place, and no other."""
+    observer = Observer(Keys(600), stages=1)
+    before, lasting = observer.look(60), list[int]()
+    for _ in range(120):
+        seen = observer.look()
+        unproven = set(seen.unproven_of(0))
+        lasting.append(len(unproven))
+        assert unproven <= set(seen.stages[0])
+        if unproven and not before.unproven_of(0):
+            assert not unproven & set(before.stages[0])
+        before = seen
+    assert 0.3 < sum(many > 0 for many in lasting) / len(lasting) < 0.45
+
+
 @pytest.mark.parametrize("many", [256, 300, 700])
 def test_the_number_of_a_stage_in_a_few_buckets_is_nearly_their_sum(many: int) -> None:
     """Over stages of other peers, whose buckets are unequal by chance, for all who look alike: the middle bucket alone
