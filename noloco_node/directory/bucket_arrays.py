@@ -49,12 +49,15 @@ class StageLevels:
         self.candidate = np.full(many, NONE, np.int64)
         self._votes = np.full((many, CONFIRMING), NONE, np.int64)
         self._halfway = np.zeros(many, np.bool_)
+        self._spoken = np.full(many, MOST_LEVEL, np.int64)
+        self._highest = np.full(many, MOST_LEVEL, np.int64)
         self._doubted_for = np.zeros(many, np.int64)
 
     def forget(self, who: Ints) -> None:
         """These nodes begin anew."""
         self.level[who], self._turn[who], self._doubted_for[who] = 0, 0, 0
         self._counts[who], self._here[who], self._votes[who], self.candidate[who] = NONE, NONE, NONE, NONE
+        self._spoken[who], self._highest[who] = MOST_LEVEL, MOST_LEVEL
 
     def estimates(self, who: Ints) -> Floats:
         """Numbers of `StageLevel.estimate`; 0 where nothing was read."""
@@ -121,9 +124,9 @@ class StageLevels:
     def look_behind(self, who: Ints, level_behind: Ints) -> None:
         """`took` of level 0, as far as it tells levels far above; `level_behind` of what lies there, by node."""
         self._doubted_for[who] = np.maximum(0, self._doubted_for[who] - 1)
-        behind = level_behind - 1
-        goes = (behind > self.level[who]) & (self.candidate[who] == NONE) & (self._doubted_for[who] == 0)
-        self._consider(who[goes], behind[goes])
+        behind = np.minimum(self._highest[who], level_behind)
+        goes = (behind - 1 > self.level[who]) & (self.candidate[who] == NONE) & (self._doubted_for[who] == 0)
+        self._hear_of(who[goes], behind[goes])
 
     def took(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         """See `StageLevel.took`, after `look_behind` where the level is 0. No node comes twice."""
@@ -148,11 +151,15 @@ class StageLevels:
         unnamed = np.full(int(counted.sum()), UNNAMED, np.int64)
         for number in range(CONFIRMING):
             self._keep(done[counted], level[counted], unnamed, votes[counted, number])
-        halfway = (self.level[done] + level) // 2
-        again = ~real & (self.level[done] < halfway)
+        spoken, own = self._spoken[done], self.level[done]
+        below = ~real & (level == spoken) & ~between & (level - 1 > own)
+        self._consider(done[below], level[below] - 1)
+        halfway = (own + level) // 2
+        again = ~real & ~below & (own < halfway)
         self._consider(done[again], halfway[again], between=True)
-        doubts = ~real & ~again & ((level > 1) | between | (self.fullness(done) <= RAISE * TARGET))
+        doubts = ~real & ~below & ~again & ((level > 1) | between | (self.fullness(done) <= RAISE * TARGET))
         self._doubted_for[done[doubts]] = CONFIRMED_AGAIN
+        self._highest[done[doubts]] = np.where(spoken - 3 > own, spoken - 2, MOST_LEVEL)[doubts]
 
     def _keep(self, who: Ints, level: Ints, bucket: Ints, count: Ints) -> None:
         _append(self._counts, who, count)
@@ -193,17 +200,21 @@ class StageLevels:
         down = (most < LOWER * TARGET) & (level > 0)
         fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(most, 1)).astype(np.int64)))
         asks = who[up & (self.level[who] == 0) & (self.candidate[who] == NONE)]
-        self._consider(asks, 1)
+        self._hear_of(asks, 1)
         up &= self.level[who] > 0
         self._go_to(who[up], level[up] + 1)
         self._go_to(who[down], np.maximum(0, level - fall)[down])
+
+    def _hear_of(self, who: Ints, level: Ints | int) -> None:
+        self._spoken[who] = level
+        self._consider(who, level)
 
     def _consider(self, who: Ints, level: Ints | int, *, between: bool = False) -> None:
         """See `StageLevel._consider`."""
         self.candidate[who], self._votes[who], self._halfway[who] = level, NONE, between
 
     def _go_to(self, who: Ints, level: Ints) -> None:
-        self.level[who] = level
+        self.level[who], self._highest[who] = level, MOST_LEVEL
         self._turn[who] = 0
         self._here[who] = NONE
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -35,10 +36,9 @@ HIGHER_TOO = 0.75
 MOST_LEVEL = 20
 """64 million replicas of a stage."""
 PREFIX_BITS = 32
-BEHIND, BEHIND_FAR, FAR = 0.375, 0.3125, 4
-"""Times the target from which the records of a first bucket speak of its level, and of one that is as far as this: a
-bucket may hold far fewer than the others of its level by chance, and for good. Of a near level so many of a small stage
-have as many zeros; with fewer still, a level would be spoken of that nobody writes at."""
+BEHIND, BEYOND_CHANCE = 12, 3.5
+"""Records of a first bucket, and standard deviations beyond chance, from which they speak of its level: a bucket may
+hold far fewer than the others of its level, and for good; and of a small stage some have as many zeros by chance."""
 LOOKED_BACK = 4
 """Buckets, one after another, that must agree before the level is changed; no bucket decides alone."""
 UNNAMED = -1
@@ -106,15 +106,18 @@ def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]
 
 
 def level_behind(prefixes: Collection[int]) -> int:
-    """The highest level whose first bucket is full enough, among those found at level 0."""
+    """The level whose first bucket lies among what was found at level 0; 0 where none does.
+
+    Of records that lie there by chance half as many have one more leading zero; of a first bucket as many have, down to
+    its level. The highest level is meant of which more lie there than by chance."""
     zeros = [0] * (PREFIX_BITS + 1)
     for prefix in prefixes:
         zeros[PREFIX_BITS - prefix.bit_length()] += 1
-    found = 0
-    for level in range(PREFIX_BITS, 0, -1):
-        found += zeros[level]
-        if found >= (BEHIND_FAR if level >= FAR else BEHIND) * TARGET:
-            return min(level, MOST_LEVEL)
+    found = list(accumulate(reversed(zeros)))[::-1]
+    for level in range(MOST_LEVEL, 0, -1):
+        before = found[level - 1]
+        if 2 * found[level] - before >= max(BEHIND, BEYOND_CHANCE * math.sqrt(before)):
+            return level
     return 0
 
 
@@ -167,6 +170,9 @@ class StageLevel:
         self._votes: list[int] = []
         self._halfway = False
         """The candidate lies between this level and one that was spoken of."""
+        self._spoken = self._highest = MOST_LEVEL
+        """The level that was spoken of last, and the highest that is listened to: where one turned out to be nobody's,
+        those below it are tried, one time after another, whatever is spoken of."""
         self._doubted_for = 0
 
     @property
@@ -234,9 +240,9 @@ class StageLevel:
 
     def _look_behind(self, prefixes: Collection[int]) -> None:
         self._doubted_for = max(0, self._doubted_for - 1)
-        behind = level_behind(prefixes) - 1  # whoever is at a level writes surely at the one below
-        if behind > self.level and self._candidate is None and not self._doubted_for:
-            self._consider(behind)
+        behind = min(self._highest, level_behind(prefixes))
+        if behind - 1 > self.level and self._candidate is None and not self._doubted_for:
+            self._hear_of(behind)
 
     def _vote(self, count: int) -> None:
         """A level far above is real where most of its buckets are as full as that: ids that were sought for one bucket
@@ -253,10 +259,13 @@ class StageLevel:
             self._go_to(level)
             if level > 1:  # at the first level of all few write yet when a stage grows quickly, and all were just seen
                 self._counts.extend((level, UNNAMED, vote) for vote in votes)
+        elif level == self._spoken and not self._halfway and level - 1 > self.level:
+            self._consider(level - 1)  # where whoever is at that level writes as well
         elif self.level < (halfway := (self.level + level) // 2):
             self._consider(halfway, between=True)
         elif level > 1 or self._halfway or self.fullness <= RAISE * TARGET:
             self._doubted_for = CONFIRMED_AGAIN
+            self._highest = self._spoken - 2 if self._spoken - 3 > self.level else MOST_LEVEL
 
     def _decide(self) -> None:
         ordered = self._latest
@@ -265,18 +274,22 @@ class StageLevel:
         least, most = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
         if least > RAISE * TARGET and self.level == 0:
             if self._candidate is None:
-                self._consider(1)
+                self._hear_of(1)
         elif least > RAISE * TARGET and self.level < MOST_LEVEL:
             self._go_to(self.level + 1)  # where those write whose buckets are full; beyond it nobody does
         elif most < LOWER * TARGET and self.level > 0:
             down = int(math.log2(TARGET / max(most, 1)))
             self._go_to(max(0, self.level - min(FALL, max(1, down))))
 
+    def _hear_of(self, level: int) -> None:
+        self._spoken = level
+        self._consider(level)
+
     def _consider(self, level: int, *, between: bool = False) -> None:
         """Read some of its buckets before it is gone to."""
         self._candidate, self._votes, self._halfway = level, [], between
 
     def _go_to(self, level: int) -> None:
-        self.level = level
+        self.level, self._highest = level, MOST_LEVEL
         self._turn = []
         self._here.clear()

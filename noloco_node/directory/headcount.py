@@ -84,8 +84,8 @@ def unasked_share(asked: int, there: int) -> float:
 
 
 def share_error(number: float, rows: int) -> float:
-    """Relative standard deviation, by chance, of a share that was found among so many `rows` of a larger stage, of which
-    `number` count."""
+    """Relative standard deviation, by chance, of the share of a larger stage that counts, where of so many `rows` of it
+    `number` do."""
     return math.sqrt(max(0.0, 1.0 - number / rows) / max(1.0, number))
 
 

@@ -25,7 +25,7 @@ def test_rows_of_arrays_decide_as_one_node_does() -> None:
     for look in range(LOOKS):
         if look % 20 == 0:
             number = TARGET * 2.0 ** rng.uniform(-2.0, 9.0)
-        behind = rng.choice((0, 0, 3, 7))
+        behind = rng.choice((0, 0, 3, 7, 12))
         root = [1 << (31 - behind)] * TARGET if behind else [1 << 31]
         for node in each:
             if node.level:
