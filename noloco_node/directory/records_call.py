@@ -14,11 +14,12 @@ from typing import Annotated
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from noloco_node import PROTOCOL_VERSION
+from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.directory.buckets import MOST_LEVEL
 from noloco_node.directory.records import Directory, SignedRecord
 from noloco_node.directory.validator import MAX_SIGNED_BYTES
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_run
@@ -34,6 +35,9 @@ FEWEST_TOLD = 1
 """The same where `MANY` are known, the own record alone: calls are as many as a node may make then. Where the
 directory brings nothing of others their records grow old, and to whose has grown old as many are told as go in."""
 MANY = 64
+ALL_AGAIN_SECONDS = 10.0
+"""Who never says what it serves is told as many as go in no oftener than that: else it would have a hundred times the
+bytes that it sends, for as long as it likes."""
 MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
 """Characters in base64."""
 
@@ -91,11 +95,22 @@ def serve_records(
     """Answer `records` from now on: take in what the caller tells, and tell it what this node knows. `stage` gives the
     one that this node serves when it is asked."""
 
+    told_all = PeerTimes[PeerId]()
+
+    def to_be_told(peer: PeerId) -> int:
+        if transport.acquaintances.takes_part(peer):
+            return few_told(directory)
+        now = ambient.monotonic()
+        told_all.expire(now)
+        if told_all.holds(peer, now):
+            return FEWEST_TOLD
+        told_all[peer] = now + ALL_AGAIN_SECONDS
+        return MOST_TOLD
+
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)
         # who tells many has few ways to hear: whose records grow old there does
-        few = max(few_told(directory), len(told.records))
-        most = few if transport.acquaintances.takes_part(peer) else MOST_TOLD
+        most = max(to_be_told(peer), len(told.records))
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
         return _packed(run_id, stage(), directory.to_tell(most))

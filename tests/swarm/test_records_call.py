@@ -60,6 +60,16 @@ async def test_who_has_said_what_it_serves_is_told_few_from_then_on() -> None:
     assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEW_TOLD]
 
 
+async def test_who_never_says_what_it_serves_is_told_many_now_and_then_only() -> None:
+    """It would have a hundred times the bytes that it sends, again and again."""
+    network, many = MemoryNetwork(), [row(number) for number in range(MOST_TOLD)]
+    caller, server, book = MemoryTransport(network, ONE), MemoryTransport(network, TWO), Book()
+    serve_records(server, RUN, Book(*many))
+    for _ in range(3):
+        assert (await tell(caller, TWO, RUN, book)).answered
+    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEWEST_TOLD, FEWEST_TOLD]
+
+
 class Acquainted(Book):
     """One that knows so many peers."""
 
