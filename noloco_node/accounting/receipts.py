@@ -38,6 +38,9 @@ EVERY_SECONDS = 60.0
 LEAST_SECONDS = 5.0
 """Between two receipts of one peer in the long run; two may come at once, and what comes more often is `busy`."""
 CALL_SECONDS = 5.0
+CALLS_AT_ONCE = 32
+"""Receipts under way; those that answer first. In a large swarm hundreds of peers served within a minute, and a link is
+opened to each."""
 LAST_SECONDS = 4.0
 """For the last ones at a node's end; most have been sent when it began to leave."""
 LAST_PAUSE_SECONDS = 0.5
@@ -145,9 +148,16 @@ class Receipts:
         """Send what is due and write down the own work now."""
         await self._write_work()
         self._make_receipts()
+        answers = self._transport.acquaintances.answers
+        left = iter(sorted(self._pending, key=lambda peer: not answers(peer)))
+
+        async def work_off() -> None:
+            for peer in left:
+                await self._send(peer)
+
         async with asyncio.TaskGroup() as group:
-            for peer in list(self._pending):
-                group.create_task(self._send(peer))
+            for _ in range(min(CALLS_AT_ONCE, len(self._pending))):
+                group.create_task(work_off())
 
     async def finish(self) -> None:
         """Settle a last time, within seconds; peers that are gone are not waited for."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.accounting import receipts as receipts_module
-from noloco_node.accounting.receipts import RECEIPT, Receipts, open_receipts
+from noloco_node.accounting.receipts import CALLS_AT_ONCE, RECEIPT, Receipts, open_receipts
 from noloco_node.accounting.statements import (
     ContributionFile,
     Receipt,
@@ -361,6 +361,37 @@ async def test_a_restart_forgets_no_receipt_and_files_none_twice(tmp_path: Path)
     assert filed(tmp_path) == [(0, 3, 60)]
     await server.close()
     await peer.close()
+
+
+async def test_of_many_receipts_some_are_under_way_and_those_that_answer_come_first(tmp_path: Path) -> None:
+    """A node of a large swarm was served by hundreds in a minute."""
+    network, ledger = MemoryNetwork(), Ledger()
+    served = MemoryTransport(network, SERVED)
+    keeper = await open_receipts(tmp_path / "served", RUN, 0, served, ledger, Progress)
+    order, under_way, most = list[PeerId](), 0, 0
+    servers = [MemoryTransport(network, PeerId(f"server-{number:03}")) for number in range(3 * CALLS_AT_ONCE)]
+
+    for server in servers:
+
+        async def handle(_peer: PeerId, _message: Message, server: PeerId = server.peer_id) -> Message:
+            nonlocal under_way, most
+            under_way, most = under_way + 1, max(most, under_way + 1)
+            order.append(server)
+            await one_turn()
+            under_way -= 1
+            return Message({})
+
+        server.serve(RECEIPT.name, lambda *_: None, handle, max_concurrent_per_peer=1)
+        ledger.note_received(server.peer_id, 20)
+    answering = [server.peer_id for server in servers[-CALLS_AT_ONCE:]]
+    for peer in answering:
+        served.acquaintances.answered(peer)
+    await keeper.settle()
+    assert len(order) == len(servers)
+    assert most <= CALLS_AT_ONCE
+    assert set(order[:CALLS_AT_ONCE]) == set(answering)
+    for transport in (served, *servers):
+        await transport.close()
 
 
 async def test_own_work_is_written_as_increments(tmp_path: Path) -> None:
