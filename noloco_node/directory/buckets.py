@@ -36,9 +36,10 @@ HIGHER_TOO = 0.75
 MOST_LEVEL = 20
 """64 million replicas of a stage."""
 PREFIX_BITS = 32
-BEHIND, BEYOND_CHANCE = 12, 3.5
+BEHIND, BEYOND_CHANCE = 12, (3.5, 2.0)
 """Records of a first bucket, and standard deviations beyond chance, from which they speak of its level: a bucket may
-hold far fewer than the others of its level, and for good; and of a small stage some have as many zeros by chance."""
+hold far fewer than the others of its level, and for good; and of a small stage some have as many zeros by chance. Where
+nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden."""
 LOOKED_BACK = 4
 """Buckets, one after another, that must agree before the level is changed; no bucket decides alone."""
 UNNAMED = -1
@@ -106,7 +107,8 @@ def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]
 
 
 def level_behind(prefixes: Collection[int]) -> int:
-    """The level whose first bucket lies among what was found at level 0; 0 where none does.
+    """The level, from 2 on, whose first bucket lies among what was found at level 0; 0 where none does: all of level 1
+    write there.
 
     Of records that lie there by chance half as many have one more leading zero; of a first bucket as many have, down to
     its level. The highest level is meant of which more lie there than by chance."""
@@ -114,10 +116,11 @@ def level_behind(prefixes: Collection[int]) -> int:
     for prefix in prefixes:
         zeros[PREFIX_BITS - prefix.bit_length()] += 1
     found = list(accumulate(reversed(zeros)))[::-1]
-    for level in range(MOST_LEVEL, 0, -1):
-        before = found[level - 1]
-        if 2 * found[level] - before >= max(BEHIND, BEYOND_CHANCE * math.sqrt(before)):
-            return level
+    for deviations in BEYOND_CHANCE:
+        for level in range(MOST_LEVEL, 1, -1):
+            before = found[level - 1]
+            if 2 * found[level] - before >= max(BEHIND, deviations * math.sqrt(before)):
+                return level
     return 0
 
 

@@ -245,6 +245,19 @@ def test_a_first_bucket_that_holds_fewer_than_others_by_chance_still_speaks_of_i
     assert false == 0
 
 
+def test_many_that_came_at_once_do_not_hide_the_first_bucket_of_a_large_stage() -> None:
+    """Sixty at level 0 beside 30 of a first bucket of level 2: in more than a quarter of such stages it said
+    nothing, and they took all that they saw, 90, for the whole stage. Of small stages few speak so."""
+    rng = random.Random(9)
+    missed = false = 0
+    for _ in range(400):
+        came = [rng.getrandbits(PREFIX_BITS) for _ in range(60)]
+        missed += level_behind([*(rng.getrandbits(PREFIX_BITS - 2) for _ in range(30)), *came]) < 2
+        false += level_behind([*came, *(rng.getrandbits(PREFIX_BITS) for _ in range(20))]) > 0
+    assert missed <= 8
+    assert false <= 20
+
+
 def newcomer_of(keys: dict[tuple[int, int], list[int]], looks: int, seed: int = 0) -> tuple[int, int]:
     """The level of who looks so often at a stage with these records, and after how many looks it left level 0."""
     level, left = StageLevel(random.Random(seed)), looks
