@@ -12,7 +12,7 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
-from noloco_node.directory.headcount import Headcount, is_there, share_error, unasked_share
+from noloco_node.directory.headcount import SAMPLE, Headcount, is_there, share_error, unasked_share
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
@@ -192,7 +192,7 @@ class Membership:
     def replicas(self) -> Estimate:
         """The same with its error: of the number of records, of the share of them that counts, and of the sample in
         which that was found."""
-        answering, unsure, left_out = list[PeerId](), list[PeerId](), 0
+        answering, unsure, left_out = list[PeerId](), list[PeerId](), list[PeerId]()
         unproven = self._directory.view.unproven_of(self.stage)
         records = self.live(self.stage, PeerState.TRAINING)
         for record in records:
@@ -204,12 +204,14 @@ class Membership:
             elif not self._known.unsure(peer, record.stage):
                 continue
             elif peer in unproven:
-                left_out += 1
+                left_out.append(peer)
             else:
                 unsure.append(peer)
+        if len(records) - len(left_out) < SAMPLE:  # too few have been asked to speak for the others
+            unsure, left_out = unsure + left_out, []
         scale = self._directory.view.scale(self.stage)
         seen = self._heads.replicas(answering, unsure, sampled=scale.each > 1.0)
-        rows = max(1, len(records) - left_out)
+        rows = max(1, len(records) - len(left_out))
         drawn = share_error(seen.number, rows) if scale.each > 1.0 else 0.0
         number = 1.0 + (seen.number - 1.0) * scale.each * len(records) / rows
         return Estimate(number, math.hypot(scale.error, seen.error, drawn))

@@ -43,7 +43,7 @@ ROOT_SECONDS = 3600.0
 PLACES = TARGET
 """Rows that a crowded bucket has in a view."""
 ASKED_AFTER = 45.0
-"""Seconds after which most of a bucket that took another's place have been asked whether they are there."""
+"""Seconds after which most of a bucket that is newly held have been asked whether they are there."""
 NEXT_LOOK = 0.1
 """Of a record's life, for which a record must live still to be one of a sample: else those that end before the next
 look would be missing from what stands for the stage."""
@@ -87,6 +87,10 @@ class _Stage:
     level: StageLevel
     held: list[Place] = field(default_factory=list[Place])
     """Those that are read again and again, the older first; none at level 0."""
+    began_at: float = math.inf
+    """When the stage was first looked at."""
+    new_since: dict[Place, float] = field(default_factory=dict[Place, float])
+    """Of these, those that took another's place, or that were held at the beginning."""
     rows: dict[Place, _Rows] = field(default_factory=dict[Place, _Rows])
     """What was found where, until its life ends."""
     read_at: dict[Place, float] = field(default_factory=dict[Place, float])
@@ -160,7 +164,7 @@ class SampledView:
     def took(self, place: Place, rows: _Rows, now: float) -> None:
         """A place was read."""
         each = self._stages[place.stage]
-        each.read_at[place] = now
+        each.read_at[place], each.began_at = now, min(each.began_at, now)
         before = each.level.level
         if place == each.drawn or place.level == 0:
             found = {*rows, *self.enough_of(place)}
@@ -169,14 +173,14 @@ class SampledView:
             each.drawn = None
             each.drawn_here += 1
         if each.level.level != before:
-            each.held, each.drawn_here, each.drawn_at = [], 0, -math.inf
+            each.held, each.new_since, each.drawn_here, each.drawn_at = [], {}, 0, -math.inf
         elif place not in each.held and place.level == each.level.level > 0:
             if self._near(place.stage):
                 self._hold(each, place, now)
             elif not rows:  # one holder's word that nobody is there: another bucket at the next look
                 each.drawn_at = -math.inf
             else:
-                each.held = [place]
+                each.held, each.new_since = [place], {}
         if place in each.held or (place.level == 0 and not each.held):
             each.rows[place] = rows if place.level == 0 else self._bounded(rows, now)
             (each.crowded.add if len(each.rows[place]) < len(rows) else each.crowded.discard)(place)
@@ -189,8 +193,11 @@ class SampledView:
         return DirectoryView(rows, tuple(scales), settled, tuple(self._unproven(each, now) for each in self._stages))
 
     def _unproven(self, each: _Stage, now: float) -> Collection[PeerId]:
-        exchanged = len(each.held) == HELD and _since(each.renewed_at, now) < ASKED_AFTER
-        return each.rows.get(each.held[-1], {}).keys() if exchanged else ()
+        """Not where the level has changed later on: those that were known before are none that were drawn."""
+        if len(each.held) >= 1 << each.level.level:  # who is there is seen
+            return ()
+        new = [place for place, at in each.new_since.items() if _since(at, now) < ASKED_AFTER]
+        return {peer for place in new for peer in each.rows.get(place, ())}
 
     def _near(self, stage: int) -> bool:
         return self._own is not None and self._own <= stage <= self._own + 1
@@ -213,8 +220,11 @@ class SampledView:
         """A bucket that was drawn takes the place of the older one where its time has come."""
         if not has_a_place(len(each.held), _since(each.renewed_at, now)):
             return
-        if len(each.held) >= HELD:
-            each.held.remove(each.held[0])
+        exchanged = len(each.held) >= HELD
+        if exchanged:
+            each.new_since.pop(each.held.pop(0), None)
+        if exchanged or now - each.began_at < ASKED_AFTER:
+            each.new_since[place] = now
         each.held.append(place)
         each.renewed_at = now
 

@@ -217,6 +217,7 @@ def test_a_bucket_that_took_anothers_place_says_nothing_until_it_was_asked() -> 
     assert counted(old, ()) == pytest.approx(1.0, abs=0.01)
     assert counted([*old, *new], new) == pytest.approx(1.0, abs=0.01)
     assert counted([*old, *crowd], ()) == pytest.approx(0.5, abs=0.01)
+    assert counted([*old[:10], *new], new) == pytest.approx(10 / 85, abs=0.01), "ten speak for nobody"
     for peer in new[:50]:
         known.silent(peer)
         known.drew(peer, False)
