@@ -256,14 +256,15 @@ class DhtDirectory:
         a newer one is found, its life ends, or strangers' rows are so many that not all have a place; a look-up that
         fails, or sees only some of the records, loses nobody."""
         places = self._sampled.to_read(self.now())
-        roots = [place for place in places if place.level == 0]
-        buckets = [place for place in places if place.level > 0]
+        few = {place: self._sampled.few_of(place) for place in places}
+        roots = [place for place in places if place.level == 0 and not self._sampled.is_far(place.stage)]
+        others = [place for place in places if place not in roots]
         _, *answered = await asyncio.gather(
             self._look_at_stages([self._id_of(place) for place in roots]),
-            *(self._walker.glance(self._id_of(place)) for place in buckets),
+            *(self._walker.glance(self._id_of(place), few[place]) for place in others),
         )
         now = self.now()
-        for place in (*roots, *(place for place, found in zip(buckets, answered, strict=True) if found)):
+        for place in (*roots, *(place for place, found in zip(others, answered, strict=True) if found)):
             self._sampled.took(place, self._rows(place, now), now)
         view = self._sampled.view(now)
         self._lost.seen(_whole(self._view, view), _whole(view, view), now)

@@ -28,7 +28,7 @@ from hivemind.utils.timed_storage import (  # pyright: ignore[reportMissingTypeS
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.asked_key import AskedKey, pack_asked, unpack_asked
+from noloco_node.directory.asked_key import SALT_BYTES, AskedKey, Few, pack_asked, unpack_asked
 from noloco_node.directory.dht_dictionary import (
     pack_dictionary,
     pack_one,
@@ -215,10 +215,13 @@ class DhtNode:
             _check(peer, response, asked)
         return True
 
-    async def find(self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE) -> dict[Any, Nearest] | None:
-        """Ask a peer for records that this node lacks, which go through the intake, and for so many of the nodes that
-        it knows nearest to each key. None where it does not answer."""
-        request = _pb.FindRequest(keys=[self._asking_for(key.to_bytes(), neighbours) for key in keys], peer=self._info)
+    async def find(
+        self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE, few: Few | None = None
+    ) -> dict[Any, Nearest] | None:
+        """Ask a peer for records that this node lacks (of a `few`, or all), which go through the intake, and for so
+        many of the nodes that it knows nearest to each key. None where it does not answer."""
+        asked = [self._asking_for(key.to_bytes(), neighbours, few) for key in keys]
+        request = _pb.FindRequest(keys=asked, peer=self._info)
         response = await self._request(peer, FIND, request, _pb.FindResponse)
         if response is None or not self._met(peer, response.peer.node_id):
             return None
@@ -232,11 +235,14 @@ class DhtNode:
             found[key] = self._true_neighbours(result)
         return found
 
-    def _asking_for(self, key: bytes, neighbours: int) -> bytes:
+    def _asking_for(self, key: bytes, neighbours: int, few: Few | None) -> bytes:
         now = self._intake.now()
         held: dict[str, float] = {signer: row.expires for signer, row in self._records.live(key, now).items()}
         held |= dict.fromkeys(self.enough_of(key), now + ENOUGH_SECONDS)
-        return pack_asked(key, held.items(), bytes.fromhex(ambient.token(8)), neighbours)
+        if few is None:
+            return pack_asked(key, held.items(), bytes.fromhex(ambient.token(SALT_BYTES)), neighbours)
+        first = [(signer, held[signer]) for signer in few.of(held.keys())]
+        return pack_asked(key, first, few.salt, neighbours, few.most)
 
     async def store(self, peer: Any, rows: Sequence[Stored]) -> list[bool] | None:
         """Ask a peer to hold records; which of them it took, None where it does not answer."""
@@ -320,13 +326,13 @@ class DhtNode:
         def lacked(signer: str, held: HeldRecord) -> bool:
             return signer == own or not asked.holds(signer, held.expires)
 
-        live, vouches = self._records.live(asked.key, now).items(), self._records.vouches
-        lacking = [(signer, held) for signer, held in live if lacked(signer, held) and vouches(signer, held, now)]
-        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking) <= most_bytes:
-            return [(signer, held.signed, held.expires) for signer, held in lacking]
+        vouched = self._records.vouched(asked.key, now)
+        lacking = {signer: vouched[signer] for signer in asked.of(vouched.keys()) if lacked(signer, vouched[signer])}
+        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking.items()) <= most_bytes:
+            return [(signer, held.signed, held.expires) for signer, held in lacking.items()]
         rows: list[tuple[str, bytes, float]] = []
         for signer, held in self._records.best_first(asked.key, now):
-            if not lacked(signer, held):
+            if signer not in lacking:
                 continue
             most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
             if most_bytes < 0:

@@ -4,8 +4,8 @@ stage, and how many records each of its rows stands for. How the keys are read a
 While a stage lies at level 0 its whole key is read, and the view is everybody. Above that this node holds two buckets
 of its own stage and of the next, which it reads again before their records end; every other minute another bucket,
 drawn at random, takes the place of the older one. A crowded bucket, somebody's who sought ids for it, is held as any
-other and has an ordinary one's places, so that it hides nobody for good and fills no view. Of other stages it sees the
-bucket that it drew last. At level 0 of a large stage it looks the more rarely the larger that is, for what lies behind:
+other and has an ordinary one's places, so that it hides nobody for good and fills no view. Of other stages it sees a
+few (`far_stages`). At level 0 of a large stage it looks the more rarely the larger that is, for what lies behind:
 everybody would deal with those few, and ask their few holders.
 """
 
@@ -16,7 +16,16 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from noloco_node.directory.bucket_turns import HELD, RENEWED_SECONDS, draws, has_a_place
+from noloco_node.directory.asked_key import Few
+from noloco_node.directory.bucket_turns import (
+    HELD,
+    READ_AGAIN,
+    RENEWED_SECONDS,
+    drawn_again,
+    draws,
+    has_a_place,
+    held_again,
+)
 from noloco_node.directory.buckets import (
     CROWDED,
     TARGET,
@@ -27,12 +36,11 @@ from noloco_node.directory.buckets import (
     levels_to_write,
     prefix_of,
 )
+from noloco_node.directory.far_stages import FarTurns, few_again
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
 
-READ_AGAIN = 0.4
-"""Of a record's life, for what is held: a record is renewed at a third of it."""
 WHOLE = 256
 """Records of all stages together up to which all are read at every look."""
 ROOT_AGAIN = 1.5
@@ -102,6 +110,8 @@ class _Stage:
     renewed_at: float = -math.inf
     crowded: set[Place] = field(default_factory=set[Place])
     """Places of which not all rows are here."""
+    empty: bool = False
+    """Of a far stage: nothing was found where it was looked at last."""
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
@@ -125,6 +135,7 @@ class SampledView:
         self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
         self._own: int | None = None
         self._life = life
+        self._far = FarTurns(rng)
 
     def level_of(self, stage: int) -> StageLevel:
         """What is known of a stage's buckets."""
@@ -138,11 +149,16 @@ class SampledView:
         return tuple(Place(stage, at, bucket_of(prefix, at)) for at in written)
 
     def to_read(self, now: float) -> list[Place]:
-        """What to read at this look."""
+        """What to read at this look; of some only a few rows (`few_of`)."""
         sampled = any(each.level.level for each in self._stages)
-        whole = not sampled and sum(len(rows) for each in self._stages for rows in each.rows.values()) <= WHOLE
+        whole = not sampled and sum(each.level.estimate.number for each in self._stages if each.level.read) <= WHOLE
+        far = [] if whole or self._own is None else [s for s in range(len(self._stages)) if not self._near(s)]
+        turn = self._far.begin(far, now, self._life)
         wanted: list[Place] = []
         for stage, each in enumerate(self._stages):
+            if stage in far:
+                wanted += self._far_places(stage, each, now, turn=stage == turn)
+                continue
             root = Place(stage, 0, 0)
             at_root = each.level.level == 0
             again = READ_AGAIN * self._life if at_root else root_again(each.level.level, self._life)
@@ -151,6 +167,15 @@ class SampledView:
             if not at_root or each.level.confirming:
                 wanted += self._buckets_of(stage, each, now)
         return wanted
+
+    def few_of(self, place: Place) -> Few | None:
+        """Of what is to be read at this look: which rows, where not all."""
+        return self._far.few_of(place)
+
+    def is_far(self, stage: int) -> bool:
+        """Whether this node has nothing to do with a stage, so that what two holders say of it is enough, as long as
+        they know of anybody."""
+        return stage in self._far.stages and not self._stages[stage].empty
 
     def enough_of(self, place: Place) -> Collection[PeerId]:
         """Of whom nothing newer is wanted there: of those that are seen in their buckets level 0 has nothing to say but
@@ -165,6 +190,11 @@ class SampledView:
         """A place was read."""
         each = self._stages[place.stage]
         each.read_at[place], each.began_at = now, min(each.began_at, now)
+        if place.level or not each.level.level:  # at level 0 nothing is wanted of those that are seen elsewhere
+            each.empty = not rows
+        if self._far.few_of(place):
+            each.rows[place] = self._bounded(rows, now)
+            return
         before = each.level.level
         if place == each.drawn or place.level == 0:
             found = {*rows, *self.enough_of(place)}
@@ -199,26 +229,48 @@ class SampledView:
         new = [place for place, at in each.new_since.items() if _since(at, now) < ASKED_AFTER]
         return {peer for place in new for peer in each.rows.get(place, ())}
 
+    def _far_places(self, stage: int, each: _Stage, now: float, *, turn: bool) -> list[Place]:
+        """What is read of a far stage: a few rows of a place now and then, and where nothing was found,
+        or it is this one's `turn`, all rows of that place or of another."""
+        level, root = each.level.level, Place(stage, 0, 0)
+        whole = turn or each.empty or each.began_at > now
+        if (level == 0 and whole) or (level and turn and each.age(root, now) >= root_again(level, self._life)):
+            wanted = [root]
+        else:
+            wanted = self._drawn_of(stage, each, now, math.inf, due=whole) if level or each.level.confirming else []
+        place = each.held[-1] if each.held else root
+        if not wanted and (each.held or not level) and each.age(place, now) >= few_again(self._life):
+            self._far.want_few(place)
+            wanted = [place]
+        return wanted
+
     def _near(self, stage: int) -> bool:
         return self._own is not None and self._own <= stage <= self._own + 1
 
     def _buckets_of(self, stage: int, each: _Stage, now: float) -> list[Place]:
-        near = self._near(stage)
-        wanted = [place for place in each.held if near and each.age(place, now) >= READ_AGAIN * self._life]
+        near, fullness = self._near(stage), each.level.fullness
+        again = held_again(fullness, self._life)
+        wanted = [place for place in each.held if near and each.age(place, now) >= again]
+        due = near and self._has_a_place(each, now)
+        drawn = self._drawn_of(stage, each, now, drawn_again(fullness, self._life), due=due)
+        return wanted + [place for place in drawn if place not in wanted]
+
+    def _drawn_of(self, stage: int, each: _Stage, now: float, again: float, *, due: bool) -> list[Place]:
+        """The bucket that is read for the number, where one is `due` or drawn already, or the last was drawn so long
+        ago that it is time `again` (seconds)."""
         if each.drawn is not None and _since(each.drawn_at, now) > self._life:  # nobody answers for it
             each.drawn = None
-        held = len(each.held) if near else HELD
-        if each.drawn is None and draws(
-            each.drawn_here, each.level.confirming, held, _since(each.drawn_at, now), self._life
-        ):
+        draw = draws(each.drawn_here, each.level.confirming, due, _since(each.drawn_at, now), again)
+        if each.drawn is None and draw:
             each.drawn, each.drawn_at = Place(stage, *each.level.next_bucket()), now
-        if each.drawn is not None and each.drawn not in wanted:
-            wanted.append(each.drawn)
-        return wanted
+        return [] if each.drawn is None else [each.drawn]
+
+    def _has_a_place(self, each: _Stage, now: float) -> bool:
+        return has_a_place(each.level.level, len(each.held), _since(each.renewed_at, now))
 
     def _hold(self, each: _Stage, place: Place, now: float) -> None:
         """A bucket that was drawn takes the place of the older one where its time has come."""
-        if not has_a_place(len(each.held), _since(each.renewed_at, now)):
+        if not self._has_a_place(each, now):
             return
         exchanged = len(each.held) >= HELD
         if exchanged:

@@ -8,9 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from noloco_node.directory.bucket_arrays import NONE, StageLevels
-from noloco_node.directory.bucket_turns import HELD, SAMPLED_AGAIN, Flags, Floats, Ints, draws, has_a_place
-from noloco_node.directory.buckets import KEPT, MOST_LEVEL, PREFIX_BITS, bucket_of, estimated, level_behind
-from noloco_node.directory.sampled_view import READ_AGAIN, WHOLE, root_again
+from noloco_node.directory.bucket_turns import (
+    HELD,
+    Flags,
+    Floats,
+    Ints,
+    drawn_again,
+    draws,
+    has_a_place,
+    held_again,
+)
+from noloco_node.directory.buckets import KEPT, MOST_LEVEL, PREFIX_BITS, Estimate, bucket_of, estimated, level_behind
+from noloco_node.directory.far_stages import few_again, rows_of_each, turn_again
+from noloco_node.directory.sampled_view import WHOLE, root_again
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server
@@ -84,6 +94,8 @@ class BucketDirectory(Records):
         self._drawn_at = np.full((NEAR, most), -math.inf)
         self._drawn_here = np.zeros((NEAR, most), np.int64)
         self._tick = 0
+        self._whole = True
+        self._few = rows_of_each(self.stages - NEAR)
         self._behind_of = np.zeros(self.stages, np.int64)
         self._replicas = [1] * most
         """`number` of each one's own stage as of the last tick, as the count that a node goes by."""
@@ -118,11 +130,11 @@ class BucketDirectory(Records):
             held = [b for b in self._held[ahead, i].tolist() if b != NONE] if 0 <= ahead < NEAR else []
             level = int(self.levels[ahead].level[i]) if held else max(0, int(self._behind_of[column]) - 1)
             many = 1 << level
-            if level and not held:
+            if not 0 <= ahead < NEAR and (level or not self._whole):
                 counts = self.counts(level)
                 drawn = [int(counts[(column << level) + b]) for b in draw.sample(range(many), min(KEPT, many))]
-                number = estimated([float(n << level) for n in drawn], drawn, many)
-                found += self.others_of(i, column, level, (draw.randrange(many),), number)
+                number = estimated([float(n << level) for n in drawn], drawn, many) if level else Estimate(drawn[0])
+                found += self.others_of(i, column, level, (draw.randrange(many),), number, self._few)
             elif held and len(held) < many:
                 found += self.others_of(i, column, level, held, self.levels[ahead].estimate(i))
             else:
@@ -130,15 +142,14 @@ class BucketDirectory(Records):
         return found
 
     def known(self) -> Floats:
-        """See `CrowdDirectory.known`: of stages that are not near those of one bucket."""
+        """See `CrowdDirectory.known`: of stages that are not near a few."""
         who = np.flatnonzero(self.nodes.alive_row)
         own, side = self.nodes.stage_row[who], self.column[who] // self.stages * self.stages
-        found, buckets = np.zeros(len(who)), np.zeros(self.columns)
-        for column, level in enumerate(np.maximum(0, self._behind_of[: self.columns] - 1).tolist()):
-            buckets[column] = self.counts(level)[column << level : (column + 1) << level].mean()
+        found, few = np.zeros(len(who)), self.counts(0)[: self.columns].astype(np.float64)
+        few = few if self._whole else np.minimum(few, self._few)
         for stage in range(self.stages):
             ahead, columns = stage - own, side + stage
-            seen = buckets[columns]
+            seen = few[columns]
             for near in range(NEAR):
                 whole = seen_of(self.number[near, who], self.levels[near].level[who])
                 seen = np.where(ahead == near, whole, seen)
@@ -194,8 +205,8 @@ class BucketDirectory(Records):
         nowhere = np.zeros(int(besides.sum()), np.int64)
         levels.took(who[besides], nowhere, nowhere, np.minimum(self.counts(0)[stage[besides]], MOST_RECORDS))
         drawn_here, since = self._drawn_here[ahead, who], now - self._drawn_at[ahead, who]
-        confirming = levels.candidate[who] != NONE
-        looks = ~above | draws(drawn_here, confirming, _many_held(self._held[ahead, who]), since, self.life)
+        confirming, again = levels.candidate[who] != NONE, drawn_again(levels.fullness(who), self.life)
+        looks = ~above | draws(drawn_here, confirming, self._has_a_place(ahead, who), since, again)
         who, stage, above, before = who[looks], stage[looks], above[looks], before[looks]
         level, bucket = levels.next_buckets(who)
         count = np.zeros(len(who), np.int64)
@@ -218,44 +229,57 @@ class BucketDirectory(Records):
         self._held[ahead, gone], self._drawn_here[ahead, gone] = NONE, 0
         some, drawn = who[taken & ~moved], bucket[taken & ~moved]
         held = self._held[ahead, some]
-        free = has_a_place(_many_held(held), now - self._held_at[ahead, some])
-        takes = free & (held != drawn[:, None]).all(1)
+        takes = self._has_a_place(ahead, some) & (held != drawn[:, None]).all(1)
         some = some[takes]
         self._held[ahead, some] = np.stack([held[takes, 1], drawn[takes]], 1)
         self._held_at[ahead, some] = now
 
+    def _has_a_place(self, ahead: int, who: Ints) -> Flags:
+        held = np.count_nonzero(self._held[ahead, who] != NONE, axis=1).astype(np.int64)
+        since = self.nodes.agenda.now - self._held_at[ahead, who]
+        return has_a_place(self.levels[ahead].level[who], held, since)
+
     def _look_further(self, who: Ints) -> None:
         """What is held is read again, and the stages that are not near."""
         nodes = self.nodes
-        again = who[self._turn(who, READ_AGAIN)]
         for ahead in range(NEAR):
-            near = again[nodes.stage_row[again] + ahead < self.stages]
-            level = self.levels[ahead].level[near]
+            levels = self.levels[ahead]
+            near = who[(levels.level[who] > 0) & (nodes.stage_row[who] + ahead < self.stages)]
+            near = near[self._turn(near, held_again(levels.fullness(near), self.life))]
+            level = levels.level[near]
             for at in np.unique(level).tolist():
                 some = near[level == at]
-                for held in self._held[ahead, some].T if at else ():
+                for held in self._held[ahead, some].T:
                     known = held != NONE
                     self.note_read(at, ((self.column[some] + ahead) << at)[known] + held[known])
-        if len(self.order) <= WHOLE and not any(levels.level[who].any() for levels in self.levels):
-            self._look_far(who, 0, self.settings.look_seconds)
-        else:
-            self._look_far(again, 0, READ_AGAIN * self.life)
-        self._look_far(who[self._turn(who, SAMPLED_AGAIN)], 1, SAMPLED_AGAIN * self.life)
+        self._whole = len(self.order) <= WHOLE and not any(levels.level[who].any() for levels in self.levels)
+        if self._whole:
+            for columns in self._far_of(who):
+                self.note_looked(columns, self.settings.look_seconds)
+            return
+        few, turn = who[self._turn(who, few_again(self.life))], who[self._turn(who, turn_again(self.life))]
+        for columns in self._far_of(few):
+            self._look_far(columns, self._few)
+        drawn = self.rng.integers(0, self.stages, len(turn))  # by turns; all that counts here is that it is one
+        for stage, columns in enumerate(self._far_of(turn)):
+            self._look_far(columns[drawn[self._is_far(turn, stage)] == stage], MOST_RECORDS)
 
-    def _look_far(self, who: Ints, above: int, seconds: float) -> None:
-        """These look at the stages that are not near, so long after the last time: at level 0, or at a bucket where
-        there is a level above it."""
-        own, side = self.nodes.stage_row[who], self.column[who] // self.stages * self.stages
-        for stage in range(self.stages):
-            columns = (side + stage)[(own > stage) | (own + NEAR <= stage)]
-            levels = np.maximum(0, self._behind_of[columns] - 1)
-            if not above:
-                self.note_looked(columns[levels == 0], seconds)
-                continue
-            for at in np.unique(levels[levels > 0]).tolist():
-                some = columns[levels == at]
-                drawn = (self.rng.random(len(some)) * (1 << at)).astype(np.int64)
-                self.note_read(at, (some << at) + drawn)
+    def _is_far(self, who: Ints, stage: int) -> Flags:
+        own = self.nodes.stage_row[who]
+        return (own > stage) | (own + NEAR <= stage)
+
+    def _far_of(self, who: Ints) -> list[Ints]:
+        """Of each stage, the columns of those for which it is far."""
+        first = self.column[who] // self.stages * self.stages
+        return [(first + stage)[self._is_far(who, stage)] for stage in range(self.stages)]
+
+    def _look_far(self, columns: Ints, most: int) -> None:
+        """At so many rows of some bucket of each of these columns, or of level 0 where there is no level above it."""
+        levels = np.maximum(0, self._behind_of[columns] - 1)
+        for at in np.unique(levels).tolist():
+            some = columns[levels == at]
+            drawn = (self.rng.random(len(some)) * (1 << at)).astype(np.int64)
+            self.note_read(at, (some << at) + drawn, most)
 
     def _root_turn(self, who: Ints, level: Ints) -> Flags:
         """See `sampled_view.root_again`."""
@@ -263,11 +287,7 @@ class BucketDirectory(Records):
         ticks = np.maximum(1, np.round(seconds / self.settings.look_seconds)).astype(np.int64)[level]
         return (who + self._tick) % ticks == 0
 
-    def _turn(self, who: Ints, part: float) -> Flags:
-        """Whose turn it is, of what comes once in a part of a record's life."""
-        ticks = max(1, round(part * self.life / self.settings.look_seconds))
+    def _turn(self, who: Ints, seconds: float | Floats) -> Flags:
+        """Whose turn it is, of what comes once in so many seconds."""
+        ticks = np.maximum(1, np.ceil(np.asarray(seconds) / self.settings.look_seconds - 1e-9)).astype(np.int64)
         return (who + self._tick) % ticks == 0
-
-
-def _many_held(held: Ints) -> Ints:
-    return np.count_nonzero(held != NONE, axis=1).astype(np.int64)

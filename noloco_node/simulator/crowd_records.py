@@ -150,10 +150,16 @@ class Records:
         return self._strengths[level]
 
     def others_of(
-        self, i: int, column: int, level: int, buckets: Sequence[int], number: Estimate | None
+        self,
+        i: int,
+        column: int,
+        level: int,
+        buckets: Sequence[int],
+        number: Estimate | None,
+        most: int = MOST_RECORDS,
     ) -> list[Server]:
-        """What a node sees in these buckets of a stage, each as one server; they stand for so many, or for themselves
-        alone where there is no `number`."""
+        """What a node sees in these buckets of a stage, `most` rows of each and each as one server; they stand for so
+        many, or for themselves alone where there is no `number`."""
         speeds, squares = self.strengths_at(level)
         own = (
             bucket_of(int(self.nodes.prefix[i]), level) if column == self.column[i] and self.nodes.serving[i] else NONE
@@ -162,11 +168,16 @@ class Records:
         for bucket in buckets:
             place, speed = (column << level) + bucket, self.nodes.speed[i] if bucket == own else 0.0
             here = int(self.counts(level)[place])
-            shown = places_of(here) if level else here
+            shown = min(places_of(here) if level else here, most)
             part = shown / here if here else 1.0
-            strength = part * max(0.0, float(speeds[place]) - speed)
+            if shown == most < here:
+                drawn = self.nodes.speed_row[self.nodes.rng.sample(self.rows(column, level, bucket), most)]
+                strength, square, speed = float(drawn.sum()), float((drawn * drawn).sum()), 0.0
+            else:
+                strength = part * max(0.0, float(speeds[place]) - speed)
+                square = part * (float(squares[place]) - speed * speed)
             seen += shown - (bucket == own)
-            total, squared = total + strength, squared + part * (float(squares[place]) - speed * speed)
+            total, squared = total + strength, squared + square
             servers.append((f"bucket {bucket} of stage {column}", max(strength, 1e-9)))
         each, error, stage = 1.0, 0.0, column % self.stages
         if number is not None:
@@ -221,9 +232,10 @@ class Records:
         found: list[int] = who[self.nodes.expires[level, who] > self.nodes.agenda.now].tolist()
         return found
 
-    def note_read(self, level: int, place: Ints) -> None:
-        """Buckets of a level were read, by column and bucket: count their bytes."""
-        octets = (self.counts(level)[place] + 1.0).astype(np.float64) * float(self.settings.record_bytes)
+    def note_read(self, level: int, place: Ints, most: int = MOST_RECORDS) -> None:
+        """Buckets of a level were read, `most` rows of each, by column and bucket: count their bytes."""
+        rows = np.minimum(self.counts(level)[place], most)
+        octets = (rows + 1.0).astype(np.float64) * float(self.settings.record_bytes)
         self._note(self.read, level, place, octets, "directory read")
 
     def note_looked(self, place: Ints, seconds: float) -> None:
