@@ -2,8 +2,8 @@
 
     python -m benchmarks.crowds docs/results/scale
 
-Looks in the folder's own folders: `directory` and `before` (what the directory costs by size, by buckets and where
-everybody is seen), `training`, `training-10000` and `mass` (figures by size), `churn-5` and `churn-50` (the same by
+Looks in the folder's own folders: `directory`, `directory-16` and `before` (what the directory costs by size, by
+buckets in four stages and in sixteen and where everybody is seen), `training`, `training-10000` and `mass` (figures by size), `churn-5` and `churn-50` (the same by
 churn), `deaths`, `flash`, `cut` (what befalls a crowd, by time). What is not there is left out. Writes `table.md`,
 `directory.png`, `sizes.png` and `events.png` beside them.
 """
@@ -45,16 +45,16 @@ def directory_bytes(size: dict[str, Any]) -> float:
 def directory_table(folder: Path) -> list[str]:
     """What the directory costs, by size."""
     lines = [
-        "| nodes | view | kB/s a node reads and writes | kB/s of a holder: mean | the highest of a hundred | highest "
-        "| counts wrong by (rms) |",
-        "|---|---|---|---|---|---|---|",
+        "| nodes | stages | view | kB/s a node reads and writes | kB/s of a holder: mean | the highest of a hundred "
+        "| highest | counts wrong by (rms) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, view in (("before", "everybody"), ("directory", "buckets")):
+    for name, view in (("before", "everybody"), ("directory", "buckets"), ("directory-16", "buckets")):
         for size in sizes_of(folder / name):
-            figures = size["figures"]
+            figures, stages = size["figures"], settings_of(folder / name)["work"]["stages"]
             own = directory_bytes(size) / 1000
             held = "".join(f" {octets / 1000:,.1f} |" for octets in figures["holder_bytes"].values())
-            lines.append(f"| {figures['nodes']:,} | {view} | {own:,.1f} |{held} {figures['error']:.1%} |")
+            lines.append(f"| {figures['nodes']:,} | {stages} | {view} | {own:,.1f} |{held} {figures['error']:.1%} |")
     return lines
 
 

@@ -20,13 +20,12 @@ whoever is seen."""
 class _StageSeen:
     """Of one stage."""
 
-    weights: float = 0.0
-    """Sum over the looks, of which each has the weight of its relative error: some show a few of a stage, others
-    many."""
+    looks: int = 0
     strength: float = 0.0
-    """Sum over the looks, weighted."""
-    known: float = 0.0
-    """The weights of as many looks that have nothing in common and would tell as much."""
+    """Sum over the looks."""
+    variance: float = 0.0
+    independent: float = 0.0
+    """As many looks that have nothing in common would tell as much."""
     peers: frozenset[PeerId] = frozenset()
     at: float = -math.inf
 
@@ -61,14 +60,15 @@ class Sightings:
             since = (now - seen.at) / (RECOUNTED * self.record_seconds)
             _take(seen, peers, supply.strength[stage], error, since)
             seen.at = now
-            strengths[stage] = seen.strength / seen.weights
-            errors[stage] = strengths[stage] / math.sqrt(seen.known)
+            strengths[stage] = seen.strength / seen.looks
+            errors[stage] = math.sqrt(seen.variance / seen.looks / seen.independent)
         return Supply(tuple(strengths), supply.work, tuple(errors))
 
 
 def _take(seen: _StageSeen, peers: frozenset[PeerId], strength: float, error: float, since: float) -> None:
-    fresh, weight = min(since, len(peers - seen.peers) / max(1, len(peers))), (strength / error) ** 2
-    seen.known += weight * fresh if seen.weights else weight
-    seen.weights += weight
-    seen.strength += weight * strength
+    fresh = min(since, len(peers - seen.peers) / max(1, len(peers)))
+    seen.independent += fresh if seen.looks else 1.0
+    seen.looks += 1
+    seen.strength += strength
+    seen.variance += error * error
     seen.peers = peers

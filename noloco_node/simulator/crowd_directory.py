@@ -130,11 +130,13 @@ class BucketDirectory(Records):
             held = [b for b in self._held[ahead, i].tolist() if b != NONE] if 0 <= ahead < NEAR else []
             level = int(self.levels[ahead].level[i]) if held else max(0, int(self._behind_of[column]) - 1)
             many = 1 << level
-            if not 0 <= ahead < NEAR and (level or not self._whole):
+            far = not 0 <= ahead < NEAR
+            if (level and not held) or (far and not self._whole):
                 counts = self.counts(level)
                 drawn = [int(counts[(column << level) + b]) for b in draw.sample(range(many), min(KEPT, many))]
                 number = estimated([float(n << level) for n in drawn], drawn, many) if level else Estimate(drawn[0])
-                found += self.others_of(i, column, level, (draw.randrange(many),), number, self._few)
+                few = self._few if far else MOST_RECORDS
+                found += self.others_of(i, column, level, (draw.randrange(many),), number, few)
             elif held and len(held) < many:
                 found += self.others_of(i, column, level, held, self.levels[ahead].estimate(i))
             else:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import CrowdConfig, HuntConfig, load_config, load_simulation
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.errors import UserError
+from noloco_node.placement.balancing import supply_of
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.crowd_figures import CLASSES, CrowdRun, unevenness
 from noloco_node.simulator.crowd_nodes import Agenda
@@ -190,6 +191,25 @@ def test_a_stage_that_all_begin_at_once_comes_to_its_level() -> None:
         crowd = Crowd(settings(nodes=[many], work=work, devices={"forward_seconds": 1e6}), many)
         crowd.agenda.run(1200.0)
         assert crowd.directory.error < 0.12
+
+
+def test_what_a_node_takes_each_stage_to_have_is_about_what_it_has() -> None:
+    """A bucket of the own stage or the next, some of a further one, and so also where nothing is held yet; on average
+    over nodes, and each to twice the error that it says."""
+    work = {"stages": 4, "state_bytes": 1}
+    crowd = Crowd(settings(work=work, devices={"forward_seconds": 1e6}), 1200)
+    crowd.agenda.run(1200.0)
+    nodes, directory = crowd.nodes, crowd.directory
+    truth = [math.fsum(s for i, s in enumerate(nodes.speed) if nodes.stage[i] == stage) for stage in range(4)]
+    for some, begin in ((range(0, 1200, 10), False), (range(0, 1200, 60), True)):
+        for i in some if begin else ():
+            directory.forget(i)
+        supplies = [supply_of(directory.servers(i), (1.0,) * 4) for i in some]
+        for stage in range(4):
+            parts = [supply.strength[stage] / truth[stage] - 1.0 for supply in supplies]
+            said = [supply.errors[stage] / truth[stage] for supply in supplies]
+            assert abs(fmean(parts)) < 0.15
+            assert 0.3 * fmean(said) < math.sqrt(fmean(part * part for part in parts)) < 2.0 * fmean(said)
 
 
 @pytest.mark.parametrize("view", ["everybody", "buckets"])
