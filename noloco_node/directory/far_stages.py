@@ -1,8 +1,9 @@
 """How often a node looks at the stages that it does not deal with, neither its own nor the next, and how much it reads.
 
 Of a large swarm it must know of them no more than that each is served, by some for example, and now and then how many
-there are: a few rows of each, again before they end, and of one stage after another all rows of a place. So what is
-read does not go with the number of stages.
+there are: a few rows of each, again before they end, and of one stage after another all rows of a place. Of these as
+few are shown: those that are seen are asked whether they are there, and a stage would seem poor of which all were seen
+and few have answered. So what is read does not go with the number of stages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from noloco_node.directory.buckets import Place
 
 TURN = 0.8
 """Of a record's life, between two far stages of which a place is read whole."""
-MOST_ROWS, LEAST_ROWS = 8, 2
+MOST_ROWS, LEAST_ROWS = 16, 2
 """Of one far stage."""
 ROWS = 48
 """Of all of them together, as far as each has the least."""
@@ -67,9 +68,13 @@ class FarTurns:
 
     def want_few(self, place: Place) -> None:
         """Only a few rows are read of this place at this look."""
-        if place.stage not in self._salts:
-            self._salts[place.stage] = self._rng.randbytes(SALT_BYTES)
-        self._few[place] = Few(rows_of_each(len(self.stages)), self._salts[place.stage])
+        self._few[place] = self.shown_of(place.stage)
+
+    def shown_of(self, stage: int) -> Few:
+        """Which rows of a far stage a view shows, also where all were read, until its next turn."""
+        if stage not in self._salts:
+            self._salts[stage] = self._rng.randbytes(SALT_BYTES)
+        return Few(rows_of_each(len(self.stages)), self._salts[stage])
 
     def few_of(self, place: Place) -> Few | None:
         """Which rows of a place are read at this look; None where all are."""

@@ -193,7 +193,7 @@ class SampledView:
         if place.level or not each.level.level:  # at level 0 nothing is wanted of those that are seen elsewhere
             each.empty = not rows
         if self._far.few_of(place):
-            each.rows[place] = self._bounded(rows, now)
+            each.rows[place] = rows
             return
         before = each.level.level
         if place == each.drawn or place.level == 0:
@@ -212,6 +212,9 @@ class SampledView:
             else:
                 each.held, each.new_since = [place], {}
         if place in each.held or (place.level == 0 and not each.held):
+            if self.is_far(place.stage):
+                each.rows[place] = {peer: rows[peer] for peer in self._far.shown_of(place.stage).of(rows.keys())}
+                return
             each.rows[place] = rows if place.level == 0 else self._bounded(rows, now)
             (each.crowded.add if len(each.rows[place]) < len(rows) else each.crowded.discard)(place)
 

@@ -11,7 +11,8 @@ import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import lru_cache
+from statistics import NormalDist, median
 
 from noloco_node.directory.buckets import TARGET
 from noloco_node.directory.headcount import WELCOME_SHARE, is_there, sampled_share, unasked_share
@@ -31,9 +32,9 @@ DAMPING = 0.5
 """Share of a stage's surplus that moves at each look, on average: views are stale, and all look at the same time."""
 CLEAR_GAIN = 0.5
 """The poorer of the two stages must gain at least this much of what the moving node brings."""
-DOUBT = 1.5
-"""Standard deviations of what a stage is seen to lack, where stages are seen in part, that are taken for chance: the
-more it lacks beyond, the more go there."""
+BY_CHANCE = 0.134
+"""How likely it is that of all other stages, where they are seen in part, some one seems to lack more by chance than is
+taken for chance (1.5 standard deviations where they are two): the more it lacks beyond, the more go there."""
 PRIOR_SERVERS = 4
 """Nodes as unlike each other as their mean is large, that a sample is taken to hold besides: few may be alike by
 chance."""
@@ -84,9 +85,16 @@ class Supply:
         if not self.errors:
             return 1.0
         part = self.work[poor] / sum(self.work)
-        doubt = DOUBT * math.hypot(*(error * (part - (s == poor)) for s, error in enumerate(self.errors)))
+        others = sum(error > 0.0 for s, error in enumerate(self.errors) if s != poor)
+        doubt = _deviations(others) * math.hypot(*(error * (part - (s == poor)) for s, error in enumerate(self.errors)))
         lack = self.level * self.work[poor] - self.strength[poor]
         return max(0.0, 1.0 - doubt / lack) if lack > 0.0 else 0.0
+
+
+@lru_cache
+def _deviations(stages: int) -> float:
+    """Beyond which one of so many stages lies by chance as seldom as `BY_CHANCE` says."""
+    return NormalDist().inv_cdf(1.0 - BY_CHANCE / max(2, stages))
 
 
 def sample_error(seen: int, total: float, squares: float, number: float, number_error: float) -> float:

@@ -18,7 +18,9 @@ from noloco_node.directory.dht_walk import Walker
 from noloco_node.directory.far_stages import MOST_ROWS, TURN, few_again, rows_of_each
 from noloco_node.directory.sampled_view import WHOLE
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.placement.balancing import servers_of, supply_of
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.transport.acquaintance import Acquaintances
 from tests.swarm.test_bucket_holders import Net, peers
 from tests.swarm.test_look_ups import KEY, fill, intake_of, members, node_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, OWN, Keys, Observer
@@ -101,15 +103,18 @@ def test_a_far_stage_that_grows_is_served_at_every_look_and_soon_known_to_be_lar
     assert observer.view.number(9, observer.now) == pytest.approx(1000, rel=0.4)
 
 
-def test_a_stage_that_a_node_comes_to_is_seen_as_its_own_at_the_next_look() -> None:
-    observer = Observer(Keys(*[90] * 16), stages=16)
-    observer.look(60)
-    while len(observer.view.stages[9]) == 90:  # its turn was a moment ago
-        observer.look()
-    observer.sampled.to_write(OWN, 9, LIFE)
-    view = observer.look()
-    assert [len(view.stages[stage]) for stage in (9, 10)] == [90, 90]
-    assert view.scale(9).each == 1.0
+@pytest.mark.parametrize("each", [90, 1000])
+def test_a_stage_that_a_node_comes_to_is_seen_as_its_own_at_the_next_look(each: int) -> None:
+    """Everybody of a small one, all of a bucket of a large one."""
+    observer = Observer(Keys(*[each] * 16), stages=16)
+    for _ in range(20):
+        observer.look(60)
+        assert len(observer.view.stages[9]) == rows_of_each(len(FAR))
+        observer.sampled.to_write(OWN, 9, LIFE)
+        view = observer.look()
+        assert all(len(view.stages[stage]) > 40 for stage in (9, 10))
+        assert each > 90 or view.scale(9).each == 1.0
+        observer.sampled.to_write(OWN, 0, LIFE)
 
 
 def test_who_serves_no_stage_yet_sees_all_of_each() -> None:
@@ -185,13 +190,30 @@ def test_the_few_that_are_seen_stay_until_all_are_read_again_and_are_others_then
     observer, seen, changes = Observer(Keys(*[90] * 16), stages=16), set[PeerId](), 0
     observer.look(60)
     before = observer.peers(9)
-    looks = int(20 * 14 * TURN * LIFE / LOOK)
-    for _ in range(looks):
+    for _ in range(int(40 * 14 * TURN * LIFE / LOOK)):
         observer.look()
         few = observer.peers(9)
-        if len(few) < 90:
-            seen |= few
-            changes += few != before
+        assert len(few) == rows_of_each(len(FAR))
+        seen |= few
+        changes += few != before
         before = few
-    assert changes <= 21
-    assert len(seen) > 30
+    assert 38 <= changes <= 41
+    assert len(seen) > 40
+
+
+@pytest.mark.parametrize("each", [50, 90, 1000])
+def test_a_far_stage_of_which_few_have_answered_seems_no_poorer_when_it_is_read_whole(each: int) -> None:
+    """Only those that are seen are asked whether they are there. Of a stage that is shown whole, whom nobody has asked
+    counts nothing."""
+    observer, known, seen = Observer(Keys(*[each] * 16), stages=16), Acquaintances(lambda: 0.0), 0
+    observer.look(60)
+    for _ in range(200):
+        view = observer.look()
+        supply = supply_of(servers_of(view, (1.0,) * 16, observer.now, known, without=OWN), (1.0,) * 16)
+        assert all(supply.strength[stage] > each / 2 for stage in FAR if supply.strength[stage])
+        for stage in FAR:
+            for peer in sorted(peer for peer in observer.peers(stage) if not known.answers(peer))[:1]:
+                known.answered(peer)
+                known.said(peer, stage)
+        seen += sum(supply.strength[stage] > 0.0 for stage in FAR)
+    assert seen > 150 * len(FAR)

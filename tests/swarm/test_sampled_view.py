@@ -390,7 +390,7 @@ def test_an_empty_bucket_of_a_further_stage_is_one_holders_word() -> None:
         for place in observer.sampled.to_read(observer.now):
             shown = {} if place.level and place.bucket % 8 == 1 else observer.keys.at(place, observer.now)
             observer.sampled.took(place, shown, observer.now)
-        assert len(observer.sampled.view(observer.now).live(2, observer.now)) >= 20
+        assert len(observer.sampled.view(observer.now).live(2, observer.now)) >= rows_of_each(1)
 
 
 def test_a_clock_that_goes_back_holds_no_look_up() -> None:
