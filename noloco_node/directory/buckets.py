@@ -241,6 +241,11 @@ class StageLevel:
             self._here.append((bucket, len(prefixes)))
             self._decide()
 
+    def keep(self, latest: int) -> None:
+        """Let no more than so many of the latest looks make the number."""
+        while len(self._counts) > latest:
+            self._counts.popleft()
+
     def _look_behind(self, prefixes: Collection[int]) -> None:
         self._doubted_for = max(0, self._doubted_for - 1)
         behind = min(self._highest, level_behind(prefixes))

@@ -256,12 +256,12 @@ class DhtDirectory:
         a newer one is found, its life ends, or strangers' rows are so many that not all have a place; a look-up that
         fails, or sees only some of the records, loses nobody."""
         places = self._sampled.to_read(self.now())
-        few = {place: self._sampled.few_of(place) for place in places}
+        only = {place: self._sampled.followed_at(place) for place in places}
         roots = [place for place in places if place.level == 0 and not self._sampled.is_far(place.stage)]
         others = [place for place in places if place not in roots]
         _, *answered = await asyncio.gather(
             self._look_at_stages([self._id_of(place) for place in roots]),
-            *(self._walker.glance(self._id_of(place), few[place]) for place in others),
+            *(self._walker.glance(self._id_of(place), only[place]) for place in others),
         )
         now = self.now()
         for place in (*roots, *(place for place, found in zip(others, answered, strict=True) if found)):

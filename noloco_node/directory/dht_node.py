@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +28,7 @@ from hivemind.utils.timed_storage import (  # pyright: ignore[reportMissingTypeS
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.asked_key import SALT_BYTES, AskedKey, Few, pack_asked, unpack_asked
+from noloco_node.directory.asked_key import AskedKey, pack_asked, unpack_asked
 from noloco_node.directory.dht_dictionary import (
     pack_dictionary,
     pack_one,
@@ -216,11 +216,11 @@ class DhtNode:
         return True
 
     async def find(
-        self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE, few: Few | None = None
+        self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE, only: Collection[str] | None = None
     ) -> dict[Any, Nearest] | None:
-        """Ask a peer for records that this node lacks (of a `few`, or all), which go through the intake, and for so
-        many of the nodes that it knows nearest to each key. None where it does not answer."""
-        asked = [self._asking_for(key.to_bytes(), neighbours, few) for key in keys]
+        """Ask a peer for records that this node lacks, of all signers or of these alone, which go through the intake,
+        and for so many of the nodes that it knows nearest to each key. None where it does not answer."""
+        asked = [self._asking_for(key.to_bytes(), neighbours, only) for key in keys]
         request = _pb.FindRequest(keys=asked, peer=self._info)
         response = await self._request(peer, FIND, request, _pb.FindResponse)
         if response is None or not self._met(peer, response.peer.node_id):
@@ -235,14 +235,14 @@ class DhtNode:
             found[key] = self._true_neighbours(result)
         return found
 
-    def _asking_for(self, key: bytes, neighbours: int, few: Few | None) -> bytes:
-        now = self._intake.now()
+    def _asking_for(self, key: bytes, neighbours: int, only: Collection[str] | None) -> bytes:
+        now, salt = self._intake.now(), bytes.fromhex(ambient.token(8))
         held: dict[str, float] = {signer: row.expires for signer, row in self._records.live(key, now).items()}
+        if only is not None:
+            marked = [(signer, held.get(signer, now)) for signer in only]
+            return pack_asked(key, marked, salt, neighbours, only_marked=True)
         held |= dict.fromkeys(self.enough_of(key), now + ENOUGH_SECONDS)
-        if few is None:
-            return pack_asked(key, held.items(), bytes.fromhex(ambient.token(SALT_BYTES)), neighbours)
-        first = [(signer, held[signer]) for signer in few.of(held.keys())]
-        return pack_asked(key, first, few.salt, neighbours, few.most)
+        return pack_asked(key, held.items(), salt, neighbours)
 
     async def store(self, peer: Any, rows: Sequence[Stored]) -> list[bool] | None:
         """Ask a peer to hold records; which of them it took, None where it does not answer."""
@@ -324,15 +324,15 @@ class DhtNode:
         now, own = self._intake.now(), peer_name(self._p2p.peer_id)
 
         def lacked(signer: str, held: HeldRecord) -> bool:
-            return signer == own or not asked.holds(signer, held.expires)
+            return signer == own or asked.wants(signer, held.expires)
 
-        vouched = self._records.vouched(asked.key, now)
-        lacking = {signer: vouched[signer] for signer in asked.of(vouched.keys()) if lacked(signer, vouched[signer])}
-        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking.items()) <= most_bytes:
-            return [(signer, held.signed, held.expires) for signer, held in lacking.items()]
+        live, vouches = self._records.live(asked.key, now).items(), self._records.vouches
+        lacking = [(signer, held) for signer, held in live if lacked(signer, held) and vouches(signer, held, now)]
+        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking) <= most_bytes:
+            return [(signer, held.signed, held.expires) for signer, held in lacking]
         rows: list[tuple[str, bytes, float]] = []
         for signer, held in self._records.best_first(asked.key, now):
-            if signer not in lacking:
+            if not lacked(signer, held):
                 continue
             most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
             if most_bytes < 0:

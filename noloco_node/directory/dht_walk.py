@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.asked_key import Few
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
@@ -163,24 +162,22 @@ class Walker:
         recent = key in self._near and self._clock() - self._near[key].at < HOLDERS_SECONDS
         return self.near(key) if recent else ()
 
-    async def glance(self, key: Any, few: Few | None = None) -> bool:
+    async def glance(self, key: Any, only: Collection[str] | None = None) -> bool:
         """Ask two nodes that hold a bucket's records, the second for what the first did not have, or where none is
         known find those nearest to its key, a few at a time; whether anybody answered. Of the many buckets of a large
-        stage nobody can ask everybody near each. Where a `few` records are wanted, the first answer is enough."""
+        stage nobody can ask everybody near each. `only` names the signers whose records are wanted, where not all's."""
         known = list(self.holders(key))
         self._rng.shuffle(known)
         answered = False
         try:
             async with asyncio.timeout(WALK_SECONDS):
                 for peer in known[:GLANCED]:
-                    answered |= await self._node.find(peer, [key], 0, few) is not None
-                    if answered and few:
-                        break
-                return answered or await self.seek(key, known[:GLANCED], few)
+                    answered |= await self._node.find(peer, [key], 0, only) is not None
+                return answered or await self.seek(key, known[:GLANCED], only)
         except TimeoutError:  # whoever stalls holds up this bucket alone
             return answered
 
-    async def seek(self, key: Any, silent: Sequence[Any] = (), few: Few | None = None) -> bool:
+    async def seek(self, key: Any, silent: Sequence[Any] = (), only: Collection[str] | None = None) -> bool:
         """Find those that are nearest to a key now, a few at a time, without those that were `silent`; whether anybody
         answered."""
         candidates = {node_id: peer for node_id, peer in self._node.nearest(key)}
@@ -192,7 +189,7 @@ class Walker:
             if not due:
                 break
             asked.update(due)
-            found = await asyncio.gather(*(self._node.find(peer, [key], few=few) for peer in due))
+            found = await asyncio.gather(*(self._node.find(peer, [key], only=only) for peer in due))
             for peer, answer in zip(due, found, strict=True):
                 if answer is None:
                     candidates.pop(node_id_of(peer), None)

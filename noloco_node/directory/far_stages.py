@@ -1,36 +1,43 @@
 """How often a node looks at the stages that it does not deal with, neither its own nor the next, and how much it reads.
 
 Of a large swarm it must know of them no more than that each is served, by some for example, and now and then how many
-there are: a few rows of each, again before they end, and of one stage after another all rows of a place. Of these as
-few are shown: those that are seen are asked whether they are there, and a stage would seem poor of which all were seen
-and few have answered. So what is read does not go with the number of stages.
+there are: it follows a few of each, whose records it reads again before they end, and of one stage after another it
+reads a place whole, and draws there whom it follows from then on. So what is read does not go with the number of
+stages. Who is followed is asked whether it is there; of a stage that were shown whole few would have been asked, and it
+would seem poor.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from noloco_node.directory.asked_key import SALT_BYTES, Few
 from noloco_node.directory.bucket_turns import READ_AGAIN_AT_LAST
 from noloco_node.directory.buckets import Place
+from noloco_node.directory.records import LiveRecord, PeerState
+from noloco_node.directory.store import Esteem
+from noloco_node.identity.peer_id import PeerId
 
-TURN = 0.8
+TURN = 0.9
 """Of a record's life, between two far stages of which a place is read whole."""
-MOST_ROWS, LEAST_ROWS = 16, 2
-"""Of one far stage."""
+ROOT_TURNS = 4
+"""Turns of a stage, at the least, between two at which level 0 is read as well as a bucket."""
+COUNTS = 4
+"""The latest buckets of a far stage that make its number: as many turns ago it had another."""
+MOST_ROWS, LEAST_ROWS = 16, 3
+"""Of one far stage, that are followed."""
 ROWS = 48
 """Of all of them together, as far as each has the least."""
+SERVING = (PeerState.TRAINING, PeerState.FINISHING)
 
 
 def rows_of_each(far: int) -> int:
-    """How many rows are read of each of so many far stages: a power of two."""
-    share = max(LEAST_ROWS, min(MOST_ROWS, ROWS // max(1, far)))
-    return 1 << (share.bit_length() - 1)
+    """How many are followed of each of so many far stages."""
+    return max(LEAST_ROWS, min(MOST_ROWS, ROWS // max(1, far)))
 
 
 def few_again(life: float) -> float:
-    """Seconds after which a few rows are read again, where records live so long."""
+    """Seconds after which the rows of those that are followed are read again, where records live so long."""
     return READ_AGAIN_AT_LAST * life
 
 
@@ -39,43 +46,49 @@ def turn_again(life: float) -> float:
     return TURN * life
 
 
-class FarTurns:
-    """Which stages are far at a look, whose turn it is, and which few rows of which places are read."""
+def at_work(row: LiveRecord, esteem: Esteem) -> bool:
+    """Whether this is one that serves its stage, and that has not failed to answer."""
+    return row.record.state in SERVING and esteem > Esteem.SILENT
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+
+def drawn_of(
+    rows: Mapping[PeerId, LiveRecord],
+    most: int,
+    rng: random.Random,
+    standing: Callable[[PeerId], Esteem] | None = None,
+) -> tuple[PeerId, ...]:
+    """Who is followed of these: `most`, at random, so that they speak for the others. Where `standing` is said those
+    that are at work: of the last ones nobody was, and that somebody is matters more."""
+    among = sorted(rows)
+    if standing is not None:
+        among = [peer for peer in among if at_work(rows[peer], standing(peer))] or among
+    return tuple(sorted(rng.sample(among, min(most, len(among)))))
+
+
+class FarTurns:
+    """Which stages are far at a look, whose turn it is, and of which places only those are read that are followed."""
+
+    def __init__(self) -> None:
+        self.stages: Sequence[int] = ()
+        """Those that are far."""
+        self.followed: set[Place] = set()
+        """Where nothing is wanted at this look but newer records of those that are followed."""
         self._last: int | None = None
         """The stage whose turn was last."""
         self._at = 0.0
         """When that was, DHT time, seconds."""
-        self._salts: dict[int, bytes] = {}
-        """By stage: of the few rows that are read until its next turn. Drawn anew each time, so that nobody can seek an
-        id for it."""
-        self._few: dict[Place, Few] = {}
-        self.stages: Sequence[int] = ()
-        """Those that are far."""
 
     def begin(self, far: Sequence[int], now: float, life: float) -> int | None:
-        """A look begins, at which these stages are far, and nothing is wanted of them yet. Of which of them a place is
-        read whole; of none, where the last turn was a moment ago."""
-        self.stages, self._few = far, {}
+        """A look begins, at which these stages are far, and nothing is wanted of them yet. Whose turn it is; nobody's,
+        where the last was a moment ago."""
+        self.stages, self.followed = far, set()
         if not far or 0.0 <= now - self._at < turn_again(life):
             return None
         self._at = now
         self._last = next((stage for stage in far if self._last is not None and stage > self._last), far[0])
-        self._salts.pop(self._last, None)
         return self._last
 
-    def want_few(self, place: Place) -> None:
-        """Only a few rows are read of this place at this look."""
-        self._few[place] = self.shown_of(place.stage)
-
-    def shown_of(self, stage: int) -> Few:
-        """Which rows of a far stage a view shows, also where all were read, until its next turn."""
-        if stage not in self._salts:
-            self._salts[stage] = self._rng.randbytes(SALT_BYTES)
-        return Few(rows_of_each(len(self.stages)), self._salts[stage])
-
-    def few_of(self, place: Place) -> Few | None:
-        """Which rows of a place are read at this look; None where all are."""
-        return self._few.get(place)
+    def root_again(self, usual: float, life: float) -> float:
+        """Seconds between two looks at level 0 of one that lies above it, where they are `usual` for who deals with
+        it."""
+        return max(usual, ROOT_TURNS * len(self.stages) * turn_again(life))

@@ -104,8 +104,8 @@ class MemoryDirectory(UnsignedDirectory):
         if self._hub.reachable:
             now = self.now()
             for place in self._sampled.to_read(now):
-                rows, few = self._hub.live(place, now), self._sampled.few_of(place)
-                some = rows if few is None else {peer: rows[peer] for peer in few.of(rows.keys())}
+                rows, only = self._hub.live(place, now), self._sampled.followed_at(place)
+                some = rows if only is None else {peer: rows[peer] for peer in sorted(only) if peer in rows}
                 self._sampled.took(place, some, now)
             self._view = self._sampled.view(now)
         return self._view

@@ -16,7 +16,6 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from noloco_node.directory.asked_key import Few
 from noloco_node.directory.bucket_turns import (
     HELD,
     READ_AGAIN,
@@ -36,7 +35,7 @@ from noloco_node.directory.buckets import (
     levels_to_write,
     prefix_of,
 )
-from noloco_node.directory.far_stages import FarTurns, few_again
+from noloco_node.directory.far_stages import COUNTS, FarTurns, at_work, drawn_of, few_again, rows_of_each
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
@@ -110,8 +109,12 @@ class _Stage:
     renewed_at: float = -math.inf
     crowded: set[Place] = field(default_factory=set[Place])
     """Places of which not all rows are here."""
-    empty: bool = False
-    """Of a far stage: nothing was found where it was looked at last."""
+    followed: tuple[PeerId, ...] = ()
+    """Of a far stage: those of it that are shown."""
+    due: bool = False
+    """Its turn has come, to be read whole."""
+    idle: bool = False
+    """Nobody of those that are followed is at work."""
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
@@ -135,7 +138,7 @@ class SampledView:
         self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
         self._own: int | None = None
         self._life = life
-        self._far = FarTurns(rng)
+        self._far = FarTurns()
 
     def level_of(self, stage: int) -> StageLevel:
         """What is known of a stage's buckets."""
@@ -149,7 +152,7 @@ class SampledView:
         return tuple(Place(stage, at, bucket_of(prefix, at)) for at in written)
 
     def to_read(self, now: float) -> list[Place]:
-        """What to read at this look; of some only a few rows (`few_of`)."""
+        """What to read at this look; of some only a few rows (`followed_at`)."""
         sampled = any(each.level.level for each in self._stages)
         whole = not sampled and sum(each.level.estimate.number for each in self._stages if each.level.read) <= WHOLE
         far = [] if whole or self._own is None else [s for s in range(len(self._stages)) if not self._near(s)]
@@ -159,6 +162,8 @@ class SampledView:
             if stage in far:
                 wanted += self._far_places(stage, each, now, turn=stage == turn)
                 continue
+            if each.followed:  # it was far until now
+                each.followed, each.read_at = (), {}
             root = Place(stage, 0, 0)
             at_root = each.level.level == 0
             again = READ_AGAIN * self._life if at_root else root_again(each.level.level, self._life)
@@ -168,14 +173,14 @@ class SampledView:
                 wanted += self._buckets_of(stage, each, now)
         return wanted
 
-    def few_of(self, place: Place) -> Few | None:
-        """Of what is to be read at this look: which rows, where not all."""
-        return self._far.few_of(place)
+    def followed_at(self, place: Place) -> Collection[PeerId] | None:
+        """Of what is to be read at this look: whose records alone are wanted, where not all."""
+        return self._stages[place.stage].followed if place in self._far.followed else None
 
     def is_far(self, stage: int) -> bool:
         """Whether this node has nothing to do with a stage, so that what two holders say of it is enough, as long as
-        they know of anybody."""
-        return stage in self._far.stages and not self._stages[stage].empty
+        they know of somebody at work."""
+        return stage in self._far.stages and not self._stages[stage].idle
 
     def enough_of(self, place: Place) -> Collection[PeerId]:
         """Of whom nothing newer is wanted there: of those that are seen in their buckets level 0 has nothing to say but
@@ -190,10 +195,8 @@ class SampledView:
         """A place was read."""
         each = self._stages[place.stage]
         each.read_at[place], each.began_at = now, min(each.began_at, now)
-        if place.level or not each.level.level:  # at level 0 nothing is wanted of those that are seen elsewhere
-            each.empty = not rows
-        if self._far.few_of(place):
-            each.rows[place] = rows
+        if place in self._far.followed:
+            each.rows = {place: {peer: rows[peer] for peer in each.followed if peer in rows}}
             return
         before = each.level.level
         if place == each.drawn or place.level == 0:
@@ -204,19 +207,22 @@ class SampledView:
             each.drawn_here += 1
         if each.level.level != before:
             each.held, each.new_since, each.drawn_here, each.drawn_at = [], {}, 0, -math.inf
-        elif place not in each.held and place.level == each.level.level > 0:
-            if self._near(place.stage):
-                self._hold(each, place, now)
-            elif not rows:  # one holder's word that nobody is there: another bucket at the next look
-                each.drawn_at = -math.inf
-            else:
-                each.held, each.new_since = [place], {}
-        if place in each.held or (place.level == 0 and not each.held):
-            if self.is_far(place.stage):
-                each.rows[place] = {peer: rows[peer] for peer in self._far.shown_of(place.stage).of(rows.keys())}
-                return
+        elif place.level == each.level.level > 0:
+            self._hold(each, place, rows, now)
+        if place.stage in self._far.stages:
+            self._follow(each, place, rows)
+        elif place in each.held or (place.level == 0 and not each.held):
             each.rows[place] = rows if place.level == 0 else self._bounded(rows, now)
             (each.crowded.add if len(each.rows[place]) < len(rows) else each.crowded.discard)(place)
+
+    def _follow(self, each: _Stage, place: Place, rows: _Rows) -> None:
+        """A place of a far stage was read whole."""
+        each.level.keep(COUNTS)
+        if place.level == each.level.level and rows:
+            each.due = False
+            most = rows_of_each(len(self._far.stages))
+            each.followed = drawn_of(rows, most, self._rng, self._standing if each.idle else None)
+            each.rows = {place: {peer: rows[peer] for peer in each.followed}}
 
     def view(self, now: float) -> DirectoryView:
         """All rows that live, and for how many each stands."""
@@ -233,17 +239,21 @@ class SampledView:
         return {peer for place in new for peer in each.rows.get(place, ())}
 
     def _far_places(self, stage: int, each: _Stage, now: float, *, turn: bool) -> list[Place]:
-        """What is read of a far stage: a few rows of a place now and then, and where nothing was found,
-        or it is this one's `turn`, all rows of that place or of another."""
+        """What is read of a far stage: those that are followed, now and then; where it is this one's `turn`, or none of
+        them is at work, all rows of that place or of another."""
         level, root = each.level.level, Place(stage, 0, 0)
-        whole = turn or each.empty or each.began_at > now
-        if (level == 0 and whole) or (level and turn and each.age(root, now) >= root_again(level, self._life)):
+        each.due |= turn or not each.followed
+        rows = [(peer, row) for here in each.rows.values() for peer, row in here.items() if row.expires > now]
+        each.idle = not any(at_work(row, self._standing(peer)) for peer, row in rows)
+        whole, wanted = each.due or each.idle, list[Place]()
+        again = self._far.root_again(root_again(level, self._life), self._life) if level else math.inf
+        if whole and (level == 0 or (turn and each.age(root, now) >= again)):
             wanted = [root]
-        else:
-            wanted = self._drawn_of(stage, each, now, math.inf, due=whole) if level or each.level.confirming else []
-        place = each.held[-1] if each.held else root
-        if not wanted and (each.held or not level) and each.age(place, now) >= few_again(self._life):
-            self._far.want_few(place)
+        if level or (each.level.confirming and not wanted):
+            wanted += self._drawn_of(stage, each, now, math.inf, due=whole)
+        place = each.held[-1] if level and each.held else root
+        if not wanted and each.age(place, now) >= few_again(self._life):
+            self._far.followed.add(place)
             wanted = [place]
         return wanted
 
@@ -271,17 +281,23 @@ class SampledView:
     def _has_a_place(self, each: _Stage, now: float) -> bool:
         return has_a_place(each.level.level, len(each.held), _since(each.renewed_at, now))
 
-    def _hold(self, each: _Stage, place: Place, now: float) -> None:
-        """A bucket that was drawn takes the place of the older one where its time has come."""
-        if not self._has_a_place(each, now):
-            return
-        exchanged = len(each.held) >= HELD
-        if exchanged:
-            each.new_since.pop(each.held.pop(0), None)
-        if exchanged or now - each.began_at < ASKED_AFTER:
-            each.new_since[place] = now
-        each.held.append(place)
-        each.renewed_at = now
+    def _hold(self, each: _Stage, place: Place, rows: _Rows, now: float) -> None:
+        """A bucket of a near stage that was drawn takes the place of the older one where its time has come. Of another
+        stage the last is held."""
+        if self._near(place.stage):
+            if place in each.held or not self._has_a_place(each, now):
+                return
+            exchanged = len(each.held) >= HELD
+            if exchanged:
+                each.new_since.pop(each.held.pop(0), None)
+            if exchanged or now - each.began_at < ASKED_AFTER:
+                each.new_since[place] = now
+            each.held.append(place)
+            each.renewed_at = now
+        elif rows:
+            each.held, each.new_since = [place], {}
+        else:  # one holder's word that nobody is there: another bucket at the next look
+            each.drawn_at = -math.inf
 
     def _bounded(self, rows: _Rows, now: float) -> _Rows:
         if _since(self._lot_at, now) >= RENEWED_SECONDS:

@@ -55,7 +55,7 @@ def test_no_schedule_of_faults_breaks_an_invariant_where_each_knows_a_few_of_mos
 
     def watched(self: SampledView, now: float) -> list[Place]:
         places = to_read(self, now)
-        few.extend(self.few_of(place) is not None for place in places)
+        few.extend(self.followed_at(place) is not None for place in places)
         return places
 
     monkeypatch.setattr(SampledView, "to_read", watched)

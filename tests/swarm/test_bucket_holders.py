@@ -2,13 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 
-from noloco_node.directory.asked_key import Few
 from noloco_node.directory.dht_node import REPLICAS, DhtNode, Nearest, node_id_of
 from noloco_node.directory.dht_walk import HOLDERS_SECONDS, WALK_SECONDS, Walker
 from noloco_node.simulator.loop import in_virtual_time
@@ -26,16 +25,16 @@ class Net:
     def __init__(self, live: Sequence[Any]) -> None:
         self.live = set(live)
         self.stall = False
-        self.asked = list[tuple[Any, Few | None]]()
+        self.asked = list[tuple[Any, Collection[str] | None]]()
 
     def nearest(self, key: Any) -> Nearest:
         return sorted(((node_id_of(peer), peer) for peer in self.live), key=lambda each: key.xor_distance(each[0]))[:20]
 
     async def find(
-        self, peer: Any, keys: Sequence[Any], neighbours: int = 20, few: Few | None = None
+        self, peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Collection[str] | None = None
     ) -> dict[Any, Nearest] | None:
         del neighbours
-        self.asked.append((peer, few))
+        self.asked.append((peer, only))
         if self.stall:
             await asyncio.sleep(3.0)
             return None

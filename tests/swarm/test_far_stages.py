@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection
+from dataclasses import replace
 from statistics import fmean
 from typing import cast
 
 import pytest
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 
-from noloco_node.directory.asked_key import MOST_OF_FEW, AskedKey, Few, pack_asked, unpack_asked
+from noloco_node.directory.asked_key import pack_asked, unpack_asked
 from noloco_node.directory.buckets import Place
 from noloco_node.directory.dht_node import DhtNode
 from noloco_node.directory.dht_walk import Walker
-from noloco_node.directory.far_stages import MOST_ROWS, TURN, few_again, rows_of_each
+from noloco_node.directory.far_stages import LEAST_ROWS, MOST_ROWS, TURN, drawn_of, few_again, rows_of_each
+from noloco_node.directory.records import LiveRecord, PeerState
 from noloco_node.directory.sampled_view import WHOLE
+from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import servers_of, supply_of
 from noloco_node.simulator.loop import in_virtual_time
@@ -64,7 +68,7 @@ def test_of_a_small_swarm_everybody_is_seen_whatever_the_stages() -> None:
     observer = Observer(Keys(*[WHOLE // 16] * 16), stages=16)
     for _ in range(20):
         assert all(len(rows) == WHOLE // 16 for rows in observer.look().stages)
-        assert not any(observer.sampled.few_of(Place(stage, 0, 0)) for stage in FAR)
+        assert not any(observer.sampled.followed_at(Place(stage, 0, 0)) for stage in FAR)
 
 
 @pytest.mark.parametrize("each", [90, 1000])
@@ -123,69 +127,67 @@ def test_who_serves_no_stage_yet_sees_all_of_each() -> None:
     assert [len(rows) for rows in observer.look().stages] == [90] * 16
 
 
-def test_few_are_the_same_at_each_holder_and_others_by_another_salt() -> None:
-    """Also where one of them knows of fewer; and as many as are wanted of any crowd."""
-    signers = [f"signer-{number}" for number in range(200)]
-    few = Few(8, b"saltsalt")
-    shown = set(few.of(signers))
-    assert len(shown) == 8
-    assert set(few.of([*reversed(signers[50:])])) >= shown.intersection(signers[50:])
-    assert len(shown & set(Few(8, b"tlastlas").of(signers))) < 8
-    assert few.of(signers[:8]) == signers[:8]
-    seen = {signer for number in range(300) for signer in Few(8, number.to_bytes(8, "big")).of(signers)}
-    assert seen == set(signers)
+def test_who_asks_for_those_that_it_follows_wants_nothing_of_others() -> None:
+    """Nor what it has of them; and who asks for all wants what it has not."""
+    key, held = bytes(range(20)), [("one", 100.0), ("another", 50.0)]
+    asked = unpack_asked(pack_asked(key, held, b"saltsalt", 20, only_marked=True))
+    assert (asked.key, asked.neighbours, asked.only_marked) == (key, 20, True)
+    assert [asked.wants("one", expires) for expires in (99.0, 100.0, 101.0)] == [False, False, True]
+    assert asked.wants("another", 51.0)
+    assert not asked.wants("a third", 100.0)
+    assert not unpack_asked(pack_asked(key, [], b"saltsalt", 0, only_marked=True)).wants("one", 1.0)
+    every = unpack_asked(pack_asked(key, held, b"saltsalt", 20))
+    assert not every.only_marked
+    assert every.wants("a third", 100.0)
 
 
-@pytest.mark.parametrize("most", [0, 2, 8, MOST_OF_FEW])
-def test_how_many_are_wanted_goes_with_the_request(most: int) -> None:
-    key = bytes(range(20))
-    asked = unpack_asked(pack_asked(key, [("signer", 100.0)], b"saltsalt", 20, most))
-    assert (asked.key, asked.neighbours, asked.most) == (key, 20, most)
-    assert asked.holds("signer", 100.0)
-    assert len(asked.of([f"signer-{number}" for number in range(500)])) == (most or 500)
-    assert AskedKey(key).of(["signer"]) == ["signer"]
-
-
-async def test_a_holder_tells_a_few_and_again_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_holder_tells_of_those_that_are_followed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, holder = await members(2)
     fill(holder, 40)
-    told, few = list[str](), Few(8, b"saltsalt")
-    taken = intake_of(reader.directory).take
-
-    def take(teller: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
-        told.append(str(signer))
-        return taken(teller, key, signer, signed, expires)
-
-    monkeypatch.setattr(intake_of(reader.directory), "take", take)
-    assert await node_of(reader.directory).find(holder.p2p.peer_id, [KEY], few=few) is not None
-    filled = {f"a-signer-of-a-record-{number}" for number in range(40)}
-    assert set(told) - {holder.peer} == set(few.of(filled | {holder.peer, reader.peer})) - {holder.peer, reader.peer}
+    told, wanted = list[str](), [f"a-signer-of-a-record-{number}" for number in (3, 17, 99)]
+    monkeypatch.setattr(intake_of(reader.directory), "take", lambda _, __, signer, *___: told.append(str(signer)))
+    assert await node_of(reader.directory).find(holder.p2p.peer_id, [KEY], only=wanted) is not None
+    assert sorted(set(told) - {holder.peer}) == sorted(wanted[:2])
 
 
-def test_of_few_the_first_that_answers_is_asked_and_no_second() -> None:
+def test_both_holders_that_are_asked_are_asked_for_those_that_are_followed() -> None:
+    """One of the two that says nothing hides nobody."""
+
     async def scenario() -> None:
         net = Net(peers(0, 30))
         walker = Walker(cast("DhtNode", net), random.Random(1), asyncio.get_running_loop().time)
-        key, few = DHTID.generate(source="a bucket"), Few(8, b"saltsalt")
-        assert await walker.glance(key)
+        key = DHTID.generate(source="a bucket")
+        assert await walker.glance(key, ["one"])
+        assert {tuple(only or ()) for _, only in net.asked} == {("one",)}
         net.asked.clear()
-        assert await walker.glance(key, few)
-        assert [asked for _, asked in net.asked] == [few]
-        net.live -= {net.asked[0][0]}
-        net.asked.clear()
-        for _ in range(20):
-            assert await walker.glance(key, few)
-        assert len(net.asked) > 20, "who does not answer is passed over"
+        assert await walker.glance(key, ["one"])
+        assert [only for _, only in net.asked] == [["one"], ["one"]]
 
     in_virtual_time(scenario)
 
 
-def test_rows_of_each_are_a_power_of_two_within_bounds() -> None:
-    assert [rows_of_each(far) for far in (1, 2, 6, 14, 62)] == [MOST_ROWS, MOST_ROWS, 8, 2, 2]
+def test_who_is_followed_is_drawn_from_all_and_where_nobody_was_at_work_from_those_that_are() -> None:
+    """A crowd that never answers stands for as many as it is, and hides nobody for longer than it takes to ask."""
+    rows = Keys(50).at(Place(0, 0, 0), 0.0)
+    silent = set(sorted(rows)[:40])
+
+    def standing(peer: PeerId) -> Esteem:
+        return Esteem.SILENT if peer in silent else Esteem.HEARSAY
+
+    drawn = [peer for seed in range(200) for peer in drawn_of(rows, 3, random.Random(seed))]
+    assert sum(peer in silent for peer in drawn) / len(drawn) == pytest.approx(0.8, abs=0.06)
+    assert set(drawn) == set(rows)
+    at_work = [peer for seed in range(200) for peer in drawn_of(rows, 3, random.Random(seed), standing)]
+    assert not silent.intersection(at_work)
+    assert len(drawn_of(rows, 3, random.Random(1), lambda _: Esteem.SILENT)) == 3
+
+
+def test_as_few_are_followed_as_there_are_many_stages() -> None:
+    assert [rows_of_each(far) for far in (1, 2, 6, 14, 62)] == [MOST_ROWS, MOST_ROWS, 8, LEAST_ROWS, LEAST_ROWS]
     assert few_again(LIFE) + LOOK < LIFE * 2 / 3, "before the eldest of them ends"
 
 
-def test_the_few_that_are_seen_stay_until_all_are_read_again_and_are_others_then() -> None:
+def test_those_that_are_followed_stay_until_all_are_read_again_and_are_others_then() -> None:
     """Whoever is asked for its work or its record is asked once for all, and everybody is seen in the long run."""
     observer, seen, changes = Observer(Keys(*[90] * 16), stages=16), set[PeerId](), 0
     observer.look(60)
@@ -198,7 +200,67 @@ def test_the_few_that_are_seen_stay_until_all_are_read_again_and_are_others_then
         changes += few != before
         before = few
     assert 38 <= changes <= 41
-    assert len(seen) > 40
+    assert len(seen) > 60
+
+
+@pytest.mark.parametrize(("stages", "before", "after"), [(5, 160, 100), (5, 1000, 600), (16, 300, 150), (16, 60, 30)])
+def test_what_befalls_a_far_stage_is_known_after_a_few_of_its_turns(stages: int, before: int, after: int) -> None:
+    """Also where level 0 is read as well: its number is that of its latest buckets."""
+    keys = Keys(*[before] * stages)
+    observer, far = Observer(keys, stages=stages), stages - 2
+    observer.look(60)
+    gone = {PeerId(f"peer-3-{number:06}") for number in range(after, before)}
+    for place, rows in keys.rows.items():
+        if place.stage == 3:
+            rows[:] = [peer for peer in rows if peer not in gone]
+    observer.look(int(6 * far * TURN * LIFE / LOOK) + 10)
+    numbers = list[float]()
+    for _ in range(10):
+        numbers.append(observer.look().number(3, observer.now))
+    assert fmean(numbers) == pytest.approx(after, rel=0.18)
+
+
+@pytest.mark.parametrize("each", [60, 150, 1000])
+def test_a_stage_that_a_node_has_left_is_as_large_as_it_was(each: int) -> None:
+    """Though it held all of its buckets while it served there, and follows a few now."""
+    observer = Observer(Keys(*[each] * 5), stages=5)
+    observer.look(60)
+    for own in (3, 0, 3):
+        observer.sampled.to_write(OWN, own, LIFE)
+        for _ in range(60):
+            view = observer.look()
+            assert all(0.75 * each < view.number(stage, observer.now) < 1.3 * each for stage in range(5))
+
+
+@pytest.mark.parametrize("why", ["silent", "joining"])
+def test_where_none_of_those_that_are_followed_is_at_work_others_are_found_at_the_next_look(why: str) -> None:
+    """Of each stage five of six are ghosts, or have just come: drawn alone they would show one that nobody serves."""
+    keys = Keys(*[60] * 16)
+    observer = Observer(keys, stages=16)
+    unfit = {PeerId(f"peer-{stage}-{number:06}") for stage in range(16) for number in range(60) if number % 6}
+    if why == "silent":
+        observer.known = dict.fromkeys(unfit, Esteem.SILENT)
+    else:
+        at = keys.at
+
+        def joining(place: Place, now: float, only: Collection[PeerId] | None = None) -> dict[PeerId, LiveRecord]:
+            return {
+                peer: replace(row, record=row.record.model_copy(update={"state": PeerState.JOINING}))
+                if peer in unfit
+                else row
+                for peer, row in at(place, now, only).items()
+            }
+
+        keys.at = joining
+    observer.look(60)
+    idle = longest = 0
+    for _ in range(600):
+        view = observer.look()
+        served = [any(set(view.stages[stage]) - unfit) for stage in FAR]
+        idle += served.count(False)
+        longest = longest + 1 if not all(served) else 0
+        assert longest <= 2
+    assert 0 < idle < 600 * len(FAR) / 50
 
 
 @pytest.mark.parametrize("each", [50, 90, 1000])

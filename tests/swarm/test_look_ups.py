@@ -204,13 +204,13 @@ def test_what_an_asker_holds_is_left_out_and_nothing_else() -> None:
     key, held = bytes(range(KEY_BYTES)), [(f"signer-{number}", 100.0 + number) for number in range(MOST_MARKS)]
     asked = unpack_asked(pack_asked(key, held, b"saltsalt", 8))
     assert (asked.key, asked.neighbours) == (key, 8)
-    assert all(asked.holds(*row) for row in held)
-    assert all(asked.holds(signer, expires - before) for signer, expires in held for before in (1e-3, 0.5, 3600.0))
-    assert not any(asked.holds(signer, expires + after) for signer, expires in held for after in (1e-3, 0.5, 3600.0))
+    assert not any(asked.wants(*row) for row in held)
+    assert not any(asked.wants(signer, expires - before) for signer, expires in held for before in (1e-3, 0.5, 3600.0))
+    assert all(asked.wants(signer, expires + after) for signer, expires in held for after in (1e-3, 0.5, 3600.0))
     turned = unpack_asked(pack_asked(key, [("signer", 16384.0 * 1e5 - 1.0)], b"saltsalt", 8))
-    assert not turned.holds("signer", 16384.0 * 1e5 + 1.0)
+    assert turned.wants("signer", 16384.0 * 1e5 + 1.0)
     other = AskedKey(key, 8, b"tlastlas", asked.marks)
-    assert not any(other.holds(*row) for row in held)
+    assert all(other.wants(*row) for row in held)
     assert unpack_asked(key) == AskedKey(key)
     for size in (0, 3, KEY_BYTES - 1, KEY_BYTES + 1, KEY_BYTES + 10, KEY_BYTES + 9 + 6 * 9999):
         assert len(unpack_asked(b"\xff" * size).marks) <= MOST_MARKS

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import fmean
 
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory.asked_key import Few
 from noloco_node.directory.bucket_turns import RENEWED_SECONDS
 from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.far_stages import rows_of_each
@@ -41,10 +40,9 @@ class Keys:
         for at in levels_to_write(prefix, level, fullness):
             self.rows.setdefault(Place(stage, at, bucket_of(prefix, at)), []).append(peer)
 
-    def at(self, place: Place, now: float, few: Few | None = None) -> dict[PeerId, LiveRecord]:
+    def at(self, place: Place, now: float, only: Collection[PeerId] | None = None) -> dict[PeerId, LiveRecord]:
         """Records of middle age."""
-        peers = self.rows.get(place, [])
-        peers = sorted(peers if few is None else few.of(peers))
+        peers = sorted(peer for peer in self.rows.get(place, ()) if only is None or peer in only)
         self.read += len(peers)
         self.roots += place.level == 0
         return {peer: LiveRecord(record_of(peer, place.stage), now + 0.8 * LIFE) for peer in peers}
@@ -81,7 +79,7 @@ class Observer:
             self.now += LOOK
             for place in self.sampled.to_read(self.now):
                 if not fails(place):
-                    self.sampled.took(place, self.keys.at(place, self.now, self.sampled.few_of(place)), self.now)
+                    self.sampled.took(place, self.keys.at(place, self.now, self.sampled.followed_at(place)), self.now)
         self.view = self.sampled.view(self.now)
         return self.view
 
@@ -106,8 +104,8 @@ def test_who_lives_no_longer_than_until_the_next_look_stands_for_nobody() -> Non
     between two looks, for whom nobody would stand."""
     keys = Keys(600)
 
-    def of_every_age(place: Place, now: float, few: Few | None = None) -> dict[PeerId, LiveRecord]:
-        rows = Keys.at(keys, place, now, few)
+    def of_every_age(place: Place, now: float, only: Collection[PeerId] | None = None) -> dict[PeerId, LiveRecord]:
+        rows = Keys.at(keys, place, now, only)
         return {
             p: LiveRecord(row.record, now + LIFE * (0.34 + 0.66 * (i % 9) / 9))
             for i, (p, row) in enumerate(rows.items())
