@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from noloco_node.directory.sampled_view import WHOLE
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -81,7 +82,8 @@ class Chronicle:
         self.counts: Counter[str] = Counter()
         """Faults that no book of the node counts."""
         self.seen_leaving = 0
-        """Live nodes of the swarm that were not there any more at the next account, while the run was under way."""
+        """Live nodes of the swarm that were not there any more at the next account, while the run was under way; of a
+        swarm that is too large to be seen whole none."""
         self.nodes: list[tuple[float, int]] = []
         """Live nodes as this one saw them: wall time and count, at each change."""
         self.moments: deque[Moment] = deque(maxlen=MOST_MOMENTS)
@@ -161,7 +163,8 @@ class Chronicle:
         if not self.nodes or self.nodes[-1][1] != now:
             self.nodes.append((event.time, now))
         going_on = self._meter.doing not in LEAVING and event.clock < NEAR_THE_END * event.target
-        if going_on and len(self._per_stage) == len(event.nodes_per_stage):
+        seen_whole = sum(self._per_stage) <= WHOLE  # of others these are estimates, which go up and down
+        if going_on and seen_whole and len(self._per_stage) == len(event.nodes_per_stage):
             falls = zip(self._per_stage, event.nodes_per_stage, strict=True)
             self.seen_leaving += sum(max(0, before - after) for before, after in falls)
         self._per_stage = event.nodes_per_stage

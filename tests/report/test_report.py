@@ -319,3 +319,13 @@ def test_a_life_ends_where_its_process_did(killed: bool) -> None:
 def test_values_on_an_axis_are_short(value: float, text: str) -> None:
     """As a person writes them."""
     assert figure(value) == text
+
+
+@pytest.mark.parametrize(("many", "gone"), [(100, 20), (1000, 0)])
+def test_only_of_a_swarm_that_is_seen_whole_those_that_leave_are_counted(many: int, gone: int) -> None:
+    """Of a larger one numbers are estimates, which go up and down."""
+    counts = ([many, many], [many - 20, many], [many, many])
+    accounts = (
+        made.account(time=1000.0 + at, clock=1.0, target=1e9, nodes_per_stage=each) for at, each in enumerate(counts)
+    )
+    assert Chronicle.of("s0-r0", accounts).seen_leaving == gone
