@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, TypeVar
 
 from noloco_node import ambient
@@ -84,6 +84,17 @@ async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
         await run_to_end(cancel_and_wait(tasks))
     if failed is not None:
         failed.result()
+
+
+async def some_at_a_time(most: int, items: Sequence[T], work: Callable[[T], Awaitable[None]]) -> None:
+    """Do the work of each item, in their order and `most` at once. Ends with the first failure, as `all_of`."""
+    left = iter(items)
+
+    async def work_off() -> None:
+        for item in left:
+            await work(item)
+
+    await all_of([asyncio.create_task(work_off()) for _ in range(min(most, len(items)))])
 
 
 def _has_failed(task: asyncio.Task[None]) -> bool:

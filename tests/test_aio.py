@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from noloco_node import aio
-from noloco_node.aio import LoopLag, all_of, cancel_and_wait, first_alone, run_to_end
+from noloco_node.aio import LoopLag, all_of, cancel_and_wait, first_alone, run_to_end, some_at_a_time
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.pieces import Width, side_by_side
 from tests.support import one_turn
@@ -214,3 +214,34 @@ def test_of_a_group_of_errors_of_one_kind_the_first_goes_on_alone(others: list[E
         raise group
     assert (str(caught.value) == "first") is not bool(others)
     assert (caught.value is group) is bool(others)
+
+
+async def test_some_at_a_time_are_done_in_their_order_and_no_more_at_once() -> None:
+    begun, under_way, most = list[int](), 0, 0
+
+    async def work(item: int) -> None:
+        nonlocal under_way, most
+        begun.append(item)
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.001 * (item % 3))
+        under_way -= 1
+
+    await some_at_a_time(4, range(20), work)
+    assert (begun, most) == (list(range(20)), 4)
+    await some_at_a_time(4, (), work)
+    assert len(begun) == 20
+
+
+async def test_of_some_at_a_time_the_first_failure_ends_the_rest() -> None:
+    done = list[int]()
+
+    async def work(item: int) -> None:
+        if item == 3:
+            raise ValueError(item)
+        await asyncio.sleep(0.001)
+        done.append(item)
+
+    with pytest.raises(ValueError, match="3"):
+        await some_at_a_time(2, range(20), work)
+    assert max(done) < 6

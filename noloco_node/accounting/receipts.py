@@ -22,7 +22,7 @@ from noloco_node.accounting.statements import (
     read_entries,
     statement_text,
 )
-from noloco_node.aio import Pulse, cancel_and_wait, run_to_end
+from noloco_node.aio import Pulse, cancel_and_wait, run_to_end, some_at_a_time
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.messages import PEERS_COUNTED, Ledger
@@ -149,15 +149,7 @@ class Receipts:
         await self._write_work()
         self._make_receipts()
         answers = self._transport.acquaintances.answers
-        left = iter(sorted(self._pending, key=lambda peer: not answers(peer)))
-
-        async def work_off() -> None:
-            for peer in left:
-                await self._send(peer)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(CALLS_AT_ONCE, len(self._pending))):
-                group.create_task(work_off())
+        await some_at_a_time(CALLS_AT_ONCE, sorted(self._pending, key=lambda peer: not answers(peer)), self._send)
 
     async def finish(self) -> None:
         """Settle a last time, within seconds; peers that are gone are not waited for."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_node import PROTOCOL_VERSION, ambient
-from noloco_node.aio import Pulse
+from noloco_node.aio import Pulse, some_at_a_time
 from noloco_node.bootstrap.hello import ask_hello
 from noloco_node.directory.headcount import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
@@ -222,18 +222,15 @@ class RollCall:
 
     async def _ask_in_turn(self, peers: Sequence[PeerId], until: Callable[[], float]) -> None:
         """All of them, `BURST` at a time; nobody any more once `until()` is over."""
-        loop, left = asyncio.get_running_loop(), list(peers)[::-1]
+        loop = asyncio.get_running_loop()
 
-        async def work_off() -> None:
-            while left and (seconds := until() - loop.time()) > 0.0:
-                peer = left.pop()
-                if (asked := self._asked.get(peer)) is not None:
-                    await self._ask(peer, asked, min(CALL_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
-                    self._found = self._found or (asked.record is not None and is_there(self._known, asked.record))
+        async def ask(peer: PeerId) -> None:
+            seconds = until() - loop.time()
+            if seconds > 0.0 and (asked := self._asked.get(peer)) is not None:
+                await self._ask(peer, asked, min(CALL_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
+                self._found = self._found or (asked.record is not None and is_there(self._known, asked.record))
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(BURST, len(left))):
-                group.create_task(work_off())
+        await some_at_a_time(BURST, peers, ask)
 
     def _due(self, now: float) -> list[PeerId]:
         """Whom to ask now, within what is allowed. Nobody is looked at before somebody's time has come, or a call to

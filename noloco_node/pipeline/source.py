@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.aio import all_of, run_to_end
+from noloco_node.aio import run_to_end, some_at_a_time
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, by_source, inputs_and_labels
 from noloco_node.marks import positions_of
@@ -154,13 +154,12 @@ class MicrobatchSource:
             parts += [(number, own[start : start + size]) for start in range(0, len(own), size)]
         results = [(0.0, 0) for _ in sources or (0,)]
 
-        async def work_off() -> None:
-            while parts:
-                number, rows = parts.pop()
-                loss, tokens = await self._evaluate_part(rows)
-                results[number] = (results[number][0] + loss, results[number][1] + tokens)
+        async def evaluate(part: tuple[int, Tensor]) -> None:
+            number, rows = part
+            loss, tokens = await self._evaluate_part(rows)
+            results[number] = (results[number][0] + loss, results[number][1] + tokens)
 
-        await all_of([asyncio.create_task(work_off()) for _ in range(min(EVALUATED_AT_ONCE, len(parts)))])
+        await some_at_a_time(EVALUATED_AT_ONCE, parts, evaluate)
         return results
 
     async def _carry_through(self, sample: Sample) -> None:
