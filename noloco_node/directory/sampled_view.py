@@ -111,6 +111,8 @@ class _Stage:
     """Places of which not all rows are here."""
     followed: tuple[PeerId, ...] = ()
     """Of a far stage: those of it that are shown."""
+    where: Place | None = None
+    """The place that they were drawn from."""
     due: bool = False
     """Its turn has come, to be read whole."""
     idle: bool = False
@@ -196,7 +198,8 @@ class SampledView:
         each = self._stages[place.stage]
         each.read_at[place], each.began_at = now, min(each.began_at, now)
         if place in self._far.followed:
-            each.rows = {place: {peer: rows[peer] for peer in each.followed if peer in rows}}
+            before = each.rows.get(place, {})  # who was not found lives all the same
+            each.rows = {place: {p: rows.get(p) or before[p] for p in each.followed if p in rows or p in before}}
             return
         before = each.level.level
         if place == each.drawn or place.level == 0:
@@ -218,8 +221,9 @@ class SampledView:
     def _follow(self, each: _Stage, place: Place, rows: _Rows) -> None:
         """A place of a far stage was read whole."""
         each.level.keep(COUNTS)
-        if place.level == each.level.level and rows:
-            each.due = False
+        here = place.level == each.level.level
+        if rows and (here or each.idle):
+            each.due, each.where = each.due and not here, place
             most = rows_of_each(len(self._far.stages))
             each.followed = drawn_of(rows, most, self._rng, self._standing if each.idle else None)
             each.rows = {place: {peer: rows[peer] for peer in each.followed}}
@@ -247,14 +251,15 @@ class SampledView:
         each.idle = not any(at_work(row, self._standing(peer)) for peer, row in rows)
         whole, wanted = each.due or each.idle, list[Place]()
         again = self._far.root_again(root_again(level, self._life), self._life) if level else math.inf
-        if whole and (level == 0 or (turn and each.age(root, now) >= again)):
+        often = few_again(self._life)
+        at_root = each.age(root, now) >= (often if each.idle else again) if level else True
+        if whole and at_root and (turn or each.idle or not level):
             wanted = [root]
         if level or (each.level.confirming and not wanted):
             wanted += self._drawn_of(stage, each, now, math.inf, due=whole)
-        place = each.held[-1] if level and each.held else root
-        if not wanted and each.age(place, now) >= few_again(self._life):
-            self._far.followed.add(place)
-            wanted = [place]
+        if not wanted and each.where is not None and each.age(each.where, now) >= often:
+            self._far.followed.add(each.where)
+            wanted = [each.where]
         return wanted
 
     def _near(self, stage: int) -> bool:

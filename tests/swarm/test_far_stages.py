@@ -192,15 +192,15 @@ def test_those_that_are_followed_stay_until_all_are_read_again_and_are_others_th
     observer, seen, changes = Observer(Keys(*[90] * 16), stages=16), set[PeerId](), 0
     observer.look(60)
     before = observer.peers(9)
-    for _ in range(int(40 * 14 * TURN * LIFE / LOOK)):
+    for _ in range(int(10 * 14 * TURN * LIFE / LOOK)):
         observer.look()
         few = observer.peers(9)
         assert len(few) == rows_of_each(len(FAR))
         seen |= few
         changes += few != before
         before = few
-    assert 38 <= changes <= 41
-    assert len(seen) > 60
+    assert 8 <= changes <= 11
+    assert len(seen) > 20
 
 
 @pytest.mark.parametrize(("stages", "before", "after"), [(5, 160, 100), (5, 1000, 600), (16, 300, 150), (16, 60, 30)])
