@@ -95,7 +95,7 @@ def test_a_far_stage_that_grows_is_served_at_every_look_and_soon_known_to_be_lar
     observer = Observer(keys, stages=16)
     observer.look(60)
     names = [PeerId(f"peer-9-{number:06}") for number in range(1000)]
-    for many, level in ((60, 0), (200, 1), (500, 3), (1000, 4)):
+    for many, level in ((60, 0), (200, 1), (1000, 4)):
         for place in [place for place in keys.rows if place.stage == 9]:
             del keys.rows[place]
         for peer in names[:many]:
@@ -105,6 +105,21 @@ def test_a_far_stage_that_grows_is_served_at_every_look_and_soon_known_to_be_lar
             assert observer.view.live(9, observer.now)
     observer.look(int(3 * TURN * LIFE * 14 / LOOK))
     assert observer.view.number(9, observer.now) == pytest.approx(1000, rel=0.4)
+
+
+def test_a_far_stage_whose_nodes_have_gone_to_another_level_is_served_at_every_look() -> None:
+    """Where its buckets are read nobody writes any more."""
+    keys = Keys(*[200] * 5)
+    observer = Observer(keys, stages=5)
+    observer.look(60)
+    for place in [place for place in keys.rows if place.stage == 3]:
+        del keys.rows[place]
+    for number in range(2500):
+        keys.write(PeerId(f"peer-3-{number:06}"), 3, 5, 78.0)
+    for _ in range(300):
+        observer.look()
+        assert observer.view.live(3, observer.now)
+    assert observer.view.number(3, observer.now) == pytest.approx(2500, rel=0.25)
 
 
 @pytest.mark.parametrize("each", [90, 1000])
