@@ -20,6 +20,8 @@ from noloco_node.identity.peer_id import PeerId
 
 TURN = 0.9
 """Of a record's life, between two far stages of which a place is read whole."""
+IDLE_AGAIN = 0.4
+"""The same where nobody of it is known to be at work."""
 ROOT_TURNS = 4
 """Turns of a stage, at the least, between two at which level 0 is read as well as a bucket."""
 COUNTS = 4
@@ -34,6 +36,11 @@ SERVING = (PeerState.TRAINING, PeerState.FINISHING)
 def rows_of_each(far: int) -> int:
     """How many are followed of each of so many far stages."""
     return max(LEAST_ROWS, min(MOST_ROWS, ROWS // max(1, far)))
+
+
+def idle_again(life: float) -> float:
+    """Seconds between two looks at a whole place of a stage of which nobody is at work."""
+    return IDLE_AGAIN * life
 
 
 def few_again(life: float) -> float:
@@ -52,17 +59,18 @@ def at_work(row: LiveRecord, esteem: Esteem) -> bool:
 
 
 def drawn_of(
-    rows: Mapping[PeerId, LiveRecord],
-    most: int,
-    rng: random.Random,
-    standing: Callable[[PeerId], Esteem] | None = None,
-) -> tuple[PeerId, ...]:
-    """Who is followed of these: `most`, at random, so that they speak for the others. Where `standing` is said those
-    that are at work: of the last ones nobody was, and that somebody is matters more."""
-    among = sorted(rows)
-    if standing is not None:
-        among = [peer for peer in among if at_work(rows[peer], standing(peer))] or among
-    return tuple(sorted(rng.sample(among, min(most, len(among)))))
+    rows: Mapping[PeerId, LiveRecord], most: int, rng: random.Random, standing: Callable[[PeerId], Esteem]
+) -> tuple[tuple[PeerId, ...], float]:
+    """Who is followed of these, `most`, and for which share of all they speak. They are drawn at random from all; where
+    nobody among them is at work, from those that are, who speak for themselves alone: that a stage is served matters
+    more than who else is on the way there."""
+
+    def some(among: Sequence[PeerId]) -> tuple[PeerId, ...]:
+        return tuple(sorted(rng.sample(among, min(most, len(among)))))
+
+    drawn = some(sorted(rows))
+    busy = [peer for peer in sorted(rows) if at_work(rows[peer], standing(peer))]
+    return (drawn, 1.0) if not busy or set(busy).intersection(drawn) else (some(busy), len(busy) / len(rows))
 
 
 class FarTurns:

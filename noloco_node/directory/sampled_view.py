@@ -35,7 +35,7 @@ from noloco_node.directory.buckets import (
     levels_to_write,
     prefix_of,
 )
-from noloco_node.directory.far_stages import COUNTS, FarTurns, at_work, drawn_of, few_again, rows_of_each
+from noloco_node.directory.far_stages import COUNTS, FarTurns, at_work, drawn_of, few_again, idle_again, rows_of_each
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
@@ -113,6 +113,10 @@ class _Stage:
     """Of a far stage: those of it that are shown."""
     where: Place | None = None
     """The place that they were drawn from."""
+    share: float = 1.0
+    """Of those that lie there, for which they speak."""
+    idle_at: float = -math.inf
+    """When a place of it was last to be read whole for that."""
     due: bool = False
     """Its turn has come, to be read whole."""
     idle: bool = False
@@ -165,7 +169,7 @@ class SampledView:
                 wanted += self._far_places(stage, each, now, turn=stage == turn)
                 continue
             if each.followed:  # it was far until now
-                each.followed, each.read_at = (), {}
+                each.followed, each.share, each.read_at = (), 1.0, {}
             root = Place(stage, 0, 0)
             at_root = each.level.level == 0
             again = READ_AGAIN * self._life if at_root else root_again(each.level.level, self._life)
@@ -225,7 +229,7 @@ class SampledView:
         if rows and (here or each.idle):
             each.due, each.where = each.due and not here, place
             most = rows_of_each(len(self._far.stages))
-            each.followed = drawn_of(rows, most, self._rng, self._standing if each.idle else None)
+            each.followed, each.share = drawn_of(rows, most, self._rng, self._standing)
             each.rows = {place: {peer: rows[peer] for peer in each.followed}}
 
     def view(self, now: float) -> DirectoryView:
@@ -249,17 +253,21 @@ class SampledView:
         each.due |= turn or not each.followed
         rows = [(peer, row) for here in each.rows.values() for peer, row in here.items() if row.expires > now]
         each.idle = not any(at_work(row, self._standing(peer)) for peer, row in rows)
-        whole, wanted = each.due or each.idle, list[Place]()
+        idle = each.idle and _since(each.idle_at, now) >= idle_again(self._life)
+        each.idle_at = -math.inf if not each.idle else now if idle else each.idle_at
+        whole, wanted = each.due or idle, list[Place]()
         again = self._far.root_again(root_again(level, self._life), self._life) if level else math.inf
         often = few_again(self._life)
         at_root = each.age(root, now) >= (often if each.idle else again) if level else True
-        if whole and at_root and (turn or each.idle or not level):
+        if whole and at_root and (turn or idle or not level):
             wanted = [root]
-        if level or (each.level.confirming and not wanted):
+        if level or (each.level.confirming and (each.idle or not wanted)):
             wanted += self._drawn_of(stage, each, now, math.inf, due=whole)
-        if not wanted and each.where is not None and each.age(each.where, now) >= often:
-            self._far.followed.add(each.where)
-            wanted = [each.where]
+        stalls = each.drawn is not None and each.drawn_at < now
+        where = each.where if stalls or not wanted else None
+        if where is not None and where not in wanted and each.age(where, now) >= often:
+            self._far.followed.add(where)
+            wanted.append(where)
         return wanted
 
     def _near(self, stage: int) -> bool:
@@ -339,7 +347,7 @@ def _scale(each: _Stage, rows: _Rows, now: float) -> Scale:
     seen, estimate = sum(row.expires > now for row in rows.values()), each.level.estimate
     if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: who is there is seen
         return Scale(error=estimate.error) if each.crowded else Scale()
-    return Scale(max(1.0, estimate.number / seen), estimate.error)
+    return Scale(max(1.0, estimate.number * each.share / seen), estimate.error)
 
 
 def _any_lives(rows: _Rows, now: float) -> bool:
