@@ -261,13 +261,11 @@ class SampledView:
         at_root = each.age(root, now) >= (often if each.idle else again) if level else True
         if whole and at_root and (turn or idle or not level):
             wanted = [root]
-        if level or (each.level.confirming and (each.idle or not wanted)):
+        if level or (each.level.confirming and not wanted):
             wanted += self._drawn_of(stage, each, now, math.inf, due=whole)
-        stalls = each.drawn is not None and each.drawn_at < now
-        where = each.where if stalls or not wanted else None
-        if where is not None and where not in wanted and each.age(where, now) >= often:
-            self._far.followed.add(where)
-            wanted.append(where)
+        if not wanted and each.where is not None and each.age(each.where, now) >= often:
+            self._far.followed.add(each.where)
+            wanted = [each.where]
         return wanted
 
     def _near(self, stage: int) -> bool:

@@ -255,7 +255,7 @@ def test_a_stage_that_a_node_has_left_is_as_large_as_it_was(each: int) -> None:
 
 
 @pytest.mark.parametrize("why", ["silent", "joining"])
-def test_where_none_of_those_that_are_followed_is_at_work_others_are_found_at_the_next_look(why: str) -> None:
+def test_where_few_are_at_work_some_of_these_are_seen_and_speak_for_as_many_as_they_are(why: str) -> None:
     """Of each stage five of six are ghosts, or have just come: drawn alone they would show one that nobody serves."""
     keys = Keys(*[60] * 16)
     observer = Observer(keys, stages=16)
