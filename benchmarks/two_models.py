@@ -46,13 +46,13 @@ STEP_SECONDS = 0.001
 RECORD_SECONDS = 20.0
 
 
-def configuration(nodes: int) -> Config:
+def configuration(nodes: int, stages: int) -> Config:
     """Of the whole nodes."""
-    stages = 2
     tokens = 512
     return load_config(
         shipped_config("sim/swarm"),
         [
+            f"run.model.stages={stages}",
             f"run.inner.global_batch_tokens={nodes // stages * MICROBATCHES_A_STEP * tokens}",
             f"run.outer.inner_steps={INNER_STEPS}",
             f"run.outer.min_inner_steps={MIN_INNER_STEPS}",
@@ -252,7 +252,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def both(seed: int, options: argparse.Namespace, known: Mapping[str, Any] | None) -> dict[str, Any]:
     """One seed's figures of either model; of whole nodes those that are `known`."""
-    config = configuration(options.nodes)
+    config = configuration(options.nodes, options.stages)
     settings = crowd_settings(config, options.nodes, options.warm_up, options.seconds, options.fastest)
     settings = settings.model_copy(update={"seed": seed})
     crowd = Crowd(settings, options.nodes)
@@ -275,6 +275,7 @@ def main() -> None:
     """Run both for each seed, print the table and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=whole, default=64)
+    parser.add_argument("--stages", type=whole, default=2)
     parser.add_argument("--seconds", type=positive, default=240.0)
     parser.add_argument("--warm-up", type=not_negative, default=60.0)
     parser.add_argument("--fastest", type=positive, default=16.0, help="speed of the fastest, in times the slowest")
@@ -282,7 +283,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="take what --out has of whole nodes")
     parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
-    about = {name: getattr(options, name) for name in ("nodes", "seconds", "warm_up", "fastest")}
+    about = {name: getattr(options, name) for name in ("nodes", "stages", "seconds", "warm_up", "fastest")}
     known: dict[int, dict[str, Any]] = {}
     if options.again:
         before = json.loads(options.out.read_text(encoding="utf-8"))
