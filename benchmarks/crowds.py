@@ -3,9 +3,9 @@
     python -m benchmarks.crowds docs/results/scale
 
 Looks in the folder's own folders: `directory`, `directory-16` and `before` (what the directory costs by size, by
-buckets in four stages and in sixteen and where everybody is seen), `training`, `training-10000` and `mass` (figures by size), `churn-5` and `churn-50` (the same by
-churn), `deaths`, `flash`, `cut` (what befalls a crowd, by time). What is not there is left out. Writes `table.md`,
-`directory.png`, `sizes.png` and `events.png` beside them.
+buckets in four stages and in sixteen and where everybody is seen), `training`, `training-10000` and `mass` (figures by
+size), `churn-5` and `churn-50` (the same by churn), `deaths`, `flash`, `cut` (what befalls a crowd, by time). What is
+not there is left out. Writes `table.md`, `directory.png`, `sizes.png` and `events.png` beside them.
 """
 
 from __future__ import annotations
