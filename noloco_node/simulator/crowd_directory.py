@@ -262,7 +262,10 @@ class BucketDirectory(Records):
         few, turn = who[self._turn(who, few_again(self.life))], who[self._turn(who, turn_again(self.life))]
         for columns in self._far_of(few):
             self._look_far(columns, self._few)
-        drawn = self.rng.integers(0, self.stages, len(turn))  # by turns; all that counts here is that it is one
+        own = nodes.stage_row[turn]
+        near = np.where(own + NEAR <= self.stages, NEAR, self.stages - own)
+        drawn = (self.rng.random(len(turn)) * (self.stages - near)).astype(np.int64)
+        drawn += near * (drawn >= own)  # by turns, and here by chance: one of those that are far
         for stage, columns in enumerate(self._far_of(turn)):
             self._look_far(columns[drawn[self._is_far(turn, stage)] == stage], MOST_RECORDS)
 
