@@ -35,9 +35,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory import buckets, sampled_view
 from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.dht import DhtDirectory, join_directory
-from noloco_node.directory.membership import REFRESH_SECONDS, SERVING, Membership, OwnFigures
+from noloco_node.directory.membership import REFRESH_SECONDS, Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records import SERVING, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.validator import RecordValidator, sign_record, stage_key
 from noloco_node.errors import UserError
 from noloco_node.identity.keys import load_or_create_identity

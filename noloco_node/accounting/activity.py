@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_node import ambient
-from noloco_node.directory.membership import SERVING, Membership, too_few
-from noloco_node.directory.records import PeerState
+from noloco_node.directory.membership import Membership, too_few
+from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.telemetry.events import Doing
 
 IDLE_SECONDS = 10.0

@@ -53,9 +53,7 @@ class AskedKey:
 
     def wants(self, signer: str, expires: float) -> bool:
         """Whether the asker wants this record: it holds neither that nor a later one of the same signer."""
-        if not self.marks:
-            return not self.only_marked
-        held = self.marks.get(_mark(_salted(self.salt), signer))
+        held = self.marks.get(_mark(_salted(self.salt), signer)) if self.marks else None
         if held is None:
             return not self.only_marked
         return (held - _ticks(expires)) % _TURN >= _TURN // 2

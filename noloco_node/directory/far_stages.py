@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from noloco_node.directory.bucket_turns import READ_AGAIN_AT_LAST
 from noloco_node.directory.buckets import Place
-from noloco_node.directory.records import LiveRecord, PeerState
+from noloco_node.directory.records import SERVING, LiveRecord
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 
@@ -30,7 +30,6 @@ MOST_ROWS, LEAST_ROWS = 16, 3
 """Of one far stage, that are followed."""
 ROWS = 48
 """Of all of them together, as far as each has the least."""
-SERVING = (PeerState.TRAINING, PeerState.FINISHING)
 
 
 def rows_of_each(far: int) -> int:

@@ -13,7 +13,7 @@ from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.directory.headcount import SAMPLE, Headcount, is_there, share_error, unasked_share
-from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.directory.records import SERVING, Directory, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
 WITHDRAWAL_MARGIN_SECONDS = 5.0
-
-SERVING = (PeerState.TRAINING, PeerState.FINISHING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ class Scale(NamedTuple):
 
 
 EVERYBODY = Scale()
+SERVING = (PeerState.TRAINING, PeerState.FINISHING)
 NOT_GONE = tuple(state for state in PeerState if state is not PeerState.GONE)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from noloco_node.directory.membership import SERVING
-from noloco_node.directory.records import DirectoryView, PeerState
+from noloco_node.directory.records import SERVING, DirectoryView, PeerState
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.known_peers import HeldState
-from noloco_node.directory.membership import SERVING, Membership
-from noloco_node.directory.records import PeerState
+from noloco_node.directory.membership import Membership
+from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.telemetry.events import Warned

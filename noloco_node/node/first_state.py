@@ -12,8 +12,7 @@ from noloco_node import ambient
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.directory.known_peers import HeldState
-from noloco_node.directory.membership import SERVING
-from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.records import SERVING, PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId

@@ -11,9 +11,9 @@ from noloco_node import ambient
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.averaging.participant import Averaging
 from noloco_node.averaging.probation import Ending
-from noloco_node.directory.membership import SERVING, Membership
+from noloco_node.directory.membership import Membership
 from noloco_node.directory.peer_clocks import FarBehind
-from noloco_node.directory.records import PeerState
+from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.links import PeerWays

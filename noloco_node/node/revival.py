@@ -11,8 +11,8 @@ from typing import Literal
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.membership import SERVING, Membership
-from noloco_node.directory.records import PeerState
+from noloco_node.directory.membership import Membership
+from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.initial_state import lacks_first_weights, no_first_weights
 from noloco_node.state_transfer.backups import StageCopies

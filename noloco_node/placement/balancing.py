@@ -16,12 +16,11 @@ from statistics import NormalDist, median
 
 from noloco_node.directory.buckets import TARGET
 from noloco_node.directory.headcount import WELCOME_SHARE, is_there, sampled_share, unasked_share
-from noloco_node.directory.records import DirectoryView, PeerRecord, PeerState
+from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
-PRESENT = (PeerState.TRAINING, PeerState.FINISHING)
 
 CREDIBLE_STRENGTH = 8.0
 """A node of which this one has seen work counts at most for this many of the median one: what a record claims is only
@@ -161,7 +160,7 @@ def _servers_of_stage(
     if each > 1.0:
         total, squares = math.fsum(s for _, s in there), math.fsum(s * s for _, s in there)
         error = sample_error(len(there), total, squares, each * len(there), scale.error)
-    return [Server(PeerId(r.peer_id), stage, s, r.state in PRESENT, r.guards, each, error) for r, s in there]
+    return [Server(PeerId(r.peer_id), stage, s, r.state in SERVING, r.guards, each, error) for r, s in there]
 
 
 def as_seen_at_work(

@@ -8,8 +8,7 @@ from statistics import median
 from typing import Literal
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.membership import SERVING
-from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.records import SERVING, PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 
 BEGINNINGS = {
