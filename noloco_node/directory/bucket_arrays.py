@@ -193,12 +193,12 @@ class StageLevels:
         ordered, many = self._latest(who)
         enough = (self.level[who] == 0) | ((self._here[who, 0] != NONE) & (many > 1))
         who, ordered, many = who[enough], ordered[enough], many[enough]
-        least = np.take_along_axis(ordered, ((many - 1) // 2)[:, None], 1)[:, 0]
-        most = np.take_along_axis(ordered, (many // 2)[:, None], 1)[:, 0]
+        lower_middle = np.take_along_axis(ordered, ((many - 1) // 2)[:, None], 1)[:, 0]
+        upper_middle = np.take_along_axis(ordered, (many // 2)[:, None], 1)[:, 0]
         level = self.level[who]
-        up = (least > RAISE * TARGET) & (level < MOST_LEVEL)
-        down = (most < LOWER * TARGET) & (level > 0)
-        fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(most, 1)).astype(np.int64)))
+        up = (lower_middle > RAISE * TARGET) & (level < MOST_LEVEL)
+        down = (upper_middle < LOWER * TARGET) & (level > 0)
+        fall = np.minimum(FALL, np.maximum(1, np.log2(TARGET / np.maximum(upper_middle, 1)).astype(np.int64)))
         asks = who[up & (self.level[who] == 0) & (self.candidate[who] == NONE)]
         self._hear_of(asks, 1)
         up &= self.level[who] > 0

@@ -36,12 +36,14 @@ HIGHER_TOO = 0.75
 MOST_LEVEL = 20
 """64 million replicas of a stage."""
 PREFIX_BITS = 32
-BEHIND, BEYOND_CHANCE = 12, (3.5, 2.0)
-"""Records of a first bucket, and standard deviations beyond chance, from which they speak of its level: a bucket may
-hold far fewer than the others of its level, and for good; and of a small stage some have as many zeros by chance. Where
-nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden."""
+BEHIND = 12
+"""Records of a first bucket from which they speak of its level: a bucket may hold far fewer than the others of its
+level, and for good."""
+BEYOND_CHANCE = (3.5, 2.0)
+"""Standard deviations beyond what so small a stage has by chance, from which they do. Where nothing lies beyond the
+first, the second is enough: beside sixty that came at once a first bucket is hidden."""
 LOOKED_BACK = 4
-"""Buckets, one after another, that must agree before the level is changed; no bucket decides alone."""
+"""Latest looks that decide on the level: three of four must be too full, or too empty; no bucket decides alone."""
 UNNAMED = -1
 """In place of the number of a bucket of which that was not kept."""
 KEPT = 10
@@ -141,16 +143,27 @@ def estimated(densities: Sequence[float], counts: Sequence[int], buckets: int) -
     return Estimate(number, unread * max(chance, seen) / math.sqrt(len(densities)))
 
 
-def _still_counts(of: int, number: int, count: int, level: int, bucket: int, named: int) -> bool:
-    """Whether what was found earlier in bucket `number` of level `of` says something beside a new look at `bucket` of
-    `level`, of which so many others are known. Of a bucket its last look counts; at level 0 everybody is seen, and what
-    was before is over; a crowded bucket of another level only says how many there are at least; and that level says
-    nothing any more once enough of this one is known."""
-    if of == level and number != UNNAMED:
-        return level > 0 and number != bucket
-    if level == 0 or named >= min(LOOKED_BACK, 1 << level):
+class Look(NamedTuple):
+    """What was found in a bucket."""
+
+    level: int
+    bucket: int
+    """Its number, or `UNNAMED`."""
+    records: int
+
+
+def _still_counts(earlier: Look, new: Look, named: int) -> bool:
+    """Whether an earlier look says something beside a `new` one, of whose level so many buckets are known by number.
+
+    Of a bucket its last look counts; at level 0 everybody is seen, and what was before is over; a crowded bucket of
+    another level only says how many there are at least; and that level says nothing any more once enough of this one is
+    known."""
+    if earlier.level == new.level and earlier.bucket != UNNAMED:
+        return new.level > 0 and earlier.bucket != new.bucket
+    if new.level == 0 or named >= min(LOOKED_BACK, 1 << new.level):
         return False
-    return of == level or of == 0 or (abs(of - level) == 1 and count < CROWDED)
+    beside = abs(earlier.level - new.level) == 1 and earlier.records < CROWDED
+    return earlier.level in (0, new.level) or beside
 
 
 class StageLevel:
@@ -164,8 +177,8 @@ class StageLevel:
     def __init__(self, rng: random.Random, level: int = 0) -> None:
         self._rng = rng
         self.level = level
-        self._counts: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
-        """Bucket's level, number and records, the latest last."""
+        self._counts: deque[Look] = deque(maxlen=KEPT)
+        """Those that make the estimate, the latest last."""
         self._here: deque[tuple[int, int]] = deque(maxlen=LOOKED_BACK)
         """The latest looks at buckets of this level: which, and its records."""
         self._turn: list[int] = []
@@ -184,11 +197,11 @@ class StageLevel:
         if not self._counts:
             return Estimate(0.0, 1.0)
         if self.level == 0:
-            level, _, count = self._counts[-1]
-            return Estimate(float(count << level))
-        counts = [(level, min(count, CROWDED) if level else count) for level, _, count in self._counts]
-        densities = [float(count << level) for level, count in counts]
-        return estimated(densities, [count for _, count in counts], 1 << self.level)
+            latest = self._counts[-1]
+            return Estimate(float(latest.records << latest.level))
+        counts = [min(look.records, CROWDED) if look.level else look.records for look in self._counts]
+        densities = [float(count << look.level) for count, look in zip(counts, self._counts, strict=True)]
+        return estimated(densities, counts, 1 << self.level)
 
     @property
     def fullness(self) -> float:
@@ -235,9 +248,10 @@ class StageLevel:
         if level == self._candidate and (bucket or level == 1):
             self._vote(len(prefixes))
         elif level == self.level:
-            named = sum(of == level and number != UNNAMED for of, number, _ in self._counts)
-            kept = (each for each in self._counts if _still_counts(*each, level, bucket, named))
-            self._counts = deque((*kept, (level, bucket, len(prefixes))), KEPT)
+            new = Look(level, bucket, len(prefixes))
+            named = sum(look.level == level and look.bucket != UNNAMED for look in self._counts)
+            kept = (look for look in self._counts if _still_counts(look, new, named))
+            self._counts = deque((*kept, new), KEPT)
             self._here.append((bucket, len(prefixes)))
             self._decide()
 
@@ -266,7 +280,7 @@ class StageLevel:
         if (min(votes) if self._halfway or level == 1 else median(votes)) >= enough:
             self._go_to(level)
             if level > 1:  # at the first level of all few write yet when a stage grows quickly, and all were just seen
-                self._counts.extend((level, UNNAMED, vote) for vote in votes)
+                self._counts.extend(Look(level, UNNAMED, vote) for vote in votes)
         elif level == self._spoken and not self._halfway and level - 1 > self.level:
             self._consider(level - 1)  # where whoever is at that level writes as well
         elif self.level < (halfway := (self.level + level) // 2):
@@ -279,14 +293,14 @@ class StageLevel:
         ordered = self._latest
         if len(self._here) < (1 if self.level == 0 else LOOKED_BACK) or len(ordered) < min(2, 1 << self.level):
             return
-        least, most = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-        if least > RAISE * TARGET and self.level == 0:
+        lower_middle, upper_middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
+        if lower_middle > RAISE * TARGET and self.level == 0:
             if self._candidate is None:
                 self._hear_of(1)
-        elif least > RAISE * TARGET and self.level < MOST_LEVEL:
+        elif lower_middle > RAISE * TARGET and self.level < MOST_LEVEL:
             self._go_to(self.level + 1)  # where those write whose buckets are full; beyond it nobody does
-        elif most < LOWER * TARGET and self.level > 0:
-            down = int(math.log2(TARGET / max(most, 1)))
+        elif upper_middle < LOWER * TARGET and self.level > 0:
+            down = int(math.log2(TARGET / max(upper_middle, 1)))
             self._go_to(max(0, self.level - min(FALL, max(1, down))))
 
     def _hear_of(self, level: int) -> None:

@@ -257,7 +257,7 @@ class DhtDirectory:
         fails, or sees only some of the records, loses nobody."""
         places = self._sampled.to_read(self.now())
         only = {place: self._sampled.followed_at(place) for place in places}
-        roots = [place for place in places if place.level == 0 and not self._sampled.is_far(place.stage)]
+        roots = [place for place in places if place.level == 0 and not self._sampled.is_glanced_at(place.stage)]
         others = [place for place in places if place not in roots]
         _, *answered = await asyncio.gather(
             self._look_at_stages([self._id_of(place) for place in roots]),

@@ -83,7 +83,7 @@ MAX_DICTIONARY_BYTES = 512 << 10
 ASKED_KEY_COST = float(16 << 10)
 """What looking a key up for a peer counts as, beside the records: it takes as long as packing so many bytes."""
 LOOKED_AT_BYTES = 512
-"""What each record under a key counts as at least, also where there is no room for it any more in an answer."""
+"""What each record under a key counts as at least, whether it is in the answer or not."""
 ENOUGH_SECONDS = 4000.0
 """A record that expires so late is said to be held of whom none is wanted: no other lives as long."""
 MOST_PINGS = 8
@@ -299,12 +299,15 @@ class DhtNode:
                 response.results.append(result)
                 continue
             asked = unpack_asked(raw)
+            looked_at = LOOKED_AT_BYTES * self._records.count(asked.key)
             for allowance in allowances:
-                allowance.spend(ASKED_KEY_COST + LOOKED_AT_BYTES * self._records.count(asked.key))
+                allowance.spend(ASKED_KEY_COST + looked_at)
             await asyncio.sleep(0)
             rows = self._fitting(asked, min(left, ANSWER_BYTES))
             if rows:
                 result.type, result.value = _pb.FOUND_DICTIONARY, pack_dictionary(rows)
+                for allowance in allowances:
+                    allowance.spend(max(0, len(result.value) - looked_at))
                 result.expiration_time = max(expires for _, _, expires in rows)
                 left -= len(result.value)
             if len(asked.key) == DHTID.HASH_NBYTES and asked.neighbours:

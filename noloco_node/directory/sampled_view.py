@@ -41,7 +41,7 @@ from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
 
 WHOLE = 256
-"""Records of all stages together up to which all are read at every look."""
+"""Records of all stages together up to which all are read at every look, as long as no stage lies in buckets."""
 ROOT_AGAIN = 1.5
 """Of a record's life, between two looks at level 0 of a stage that lies one above it; twice as long for each further
 level: so that key is read equally often however many read it."""
@@ -97,7 +97,8 @@ class _Stage:
     began_at: float = math.inf
     """When the stage was first looked at."""
     new_since: dict[Place, float] = field(default_factory=dict[Place, float])
-    """Of these, those that took another's place, or that were held at the beginning."""
+    """When each held bucket was taken, of those that took another's place or were held at the beginning: until
+    `ASKED_AFTER` later what it shows is unproven."""
     rows: dict[Place, _Rows] = field(default_factory=dict[Place, _Rows])
     """What was found where, until its life ends."""
     read_at: dict[Place, float] = field(default_factory=dict[Place, float])
@@ -105,22 +106,22 @@ class _Stage:
     """The bucket that is read for the number at this look."""
     drawn_at: float = -math.inf
     drawn_here: int = 0
-    """Buckets of the present level that were."""
+    """Buckets of the present level that were read for the number so far."""
     renewed_at: float = -math.inf
     crowded: set[Place] = field(default_factory=set[Place])
     """Places of which not all rows are here."""
     followed: tuple[PeerId, ...] = ()
     """Of a far stage: those of it that are shown."""
     where: Place | None = None
-    """The place that they were drawn from."""
+    """The place that `followed` were drawn from."""
     share: float = 1.0
-    """Of those that lie there, for which they speak."""
-    idle_at: float = -math.inf
-    """When a place of it was last to be read whole for that."""
+    """Part of the records at `where` for which `followed` speak (`drawn_of`)."""
     due: bool = False
-    """Its turn has come, to be read whole."""
+    """Of a far stage: its turn to be read whole has come, and nothing of it was read since."""
     idle: bool = False
-    """Nobody of those that are followed is at work."""
+    """Of a far stage: nobody of those that are followed is at work."""
+    idle_at: float = -math.inf
+    """When a whole place was last wanted since nobody of those is; -inf while somebody is at work."""
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
@@ -183,9 +184,9 @@ class SampledView:
         """Of what is to be read at this look: whose records alone are wanted, where not all."""
         return self._stages[place.stage].followed if place in self._far.followed else None
 
-    def is_far(self, stage: int) -> bool:
-        """Whether this node has nothing to do with a stage, so that what two holders say of it is enough, as long as
-        they know of somebody at work."""
+    def is_glanced_at(self, stage: int) -> bool:
+        """Whether what two holders say of a stage is enough: this node has nothing to do with it, and knows of somebody
+        who is at work there."""
         return stage in self._far.stages and not self._stages[stage].idle
 
     def enough_of(self, place: Place) -> Collection[PeerId]:
@@ -202,8 +203,8 @@ class SampledView:
         each = self._stages[place.stage]
         each.read_at[place], each.began_at = now, min(each.began_at, now)
         if place in self._far.followed:
-            before = each.rows.get(place, {})  # who was not found lives all the same
-            each.rows = {place: {p: rows.get(p) or before[p] for p in each.followed if p in rows or p in before}}
+            known = {**each.rows.get(place, {}), **rows}  # who was not found lives all the same
+            each.rows = {place: {peer: known[peer] for peer in each.followed if peer in known}}
             return
         before = each.level.level
         if place == each.drawn or place.level == 0:
@@ -234,13 +235,16 @@ class SampledView:
 
     def view(self, now: float) -> DirectoryView:
         """All rows that live, and for how many each stands."""
+        for each in self._stages:
+            self._forget_ended(each, now)
         rows = tuple(self._rows_of(each, now) for each in self._stages)
         scales = (_scale(each, here, now) for each, here in zip(self._stages, rows, strict=True))
         settled = not any(each.level.confirming or (each.level.level and not each.held) for each in self._stages)
         return DirectoryView(rows, tuple(scales), settled, tuple(self._unproven(each, now) for each in self._stages))
 
     def _unproven(self, each: _Stage, now: float) -> Collection[PeerId]:
-        """Not where the level has changed later on: those that were known before are none that were drawn."""
+        """Peers of buckets that are newly held, most of whom were not asked yet: they say nothing of the others. Nobody
+        where all buckets are held, nor where the level has changed later on: who was known before was not drawn."""
         if len(each.held) >= 1 << each.level.level:  # who is there is seen
             return ()
         new = [place for place, at in each.new_since.items() if _since(at, now) < ASKED_AFTER]
@@ -251,22 +255,35 @@ class SampledView:
         them is at work, all rows of that place or of another."""
         level, root = each.level.level, Place(stage, 0, 0)
         each.due |= turn or not each.followed
-        rows = [(peer, row) for here in each.rows.values() for peer, row in here.items() if row.expires > now]
-        each.idle = not any(at_work(row, self._standing(peer)) for peer, row in rows)
-        idle = each.idle and _since(each.idle_at, now) >= idle_again(self._life)
-        each.idle_at = -math.inf if not each.idle else now if idle else each.idle_at
+        idle = self._is_idle_again(each, now)
         whole, wanted = each.due or idle, list[Place]()
-        again = self._far.root_again(root_again(level, self._life), self._life) if level else math.inf
-        often = few_again(self._life)
-        at_root = each.age(root, now) >= (often if each.idle else again) if level else True
-        if whole and at_root and (turn or idle or not level):
+        if whole and (turn or idle or not level) and self._root_is_due(each, root, now):
             wanted = [root]
         if level or (each.level.confirming and not wanted):
             wanted += self._drawn_of(stage, each, now, math.inf, due=whole)
-        if not wanted and each.where is not None and each.age(each.where, now) >= often:
+        if not wanted and each.where is not None and each.age(each.where, now) >= few_again(self._life):
             self._far.followed.add(each.where)
             wanted = [each.where]
         return wanted
+
+    def _is_idle_again(self, each: _Stage, now: float) -> bool:
+        """Whether nobody of those that are followed is at work, and it is time to look for others."""
+        rows = [(peer, row) for here in each.rows.values() for peer, row in here.items() if row.expires > now]
+        each.idle = not any(at_work(row, self._standing(peer)) for peer, row in rows)
+        if not each.idle:
+            each.idle_at = -math.inf
+            return False
+        again = _since(each.idle_at, now) >= idle_again(self._life)
+        each.idle_at = now if again else each.idle_at
+        return again
+
+    def _root_is_due(self, each: _Stage, root: Place, now: float) -> bool:
+        """Whether level 0 of a far stage is old enough to be read again: always where that is all of it."""
+        level = each.level.level
+        if not level:
+            return True
+        usual = self._far.root_again(root_again(level, self._life), self._life)
+        return each.age(root, now) >= (few_again(self._life) if each.idle else usual)
 
     def _near(self, stage: int) -> bool:
         return self._own is not None and self._own <= stage <= self._own + 1
@@ -316,7 +333,8 @@ class SampledView:
         shown = shown_of(rows.keys(), self._lot, self._standing)
         return rows if len(shown) == len(rows) else {peer: rows[peer] for peer in sorted(shown)}
 
-    def _rows_of(self, each: _Stage, now: float) -> _Rows:
+    def _forget_ended(self, each: _Stage, now: float) -> None:
+        """Places of which no record lives any more, and when others were read, once that is long ago."""
         for place, rows in list(each.rows.items()):
             if each.read_at.get(place, now) > now or not _any_lives(rows, now):
                 del each.rows[place]
@@ -324,16 +342,18 @@ class SampledView:
         each.read_at = {
             place: at for place, at in each.read_at.items() if place.level == 0 or _since(at, now) < 2.0 * self._life
         }
-        if len(each.rows) == 1:
+
+    def _rows_of(self, each: _Stage, now: float) -> _Rows:
+        """Of each peer the row that lives longest; of several buckets those alone that outlive the next look."""
+        if len(each.rows) == 1:  # of a far stage all that is known: it is served until the last of these has ended
             return next(iter(each.rows.values()))
         merged: dict[PeerId, LiveRecord] = {}
         for rows in each.rows.values():
             for peer, row in rows.items():
                 if peer not in merged or merged[peer].expires < row.expires:
                     merged[peer] = row
-        if each.level.level:
-            merged = {peer: row for peer, row in merged.items() if row.expires > now + NEXT_LOOK * self._life}
-        return {peer: merged[peer] for peer in sorted(merged)}
+        least = now + NEXT_LOOK * self._life if each.level.level else -math.inf
+        return {peer: merged[peer] for peer in sorted(merged) if merged[peer].expires > least}
 
 
 def _since(at: float, now: float) -> float:

@@ -83,7 +83,7 @@ class CrowdAveraging:
         self._global_batch = 0
         limited = nodes.settings.directory.view == "everybody"
         self._most = nodes.settings.directory.max_replicas if limited else NO_LIMIT
-        self.kinds: dict[str, int] = {"paired": 0, "alone": 0, "aborted": 0, "caught_up": 0}
+        self.kinds: dict[str, int] = {"paired": 0, "alone": 0, "caught_up": 0}
         self.refusals: dict[str, int] = {}
         self.exchange_seconds = 0.0
         """Of all exchanges that were begun, as the mean of both sides has them."""
@@ -144,11 +144,11 @@ class CrowdAveraging:
         self._free_since[i] = self.progress[i].steps
 
     def left(self, i: int) -> None:
-        """A node is gone."""
+        """A node is gone, or leaves its stage: what it has under way there comes to nothing."""
         partner, self._engaged[i] = self._engaged[i], -1
+        self._dialling[i], self.nodes.exchanging[i] = -1, False
         self._catch_up_from[i], self._taking[i] = -1, False
         if partner >= 0:
-            self.kinds["aborted"] += 1
             self.agenda.after(PROGRESS_SECONDS, self._give_up, partner, i)
 
     def _share(self, replicas: int) -> float:
@@ -199,19 +199,18 @@ class CrowdAveraging:
             self.nodes.tell("alone", i)
 
     def _proposed(self, i: int, j: int) -> None:
-        if not self.nodes.alive[i]:
+        if self._dialling[i] != j:
             return
         if not self.nodes.reach(i, j) or not self.nodes.serving[j]:
-            self.agenda.after(DIAL_SECONDS, self._answered, i, "unreachable")
+            self.agenda.after(DIAL_SECONDS, self._answered, i, j, "unreachable")
             return
         back = self.nodes.latency(j, i)
         refusal = self._refusal(i, j)
         if refusal is not None:
-            self.agenda.after(back, self._answered, i, refusal.value)
+            self.agenda.after(back, self._answered, i, j, refusal.value)
             return
-        if self._lags(i, j) is not None:  # as the dialler finds when the dialled one has opened
-            self.kinds["aborted"] += 2
-            self.agenda.after(back, self._answered, i, Refusal.LAGGING.value)
+        if self._judge_lag(i, j) is not None:  # as the dialler finds when the dialled one has opened
+            self.agenda.after(back, self._answered, i, j, Refusal.LAGGING.value)
             return
         self._dialling[i] = -1
         self._engaged[i], self._engaged[j] = j, i
@@ -240,9 +239,9 @@ class CrowdAveraging:
     def _busy(self, i: int) -> bool:
         return self._engaged[i] >= 0 or self._taking[i]
 
-    def _lags(self, i: int, j: int) -> str | None:
-        """Which of the two a node finds to lag the other too far: `own` or `other`; if it is its own, it is to take the
-        other's state."""
+    def _judge_lag(self, i: int, j: int) -> str | None:
+        """Which of the two a node finds to lag the other too far: `own` or `other`. If it is its own, it is to take the
+        other's state from now on."""
         clocks, middle = (self.progress[i].clock, self.progress[j].clock), self._heard(i)
         found = laggard(*clocks, estimated=middle, recorded=middle, max_lag=self._most_lag)
         if found == "own":
@@ -251,7 +250,7 @@ class CrowdAveraging:
 
     def _refusal(self, i: int, j: int) -> Refusal | None:
         if not self._busy(j):
-            lagging = self._lags(j, i)
+            lagging = self._judge_lag(j, i)
             if lagging == "other" and lags(self.progress[i].clock, self._heard(i), self._most_lag):
                 self._catch_up_from[i] = j
             if lagging is not None:
@@ -269,12 +268,12 @@ class CrowdAveraging:
             last_round=False,
         )
 
-    def _answered(self, i: int, refusal: str) -> None:
+    def _answered(self, i: int, j: int, refusal: str) -> None:
         """A dial came to nothing."""
+        if self._dialling[i] != j:
+            return
         self._dialling[i] = -1
         self.refusals[refusal] = self.refusals.get(refusal, 0) + 1
-        if not self.nodes.alive[i]:
-            return
         delay = retry_delay(self._step_seconds[i], self.nodes.rng)
         self._next_try[i] = self.agenda.now + delay
         self.agenda.after(delay, self.consider, i)
@@ -317,7 +316,6 @@ class CrowdAveraging:
         if self._engaged[i] != j or self._engaged[j] != i:
             return
         if not self.nodes.reach(i, j):
-            self.kinds["aborted"] += 1
             self._free(i, j)
             self._free(j, i)
             return

@@ -175,6 +175,24 @@ def test_nodes_move_to_a_stage_that_has_lost_many_and_then_no_more() -> None:
     assert crowd.moves == moves
 
 
+def test_who_moves_leaves_its_exchanges_and_its_dials_behind() -> None:
+    """Where calls take seconds, at each of many moments half of a stage leave it: none of them carries at the
+    rate of who exchanges, then or when a call comes that was on its way."""
+    fired = 0
+    for seconds in range(300, 600, 30):
+        crowd = Crowd(settings(links={"near_seconds": 30.0, "far_seconds": 30.0}), 24)
+        crowd.agenda.run(seconds)
+        gone = range(0, 24, 4)
+        fired += sum(crowd.nodes.exchanging[i] for i in gone)
+        for i in gone:
+            crowd.nodes.serving[i] = False
+            crowd.averaging.left(i)
+        for later in range(0, 120, 5):
+            crowd.agenda.run(seconds + later)
+            assert not any(crowd.nodes.exchanging[i] for i in gone)
+    assert fired > 3
+
+
 @pytest.mark.parametrize("view", ["everybody", "buckets"])
 def test_counts_are_right_in_either_view(view: str) -> None:
     """Of many nodes at one stage: all exactly, or within some hundredths by buckets."""

@@ -65,13 +65,24 @@ async def test_looking_at_a_full_stage_is_paid_for_also_where_the_answer_has_no_
     assert looked <= ASKED_BYTES / (400 * guarded_dht.LOOKED_AT_BYTES)
 
 
-def fill(member: Member, count: int) -> None:
-    """Have it hold records that their signers brought, of the usual size."""
+async def test_long_records_are_paid_for_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a key with few of them, each many times as long as what looking at one counts as."""
+    monkeypatch.setattr(guarded_dht, "ASKED_BYTES_A_SECOND", 0.0)
+    made = await members(2)
+    fill(made[0], 60, octets=3000)
+    stranger, given = Stranger(MemoryP2P(made[0].p2p.network, throw_away_key().peer_id), []), 0
+    for _ in range(150):
+        given += sum(len(result.value) for result in (await stranger.find(made[0].peer, [KEY])).results)
+    assert 0.8 * ASKED_BYTES < given < ASKED_BYTES + guarded_dht.ANSWERS_BYTES
+
+
+def fill(member: Member, count: int, octets: int = 450) -> None:
+    """Have it hold records that their signers brought, of the usual size if nothing else is said."""
     node = node_of(member.directory)
     now, key = intake_of(node).now(), KEY.to_bytes()
     for number in range(count):
         peer = PeerId(f"a-signer-of-a-record-{number}")
-        records_of(node).put(key, peer, HeldRecord(record_of(peer), bytes(450), now + 50.0, peer), now)
+        records_of(node).put(key, peer, HeldRecord(record_of(peer), bytes(octets), now + 50.0, peer), now)
 
 
 async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
