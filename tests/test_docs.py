@@ -44,6 +44,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _PRIVATE = re.compile(r"_[A-Za-z]\w+")
 _TEST = re.compile(r"test_\w+")
 _CAMEL = re.compile(r"(?:[A-Z][a-z]+\w*){2,}")
+_AT_THE_TOP = re.compile(r"^(?:(?:class|def|async def) )?([A-Za-z_]\w*)(?=[(:\[]| =)", re.MULTILINE)
 _SOURCE = (".py", ".md", ".toml", ".yaml")
 
 FOREIGN = frozenset(
@@ -64,6 +65,8 @@ class Names:
     tests: set[str] = field(default_factory=set[str])
     texts: set[str] = field(default_factory=set[str])
     """String constants: names of methods on the wire, protocol words."""
+    said: list[str] = field(default_factory=list[str])
+    """Every text, `\\0` in the place of what it names."""
     settings: set[str] = field(default_factory=set[str])
 
 
@@ -100,14 +103,14 @@ def read_names() -> Names:
     """The names of the package and of the tests."""
     names = Names()
     bases: dict[str, list[str]] = {}
-    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        ours = path.is_relative_to(PACKAGE)
-        top = top_of(tree)
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        top = set(_AT_THE_TOP.findall(path.read_text(encoding="utf-8")))
         names.everything |= top
         names.tests |= {name for name in top if name.startswith("test_")}
-        if not ours:
-            continue
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        top = top_of(tree)
+        names.everything |= top
         names.modules.setdefault(path.stem if path.stem != "__init__" else path.parent.name, set()).update(top)
         names.modules.setdefault(path.parent.name, set()).add(path.stem)
         for node in ast.walk(tree):
@@ -120,6 +123,10 @@ def read_names() -> Names:
                     names.settings |= members
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 names.texts.add(node.value)
+                names.said.append(re.sub(r"%(?:\.\d+)?[sdgrf]", "\0", node.value))
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                names.said.append("".join(map(str, parts)))
     for name, parents in bases.items():
         for parent in parents:
             names.classes[name] |= names.classes.get(parent, set())
@@ -246,26 +253,10 @@ def test_a_made_page_is_what_the_code_makes(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == PAGES[page], "run `make reference`"
 
 
-def code_texts() -> list[str]:
-    """Every text in the package, `\\0` in the place of what it names."""
-    found: list[str] = []
-    for path in (ROOT / "noloco_node").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(re.sub(r"%(?:\.\d+)?[sdgrf]", "\0", node.value))
-            elif isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
-                found.append("".join(map(str, parts)))
-    return found
-
-
-TEXTS = code_texts()
-
-
 def stands_in_the_code(message: str) -> bool:
     """Whether one text of the package reads so, `…` standing for whatever it names or goes on with."""
     pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
-    return any(pattern.search(text) for text in TEXTS)
+    return any(pattern.search(text) for text in NAMES.said)
 
 
 QUOTED = re.findall(
