@@ -12,9 +12,10 @@ from tests.chaos.report import Verdict, markdown, write_report
 from tests.chaos.scenarios import SCENARIOS
 from tests.support import nothing_left_behind
 
-WITH_THE_TESTS = ("kills", pytest.param("freeze", marks=pytest.mark.long), "hostile")
-"""Nodes that freeze are in the schedules in virtual time (`tests/hunt`). Others take longer, need root, or only say
-something after minutes: `make chaos` runs all."""
+WITH_THE_TESTS = (*(pytest.param(name, marks=pytest.mark.long) for name in ("kills", "freeze")), "hostile")
+"""Real daemons are killed in `tests/test_local_swarm.py` and `tests/daemons` as well, nodes that freeze are in the
+schedules in virtual time (`tests/hunt`). Others take longer, need root, or only say something after minutes:
+`make chaos` runs all."""
 
 
 @pytest.fixture

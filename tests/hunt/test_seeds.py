@@ -90,6 +90,7 @@ def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest
     assert list(schedules_of(again.sim)) == [shortest]
 
 
+@pytest.mark.long
 def test_two_processes_hunt_as_one_does() -> None:
     """The same schedules, told in the order of their seeds, have the same course."""
     told: list[str] = []
