@@ -1,4 +1,4 @@
-"""Receipts between peers: once a minute each node signs, for each peer that served it, how much that peer did.
+"""Receipts between peers: every few minutes each node signs, for each peer that served it, how much that peer did.
 
 Amounts are what came since the last receipt. One that may have been lost is sent again as it was, and the receiver
 knows it by its serial number, so that nothing is counted twice. A node files only what it has counted itself.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -34,7 +34,13 @@ from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
 
-EVERY_SECONDS = 60.0
+EVERY_SECONDS, AT_LAST_SECONDS = 60.0, 600.0
+"""Between two receipts for one peer when a node has just begun, and from three hours on: each is a line in a file."""
+OF_A_LIFE = 0.05
+"""Between, this part of the time that the node has served at its stage: it is what at the most is lost with it."""
+RECALLED_BYTES = 2 << 20
+"""From the end of the file, by which a new life knows what was filed: some 3,700 receipts. A sender asks no more than
+`TRIES` times for one."""
 LEAST_SECONDS = 5.0
 """Between two receipts of one peer in the long run; two may come at once, and what comes more often is `busy`."""
 CALL_SECONDS = 5.0
@@ -55,6 +61,11 @@ class ReceiptHeader(WireModel):
 
 
 RECEIPT = Method("contribution.receipt", ReceiptHeader, Nothing)
+
+
+def pause_after(seconds: float) -> float:
+    """Seconds until the next receipts of a node that has served its stage for so long."""
+    return min(AT_LAST_SECONDS, max(EVERY_SECONDS, OF_A_LIFE * seconds))
 
 
 @dataclass(slots=True)
@@ -89,7 +100,7 @@ class Receipts:
         """One row for all peers: each sees it rise, and nothing has to be remembered of who is gone."""
         self._pending: dict[PeerId, _Pending] = {}
         self._filed = PeerTable[tuple[PeerId, str], int](PEERS_COUNTED)
-        """The last serial number of each sender's session: what comes again comes within `TRIES` minutes."""
+        """The last serial number of each sender's session: what comes again comes soon."""
         self._settled = PeerTable[PeerId, float]()
         """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
         self._last = False
@@ -98,7 +109,7 @@ class Receipts:
         self._counted = (0, 0, 0, 0)
         self._withdraw: Withdraw | None = None
 
-    def recall(self, entries: list[Entry | None]) -> None:
+    def recall(self, entries: Iterable[Entry | None]) -> None:
         """Take over which receipts were filed by earlier runs of this node."""
         for entry in entries:
             if entry is not None and isinstance(entry.statement, Receipt):
@@ -133,15 +144,16 @@ class Receipts:
                 await self.finish()
 
     async def _keep(self, moved: Pulse, leaving: Callable[[], bool]) -> None:
-        """Send receipts and write down the own work, once a minute, and as soon as this node is leaving: its peers may
+        """Send receipts and write down the own work now and then, and as soon as this node is leaving: its peers may
         leave, too, before it has come to its end."""
         loop, told = asyncio.get_running_loop(), False
-        due = loop.time() + EVERY_SECONDS
+        began = loop.time()
+        due = began + EVERY_SECONDS
         while True:
             await moved.wait(max(0.0, due - loop.time()))
-            leaves = leaving() and not told
-            if leaves or loop.time() >= due:
-                told, due = told or leaves, loop.time() + EVERY_SECONDS
+            leaves, now = leaving() and not told, loop.time()
+            if leaves or now >= due:
+                told, due = told or leaves, now + pause_after(now - began)
                 await self.settle()
 
     async def settle(self) -> None:
@@ -269,11 +281,16 @@ class Receipts:
 async def open_receipts(
     path: Path, run_id: str, stage: int, transport: Transport, ledger: Ledger, progress: Callable[[], Progress]
 ) -> Receipts:
-    """Read the contribution file at `path`, make it where missing, and serve receipts from now on. OSError as the file
-    system says."""
-    entries = await ambient.elsewhere(lambda: list(read_entries(path)))
+    """Read the end of the contribution file at `path`, make it where missing, and serve receipts from now on. OSError
+    as the file system says."""
+    entries = await ambient.elsewhere(lambda: list(read_entries(path, _unchecked, last=RECALLED_BYTES)))
     file = await ambient.elsewhere(ContributionFile, path)
     receipts = Receipts(run_id, stage, transport, ledger, progress, file)
     receipts.recall(entries)
     receipts.start()
     return receipts
+
+
+def _unchecked(*_: object) -> bool:
+    """It is this node's own file; a line that somebody put there keeps no receipt from being filed but its own."""
+    return True

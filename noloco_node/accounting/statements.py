@@ -125,12 +125,18 @@ class ContributionFile:
             os.fsync(file.fileno())
 
 
-def read_entries(path: Path, check: SignedBy = signed_by) -> Iterator[Entry | None]:
-    """The lines of a file in order; None for one that is no statement signed by whom it names. A cut-off last line is
-    left out, and so is everything where there is no file."""
+def read_entries(path: Path, check: SignedBy = signed_by, *, last: int | None = None) -> Iterator[Entry | None]:
+    """The lines of a file in order, or those that lie whole within its `last` bytes; None for one that is no statement
+    signed by whom it names. A cut-off last line is left out, and so is everything where there is no file."""
     if not path.exists():
         return
     with path.open("rb") as file:
+        if last is not None and file.seek(0, os.SEEK_END) > last:
+            file.seek(-last - 1, os.SEEK_END)
+            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+        else:
+            file.seek(0)
         while line := file.readline(MAX_LINE_BYTES + 1):
             rest = line  # of a longer line nothing is kept
             while not rest.endswith(b"\n") and rest:

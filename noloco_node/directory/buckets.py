@@ -143,7 +143,7 @@ def estimated(densities: Sequence[float], counts: Sequence[int], buckets: int) -
     return Estimate(number, unread * max(chance, seen) / math.sqrt(len(densities)))
 
 
-class Look(NamedTuple):
+class BucketLook(NamedTuple):
     """What was found in a bucket."""
 
     level: int
@@ -152,7 +152,7 @@ class Look(NamedTuple):
     records: int
 
 
-def _still_counts(earlier: Look, new: Look, named: int) -> bool:
+def _still_counts(earlier: BucketLook, new: BucketLook, named: int) -> bool:
     """Whether an earlier look says something beside a `new` one, of whose level so many buckets are known by number.
 
     Of a bucket its last look counts; at level 0 everybody is seen, and what was before is over; a crowded bucket of
@@ -177,7 +177,7 @@ class StageLevel:
     def __init__(self, rng: random.Random, level: int = 0) -> None:
         self._rng = rng
         self.level = level
-        self._counts: deque[Look] = deque(maxlen=KEPT)
+        self._counts: deque[BucketLook] = deque(maxlen=KEPT)
         """Those that make the estimate, the latest last."""
         self._here: deque[tuple[int, int]] = deque(maxlen=LOOKED_BACK)
         """The latest looks at buckets of this level: which, and its records."""
@@ -248,7 +248,7 @@ class StageLevel:
         if level == self._candidate and (bucket or level == 1):
             self._vote(len(prefixes))
         elif level == self.level:
-            new = Look(level, bucket, len(prefixes))
+            new = BucketLook(level, bucket, len(prefixes))
             named = sum(look.level == level and look.bucket != UNNAMED for look in self._counts)
             kept = (look for look in self._counts if _still_counts(look, new, named))
             self._counts = deque((*kept, new), KEPT)
@@ -280,7 +280,7 @@ class StageLevel:
         if (min(votes) if self._halfway or level == 1 else median(votes)) >= enough:
             self._go_to(level)
             if level > 1:  # at the first level of all few write yet when a stage grows quickly, and all were just seen
-                self._counts.extend(Look(level, UNNAMED, vote) for vote in votes)
+                self._counts.extend(BucketLook(level, UNNAMED, vote) for vote in votes)
         elif level == self._spoken and not self._halfway and level - 1 > self.level:
             self._consider(level - 1)  # where whoever is at that level writes as well
         elif self.level < (halfway := (self.level + level) // 2):

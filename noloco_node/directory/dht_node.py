@@ -123,7 +123,8 @@ def peer_name(peer: Any) -> PeerId:
 
 
 class BoundedTable(RoutingTable):
-    """hivemind's routing table, whose lists of replacements do not grow with invented keys."""
+    """hivemind's routing table, which remembers nothing of nodes that are gone, and whose lists of replacements do not
+    grow with invented keys."""
 
     def add_or_update_node(self, node_id: Any, peer_id: Any) -> Any:
         """See hivemind: a node to ask whether it is still there, where there is no place."""
@@ -136,6 +137,11 @@ class BoundedTable(RoutingTable):
             untyped.uid_to_peer_id.pop(oldest, None)
             untyped.peer_id_to_uid.pop(peer, None)
         return to_ask
+
+    def __delitem__(self, node_id: Any) -> None:
+        untyped: Any = self
+        untyped.buckets[untyped.get_bucket_index(node_id)].nodes_requested_for_ping.discard(node_id)
+        super().__delitem__(node_id)
 
     def get_nearest_neighbors(self, query_id: Any, k: int, exclude: Any = None) -> list[tuple[Any, Any]]:
         """See hivemind, whose own way from bucket to bucket takes several times as long: they hold some hundred

@@ -18,7 +18,9 @@ async def connect_hivemind(folder: Path) -> P2P:
     # hivemind puts its own socket where this class attribute says, and has no other way to be told.
     kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     p2p = cast("P2P", await cast("Any", kind).replicate(Multiaddr(f"/unix{folder}/d")))
-    forgive_late_answers(cast("Any", p2p)._client.control)
+    control = cast("Any", p2p)._client.control
+    forgive_late_answers(control)
+    forget_ended_requests(control)
     return p2p
 
 
@@ -34,6 +36,20 @@ def forgive_late_answers(control: Any) -> None:
     """Have a client of p2pd pass over an answer whose call has just been given up. hivemind's would set it all the
     same, fail, and read no answer any more: the node would be deaf in its directory while p2pd is well."""
     control._pending_calls = _WaitingCalls(control._pending_calls)
+
+
+class _UnderWay(dict[Any, "asyncio.Task[None]"]):
+    """Requests that are being answered, by id."""
+
+    def __setitem__(self, call: object, answering: asyncio.Task[None]) -> None:
+        super().__setitem__(call, answering)
+        answering.add_done_callback(lambda _: self.pop(call, None))
+
+
+def forget_ended_requests(control: Any) -> None:
+    """Have a client of p2pd keep no request that has ended. hivemind's keeps each that was given up while it was being
+    answered, some kilobytes, for good: whoever asks and hangs up would fill a node's memory."""
+    control._handler_tasks = _UnderWay(control._handler_tasks)
 
 
 async def withdraw_handler(p2p: P2P, protocol: str) -> None:

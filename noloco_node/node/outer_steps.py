@@ -16,6 +16,7 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
+from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.links import PeerWays
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.state_transfer.messages import StateManifest
@@ -51,8 +52,8 @@ class OuterSteps:
         self._copier = copier
         self._pace = pace
         self._behind = behind
-        self.partners: dict[str, int] = {}
-        """Committed outer steps by partner."""
+        self.partners = PeerTable[str, int]()
+        """Committed outer steps by partner, of those that were met last."""
         self.last_taken = False
         """The last outer step, of the whole stage, is done."""
         self.relayed: Callable[[], Collection[PeerId]] = frozenset

@@ -156,6 +156,8 @@ class NodeView:
                 return replace(was, caught_up=was.caught_up + 1, clock=event.clock, last_outer=event)
 
     def _remember(self, step: InnerStep) -> None:
+        if self._steps and step.time < self._steps[-1].time:  # this machine's clock has been set back
+            self._steps.clear()
         self._steps.append(step)
         while len(self._steps) > RATE_STEPS + 1 and self._steps[1].time < step.time - RATE_SECONDS:
             self._steps.popleft()

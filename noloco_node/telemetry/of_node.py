@@ -11,6 +11,7 @@ from pathlib import Path
 from noloco_node import __version__
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.telemetry.diary import Diary
 from noloco_node.telemetry.disk import free_bytes
 from noloco_node.telemetry.events import AnyEvent, Evaluation, EventFile
 from noloco_node.telemetry.logging import NodeLog, configure_logging
@@ -31,7 +32,7 @@ class Telemetry:
     def __init__(self, events: Path, settings: NodeSettings, web: WebServer | None) -> None:
         loop, tail = asyncio.get_running_loop(), LogTail()
         self._log = NodeLog()
-        self._events = EventFile(events)
+        self._diary = Diary(EventFile(events))
         terminal = own_terminal() if settings.log_format == "text" else None
         self._display = None if terminal is None else NodeDisplay(self._log.view, terminal)
         self._metrics = Metrics()
@@ -74,7 +75,7 @@ class Telemetry:
 
     def emit(self, event: AnyEvent) -> None:
         """Tell everybody who follows this node."""
-        self._events.write(event)
+        self._diary.write(event)
         self._metrics.observe(event)
         self._log.observe(event)
         self._state.observe(event)
@@ -93,7 +94,7 @@ class Telemetry:
             self._display.close()
         self._own_web.stop()
         self._heartbeat.stop()
-        self._events.close()
+        self._diary.close()
 
 
 @contextlib.contextmanager

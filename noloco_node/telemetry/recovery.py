@@ -75,6 +75,8 @@ class Recovery:
 
     def step(self, event: InnerStep) -> None:
         """One inner step."""
+        if self._steps and event.time < self._steps[-1][0]:  # this machine's clock has been set back
+            self._steps.clear()
         self._steps.append((event.time, event.tokens))
         while len(self._steps) > RATE_STEPS + 1 and self._steps[1][0] < event.time - RATE_SECONDS:
             self._steps.popleft()
@@ -83,6 +85,9 @@ class Recovery:
         """The books of this moment. Where it has come back, or is given up, since the last ones: after how many
         seconds."""
         now, rate = event.time, self._rate(event.time)
+        if self._rates and now < self._rates[-1][0]:
+            self._rates.clear()
+            self._lost, self.slow_for = None, 0.0
         if rate is not None:
             self._rates.append((now, rate))
         while self._lost is None and self._rates and self._rates[0][0] < now - BEFORE_SECONDS:

@@ -119,6 +119,7 @@ class Bans:
         if not after.banned(now) or before.banned(now):
             return
         self.bans[offence.value] += 1
+        self._end_bans()
         self._changes += 1
         heapq.heappush(self._ends, after.banned_until)
         seconds = after.banned_until - now
@@ -142,10 +143,13 @@ class Bans:
     @property
     def changes(self) -> int:
         """How often `banned` may have changed its answer so far: bans that began, and that ended."""
+        self._end_bans()
+        return self._changes
+
+    def _end_bans(self) -> None:
         while self._ends and self._ends[0] <= self.clock():
             heapq.heappop(self._ends)
             self._changes += 1
-        return self._changes
 
     def deals(self, peer: PeerId, _: object = None, /) -> bool:
         """Whether this node deals with `peer`: it is not banned now."""

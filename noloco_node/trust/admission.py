@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 SHOW_SECONDS = 10.0
 GUESTS_REMEMBERED = 8192
+PROOFS_REMEMBERED = 8192
+"""Proofs of which is known whether they hold: of others the signatures are checked again."""
 EXPIRED_AGAIN_SECONDS = 60.0
 
 
@@ -48,8 +50,9 @@ class Access:
         self._run = spec.run_id
         self._rule = spec.access
         self._now = now
-        self._guests = PeerTable[tuple[PeerId, Proof], bool](GUESTS_REMEMBERED, self._forgotten)
-        self._until: dict[PeerId, int] = {}
+        self._checked = PeerTable[tuple[PeerId, Proof], bool](PROOFS_REMEMBERED)
+        self._until = PeerTable[PeerId, int](GUESTS_REMEMBERED, self._forgotten)
+        """Until when each guest is admitted. Only the owner's signature brings an entry in."""
         self._changes = 0
         self._ends: list[int] = []
         """When the proofs of those admitted by one expire, as a heap."""
@@ -63,20 +66,22 @@ class Access:
         return by_name or self._until.get(peer, 0) > self._now()
 
     def shown(self, peer: PeerId, proof: Proof) -> bool:
-        """Take in what `peer` shows; whether its signatures hold. Each proof is checked once."""
-        place = (peer, proof)
-        if place not in self._guests:
+        """Take in what `peer` shows; whether its signatures hold. A proof is not checked again as long as it is known
+        of."""
+        place, until = (peer, proof), proof.grant.expires
+        if place not in self._checked:
             owner = self._rule.owner
-            holds = owner is not None and proof.admits(peer, run=self._run, owner=owner)
-            self._guests[place] = holds
-            if holds:
-                self._changes += 1
-                heapq.heappush(self._ends, proof.grant.expires)
-                self._until[peer] = max(proof.grant.expires, self._until.get(peer, 0))
-        return self._guests[place]
+            self._checked[place] = owner is not None and proof.admits(peer, run=self._run, owner=owner)
+        holds = self._checked[place]
+        if holds and until > self._until.get(peer, 0):
+            self._until[peer] = until
+            self._changes += 1
+            heapq.heappush(self._ends, until)
+            if len(self._ends) > 2 * GUESTS_REMEMBERED:  # of guests that were forgotten meanwhile
+                self._ends = sorted(self._until.values())
+        return holds
 
-    def _forgotten(self, shown: tuple[PeerId, Proof], _: bool) -> None:
-        self._until.pop(shown[0], None)
+    def _forgotten(self, *_: object) -> None:
         self._changes += 1
 
     @property

@@ -24,6 +24,7 @@ from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from noloco_node.trust import admission
 from noloco_node.trust.admission import ACCESS, Access, Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.worlds import micro_spec, no_tensors
@@ -230,6 +231,33 @@ async def test_forged_and_expired_proofs_are_refused_and_forging_is_an_offence(o
                 made.member.peer_id, ACCESS.name, Message({"proof": 7}), timeout=5, progress=5, max_answer_bytes=0
             )
         assert refused.value.reason is Refusal.MALFORMED
+
+
+@pytest.mark.parametrize("strangers", [True, False])
+def test_who_has_renewed_its_invitation_stays_a_member_whatever_others_show(
+    owner: Identity, monkeypatch: pytest.MonkeyPatch, strangers: bool
+) -> None:
+    """Forged proofs by the thousand push nobody out; members beyond those that are remembered are let in again as soon
+    as they show theirs."""
+    monkeypatch.setattr(admission, "GUESTS_REMEMBERED", 50)
+    monkeypatch.setattr(admission, "PROOFS_REMEMBERED", 50)
+    spec = run_of(owner)
+    access = Access(spec)
+    old, new = (invite(owner, spec.run_id, LATER + after, GUEST).proof_for(GUEST) for after in (0, 1000))
+    assert access.shown(GUEST, old)
+    assert access.shown(GUEST, new)
+    forged = invite(owner, spec.run_id, LATER, OTHER).proof_for(OTHER)
+    for number in range(120):
+        peer = PeerId(f"peer-{number}")
+        if strangers:
+            assert not access.shown(peer, forged)
+            assert access.admits(GUEST)
+        else:
+            assert access.shown(peer, invite(owner, spec.run_id, LATER, None).proof_for(peer))
+    assert access.admits(GUEST) == strangers
+    for shown in (old, new):
+        assert access.shown(GUEST, shown)
+        assert access.admits(GUEST)
 
 
 def record_of(peer: PeerId) -> PeerRecord:

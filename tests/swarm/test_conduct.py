@@ -147,7 +147,26 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
 def test_the_book_does_not_grow_with_new_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identities cost nothing: the accounts of the oldest offenders are forgotten."""
     monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 8)
+    monkeypatch.setattr(conduct, "TOLERATED", 1.5)
     book = Bans()
+    strangers = [PeerId(f"stranger-{number}") for number in range(100)]
+    for stranger in strangers:
+        book.offended(stranger, Offence.FORGED)
+    for stranger in reversed(strangers):
+        book.offended(stranger, Offence.FORGED)
+        if stranger == strangers[-8]:
+            assert book.banned_now == 8
+    assert book.banned_now <= 8
+    assert book.bans == {"forged": 8}
+
+
+def test_bans_that_have_ended_are_forgotten_where_nobody_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed never looks at `changes`."""
+    monkeypatch.setattr(conduct, "TOLERATED", 0.0)
+    clock = Clock()
+    book = Bans(clock)
     for number in range(100):
+        clock.now = 1000.0 * number
         book.offended(PeerId(f"stranger-{number}"), Offence.FORGED)
-    assert len(book._standings) == 8
+    assert len(book._ends) == 1
+    assert book.changes == 199

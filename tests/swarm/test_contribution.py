@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from noloco_node.accounting import receipts as receipts_module
-from noloco_node.accounting.receipts import CALLS_AT_ONCE, RECEIPT, Receipts, open_receipts
+from noloco_node.accounting.receipts import CALLS_AT_ONCE, RECEIPT, Receipts, open_receipts, pause_after
 from noloco_node.accounting.statements import (
     ContributionFile,
+    Entry,
     Receipt,
     Work,
     read_contribution,
@@ -361,6 +362,41 @@ async def test_a_restart_forgets_no_receipt_and_files_none_twice(tmp_path: Path)
     assert filed(tmp_path) == [(0, 3, 60)]
     await server.close()
     await peer.close()
+
+
+def test_the_end_of_a_file_is_read_by_itself(tmp_path: Path, owner: Identity, peer: Identity) -> None:
+    """Whole lines alone, from whatever byte on; of a short file all."""
+    path = tmp_path / "contribution.jsonl"
+    for serial in range(3):
+        write(path, peer, receipt(owner.peer_id, serial=serial))
+    lines, whole = path.read_bytes().splitlines(keepends=True), list(read_entries(path))
+    for last in range(1, path.stat().st_size + 10):
+        fits = next(many for many in range(3, -1, -1) if sum(map(len, lines[3 - many :])) <= last)
+        assert list(read_entries(path, last=last)) == whole[3 - fits :], last
+
+
+async def test_a_new_life_reads_no_more_of_a_long_file_than_its_end(
+    tmp_path: Path, peer: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A month of receipts is half a gigabyte. Those that were filed last are known."""
+    monkeypatch.setattr(receipts_module, "RECALLED_BYTES", 5000)
+    for serial in range(100):
+        write(tmp_path / "server", peer, receipt(SERVER, serial=serial))
+    read: list[Entry | None] = []
+    monkeypatch.setattr(Receipts, "recall", lambda _, entries: read.extend(entries))
+    server = MemoryTransport(MemoryNetwork(), SERVER)
+    await open_receipts(tmp_path / "server", RUN, 1, server, Ledger(), Progress)
+    serials = [entry.statement.serial for entry in read if entry and isinstance(entry.statement, Receipt)]
+    assert serials == list(range(100 - len(serials), 100))
+    assert 5 < len(serials) < 12
+    await server.close()
+
+
+def test_receipts_come_the_more_rarely_the_longer_a_node_has_served() -> None:
+    """Once a minute in its first twenty, and no twentieth of its work is ever without one; ten minutes at the most."""
+    assert [pause_after(seconds) for seconds in (0.0, 600.0, 1200.0)] == [60.0] * 3
+    assert pause_after(2 * 3600.0) == 360.0
+    assert [pause_after(hours * 3600.0) for hours in (4, 24, 720)] == [600.0] * 3
 
 
 async def test_of_many_receipts_some_are_under_way_and_those_that_answer_come_first(tmp_path: Path) -> None:

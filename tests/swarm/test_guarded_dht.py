@@ -29,6 +29,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from tests.inside import intake_of, node_of, records_of, rows_of, walker_of
+from tests.support import eventually
 from tests.swarm.hostile_dht import FIND, PING, STORE, Stranger, ghost, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN, live_ids, record_of
@@ -220,6 +221,11 @@ async def test_ghosts_fade_within_a_records_life_and_wander_nowhere_whatever_end
         assert live_ids(member.directory, 0) == honest | {newcomer.peer_id}
 
 
+def asked_of(table: Any) -> set[Any]:
+    """Nodes that were asked whether they are still there."""
+    return {node for bucket in table.buckets for node in bucket.nodes_requested_for_ping}
+
+
 async def test_routing_tables_do_not_grow_with_invented_keys() -> None:
     """Hundreds of peers that ask once and are gone; whoever was there stays."""
     made = await members(2)
@@ -231,6 +237,7 @@ async def test_routing_tables_do_not_grow_with_invented_keys() -> None:
     await asyncio.sleep(0)
     assert len(table.uid_to_peer_id) <= 2 * BUCKET_SIZE * len(table.buckets)
     assert len(table.peer_id_to_uid) == len(table.uid_to_peer_id)
+    await eventually(lambda: asked_of(table) <= set(table.uid_to_peer_id), 20, "of the dead nothing is remembered")
     await made[1].directory.refresh()
     assert live_ids(made[1].directory, 0) == {member.peer for member in made}
 

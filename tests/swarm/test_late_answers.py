@@ -1,4 +1,4 @@
-"""An answer that comes in the moment in which its call is given up costs no other call its own."""
+"""Calls that are given up, by this node or by who asked it: they cost no other call its answer, and leave nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hivemind.p2p.p2p_daemon_bindings.control import (  # pyright: ignore[report
 from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
-from noloco_node.libp2p.hivemind_link import forgive_late_answers
-from tests.support import one_turn
+from noloco_node.libp2p.hivemind_link import forget_ended_requests, forgive_late_answers
+from tests.support import eventually, one_turn
 
 pb: Any = p2pd_pb2
 PEER: Any = PeerID.from_base58("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
@@ -26,6 +26,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "p2pd's failure": {"daemonError": pb.DaemonError(message="no")},
     "an empty one": {},
 }
+
+
+def client() -> Any:
+    """hivemind's client of a p2pd, connected to none."""
+    connector: Any = DaemonConnector(Multiaddr("/unix/nowhere"))
+    return ControlClient(connector, _initialized_with_create=True)
 
 
 def packed(call: bytes, content: dict[str, Any]) -> bytes:
@@ -39,8 +45,7 @@ def packed(call: bytes, content: dict[str, Any]) -> bytes:
 async def test_a_call_that_is_given_up_as_its_answer_comes_leaves_the_others_theirs(comes: str) -> None:
     """hivemind would end its reader of all answers: every later call of this node's directory would be in vain, while
     p2pd itself answers whoever asks whether it lives."""
-    connector: Any = DaemonConnector(Multiaddr("/unix/nowhere"))
-    control: Any = ControlClient(connector, _initialized_with_create=True)
+    control = client()
     forgive_late_answers(control)
     stream = asyncio.StreamReader()
     reading = asyncio.create_task(control._read_from_persistent_conn(stream))
@@ -61,5 +66,38 @@ async def test_a_call_that_is_given_up_as_its_answer_comes_leaves_the_others_the
     call, name = await asked()
     stream.feed_data(packed(name, ANSWERS["its answer"]))
     assert await asyncio.wait_for(call, 20) == b"it"
+    reading.cancel()
+    await asyncio.wait((reading,))
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+async def test_of_a_request_that_has_ended_nothing_is_kept(given_up: bool) -> None:
+    """Whether it was answered, or its caller hung up meanwhile: hivemind keeps the latter for good."""
+    control, begun, may_end = client(), 0, asyncio.Event()
+    forget_ended_requests(control)
+
+    async def answered(_data: bytes, _peer: object) -> bytes:
+        nonlocal begun
+        begun += 1
+        await may_end.wait()
+        return b"it"
+
+    control.unary_handlers["find"] = answered
+    stream = asyncio.StreamReader()
+    reading = asyncio.create_task(control._read_from_persistent_conn(stream))
+    names = [UUID(int=number).bytes for number in range(20)]
+    request = pb.CallUnaryRequest(proto="find", peer=PEER.to_bytes(), data=b"")
+    for name in names:
+        stream.feed_data(packed(name, {"requestHandling": request}))
+    await eventually(lambda: begun == 20, 20, "all are being answered")
+    assert len(control._handler_tasks) == 20
+    for name in names:
+        if given_up:
+            stream.feed_data(packed(name, {"cancel": pb.Cancel()}))
+    if not given_up:
+        may_end.set()
+    await eventually(lambda: not control._handler_tasks, 20, "they have ended")
+    assert control._pending_messages.qsize() == (0 if given_up else 20)
+    assert not reading.done()
     reading.cancel()
     await asyncio.wait((reading,))

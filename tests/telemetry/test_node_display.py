@@ -91,6 +91,16 @@ def test_a_view_without_events_can_be_shown_and_names_are_never_markup() -> None
     assert "[/bold]" in screen_of(view, HALF)
 
 
+def test_speeds_are_right_again_after_this_machines_clock_was_set_back() -> None:
+    """By a day."""
+    view = NodeView()
+    for number in range(100):
+        view.observe(made.inner_step(number, time=200_000.0 + number))
+    for number in range(30):
+        view.observe(made.inner_step(number, time=100_000.0 + 2 * number))
+    assert view.figures(100_058.0).own_rate == pytest.approx(made.inner_step(1).tokens / 2)
+
+
 def test_a_download_shows_until_it_is_whole_and_log_lines_stand_above_the_screen() -> None:
     """Megabytes and time left; a log line never shares a line with the screen, and is not broken."""
     view, console = NodeView(), Console(file=io.StringIO(), force_terminal=True, width=60)

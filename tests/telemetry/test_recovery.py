@@ -112,6 +112,14 @@ def test_nobody_is_lost_to_a_stage_that_has_no_dealings_with_it_nor_at_the_runs_
     assert (found, recovery.slow_for) == ([], 0.0)
 
 
+def test_a_clock_that_is_set_back_leaves_nothing_to_wait_for() -> None:
+    """By a day: what is told afterwards counts as in a new life."""
+    one = life(lambda _: 1.0, lost_at(1e9), 900.0)
+    again = life(lambda now: 4.0 if 400.0 <= now < 450.0 else 1.0, lost_at(400.0), 900.0)
+    back = [event.model_copy(update={"time": event.time - 86_400.0}) for event in again]
+    assert times_back(iter([*one, *back]))[0] == times_back(iter(back))[0] != []
+
+
 def test_the_pure_parts() -> None:
     """A median of three minutes, the first of the slow figures before a loss, and the first that is not slow after."""
     rates = [(float(at), 10.0 if at < 200 or at >= 260 else 5.0) for at in range(0, 300, 10)]
