@@ -26,9 +26,9 @@ from noloco_node.transport.interface import Withdraw
 class Exchanger(Side):
     """This replica's outer steps: dials, answers, and steps alone; at most one exchange at a time.
 
-    `run()` must be running in the owner's task group. `on_outer_step` receives an event for every commit and every try
-    that came to nothing. `ReplicaContext.moved` fires when one has ended or a catch-up is due. A fragment is named by
-    its index; None is the whole stage, also where it is cut into one.
+    `run()` must be running in the owner's task group. `on_outer_step` receives an event for every commit, and for every
+    exchange that was agreed and came to nothing. `ReplicaContext.moved` fires when one has ended or a catch-up is due.
+    A fragment is named by its index; None is the whole stage, also where it is cut into one.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class Exchanger(Side):
             await self.stop()
 
     async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
-        """Average a fragment with `partner`; True when committed. Refusals and failures are reported as events, never
-        raised."""
+        """Average a fragment with `partner`; True when committed. Raises nothing that the partner can bring about: an
+        exchange that was agreed and came to nothing is an event, a proposal that was refused or not answered is none.
+        """
         return await self._dialler.dial(partner, fragment)
 
     async def step_alone(self, fragment: int | None = None) -> None:

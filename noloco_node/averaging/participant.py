@@ -13,8 +13,8 @@ from noloco_node.transport.interface import Withdraw
 
 
 class Averaging(Participant):
-    """Takes outer steps when told to, and answers stage peers that ask for one. `on_outer_step` receives each that was
-    committed or came to nothing; `on_probation_end` why, and after how many inner steps, this replica counts itself."""
+    """Takes outer steps when told to, and answers stage peers that ask for one. `on_outer_step` is that of `Exchanger`;
+    `on_probation_end` receives why, and after how many inner steps, this replica counts itself."""
 
     def __init__(
         self,

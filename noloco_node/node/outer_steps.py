@@ -131,7 +131,7 @@ class OuterSteps:
         self._emit(ProbationEnded(reason=reason, steps=steps))
 
     def taken(self, event: OuterStep) -> None:
-        """An outer step was committed, or a try came to nothing."""
+        """An outer step was committed, or an exchange that was agreed came to nothing."""
         if self._exchanger.last_round and event.kind != "aborted" and event.fragment is None:
             self.last_taken = True
         if event.kind == "paired" and event.partner is not None:

@@ -97,7 +97,7 @@ class InnerStep(Event):
 
 
 class OuterStep(Event):
-    """One outer step, or a try that came to nothing (`aborted`)."""
+    """One outer step, or an exchange that was agreed and came to nothing (`aborted`)."""
 
     event: Literal["outer_step"] = "outer_step"
     kind: Literal["paired", "alone", "aborted", "caught_up"]
