@@ -66,7 +66,7 @@ class NodeStats:
                 queued=self._worker.queued,
                 hop_seconds=downstream and downstream.hop_seconds.distribution(),
                 data_wait_seconds=pipeline.origin.data_wait_seconds if pipeline.origin else 0.0,
-                directory_records=len(self._membership.introduced()),
+                directory_records=len(self._membership.others()),
                 directory_age_seconds=self._membership.directory_age,
                 text_slots=self._membership.text.counts if self._membership.text else {},
                 device_memory=self._worker.device_memory,

@@ -23,7 +23,7 @@ def surroundings(
     queued: int,
 ) -> Surroundings:
     """Of a node whose clock stands at `clock`, at this moment."""
-    records = membership.introduced()
+    records = membership.others()
     there = [record for record in records if is_there(known, record)]
     replicas = Counter(record.stage for record in there if record.state is PeerState.TRAINING)
     replicas[membership.stage] += membership.state is PeerState.TRAINING

@@ -116,10 +116,6 @@ class Membership:
         known, own = self._known, self._own
         return (r for r in self.live(stage, *states) if r.peer_id != own and is_there(known, r))
 
-    def introduced(self) -> list[PeerRecord]:
-        """Live records of all stages without this node's own."""
-        return self.others()
-
     def stage_peers(self, *states: PeerState) -> list[PeerId]:
         """Peers of the own stage that are there, without this one."""
         return [PeerId(r.peer_id) for r in self.there(self.stage, *states)]
@@ -263,7 +259,8 @@ class Membership:
 
     def unserved(self) -> list[int]:
         """Stages, the own one aside, of which nobody that serves is there, whatever the records say. Of one that is
-        seen in part others are seen every dozen of seconds: while none of these was asked, nothing is known."""
+        seen in part other nodes are drawn by and by (`far_stages`, `bucket_turns`): while none of those in view was
+        asked, nothing is known."""
         others = [
             stage
             for stage in range(self.stages)

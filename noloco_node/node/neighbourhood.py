@@ -52,7 +52,7 @@ class Neighbourhood(Participant):
             spec.run_id,
             lambda: context.stage,
             life,
-            self.membership.introduced,
+            self.membership.others,
             on_change,
             random.Random(f"roll/{context.settings.seed}/{transport.peer_id}"),
             entrances=peers_at(context.settings.initial_peers),

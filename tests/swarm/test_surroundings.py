@@ -44,9 +44,9 @@ async def test_of_a_large_swarm_those_are_shown_that_answer() -> None:
         await other.membership.announce(PeerState.TRAINING)
         row = viewer.membership
         await row.refresh()
-        real = row.introduced()[0]
+        real = row.others()[0]
         ghosts = [real.model_copy(update={"peer_id": f"a-ghost-{n:04}"}) for n in range(2 * MOST_PEERS)]
-        row.introduced = lambda: [*ghosts, real]
+        row.others = lambda *_: [*ghosts, real]
         known, book = viewer.context.transport.acquaintances, viewer.pipeline.book
         assert isinstance(book, RoutingBook)
         around = surroundings(row, known, book, 0.0, in_hand=0, queued=0)
