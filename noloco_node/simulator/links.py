@@ -178,7 +178,7 @@ def as_they_are(parcel: Parcel) -> float:
 
 
 class Links:
-    """Implements `LinkModel`. Between peers that are apart bytes wait until these are together again, as on a
+    """Implements `Carrier`. Between peers that are apart bytes wait until these are together again, as on a
     connection that is cut and not closed. `weigh` says how many bytes a parcel stands for, where models of tensors are
     smaller than what they model."""
 
@@ -208,7 +208,7 @@ class Links:
         return self._side.get(one, 0) != self._side.get(other, 0)
 
     async def open(self, source: PeerId, target: PeerId) -> None:
-        """See `LinkModel.open`: streams of a connection open with what is sent."""
+        """See `Carrier.open`: streams of a connection open with what is sent."""
         if any(map(self.lost, self.way.via(source, target))):
             raise PeerUnreachable(f"the relay of {source} or {target} is gone")
         await self._reached(source, target)

@@ -156,7 +156,7 @@ class World:
         self._loop.go_on(node.machine)
 
     def part(self, *sides: Iterable[Node]) -> None:
-        """Cut all links between nodes of different `sides`; those that no side names are together."""
+        """As `Links.part`, between nodes; a call under way between two sides is given up once its time is over."""
         self.links.part(*([node.peer for node in side] for side in sides))
         self.network.stall(self.links.apart)
 
