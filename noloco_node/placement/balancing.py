@@ -32,8 +32,9 @@ DAMPING = 0.5
 CLEAR_GAIN = 0.5
 """The poorer of the two stages must gain at least this much of what the moving node brings."""
 BY_CHANCE = 0.134
-"""How likely it is that of all other stages, where they are seen in part, some one seems to lack more by chance than is
-taken for chance (1.5 standard deviations where they are two): the more it lacks beyond, the more go there."""
+"""Chance, over all other stages that are seen in part, that one of them looks poor though none is. Divided among them
+(Bonferroni): 1.5 standard deviations for two or fewer, 2.4 for sixteen. The more a stage lacks beyond, the more go
+there."""
 PRIOR_SERVERS = 4
 """Nodes as unlike each other as their mean is large, that a sample is taken to hold besides: few may be alike by
 chance."""
@@ -85,15 +86,16 @@ class Supply:
             return 1.0
         part = self.work[poor] / sum(self.work)
         others = sum(error > 0.0 for s, error in enumerate(self.errors) if s != poor)
-        doubt = _deviations(others) * math.hypot(*(error * (part - (s == poor)) for s, error in enumerate(self.errors)))
+        deviation = math.hypot(*(error * (part - (s == poor)) for s, error in enumerate(self.errors)))
+        doubt = _significant_deviations(others) * deviation
         lack = self.level * self.work[poor] - self.strength[poor]
         return max(0.0, 1.0 - doubt / lack) if lack > 0.0 else 0.0
 
 
 @lru_cache
-def _deviations(stages: int) -> float:
-    """Beyond which one of so many stages lies by chance as seldom as `BY_CHANCE` says."""
-    return NormalDist().inv_cdf(1.0 - BY_CHANCE / max(2, stages))
+def _significant_deviations(others: int) -> float:
+    """Standard deviations that a stage must lack, beside so many `others` that are seen in part: see `BY_CHANCE`."""
+    return NormalDist().inv_cdf(1.0 - BY_CHANCE / max(2, others))
 
 
 def sample_error(seen: int, total: float, squares: float, number: float, number_error: float) -> float:
@@ -290,17 +292,17 @@ def rescue_rank(
     present = [server for server in servers if server.present]
     counts = [sum(server.stage == stage for server in present) for stage in range(len(work))]
     throughput = supply_of(present, work).throughput
-    richest = among
-    if richest is None:
-        richest = max(range(len(work)), key=lambda stage: (counts[stage] > 1, throughput[stage], -stage))
-    if counts[richest] < 2:
+    source = among
+    if source is None:
+        source = max(range(len(work)), key=lambda stage: (counts[stage] > 1, throughput[stage], -stage))
+    if counts[source] < 2:
         return None
 
     def merit(server: Server) -> tuple[bool, float, PeerId]:
-        left = throughput[richest] - server.strength / work[richest]
+        left = throughput[source] - server.strength / work[source]
         return server.guards != lost, -min(left, server.strength / work[lost]), server.peer
 
-    order = [server.peer for server in sorted((s for s in present if s.stage == richest), key=merit)]
+    order = [server.peer for server in sorted((s for s in present if s.stage == source), key=merit)]
     return order.index(own) if own in order else None
 
 
