@@ -163,8 +163,7 @@ class Crowd:
         return [Server(PeerId(f"to {s}"), s, strength, present=False) for s, strength in joining if strength > 0.0]
 
     def _go_to(self, i: int, stage: int) -> None:
-        self.nodes.stage[i] = stage
-        self.nodes.stage_row[i] = stage
+        self.nodes.move(i, stage)
         self._joining[stage] += self.nodes.speed[i]
         self.directory.forget(i)
         self.agenda.after(2.0 * self.settings.directory.look_seconds, self._ask, i)

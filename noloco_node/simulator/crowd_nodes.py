@@ -146,6 +146,7 @@ class Nodes:
         """The region that is cut off."""
         self.prefix = np.zeros(most, np.int64)
         self.stage_row = np.zeros(most, np.int64)
+        """The same as `stage`, as an array: `move` changes both."""
         self.speed_row = np.zeros(most)
         self.region_row = np.zeros(most, np.int64)
         self.expires = np.zeros((MOST_LEVEL + 1, most))
@@ -181,6 +182,10 @@ class Nodes:
         self.many += 1
         self.tell("joined", i, stage)
         return i
+
+    def move(self, i: int, stage: int) -> None:
+        """It is of another stage from now on."""
+        self.stage[i] = self.stage_row[i] = stage
 
     def kill(self, i: int) -> None:
         """It is gone; its records live on until they expire."""
