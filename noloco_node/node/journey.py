@@ -205,7 +205,9 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
                 if saved is not None:
                     await keeper.resume(saved)
-                clock, resumed, saved = saved and saved.standing.progress.clock, saved is not None, None
+                resumed = saved is not None
+                clock = saved.standing.progress.clock if saved is not None else None
+                saved = None  # it holds a whole state, which this frame would keep for the whole stay
                 receipts = await open_receipts(
                     place.folder.contribution,
                     spec.run_id,

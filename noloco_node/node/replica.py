@@ -233,13 +233,13 @@ class Replica:
         """What the directory record says of this replica."""
         progress, speed = self.worker.progress, self._pace.tokens_per_second
         return OwnFigures(
-            progress.clock,
-            speed,
-            progress.outer_rounds,
-            self.capacity,
-            self.guards(),
-            progress.steps,
-            self.averaging.standing.newcomer,
+            clock=progress.clock,
+            tokens_per_second=speed,
+            outer_rounds=progress.outer_rounds,
+            capacity=self.capacity,
+            guards=self.guards(),
+            steps=progress.steps,
+            newcomer=self.averaging.standing.newcomer,
         )
 
     def _origins_lead(self) -> float | None:

@@ -152,7 +152,8 @@ class StateCopier:
                 donor = self._paces.next(ranked)
                 if download is None:
                     download = await ambient.elsewhere(new_download, self._spec, self._worker)
-                busy, most = list(search.busy) if ambient.monotonic() < until else [], download.most
+                busy = list(search.busy) if ambient.monotonic() < until else []
+                most = download.most
                 try:
                     return donor, await self._copy(donor, download, [*ranked, *busy])
                 except TooSlow as error:
