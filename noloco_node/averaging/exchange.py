@@ -1,4 +1,4 @@
-"""One weight exchange between two replicas of a stage: propose, headers, chunks, commit.
+"""One weight exchange between two replicas of a stage: propose, openings, chunks, commit.
 
 Every step is a request with an answer, so an exchange needs no stream of its own: the dialler sends its chunk and the
 answer is the partner's chunk, several in flight on pooled streams. Training goes on meanwhile. A side commits once it

@@ -102,12 +102,12 @@ class Responder:
         if engagement.phase not in (Phase.FREE, Phase.PROPOSING):
             raise Refused(Refusal.BUSY)
         now = ambient.monotonic()
-        if side.patience.resting(peer, now) or side.patience.dials_too_soon(account_of(peer, side.transport), now):
+        if side.back_off.resting(peer, now) or side.back_off.dials_too_soon(account_of(peer, side.transport), now):
             raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
         side.refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = side.worker.progress
         weightless = self._weightless(peer, proposal, progress.steps)
-        if not weightless and side.patience.stays_far(peer, ambient.monotonic()):
+        if not weightless and side.back_off.stays_far(peer, ambient.monotonic()):
             raise Refused(Refusal.BUSY, "your weights stay far from mine")
         refusal = answer_proposal(
             own=side.transport.peer_id,
@@ -185,7 +185,7 @@ class Responder:
         session, outer = self._session_of(peer, chunk.exchange), self._side.worker.outer
         opened = self._side.engagement.holds(session, Phase.ANSWERING, Phase.COMMITTING)
         if not opened or chunk.index >= outer.chunks:
-            raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} before the headers, or out of range")
+            raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} before the openings, or out of range")
         size = outer.codec.wire_elements(outer.chunk_size(chunk.index))
         if specs != (TensorSpec(DTYPE_NAMES[outer.codec.wire_dtype], (size,)),):
             raise Refused(Refusal.MALFORMED, f"chunk {chunk.index} does not have the agreed size and precision")

@@ -199,14 +199,14 @@ def account_of(dialler: PeerId, transport: Transport) -> PeerId:
 
 
 def remember(
-    session: Session, transport: Transport, patience: BackOff, visits: Visits, stage_peers: int, *, committed: bool
+    session: Session, transport: Transport, back_off: BackOff, visits: Visits, stage_peers: int, *, committed: bool
 ) -> None:
     """What the end of an exchange or of a step alone says of the partner; `stage_peers` live beside this replica."""
     now, dialled = ambient.monotonic(), session.role == "dialled"
     if not session.partner:
         visits.stepped()
     elif committed:
-        patience.committed(session.partner)
+        back_off.committed(session.partner)
         transport.acquaintances.worked(session.partner)
         if not session.gives_only:
             if dialled:
@@ -214,8 +214,8 @@ def remember(
             visits.stepped()
     else:
         if dialled:
-            patience.abandoned(account_of(session.partner, transport), now - session.started, now)
-        patience.lost(session.partner, now - session.started, now)
+            back_off.abandoned(account_of(session.partner, transport), now - session.started, now)
+        back_off.lost(session.partner, now - session.started, now)
         transport.acquaintances.idle(session.partner)
 
 

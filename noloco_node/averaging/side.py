@@ -61,7 +61,7 @@ class Side:
         self.arithmetic = Arithmetic(transport, worker)
         self.engagement = Engagement()
         self._applying: asyncio.Task[Commit] | None = None
-        self.patience = BackOff()
+        self.back_off = BackOff()
         self.visits = Visits()
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
         self.accepting = accepting
@@ -146,7 +146,7 @@ class Side:
         if paired:
             bound.accept(session.partner, judgement)
             if stage_peers > 1:
-                self.patience.met(
+                self.back_off.met(
                     session.partner, session.fragment, judgement.norm, judgement.bound, ambient.monotonic()
                 )
             largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
@@ -159,7 +159,7 @@ class Side:
         norm, largest = await self.arithmetic.do(self.worker.outer.difference_norm), session.bound
         assert largest is not None, "measured when the exchange was opened"
         self.standing.measured(session.partner, Meeting(norm, largest))
-        self.patience.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
+        self.back_off.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
 
     def report_abort(self, session: Session, reason: str) -> None:
@@ -173,7 +173,7 @@ class Side:
             return
         committed = self.engagement.phase is Phase.COMMITTING
         self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
-        remember(session, self.transport, self.patience, self.visits, self.stage_peers, committed=committed)
+        remember(session, self.transport, self.back_off, self.visits, self.stage_peers, committed=committed)
         if session.partner:
             self.free_since(self.worker.progress.steps)
         self._moved.fire()

@@ -83,7 +83,7 @@ class OuterSteps:
         """Stage peers that are worth dialling now."""
         stage_peers, newcomers = self._membership.partners(*states), self._membership.newcomers()
         counting = self._standing.partners(stage_peers, newcomers, self._worker.progress.steps)
-        return list(self._exchanger.patience.ready(counting, ambient.monotonic()))
+        return list(self._exchanger.back_off.ready(counting, ambient.monotonic()))
 
     def pairing_state(self, next_try: float) -> PairingState:
         """What the next decision depends on; `next_try` in seconds of the event loop."""
@@ -123,7 +123,7 @@ class OuterSteps:
 
     def begin_on_probation(self) -> None:
         """The state is a stage peer's copy."""
-        self._exchanger.patience.forget_distances()
+        self._exchanger.back_off.forget_distances()
         self._standing.begin(self._worker.progress.steps)
 
     def probation_ended(self, reason: Ending, steps: int) -> None:

@@ -192,7 +192,7 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
         for number in range(2):  # the first brings no rest: a stage peer that died and came back must not wait
             await abandon(f"throw-away-key-{number}")
             await abandon("stage peer-at-work")
-            exchanger.patience.committed(PeerId("stage peer-at-work"))
+            exchanger.back_off.committed(PeerId("stage peer-at-work"))
         for name in ("throw-away-key-2", "stage peer-at-work"):
             with pytest.raises(Refused):
                 await abandon(name)
