@@ -1,9 +1,11 @@
-"""Imports run downwards only: each room may use itself and the rooms below it, whatever the import is for."""
+"""Imports run downwards only: each room may use itself and the rooms below it, whatever the import is for. And the page
+of the house names every file in its room."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +53,7 @@ MOST_LINES = 500
 MOST_METHODS = 20
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 
 def room_of(module: str) -> str:
@@ -154,6 +157,27 @@ def house() -> Iterator[str]:
             lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
             yield f"{room:15} {len(files):3} files {lines:6} lines  {said.splitlines()[0] if said else ''}"
         yield ""
+
+
+def rows_of(page: str) -> dict[str, str]:
+    """`outer/` or `ambient.py` -> its row in the table of the rooms."""
+    table = page.partition("| room | what it is for |\n")[2].partition("\n\n")[0]
+    return {room: row for row in table.splitlines() for room in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+def unnamed(path: Path, rows: dict[str, str]) -> bool:
+    """Whether the row of a file's room leaves the file out."""
+    room, *rest = path.relative_to(PACKAGE).parts
+    return f"`{path.name}`" not in rows.get(f"{room}/" if rest else room, "")
+
+
+def test_the_page_of_the_house_names_every_file_in_its_room() -> None:
+    """Whoever looks for something finds the file, and no new one goes without a word."""
+    rows = rows_of(PAGE.read_text(encoding="utf-8"))
+    files = [path for path in MODULES if path.stem not in ("__init__", "__main__")]
+    assert [module_of(path) for path in files if unnamed(path, rows)] == []
+    assert unnamed(PACKAGE / "outer" / "nowhere.py", rows)
+    assert unnamed(PACKAGE / "averaging" / "codec.py", rows), "that of another room"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=module_of)
