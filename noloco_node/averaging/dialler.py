@@ -10,7 +10,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.averaging.engagement import Change, Phase
 from noloco_node.averaging.messages import CHUNK, OPEN, PROPOSE, ChunkHeader, Proposal
-from noloco_node.averaging.session import Session, failure_of, opening_of, say_goodbye, streams_for
+from noloco_node.averaging.session import NOBODY, Session, failure_of, opening_of, say_goodbye, streams_for
 from noloco_node.averaging.side import Side
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
@@ -63,7 +63,7 @@ class Dialler:
     async def step_alone(self, fragment: int | None) -> None:
         """See `Exchanger.step_alone`."""
         side, outer = self._side, self._side.worker.outer
-        session = side.new_session(ambient.token(16), PeerId(""), "dialler", fragment)
+        session = side.new_session(ambient.token(16), NOBODY, "dialler", fragment)
         side.engagement.begin(Change.STEP_ALONE, session)
         try:
             session.took(await side.worker.snapshot(session.fragment))

@@ -43,11 +43,13 @@ STALE_SECONDS, STALE_WINDOWS = 5.0, 1
 replica, is refused: it is of weights from before, and both sides would move by half of what was trained since."""
 LEAVE_SECONDS = 2.0
 """Time to tell a partner that an exchange is over: it would find out by itself, only later."""
+NOBODY = PeerId("")
+"""The partner of a step alone."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One open exchange."""
+    """One open exchange, or a step alone."""
 
     exchange: str
     partner: PeerId
@@ -75,6 +77,11 @@ class Session:
     sent: int = 0
     received: int = 0
     _added: set[int] = field(default_factory=set[int])
+
+    @property
+    def paired(self) -> bool:
+        """Whether it has a partner, as all have but steps alone."""
+        return self.partner != NOBODY
 
     @property
     def added(self) -> int:
@@ -203,7 +210,7 @@ def remember(
 ) -> None:
     """What the end of an exchange or of a step alone says of the partner; `stage_peers` live beside this replica."""
     now, dialled = ambient.monotonic(), session.role == "dialled"
-    if not session.partner:
+    if not session.paired:
         visits.stepped()
     elif committed:
         back_off.committed(session.partner)
@@ -221,7 +228,7 @@ def remember(
 
 def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement: Judgement) -> OuterStep:
     """What is reported of a committed step; `judgement` is on the difference to the partner, if there was one."""
-    paired = bool(session.partner)
+    paired = session.paired
     return OuterStep(
         kind="paired" if paired else "alone",
         round=commit.progress.outer_rounds,
@@ -229,7 +236,7 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement
         clock=commit.progress.clock,
         learning_rate=snapshot.learning_rate,
         fragment=session.fragment,
-        partner=session.partner or None,
+        partner=session.partner if paired else None,
         role=session.role if paired else "none",
         reason="",
         spread=session.spread,

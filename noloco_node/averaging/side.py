@@ -133,17 +133,17 @@ class Side:
         # Of itself a newcomer knows that it may be the one that is far; of two, nobody knows which one is.
         stage_peers = 0 if self.standing.newcomer else self.stage_peers
         judgement = Judgement(0.0, 0.0, 1.0)
-        if paired := bool(session.partner):
+        if session.paired:
             judgement = await self.arithmetic.do(lambda: bound.judge(outer, session.partner, stage_peers=stage_peers))
         # A newcomer's clock is that of its copy, however long that was on its way; what time it is, the stage peer
         # knows.
         share = 1.0 if self.standing.newcomer else 0.5
-        shift = share * (session.partner_clock - snapshot.progress.clock) if paired else 0.0
+        shift = share * (session.partner_clock - snapshot.progress.clock) if session.paired else 0.0
         self._applying = asyncio.ensure_future(
             self.worker.commit(snapshot, scale=judgement.scale, clock_shift=shift, on_host=self.arithmetic.do)
         )
         commit = await asyncio.shield(self._applying)
-        if paired:
+        if session.paired:
             bound.accept(session.partner, judgement)
             if stage_peers > 1:
                 self.back_off.met(
@@ -174,7 +174,7 @@ class Side:
         committed = self.engagement.phase is Phase.COMMITTING
         self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
         remember(session, self.transport, self.back_off, self.visits, self.stage_peers, committed=committed)
-        if session.partner:
+        if session.paired:
             self.free_since(self.worker.progress.steps)
         self._moved.fire()
 
