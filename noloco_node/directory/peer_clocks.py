@@ -63,13 +63,13 @@ class PeerClocks:
         return laggard(self.own(), claimed, estimated=self.estimated(), recorded=self.recorded(), max_lag=self.max_lag)
 
     def own_lags(self) -> bool:
-        """Whether the directory agrees that this replica is behind (`lags`)."""
-        return lags(self.own(), self.recorded(), self.max_lag)
+        """Whether the directory agrees that this replica is behind (`lags`), by half of what is allowed."""
+        return lags(self.own(), self.recorded(), by=self.max_lag / 2)
 
     def far_behind(self) -> bool:
         """Whether the directory says that this replica lags by all that is allowed: a stage peer would give its
         state."""
-        return lags(self.own(), self.recorded(), 2 * self.max_lag)
+        return lags(self.own(), self.recorded(), by=self.max_lag)
 
 
 class FarBehind:
@@ -115,10 +115,10 @@ def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequ
     return min(ceiling, max(floor, claimed))
 
 
-def lags(own_clock: float, directory_clocks: Sequence[float], max_lag: float) -> bool:
-    """Whether the directory agrees that this replica is behind: its clock is more than half of `max_lag` below the
-    median of its stage peers' records (`heard`). One peer's word alone would let it push its state."""
-    return bool(directory_clocks) and median(heard(directory_clocks, own_clock)) - own_clock > max_lag / 2
+def lags(own_clock: float, directory_clocks: Sequence[float], *, by: float) -> bool:
+    """Whether the directory agrees that this replica is behind: its clock is more than `by` tokens below the median of
+    its stage peers' records (`heard`). One peer's word alone would let it push its state."""
+    return bool(directory_clocks) and median(heard(directory_clocks, own_clock)) - own_clock > by
 
 
 def laggard(
@@ -128,13 +128,13 @@ def laggard(
 
     What the partner claims is believed as `believed_clock` says, but never ahead of its own word: that would keep it
     from being told that it is behind, and this replica would lag one that does not say that it is ahead. This replica
-    lags only where the `recorded` clocks, which are never ahead of the truth, agree (`lags`). The partner lags only
+    lags only where the `recorded` clocks, which are never ahead of the truth, agree by half. The partner lags only
     where this replica is not itself ahead of its stage peers by as much: it would find nobody who agrees, and train
     alone from then on. Averaging brings it back.
     """
     votes, records = heard(estimated, own_clock), heard(recorded, own_clock)
     other = min(claimed, believed_clock(claimed, estimated=votes, recorded=records, max_lag=max_lag))
-    if other - own_clock > max_lag and lags(own_clock, recorded, max_lag):
+    if other - own_clock > max_lag and lags(own_clock, recorded, by=max_lag / 2):
         return "own"
     ahead_of_all = bool(estimated) and own_clock - median_high(estimated) > max_lag
     return "other" if own_clock - other > max_lag and not ahead_of_all else None

@@ -251,7 +251,7 @@ class CrowdAveraging:
     def _refusal(self, i: int, j: int) -> Refusal | None:
         if not self._busy(j):
             lagging = self._judge_lag(j, i)
-            if lagging == "other" and lags(self.progress[i].clock, self._heard(i), self._most_lag):
+            if lagging == "other" and lags(self.progress[i].clock, self._heard(i), by=self._most_lag / 2):
                 self._catch_up_from[i] = j
             if lagging is not None:
                 self.consider(j)
