@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.aio import Pulse, some_at_a_time
@@ -57,8 +58,16 @@ everybody, so that each answer would cost the more the larger the swarm is."""
 PAUSES = Doubling(1.0, 300.0)
 """Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
 
-SAID, CALLED, INTRODUCED = range(3)
-"""What is known of a peer before it is asked."""
+
+class PeerKind(IntEnum):
+    """What is known of a peer before it is asked."""
+
+    SAID = 0
+    """It has said that it serves what its record says, or none has been read of it."""
+    CALLED = 1
+    """It answers, or has called."""
+    INTRODUCED = 2
+    """Only a record tells of it."""
 
 
 @dataclass(slots=True)
@@ -261,7 +270,7 @@ class RollCall:
     def _drawn(self, due: Sequence[PeerId], most: int) -> list[PeerId]:
         """Who has said that it is there, who has called this node, and who is only introduced have the same chance,
         and so have the stages: no crowd at one place keeps those elsewhere from being asked."""
-        crowds: dict[int, dict[int, list[PeerId]]] = {}
+        crowds: dict[PeerKind, dict[int, list[PeerId]]] = {}
         for peer in due:
             crowds.setdefault(self._kind(peer), {}).setdefault(self._stage_of(peer), []).append(peer)
         for stages in crowds.values():
@@ -278,11 +287,11 @@ class RollCall:
                 del crowds[kind]
         return drawn
 
-    def _wanted(self, kind: int, stages: list[int]) -> list[int]:
+    def _wanted(self, kind: PeerKind, stages: list[int]) -> list[int]:
         """Of who is only introduced the own stage and the next are asked first, and now and then another one."""
         own = self._stage()
         near = [] if own is None else [stage for stage in stages if stage in (own, own + 1)]
-        if kind != INTRODUCED or not near or len(near) == len(stages):
+        if kind is not PeerKind.INTRODUCED or not near or len(near) == len(stages):
             return stages
         self._near_in_a_row = (self._near_in_a_row + 1) % (BURST + 1)
         return near if self._near_in_a_row else [stage for stage in stages if stage not in near]
@@ -307,12 +316,11 @@ class RollCall:
         """It has called this node or moved: whoever likes can have itself asked so, and is no sample of the others."""
         return self._known.answers(peer) and not self._confirmed(peer)
 
-    def _kind(self, peer: PeerId) -> int:
-        """`SAID` for who has said that it serves what its record says, `CALLED` for others that answer or called."""
+    def _kind(self, peer: PeerId) -> PeerKind:
         record = self._asked[peer].record
         if record is None or self._known.of(peer).stage == record.stage:
-            return SAID
-        return CALLED if self._known.answers(peer) else INTRODUCED
+            return PeerKind.SAID
+        return PeerKind.CALLED if self._known.answers(peer) else PeerKind.INTRODUCED
 
     def _stage_of(self, peer: PeerId) -> int:
         record = self._asked[peer].record
@@ -335,7 +343,7 @@ class RollCall:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
             return
         before = self._known.answers(peer), self._known.of(peer).stage
-        sampled = self._kind(peer) == INTRODUCED or self._known.of(peer).drawn is not None
+        sampled = self._kind(peer) is PeerKind.INTRODUCED or self._known.of(peer).drawn is not None
         at_random, record = sampled and not self._pressing(peer), asked.record
         asked.under_way = True
         try:
