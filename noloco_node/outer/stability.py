@@ -65,8 +65,12 @@ def contraction_factor(
     paired_share: float = 1.0,
 ) -> float:
     """Factor by which the variance across replicas changes per outer step in the long run (below 1: it shrinks)."""
-    c = mixing_share(group_size, replicas, paired_share)
-    return float(np.max(np.abs(np.linalg.eigvals(contraction_matrix(alpha, gamma, c, momentum)))))
+    return _radius(contraction_matrix(alpha, gamma, mixing_share(group_size, replicas, paired_share), momentum))
+
+
+def _radius(matrix: npt.NDArray[np.float64]) -> float:
+    """The spectral radius."""
+    return float(np.max(np.abs(np.linalg.eigvals(matrix))))
 
 
 def admissible_gamma(
@@ -90,8 +94,8 @@ def admissible_gamma(
     low, high = 0.0, 4.0  # at γ = 4 the first diagonal entry alone exceeds 1 for every c > 0
     while high - low > _RESOLUTION:
         middle = (low + high) / 2
-        radius = np.max(np.abs(np.linalg.eigvals(contraction_matrix(alpha, middle, c, momentum))))
-        low, high = (middle, high) if radius < 1.0 else (low, middle)
+        shrinks = _radius(contraction_matrix(alpha, middle, c, momentum)) < 1.0
+        low, high = (middle, high) if shrinks else (low, middle)
     return 0.0, low
 
 
