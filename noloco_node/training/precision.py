@@ -25,10 +25,6 @@ class Precision:
         """The context of a forward on `device`; backward needs none."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
 
-    def bytes_a_parameter(self, versions: int = 2) -> int:
-        """Memory on the device for each parameter: weights, two moments, gradient, and so many published versions."""
-        return 4 * self.masters.itemsize + versions * self.published.itemsize
-
 
 PRECISIONS: dict[PrecisionName, Precision] = {
     "fp32": Precision(torch.float32, torch.float32),
