@@ -130,6 +130,7 @@ class StateDonor:
             raise Refused(Refusal.WRONG_CONTRACT)
 
     async def refuse_relayed(self, peer: PeerId) -> None:
+        """Raises Refused where this node and `peer` are connected through a relay only."""
         if await self.relayed(peer):
             raise Refused(Refusal.RELAYED, "a state is not sent through a relay: one side must dial the other")
 
@@ -141,6 +142,8 @@ class StateDonor:
         )
 
     async def handle_open(self, peer: PeerId, request: StateRequest) -> Reply[SignedManifest]:
+        """The signed manifest of the snapshot that is held, where that is the one asked for or not old yet, else of a
+        new one; `peer` has a place as a reader then. Raises Refused: relayed, or busy."""
         await self.refuse_relayed(peer)
         async with self._taking:
             now, held = ambient.monotonic(), self._held
@@ -180,6 +183,8 @@ class StateDonor:
         return _Held(manifest, packed, digests, shared_until=taken + shared, used=taken)
 
     async def handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
+        """A chunk of the snapshot that is held, as fast as the rate allows. Raises Refused where another one is meant,
+        it has no such chunk, or `peer` has lost its place to others."""
         held = self._held
         if held is None or held.manifest.snapshot != request.snapshot:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)

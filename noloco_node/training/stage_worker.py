@@ -158,8 +158,8 @@ class StageWorker:
         """How far ahead of this clock the origins are whose microbatches are trained here (tokens), as they say; None
         on stage 0 and where it is not known. Set from the event loop like `live_replicas`."""
         self.copied_at = -math.inf
-        """Monotonic seconds at which it became a copy of a stage peer: what is known of others' leads is void by
-        then."""
+        """Monotonic seconds at which it became a copy of a stage peer: what was heard of others' leads before then
+        is void."""
         self.shifted_at = -math.inf
         """The same of when its clock last moved otherwise than by counting."""
         self.last_trained = LastTrained(0, 0.0)

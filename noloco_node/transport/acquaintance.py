@@ -24,7 +24,7 @@ WORK_SECONDS = 120.0
 PEERS_REMEMBERED = 4096
 """Of those whose work was seen, and as many of the others."""
 ASKS_REMEMBERED = 64
-"""How often this node asked a peer, that it had seen no work of before, for work."""
+"""Latest asks for work that are remembered: of peers without work so far, and of others, each."""
 IDLES_ALLOWED = 2
 """Times in a row that work which a peer was given may come to nothing; with the next one it has had its chance."""
 IDLE_REST_SECONDS = 60.0
