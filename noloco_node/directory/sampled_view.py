@@ -127,6 +127,16 @@ class _Stage:
         """Seconds since it was read."""
         return _since(self.read_at.get(place, -math.inf), now)
 
+    def forget_ended(self, now: float, life: float) -> None:
+        """Places of which no record lives any more, and when others were read, once that is long ago."""
+        for place, rows in list(self.rows.items()):
+            if self.read_at.get(place, now) > now or not _any_lives(rows, now):
+                del self.rows[place]
+        self.crowded.intersection_update(self.rows)
+        self.read_at = {
+            place: at for place, at in self.read_at.items() if place.level == 0 or _since(at, now) < 2.0 * life
+        }
+
 
 class SampledView:
     """One node's. `life` is that of a record, in seconds, until it publishes one; `standing` says what is known of a
@@ -236,8 +246,8 @@ class SampledView:
     def view(self, now: float) -> DirectoryView:
         """All rows that live, and for how many each stands."""
         for each in self._stages:
-            self._forget_ended(each, now)
-        rows = tuple(self._rows_of(each, now) for each in self._stages)
+            each.forget_ended(now, self._life)
+        rows = tuple(_rows_of(each, now, self._life) for each in self._stages)
         scales = (_scale(each, here, now) for each, here in zip(self._stages, rows, strict=True))
         settled = not any(each.level.confirming or (each.level.level and not each.held) for each in self._stages)
         return DirectoryView(rows, tuple(scales), settled, tuple(self._unproven(each, now) for each in self._stages))
@@ -333,27 +343,18 @@ class SampledView:
         shown = shown_of(rows.keys(), self._lot, self._standing)
         return rows if len(shown) == len(rows) else {peer: rows[peer] for peer in sorted(shown)}
 
-    def _forget_ended(self, each: _Stage, now: float) -> None:
-        """Places of which no record lives any more, and when others were read, once that is long ago."""
-        for place, rows in list(each.rows.items()):
-            if each.read_at.get(place, now) > now or not _any_lives(rows, now):
-                del each.rows[place]
-        each.crowded.intersection_update(each.rows)
-        each.read_at = {
-            place: at for place, at in each.read_at.items() if place.level == 0 or _since(at, now) < 2.0 * self._life
-        }
 
-    def _rows_of(self, each: _Stage, now: float) -> _Rows:
-        """Of each peer the row that lives longest; of several buckets those alone that outlive the next look."""
-        if len(each.rows) == 1:  # of a far stage all that is known: it is served until the last of these has ended
-            return next(iter(each.rows.values()))
-        merged: dict[PeerId, LiveRecord] = {}
-        for rows in each.rows.values():
-            for peer, row in rows.items():
-                if peer not in merged or merged[peer].expires < row.expires:
-                    merged[peer] = row
-        least = now + NEXT_LOOK * self._life if each.level.level else -math.inf
-        return {peer: merged[peer] for peer in sorted(merged) if merged[peer].expires > least}
+def _rows_of(each: _Stage, now: float, life: float) -> _Rows:
+    """Of each peer the row that lives longest; of several buckets those alone that outlive the next look."""
+    if len(each.rows) == 1:  # of a far stage all that is known: it is served until the last of these has ended
+        return next(iter(each.rows.values()))
+    merged: dict[PeerId, LiveRecord] = {}
+    for rows in each.rows.values():
+        for peer, row in rows.items():
+            if peer not in merged or merged[peer].expires < row.expires:
+                merged[peer] = row
+    least = now + NEXT_LOOK * life if each.level.level else -math.inf
+    return {peer: merged[peer] for peer in sorted(merged) if merged[peer].expires > least}
 
 
 def _since(at: float, now: float) -> float:
