@@ -210,7 +210,7 @@ class Swarm:
             RUN,
             lambda: 0,
             LIFE,
-            membership.introduced,
+            membership.others,
             lambda: None,
             random.Random(f"roll/{peer}"),
         )

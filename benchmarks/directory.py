@@ -338,7 +338,7 @@ async def decide_among(replicas: int) -> DecisionsPoint:
         await directory.refresh()
         refreshed.append(1e6 * (time.process_time() - began))
     await membership.refresh()
-    for record in membership.introduced():
+    for record in membership.others():
         known.answered(PeerId(record.peer_id))
         known.said(PeerId(record.peer_id), record.stage)
     book = RoutingBook("balanced", random.Random(7), lambda: 1000.0)

@@ -351,7 +351,7 @@ class PipelineServer:
         self._under_way[name] = task = asyncio.current_task()
         try:
             trained = await self._carry_through(name, header, *tensors)
-            answer = await self._answer(trained, header.codec, began)
+            answer = await self.answer(trained, header.codec, began)
         except asyncio.CancelledError:
             if name not in self._handed_back or task is None:
                 raise
@@ -472,7 +472,8 @@ class PipelineServer:
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None
 
-    async def _answer(self, trained: Trained, codec: ActivationCodec, began: float) -> Reply[MicrobatchAnswer]:
+    async def answer(self, trained: Trained, codec: ActivationCodec, began: float) -> Reply[MicrobatchAnswer]:
+        """What goes back for a microbatch that came at `began`, in seconds of the monotonic clock."""
         gradient = None if trained.gradient is None else await to_wire(trained.gradient, codec)
         header = MicrobatchAnswer(
             loss_sum=trained.loss_sum,
