@@ -111,7 +111,7 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
             await eventually(lambda: made.there(newcomer), what="it is asked next")
             asked = sum(known.of(PeerId(r.peer_id)).silences for r in made.records)
             assert asked <= BURST + 12
-            assert made.changes
+            await eventually(lambda: made.changes, what="whoever follows the roll call is told")
         finally:
             running.cancel()
             await asyncio.wait((running,))
