@@ -1,4 +1,4 @@
-"""Receipts between peers: every few minutes each node signs, for each peer that served it, how much that peer did.
+"""Receipts between peers: now and then each node signs, for each peer that served it, how much that peer did.
 
 Amounts are what came since the last receipt. One that may have been lost is sent again as it was, and the receiver
 knows it by its serial number, so that nothing is counted twice. A node files only what it has counted itself.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -35,9 +36,10 @@ from noloco_node.transport.interface import Transport, Withdraw
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS, AT_LAST_SECONDS = 60.0, 600.0
-"""Between two receipts for one peer when a node has just begun, and from three hours on: each is a line in a file."""
-OF_A_LIFE = 0.05
-"""Between, this part of the time that the node has served at its stage: it is what at the most is lost with it."""
+"""Between two receipts for a peer that has just begun to serve this node, and from three hours on: each is a line in a
+file."""
+OF_DEALINGS = 0.05
+"""Between, this part of the time that it has served: it is what at the most is lost where either of them goes."""
 RECALLED_BYTES = 2 << 20
 """From the end of the file, by which a new life knows what was filed: some 3,700 receipts. A sender asks no more than
 `TRIES` times for one."""
@@ -64,8 +66,8 @@ RECEIPT = Method("contribution.receipt", ReceiptHeader, Nothing)
 
 
 def pause_after(seconds: float) -> float:
-    """Seconds until the next receipts of a node that has served its stage for so long."""
-    return min(AT_LAST_SECONDS, max(EVERY_SECONDS, OF_A_LIFE * seconds))
+    """Seconds until the next receipt for a peer that has served this node for so long."""
+    return min(AT_LAST_SECONDS, max(EVERY_SECONDS, OF_DEALINGS * seconds))
 
 
 @dataclass(slots=True)
@@ -99,6 +101,9 @@ class Receipts:
         self._serials = count()
         """One row for all peers: each sees it rise, and nothing has to be remembered of who is gone."""
         self._pending: dict[PeerId, _Pending] = {}
+        self._receipted = PeerTable[PeerId, tuple[float, float]](PEERS_COUNTED)
+        """When each peer had its first receipt, and its last. Of more, each is taken for new: receipts are as frequent
+        then as books by peer need that hold as many."""
         self._filed = PeerTable[tuple[PeerId, str], int](PEERS_COUNTED)
         """The last serial number of each sender's session: what comes again comes soon."""
         self._settled = PeerTable[PeerId, float]()
@@ -147,19 +152,18 @@ class Receipts:
         """Send receipts and write down the own work now and then, and as soon as this node is leaving: its peers may
         leave, too, before it has come to its end."""
         loop, told = asyncio.get_running_loop(), False
-        began = loop.time()
-        due = began + EVERY_SECONDS
+        due = loop.time() + EVERY_SECONDS
         while True:
             await moved.wait(max(0.0, due - loop.time()))
-            leaves, now = leaving() and not told, loop.time()
-            if leaves or now >= due:
-                told, due = told or leaves, now + pause_after(now - began)
-                await self.settle()
+            leaves = leaving() and not told
+            if leaves or loop.time() >= due:
+                told, due = told or leaves, loop.time() + EVERY_SECONDS
+                await self.settle(due_only=not leaves)
 
-    async def settle(self) -> None:
-        """Send what is due and write down the own work now."""
+    async def settle(self, *, due_only: bool = False) -> None:
+        """Write down the own work and send receipts now: all, or only those that are due."""
         await self._write_work()
-        self._make_receipts()
+        self._make_receipts(due_only=due_only)
         answers = self._transport.acquaintances.answers
         await some_at_a_time(CALLS_AT_ONCE, sorted(self._pending, key=lambda peer: not answers(peer)), self._send)
 
@@ -200,10 +204,13 @@ class Receipts:
         self._since, self._counted = now, counts  # before it is written: whoever is cancelled meanwhile, it will be
         await self._append(self._transport.peer_id, text, seal)
 
-    def _make_receipts(self) -> None:
+    def _make_receipts(self, *, due_only: bool) -> None:
+        now = ambient.monotonic()
         for peer, done in list(self._ledger.done_by.items()):
-            if peer in self._pending:
+            first, last = self._receipted.get(peer, (now, -math.inf))
+            if peer in self._pending or (due_only and now - last < pause_after(now - first)):
                 continue
+            self._receipted[peer] = (first, now)
             receipt = Receipt(
                 run=self._run,
                 since=self._since,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from noloco_node.telemetry.events import Account, AnyEvent, EventFile, NodeMoved, NodeStopped
+from noloco_node.telemetry.events import Account, AnyEvent, Doing, EventFile, NodeMoved, NodeStopped
 
 OF_A_LIFE = 1.0 / 1800.0
 """Of the time that a node has been up, between two accounts in its file: within the first hour all are there."""
@@ -12,25 +12,31 @@ CHANGED_SOONER = 6.0
 """Times as often where who is there has changed since the last one."""
 
 
+LONGEST_SECONDS = 60.0
+"""Between two events, of which more counts as no time: this machine's clock was set forward, or stood still."""
+
+
 class Diary:
     """Writes a node's events to its file. The last account before it stops or moves is in it, and after a kill -9 one
     that is at most `AT_LAST_SECONDS` old."""
 
     def __init__(self, file: EventFile) -> None:
         self._file = file
-        self._began: float | None = None
+        self._up = 0.0
+        self._time: float | None = None
         self._last: Account | None = None
         self._withheld: Account | None = None
 
     def write(self, event: AnyEvent) -> None:
         """Take in one event, in the order of their times."""
-        self._began = event.time if self._began is None else self._began
+        passed = 0.0 if self._time is None else event.time - self._time
+        self._time, self._up = event.time, self._up + min(max(0.0, passed), LONGEST_SECONDS)
         if isinstance(event, Account):
-            self._withheld = event
-            if self._is_due(event, event.time - self._began):
+            self._withhold(event)
+            if self._is_due(event):
                 self._write_withheld()
             return
-        if isinstance(event, NodeStopped | NodeMoved):
+        if isinstance(event, NodeStopped | NodeMoved) or (isinstance(event, Doing) and event.what == "joining"):
             self._write_withheld()
         self._file.write(event)
 
@@ -39,12 +45,16 @@ class Diary:
         self._write_withheld()
         self._file.close()
 
-    def _is_due(self, account: Account, up: float) -> bool:
+    def _withhold(self, account: Account) -> None:
+        worst = max(account.loop_lag_seconds, self._withheld.loop_lag_seconds if self._withheld else 0.0)
+        self._withheld = account.model_copy(update={"loop_lag_seconds": worst})
+
+    def _is_due(self, account: Account) -> bool:
         last = self._last
         if last is None or account.time < last.time:  # this machine's clock has been set back
             return True
         changed = (account.nodes_per_stage, account.missing_stages) != (last.nodes_per_stage, last.missing_stages)
-        seconds = min(AT_LAST_SECONDS, OF_A_LIFE * up)
+        seconds = min(AT_LAST_SECONDS, OF_A_LIFE * self._up)
         return account.time - last.time >= (seconds / CHANGED_SOONER if changed else seconds)
 
     def _write_withheld(self) -> None:

@@ -52,7 +52,7 @@ class Access:
         self._now = now
         self._checked = PeerTable[tuple[PeerId, Proof], bool](PROOFS_REMEMBERED)
         self._until = PeerTable[PeerId, int](GUESTS_REMEMBERED, self._forgotten)
-        """Until when each guest is admitted. Only the owner's signature brings an entry in."""
+        """Until when each guest is admitted. Only the owner's signature brings an entry in, while it holds."""
         self._changes = 0
         self._ends: list[int] = []
         """When the proofs of those admitted by one expire, as a heap."""
@@ -73,7 +73,7 @@ class Access:
             owner = self._rule.owner
             self._checked[place] = owner is not None and proof.admits(peer, run=self._run, owner=owner)
         holds = self._checked[place]
-        if holds and until > self._until.get(peer, 0):
+        if holds and until > max(self._now(), self._until.get(peer, 0)):
             self._until[peer] = until
             self._changes += 1
             heapq.heappush(self._ends, until)

@@ -260,6 +260,19 @@ def test_who_has_renewed_its_invitation_stays_a_member_whatever_others_show(
         assert access.admits(GUEST)
 
 
+def test_an_invitation_that_has_ended_takes_nobodys_place(owner: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ids are made up under it."""
+    monkeypatch.setattr(admission, "GUESTS_REMEMBERED", 50)
+    spec = run_of(owner)
+    access, ended = Access(spec), invite(owner, spec.run_id, 1, None)
+    assert access.shown(GUEST, invite(owner, spec.run_id, LATER, GUEST).proof_for(GUEST))
+    for number in range(120):
+        peer = PeerId(f"peer-{number}")
+        assert access.shown(peer, ended.proof_for(peer))
+        assert not access.admits(peer)
+    assert access.admits(GUEST)
+
+
 def record_of(peer: PeerId) -> PeerRecord:
     """A record of stage 0."""
     return PeerRecord(peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1")

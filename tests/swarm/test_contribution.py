@@ -392,7 +392,43 @@ async def test_a_new_life_reads_no_more_of_a_long_file_than_its_end(
     await server.close()
 
 
-def test_receipts_come_the_more_rarely_the_longer_a_node_has_served() -> None:
+async def test_of_a_node_that_has_run_for_long_each_peer_has_receipts_by_its_own_dealings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has served it for hours has one in ten minutes, who has just come one a minute; who leaves settles with
+    all."""
+    now, network, ledger = [0.0], MemoryNetwork(), Ledger()
+    monkeypatch.setattr(receipts_module.ambient, "monotonic", lambda: now[0])
+    served = MemoryTransport(network, SERVED)
+    keeper = await open_receipts(tmp_path / "served", RUN, 0, served, ledger, Progress)
+    old, young = (MemoryTransport(network, PeerId(f"{name}-server")) for name in ("old", "young"))
+    given: dict[PeerId, list[float]] = {old.peer_id: [], young.peer_id: []}
+
+    for server in (old, young):
+
+        async def handle(_peer: PeerId, _message: Message, server: PeerId = server.peer_id) -> Message:
+            given[server].append(now[0])
+            return Message({})
+
+        server.serve(RECEIPT.name, lambda *_: None, handle, max_concurrent_per_peer=1)
+    last = 300
+    for minute in range(last):
+        now[0] = 60.0 * minute
+        ledger.note_received(old.peer_id, 20)
+        if minute >= last - 15:
+            ledger.note_received(young.peer_id, 20)
+        await keeper.settle(due_only=True)
+    assert given[young.peer_id] == [60.0 * minute for minute in range(last - 15, last)]
+    assert len([at for at in given[old.peer_id] if at > 240 * 60.0]) in (5, 6)
+    ledger.note_received(old.peer_id, 20)
+    now[0] += 1.0
+    await keeper.settle()
+    assert given[old.peer_id][-1] == now[0]
+    for transport in (served, old, young):
+        await transport.close()
+
+
+def test_receipts_come_the_more_rarely_the_longer_a_peer_has_served() -> None:
     """Once a minute in its first twenty, and no twentieth of its work is ever without one; ten minutes at the most."""
     assert [pause_after(seconds) for seconds in (0.0, 600.0, 1200.0)] == [60.0] * 3
     assert pause_after(2 * 3600.0) == 360.0

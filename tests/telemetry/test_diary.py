@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from noloco_node.telemetry.diary import AT_LAST_SECONDS, Diary
-from noloco_node.telemetry.events import Account, EventFile, NodeMoved, NodeStopped, read_events
+from noloco_node.telemetry.events import Account, Doing, EventFile, NodeMoved, NodeStopped, read_events
 from tests.telemetry import made_events as made
 
 BEGIN, EVERY, HOUR = 1_000_000.0, 2.0, 3600.0
@@ -20,10 +20,10 @@ class Life:
         self.path, self.last = folder / "events.jsonl", BOOKS
         self.diary = Diary(EventFile(self.path))
 
-    def go_on(self, since: float, until: float, nodes: list[int] | None = None) -> None:
-        """Books every two seconds from one time since the start to another."""
-        for tick in range(int(since / EVERY), int(until / EVERY)):
-            told = {"time": BEGIN + EVERY * tick, "nodes_per_stage": nodes or [4, 4]}
+    def go_on(self, since: float, until: float, nodes: list[int] | None = None, every: float = EVERY) -> None:
+        """Books every two seconds, or as said, from one time since the start to another."""
+        for tick in range(int(since / every), int(until / every)):
+            told = {"time": BEGIN + every * tick, "nodes_per_stage": nodes or [4, 4]}
             self.last = BOOKS.model_copy(update=told)
             self.diary.write(self.last)
 
@@ -57,8 +57,7 @@ def test_the_longer_it_runs_the_fewer_accounts_are_kept(tmp_path: Path) -> None:
 def test_who_is_there_is_kept_sooner(tmp_path: Path) -> None:
     """Also where it changes all the time, as estimates do."""
     life = Life(tmp_path)
-    life.go_on(0.0, HOUR)
-    life.go_on(39 * HOUR, 40 * HOUR)
+    life.go_on(0.0, 40 * HOUR, every=20.0)
     life.go_on(40 * HOUR, 40 * HOUR + 20.0, [4, 3])
     assert any(40 * HOUR <= at <= 40 * HOUR + 10.0 for at in life.kept())
     for second in range(20, 1000, 2):
@@ -84,8 +83,40 @@ def test_the_books_are_whole_at_its_end(tmp_path: Path) -> None:
 def test_a_clock_that_is_set_back_keeps_no_account_out(tmp_path: Path) -> None:
     """By a day, after two."""
     life = Life(tmp_path)
-    life.go_on(0.0, HOUR)
-    life.go_on(47 * HOUR, 48 * HOUR)
+    life.go_on(0.0, 48 * HOUR, every=20.0)
     before = len(life.kept())
     life.go_on(24 * HOUR, 25 * HOUR)
     assert len(life.kept()) > before + 50
+
+
+def test_neither_does_one_that_is_set_back_behind_the_start_let_all_in_nor_one_set_forward_keep_them_out(
+    tmp_path: Path,
+) -> None:
+    """By two days, and within the first minute."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        folder.mkdir()
+    life = Life(old)
+    life.go_on(0.0, 40 * HOUR, every=20.0)
+    before = len(life.kept())
+    life.go_on(-10 * HOUR, -8 * HOUR)
+    assert 110 < len(life.kept()) - before < 130
+    young = Life(new)
+    young.go_on(0.0, 10.0)
+    young.go_on(24 * HOUR, 24.5 * HOUR)
+    assert len(young.kept()) == 5 + HOUR / 4
+
+
+def test_the_books_of_a_stage_come_before_a_node_goes_to_another_and_the_worst_lag_is_kept(tmp_path: Path) -> None:
+    """A report adds up from account to account what a node did meanwhile."""
+    life = Life(tmp_path)
+    life.go_on(0.0, 40 * HOUR, every=20.0)
+    worst = BOOKS.model_copy(update={"time": BEGIN + 40 * HOUR, "loop_lag_seconds": 3.0})
+    life.diary.write(worst)
+    life.go_on(40 * HOUR + 2.0, 40 * HOUR + 20.0)
+    doing = Doing(time=BEGIN + 40 * HOUR + 21.0, what="joining", detail="", since=BEGIN)
+    life.diary.write(doing)
+    books, last = read_events(life.path)[-2:]
+    assert last == doing
+    assert isinstance(books, Account)
+    assert (books.time, books.loop_lag_seconds) == (life.last.time, 3.0)
