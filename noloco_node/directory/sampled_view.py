@@ -303,7 +303,9 @@ class SampledView:
         again = held_again(fullness, self._life)
         wanted = [place for place in each.held if near and each.age(place, now) >= again]
         due = near and self._has_a_place(each, now)
-        drawn = self._drawn_of(stage, each, now, drawn_again(fullness, self._life), due=due)
+        # Of no near stage what was drawn last is all that is seen: the next must be here before its records end.
+        often = drawn_again(fullness, self._life) if near else again
+        drawn = self._drawn_of(stage, each, now, often, due=due)
         return wanted + [place for place in drawn if place not in wanted]
 
     def _drawn_of(self, stage: int, each: _Stage, now: float, again: float, *, due: bool) -> list[Place]:
