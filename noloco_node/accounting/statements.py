@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -131,18 +131,20 @@ def read_entries(path: Path, check: SignedBy = signed_by, *, last: int | None = 
     if not path.exists():
         return
     with path.open("rb") as file:
-        if last is not None and file.seek(0, os.SEEK_END) > last:
+        if last is not None and path.stat().st_size > last:
             file.seek(-last - 1, os.SEEK_END)
-            while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-                pass
-        else:
-            file.seek(0)
+            _line_ends(file)
         while line := file.readline(MAX_LINE_BYTES + 1):
-            rest = line  # of a longer line nothing is kept
-            while not rest.endswith(b"\n") and rest:
-                rest = file.readline(MAX_LINE_BYTES)
-            if rest:
+            if line.endswith(b"\n") or _line_ends(file):  # of a longer line nothing is kept
                 yield _verified(line, check)
+
+
+def _line_ends(file: BinaryIO) -> bool:
+    """Go to the end of this line; whether it has one, or is cut off."""
+    while rest := file.readline(MAX_LINE_BYTES):
+        if rest.endswith(b"\n"):
+            return True
+    return False
 
 
 def read_contribution(path: Path, owner: PeerId, check: SignedBy = signed_by) -> Contribution:

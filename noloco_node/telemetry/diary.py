@@ -10,8 +10,6 @@ AT_LAST_SECONDS = 60.0
 """The most. One in two seconds, as they are made, would be 41 MB a day."""
 CHANGED_SOONER = 6.0
 """Times as often where who is there has changed since the last one."""
-
-
 LONGEST_SECONDS = 60.0
 """Between two events, of which more counts as no time: this machine's clock was set forward, or stood still."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -21,6 +20,7 @@ from noloco_node.telemetry.events import (
     StateDownload,
     Warned,
 )
+from noloco_node.telemetry.recent_steps import RecentSteps
 
 RATE_SECONDS = 60.0
 """Over which speeds are counted, and over `RATE_STEPS` inner steps where these take longer."""
@@ -86,8 +86,8 @@ class NodeView:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now: NodeFigures = NodeFigures()
-        self._steps: deque[InnerStep] = deque()
-        """Those behind the speeds, the oldest first: no jump of the clock lies between them."""
+        self._steps = RecentSteps(RATE_STEPS, RATE_SECONDS)
+        """Those behind the speeds: no jump of the run's clock lies between them."""
 
     def observe(self, event: AnyEvent) -> None:
         """Take in one event of the node."""
@@ -122,7 +122,7 @@ class NodeView:
                 self._steps.clear()
                 self._now = replace(was, stage=event.stage, clock=event.clock)
             case InnerStep():
-                self._remember(event)
+                self._steps.remember(event)
                 self._now = replace(was, clock=event.clock, step=event.step, learning_rate=event.learning_rate)
             case OuterStep():
                 self._now = self._outer(event)
@@ -154,13 +154,6 @@ class NodeView:
             case "caught_up":
                 self._steps.clear()
                 return replace(was, caught_up=was.caught_up + 1, clock=event.clock, last_outer=event)
-
-    def _remember(self, step: InnerStep) -> None:
-        if self._steps and step.time < self._steps[-1].time:  # this machine's clock has been set back
-            self._steps.clear()
-        self._steps.append(step)
-        while len(self._steps) > RATE_STEPS + 1 and self._steps[1].time < step.time - RATE_SECONDS:
-            self._steps.popleft()
 
 
 def _seconds_between(steps: tuple[InnerStep, ...], now: float) -> float:

@@ -8,6 +8,7 @@ from itertools import takewhile
 from statistics import median
 
 from noloco_node.telemetry.events import Account, Doing, InnerStep
+from noloco_node.telemetry.recent_steps import RecentSteps
 
 BACK = 0.9
 """Of the speed before, at which a node is back."""
@@ -60,7 +61,7 @@ class Recovery:
     def __init__(self, stage: int) -> None:
         self.slow_for = 0.0
         self._stage = stage
-        self._steps: deque[tuple[float, int]] = deque()
+        self._steps = RecentSteps(RATE_STEPS, RATE_SECONDS)
         self._rates: deque[_Rate] = deque()
         self._nodes: Sequence[int] = ()
         self._trains = True
@@ -75,17 +76,13 @@ class Recovery:
 
     def step(self, event: InnerStep) -> None:
         """One inner step."""
-        if self._steps and event.time < self._steps[-1][0]:  # this machine's clock has been set back
-            self._steps.clear()
-        self._steps.append((event.time, event.tokens))
-        while len(self._steps) > RATE_STEPS + 1 and self._steps[1][0] < event.time - RATE_SECONDS:
-            self._steps.popleft()
+        self._steps.remember(event)
 
     def account(self, event: Account) -> float | None:
         """The books of this moment. Where it has come back, or is given up, since the last ones: after how many
         seconds."""
         now, rate = event.time, self._rate(event.time)
-        if self._rates and now < self._rates[-1][0]:
+        if self._rates and now < self._rates[-1][0]:  # this machine's clock has been set back
             self._rates.clear()
             self._lost, self.slow_for = None, 0.0
         if rate is not None:
@@ -116,7 +113,7 @@ class Recovery:
         """Over the last steps, until the last of them, or until now where the next one is overdue."""
         if len(self._steps) <= RATE_STEPS:
             return None
-        (first, _), (last, _) = self._steps[0], self._steps[-1]
+        first, last = self._steps[0].time, self._steps[-1].time
         usual = (last - first) / (len(self._steps) - 1)
         until = now if now - last > 2 * usual else last
-        return sum(tokens for _, tokens in list(self._steps)[1:]) / (until - first) if until > first else None
+        return sum(step.tokens for step in list(self._steps)[1:]) / (until - first) if until > first else None
