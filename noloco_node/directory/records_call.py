@@ -32,8 +32,7 @@ FEW_TOLD = 4
 """The same of those to a peer that has said before what it serves: its own record goes from either to the other each
 time, and of others it hears by the DHT and by whoever else calls it."""
 FEWEST_TOLD = 1
-"""The same where `MANY` are known, the own record alone: calls are as many as a node may make then. Where the
-directory brings nothing of others their records grow old, and to whose has grown old as many are told as go in."""
+"""The same where `MANY` are known, the own record alone: calls are as many as a node may make then."""
 MANY = 64
 ALL_AGAIN_SECONDS = 10.0
 """Who never says what it serves is told as many as go in no oftener than that: else it would have a hundred times the
@@ -67,6 +66,13 @@ class RecordsMessage(WireModel):
     stage: StageIndex | None = None
     """The one that the sender serves."""
     records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
+    wanted: Annotated[int, Field(ge=1, le=MOST_TOLD)] = MOST_TOLD
+    """Records that the sender would be told at most; it does not travel where that is as many as go in."""
+
+    @model_serializer(mode="wrap")
+    def _brief(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        written: dict[str, object] = write(self)
+        return {name: value for name, value in written.items() if name != "wanted" or value != MOST_TOLD}
 
 
 RECORDS = Method("records", RecordsMessage, RecordsMessage)
@@ -97,9 +103,10 @@ def serve_records(
 
     told_all = PeerTimes[PeerId]()
 
-    def to_be_told(peer: PeerId) -> int:
-        if transport.acquaintances.takes_part(peer):
-            return few_told(directory)
+    def to_be_told(peer: PeerId, wanted: int) -> int:
+        few = few_told(directory)
+        if wanted <= few or transport.acquaintances.takes_part(peer):
+            return min(wanted, few)
         now = ambient.monotonic()
         told_all.expire(now)
         if told_all.holds(peer, now):
@@ -110,7 +117,7 @@ def serve_records(
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)
         # who tells many has few ways to hear: whose records grow old there does
-        most = max(to_be_told(peer), len(told.records))
+        most = max(to_be_told(peer, told.wanted), len(told.records))
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
         return _packed(run_id, stage(), directory.to_tell(most))
@@ -129,8 +136,8 @@ async def tell(
     timeout: float = TIMEOUT_SECONDS,
 ) -> ToldRecords:
     """Tell a peer this node's `stage`, its own record and others, `most` in all, and take in what it answers within
-    `timeout` seconds. Never raises for the peer."""
-    request = _packed(run_id, stage, directory.to_tell(most))
+    `timeout` seconds, which are to be no more. Never raises for the peer."""
+    request = _packed(run_id, stage, directory.to_tell(most), wanted=most)
     try:
         told = await call(transport, peer, RECORDS, request, seconds=timeout)
     except Refused as refused:
@@ -147,7 +154,7 @@ async def tell(
     return ToldRecords(answered=True, stage=serves, named=tuple(PeerId(record.peer) for record in told.records))
 
 
-def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord]) -> RecordsMessage:
+def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord], *, wanted: int = MOST_TOLD) -> RecordsMessage:
     told = [
         ToldRecord(
             stage=row.stage,
@@ -158,7 +165,7 @@ def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord]) -> Rec
         )
         for row in rows[:MOST_TOLD]
     ]
-    return RecordsMessage(run=run_id, stage=stage, records=told)
+    return RecordsMessage(run=run_id, stage=stage, records=told, wanted=wanted)
 
 
 def _unpacked(told: Sequence[ToldRecord]) -> list[SignedRecord]:

@@ -20,7 +20,7 @@ from noloco_node.aio import Pulse, some_at_a_time
 from noloco_node.bootstrap.hello import ask_hello
 from noloco_node.directory.headcount import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
-from noloco_node.directory.records_call import MOST_TOLD, few_told, tell
+from noloco_node.directory.records_call import MANY, MOST_TOLD, few_told, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 from noloco_node.transport.acquaintance import ANSWER_SECONDS, Acquaintances
@@ -52,7 +52,11 @@ OLD = 0.3
 """Share of a record's life: whose record has no more left is asked for a newer one, since the DHT does not bring it."""
 ASK_FOR_RECORD = 0.3
 """Times a record's life between two such calls, and to a peer that answers and has no record."""
-CHANGES_SECONDS, MANY = 1.0, 256
+ALL_TOLD = 1.0 / 16.0
+"""Of the calls to strangers, and to those whose records have grown old, by who knows `MANY` that are there: the share
+in which either tells all that goes in, and not its own record alone. A node of a large swarm meets a stranger a second
+for as long as it runs, whom the directory has brought; what the others tell is for where that brings nothing."""
+CHANGES_SECONDS, CROWD = 1.0, 256
 """Seconds between two changes that are told, where so many are asked, and less in proportion: whoever is told looks at
 everybody, so that each answer would cost the more the larger the swarm is."""
 PAUSES = Doubling(1.0, 300.0)
@@ -133,6 +137,8 @@ class RollCall:
         self._found = False
         """Whether anybody that is introduced was there in the last sweep."""
         self._near_in_a_row = 0
+        self._knows_many = False
+        """`MANY` of those that the directory shows are there, and it brings newer records of most."""
         self._allowance = float(BURST)
         self._allowed_at = 0.0
         self._earliest = -math.inf
@@ -161,6 +167,8 @@ class RollCall:
             asked.record, asked.old = record, row is not None and row.expires - dht_time < OLD * self._life
             if asked.old and not asked.in_vain:  # of who does not answer there is no newer one to be had
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
+        old = sum(self._asked[peer].old for peer in records)
+        self._knows_many = sum(map(self._confirmed, records)) >= MANY and 2 * old < len(records)
         self._looked.fire()
 
     async def run(self) -> None:
@@ -337,7 +345,7 @@ class RollCall:
         return min(LOOK_SECONDS, told, max(1.0 / self._calls_a_second, self._earliest - now))
 
     def _until_told(self, now: float) -> float:
-        return self._told_at + CHANGES_SECONDS * min(1.0, len(self._asked) / MANY) - now
+        return self._told_at + CHANGES_SECONDS * min(1.0, len(self._asked) / CROWD) - now
 
     async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
@@ -367,6 +375,11 @@ class RollCall:
                 self._on_change()
         self._looked.fire()
 
+    def _tells_few(self, peer: PeerId, asked: _Asked) -> bool:
+        if self._known.has_taken_part(peer) and not asked.old:
+            return True
+        return self._knows_many and self._rng.random() >= ALL_TOLD
+
     def _wait(self, peer: PeerId, asked: _Asked, seconds: float, *, answered: bool) -> None:
         now = asyncio.get_running_loop().time()
         asked.silences, asked.next_try = self._known.of(peer).silences, now + seconds
@@ -378,8 +391,7 @@ class RollCall:
         """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
         own = self._stage()
         if own is not None and (record is None or record.state is not PeerState.JOINING):
-            few = self._known.has_taken_part(peer) and not asked.old
-            most = few_told(self._directory) if few else MOST_TOLD
+            most = few_told(self._directory) if self._tells_few(peer, asked) else MOST_TOLD
             told = await tell(self._transport, peer, self._run, self._directory, stage=own, most=most, timeout=timeout)
             asked.has_told |= told.stage is not None
             if not self._running:

@@ -8,8 +8,18 @@ import pytest
 
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, SignedRecord
-from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY, MOST_TOLD, RECORDS, serve_records, tell
+from noloco_node.directory.records_call import (
+    FEW_TOLD,
+    FEWEST_TOLD,
+    MANY,
+    MOST_TOLD,
+    RECORDS,
+    RecordsMessage,
+    serve_records,
+    tell,
+)
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -94,8 +104,9 @@ async def test_who_knows_many_tells_each_of_them_fewer() -> None:
     assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEWEST_TOLD, FEWEST_TOLD]
 
 
-async def test_who_tells_many_is_told_as_many() -> None:
-    """It does so where the directory brings it nothing: its records grow old."""
+async def test_who_wants_few_is_told_no_more_and_who_tells_many_as_many() -> None:
+    """A stranger knows many already, or the directory brings it nothing: its records grow old. Who says nothing of
+    either, as an older release, is told as many as go in."""
     network = MemoryNetwork()
     caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
     book, known = Book(*map(row, range(MOST_TOLD))), Acquainted(*map(row, range(MOST_TOLD)))
@@ -103,7 +114,10 @@ async def test_who_tells_many_is_told_as_many() -> None:
     serve_records(server, RUN, known)
     for most in (1, 1, MOST_TOLD):
         assert (await tell(caller, TWO, RUN, book, stage=0, most=most)).answered
-    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEWEST_TOLD, MOST_TOLD]
+    assert [len(rows) for _, rows in book.heard] == [FEWEST_TOLD, FEWEST_TOLD, MOST_TOLD]
+    older = MemoryTransport(network, PeerId("peer-of-an-older-release"))
+    answer = await call(older, TWO, RECORDS, RecordsMessage.model_validate({"run": RUN, "stage": 0}), seconds=1.0)
+    assert len(answer.records) == MOST_TOLD
 
 
 @pytest.mark.parametrize("run", [RUN, "another-run"])

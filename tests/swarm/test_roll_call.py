@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.directory import roll_call
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
@@ -295,6 +296,54 @@ def test_whose_record_grows_old_is_asked_for_a_newer_one_and_who_works_is_not_as
             assert len([at for at in asked if at < 1.0]) == 2, "neither has heard of the other yet"
             assert not [at for at in asked if 1.0 < at < 14.0]
             assert [at for at in working.asked if 14.0 < at < 19.0]
+
+    in_virtual_time(course)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records each message had room for; whoever knows eight knows many."""
+    found: list[int] = []
+    monkeypatch.setattr(roll_call, "MANY", 8)
+    monkeypatch.setattr(MemoryDirectory, "to_tell", lambda _self, most: found.append(most) or ())
+    return found
+
+
+def test_who_knows_many_tells_strangers_and_hears_of_them_few_and_now_and_then_all(told: list[int]) -> None:
+    """In a large swarm a stranger comes a second, for good: twelve records each way were two thirds of all bytes."""
+
+    async def course() -> None:
+        async with hall() as made:
+            for number in range(8):
+                made.add(f"peer-known-early-{number}")
+            await made.roll.sweep(5.0)
+            assert set(told) == {MOST_TOLD}
+            told.clear()
+            strangers = [made.add(f"peer-known-late-{number}") for number in range(160)]
+            await made.roll.sweep(5.0)
+            assert all(map(made.there, strangers))
+            assert set(told) == {MOST_TOLD, FEW_TOLD}
+            assert len(told) == 320
+            assert 4 <= told.count(MOST_TOLD) / 2 <= 20
+
+    in_virtual_time(course)
+
+
+def test_who_knows_many_tells_all_where_the_directory_brings_no_newer_record_of_most(told: list[int]) -> None:
+    """Of one alone its own record is enough. Else nodes whose DHT is all hostile would hear of nobody else."""
+
+    async def course() -> None:
+        async with callers(10) as made:
+            for _ in range(5):
+                await asyncio.sleep(LIFE / 3)
+                for each in made[1:]:
+                    await each.directory.publish(each.record, LIFE)
+            lately, few = told[len(told) // 2 :], FEW_TOLD
+            assert lately.count(few) > 0.8 * len(lately), "one record alone was old"
+            await asyncio.sleep(0.7 * LIFE)
+            told.clear()
+            await asyncio.sleep(0.25 * LIFE)
+            assert told.count(MOST_TOLD) > 0.8 * len(told) / 2 > 10, "answers tell as many as they were told: none here"
 
     in_virtual_time(course)
 
