@@ -164,8 +164,9 @@ class Walker:
 
     async def glance(self, key: Any, only: Collection[str] | None = None) -> bool:
         """Ask two nodes that hold a bucket's records, the second for what the first did not have, or where none is
-        known find those nearest to its key, a few at a time; whether anybody answered. Of the many buckets of a large
-        stage nobody can ask everybody near each. `only` names the signers whose records are wanted, where not all's."""
+        known find those nearest to its key, a few at a time, and ask them; whether anybody answered. Of the many
+        buckets of a large stage nobody can ask everybody near each. `only` names the signers whose records are wanted,
+        where not all's."""
         known = list(self.holders(key))
         self._rng.shuffle(known)
         answered = False
@@ -173,13 +174,28 @@ class Walker:
             async with asyncio.timeout(WALK_SECONDS):
                 for peer in known[:GLANCED]:
                     answered |= await self._node.find(peer, [key], 0, only) is not None
-                return answered or await self.seek(key, known[:GLANCED], only)
+                return answered or await self._seek_and_ask(key, known[:GLANCED], only)
         except TimeoutError:  # whoever stalls holds up this bucket alone
             return answered
 
-    async def seek(self, key: Any, silent: Sequence[Any] = (), only: Collection[str] | None = None) -> bool:
+    async def _seek_and_ask(self, key: Any, silent: Sequence[Any], only: Collection[str] | None) -> bool:
+        """Find those nearest to a key, and ask one of them for its records, and soon all others for what it did not
+        have."""
+        await self.seek(key, silent)
+        near, asked = self.near(key), list[asyncio.Task[Any]]()
+        try:
+            for some in (near[:1], near[1:]):
+                found = (self._node.find(peer, [key], 0, only) for peer in some)
+                asked += [asyncio.create_task(each, name="ask a holder of a bucket") for each in found]
+                if asked:
+                    await asyncio.wait(asked, timeout=min(SECOND_SECONDS, self.patience / 2.0))
+            return any(answer is not None for answer in await asyncio.gather(*asked))
+        finally:
+            await cancel_and_wait(asked)
+
+    async def seek(self, key: Any, silent: Sequence[Any] = ()) -> bool:
         """Find those that are nearest to a key now, a few at a time, without those that were `silent`; whether anybody
-        answered."""
+        answered. Nobody is asked for records: those of two holders at once would come twice."""
         candidates = {node_id: peer for node_id, peer in self._node.nearest(key)}
         asked, answered = set[Any](silent), dict[Any, Any]()
         began = self._clock()
@@ -189,7 +205,7 @@ class Walker:
             if not due:
                 break
             asked.update(due)
-            found = await asyncio.gather(*(self._node.find(peer, [key], only=only) for peer in due))
+            found = await asyncio.gather(*(self._node.find(peer, [key], only=()) for peer in due))
             for peer, answer in zip(due, found, strict=True):
                 if answer is None:
                     candidates.pop(node_id_of(peer), None)

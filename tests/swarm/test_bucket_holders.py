@@ -5,12 +5,20 @@ import random
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
+import pytest
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.directory.dht_node import REPLICAS, DhtNode, Nearest, node_id_of
-from noloco_node.directory.dht_walk import HOLDERS_SECONDS, WALK_SECONDS, Walker
+from noloco_node.directory.dht_walk import HOLDERS_SECONDS, SECOND_SECONDS, WALK_SECONDS, Walker
+from noloco_node.directory.store import HeldRecord
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
+from tests.inside import intake_of, node_of, records_of, walker_of
+from tests.swarm.test_directory import record_of
+from tests.swarm.test_guarded_dht import members
+from tests.swarm.test_look_ups import KEY as TOLD_KEY
+from tests.swarm.test_look_ups import fill
 
 KEY = DHTID.generate(source="a bucket")
 
@@ -72,5 +80,56 @@ def test_nobody_that_stalls_holds_up_a_look_at_a_bucket() -> None:
         net.stall, began = True, loop.time()
         assert not await walker.glance(KEY)
         assert loop.time() - began <= WALK_SECONDS + 0.01
+
+    in_virtual_time(scenario)
+
+
+async def test_records_of_a_bucket_whose_holders_are_sought_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All six hold the same forty, and each of the five nearest is asked. Who only stores there is told none."""
+    reader, *holders = await members(7)
+    for holder in holders:
+        fill(holder, 40)
+    told, take, walker = list[str](), intake_of(reader.directory).take, walker_of(reader.directory)
+
+    def noted(teller: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
+        told.append(str(signer))
+        records_of(node_of(reader.directory)).put(key, PeerId(str(signer)), held_as(str(signer)), 0.0)
+        return take(teller, key, signer, signed, expires)
+
+    def held_as(signer: str) -> HeldRecord:
+        return HeldRecord(record_of(PeerId(signer)), b"", intake_of(reader.directory).now() + 50.0, PeerId(signer))
+
+    monkeypatch.setattr(intake_of(reader.directory), "take", noted)
+    own = {holder.peer for holder in holders}
+    walker.forget()
+    assert await walker.seek(TOLD_KEY)
+    assert not set(told) - own
+    walker.forget()
+    assert await walker.glance(TOLD_KEY)
+    strangers = [signer for signer in told if signer not in own]
+    assert len(strangers) == len(set(strangers)) == 40
+    assert len(set(walker.holders(TOLD_KEY))) == REPLICAS
+
+
+def test_a_holder_that_stalls_first_hides_nothing_of_a_bucket_that_is_sought() -> None:
+    """The others are asked half a second later."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        net = Net(peers(0, 30))
+        walker, find = Walker(cast("DhtNode", net), random.Random(1), loop.time), net.find
+        first, at = net.true_holders()[0], dict[Any, float]()
+
+        async def slow(peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Any = None) -> Any:
+            if only is None:
+                at[peer] = loop.time()
+                await asyncio.sleep(3.0 if peer == first else 0.1)
+            return await find(peer, keys, neighbours, only)
+
+        net.find = slow  # type: ignore[method-assign]
+        began = loop.time()
+        assert await walker.glance(KEY)
+        assert set(at) == set(net.true_holders())
+        assert max(at.values()) - began <= SECOND_SECONDS + 0.01
 
     in_virtual_time(scenario)
