@@ -205,13 +205,13 @@ class Walker:
             if not due:
                 break
             asked.update(due)
-            found = await asyncio.gather(*(self._node.find(peer, [key], only=()) for peer in due))
+            found = await asyncio.gather(*(self._node.find(peer, [key], MOST_BY_ONE, only=()) for peer in due))
             for peer, answer in zip(due, found, strict=True):
                 if answer is None:
                     candidates.pop(node_id_of(peer), None)
                 else:
                     answered[node_id_of(peer)] = peer
-                    candidates |= {node_id: other for node_id, other in answer.get(key, ())[:MOST_BY_ONE]}
+                    candidates |= dict(answer.get(key, ())[:MOST_BY_ONE])
         self._found(key, [answered[node_id] for node_id in sorted(answered, key=key.xor_distance)])
         return bool(answered)
 

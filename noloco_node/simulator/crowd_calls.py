@@ -3,27 +3,118 @@ they tell follow `directory.roll_call` and `directory.records_call`."""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
 from noloco_node.directory.bucket_turns import HELD, Floats, Ints
-from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY
-from noloco_node.directory.roll_call import ASK_AGAIN, CALLS_A_SECOND, LONGEST_QUIET
+from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY, MOST_TOLD
+from noloco_node.directory.roll_call import (
+    ALL_TOLD,
+    ASK_AGAIN,
+    ASK_FOR_RECORD,
+    BURST,
+    CALLS_A_SECOND,
+    LONGEST_QUIET,
+)
 
-MESSAGE_BYTES = 62.0
+MESSAGE_BYTES = 119.0
 """A call or its answer without records."""
-TOLD_BYTES = 1.38
-"""Times a record as it lies in the directory: as text, with its peer, stage and life."""
+TOLD_BYTES = 1.17
+"""Times a record as it lies in the directory: as text, with its peer, stage and life. Both by messages of 64 whole
+nodes, of one record (522 bytes) and of twelve (4,950)."""
 
 
-def seen_of(number: Floats, level: Ints) -> Floats:
-    """How many a node sees of a near stage of so many that it takes to lie at this level."""
-    return number * np.minimum(1.0, HELD / np.exp2(level))
+class Sights(NamedTuple):
+    """What those that live have in their views, each a row. Numbers are of others."""
+
+    who: Ints
+    own: Floats
+    """Of the own stage."""
+    next: Floats
+    """Of the next stage."""
+    previous: Floats
+    """Of the stage before it, where that is seen whole."""
+    further: Floats
+    """Of all others."""
+    senders: Floats
+    """Peers that send a node microbatches and are not in its view."""
+    own_share: Floats
+    """Of those of the own stage, the part that has the node in view, too."""
+    other_share: Floats
+    """The same of all others."""
+    population: Floats
+    """How many there are of the two stages that a node deals with."""
 
 
-def octets_a_second(known: Floats, life: float, record_bytes: float) -> Floats:
-    """Bytes that a node sends in a second which knows so many others. Of two that answer each other one asks, and both
-    tell; nobody asks oftener than it may, and is asked as often as it asks."""
-    again = min(LONGEST_QUIET, ASK_AGAIN * life)
-    messages = np.minimum(known / again, 2.0 * CALLS_A_SECOND)
-    told = np.where(known >= MANY, FEWEST_TOLD, FEW_TOLD)
-    return np.asarray(messages * (MESSAGE_BYTES + told * TOLD_BYTES * record_bytes), np.float64)
+def share_held(level: Ints) -> Floats:
+    """Part of a near stage that a node sees which takes it to lie at this level."""
+    return np.minimum(1.0, HELD / np.exp2(level))
+
+
+def asks_a_second(quiet: float, heard: float) -> float:
+    """How often a peer is asked that is asked after so many seconds without a word, and is heard so often a second
+    besides, at times that are independent."""
+    words = max(heard * quiet, 1e-9)
+    return words / math.expm1(words) / quiet
+
+
+class RollCalls:
+    """What the nodes of a crowd send of them. Of two that have each other in view one asks, and both tell; whoever
+    works with a node is heard without being asked; who comes into a view is asked at once, as far as calls are
+    allowed, and told the more the fewer the asker knows."""
+
+    def __init__(self, most: int, life: float, record_bytes: float) -> None:
+        self._quiet = min(LONGEST_QUIET, ASK_AGAIN * life)
+        self._again = ASK_FOR_RECORD * life
+        self._record = TOLD_BYTES * record_bytes
+        self._seen = np.zeros(most)
+        """How many each had in view at the last tick."""
+        self._waiting = np.zeros(most)
+        """Of these, those that were not asked yet."""
+        self._strangers = np.zeros(most)
+        """Of these, those that were never in view before."""
+        self._met = np.zeros(most)
+        """Of its two stages, about how many each has ever had in view, that live."""
+        self._allowance = np.full(most, float(BURST))
+
+    def forget(self, i: int) -> None:
+        """A node's view begins anew."""
+        self._seen[i] = self._waiting[i] = self._strangers[i] = 0.0
+
+    def tick(self, sights: Sights, exchanged: Floats, asks: float, born: float, seconds: float) -> float:
+        """Bytes that all of them send in so many `seconds`, in which so many in each view took the places of others
+        (`exchanged`), peers of the next stage were asked for work so often (`asks`), and of all who live this share was
+        `born`."""
+        who = sights.who
+        seen = sights.own + sights.next + sights.previous + sights.further
+        fresh = np.maximum(seen - self._seen[who], 0.0) + exchanged + born * seen
+        met = (1.0 - born) * self._met[who]
+        strange = fresh * np.clip(1.0 - met / np.maximum(1.0, sights.population), 0.0, 1.0)
+        self._seen[who], self._met[who] = seen, np.minimum(sights.population, met + strange)
+        waiting = np.minimum(self._waiting[who] + fresh, seen)
+        strangers = np.minimum(self._strangers[who] + strange, waiting)
+        due = seconds * self._due(sights, asks / seconds) * (1.0 - waiting / np.maximum(1.0, seen))
+        allowed = np.minimum(BURST, self._allowance[who]) + seconds * CALLS_A_SECOND
+        first = np.minimum(waiting, np.maximum(allowed / 2.0, allowed - due))
+        again = np.minimum(due, allowed - first)
+        to_strangers = first * strangers / np.maximum(1e-9, waiting)
+        self._waiting[who], self._strangers[who] = waiting - first, strangers - to_strangers
+        self._allowance[who] = allowed - first - again
+        own = sights.own / np.maximum(1.0, seen)
+        mutual = own * sights.own_share + (1.0 - own) * sights.other_share
+        unheard = (waiting / np.maximum(1.0, seen)) ** (1.0 + mutual)  # nor has it asked
+        few = np.where(seen + 1.0 >= MANY, FEWEST_TOLD, FEW_TOLD)
+        some = ALL_TOLD * MOST_TOLD + (1.0 - ALL_TOLD) * few
+        most = np.where(seen * (1.0 - unheard) >= MANY, some, MOST_TOLD)
+        told = few * (first + again) + (most - few) * to_strangers * (1.0 - mutual / 2.0)
+        return 2.0 * float((MESSAGE_BYTES * (first + again) + self._record * told).sum())
+
+    def _due(self, sights: Sights, asks: float) -> Floats:
+        """How many each would ask in a second, of whom it has met, where `asks` for work are made in a second."""
+        heard = asks / max(1.0, float(sights.next.sum()))
+        usual, working = 1.0 / self._quiet, asks_a_second(self._quiet, heard)
+        others = (sights.next + sights.previous) * working + sights.further * usual
+        own = sights.own * usual * (1.0 - sights.own_share / 2.0)
+        return own + others * (1.0 - sights.other_share / 2.0) + sights.senders / self._again

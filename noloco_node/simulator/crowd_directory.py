@@ -24,9 +24,9 @@ from noloco_node.directory.sampled_view import WHOLE, root_again
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server
-from noloco_node.simulator.crowd_calls import seen_of
+from noloco_node.simulator.crowd_calls import Sights, share_held
 from noloco_node.simulator.crowd_nodes import Nodes
-from noloco_node.simulator.crowd_records import Records
+from noloco_node.simulator.crowd_records import RENEWALS, Records
 
 NEAR = 2
 """A node's own stage and the next."""
@@ -64,9 +64,13 @@ class WholeDirectory(Records):
         """See `CrowdDirectory.replicas`."""
         return max(1, self._many[int(self.column[i])])
 
-    def known(self) -> Floats:
-        """See `CrowdDirectory.known`."""
-        return np.full(int(self.nodes.alive_row.sum()), float(sum(map(len, self._seen))))
+    def sights(self) -> Sights:
+        """See `CrowdDirectory.sights`."""
+        return self.all_of_all()
+
+    def exchanged(self, who: Ints) -> Floats:
+        """See `CrowdDirectory.exchanged`: nobody."""
+        return np.zeros(len(who))
 
     def servers(self, i: int) -> list[Server]:
         """See `CrowdDirectory.servers`."""
@@ -91,6 +95,8 @@ class BucketDirectory(Records):
         self.number = np.ones((NEAR, most))
         self._held = np.full((NEAR, most, HELD), NONE, np.int64)
         self._held_at = np.full((NEAR, most), -math.inf)
+        self._exchanged = np.zeros(most)
+        """Peers that came into each one's view for others, since that was asked last."""
         self._drawn_at = np.full((NEAR, most), -math.inf)
         self._drawn_here = np.zeros((NEAR, most), np.int64)
         self._tick = 0
@@ -143,19 +149,27 @@ class BucketDirectory(Records):
                 found += self.others_of(i, column, level, held or (0,), None)
         return found
 
-    def known(self) -> Floats:
-        """See `CrowdDirectory.known`: of stages that are not near a few."""
+    def sights(self) -> Sights:
+        """See `CrowdDirectory.sights`: of stages that are not near a few."""
+        if self._whole:
+            return self.all_of_all()
         who = np.flatnonzero(self.nodes.alive_row)
-        own, side = self.nodes.stage_row[who], self.column[who] // self.stages * self.stages
-        found, few = np.zeros(len(who)), self.counts(0)[: self.columns].astype(np.float64)
-        few = few if self._whole else np.minimum(few, self._few)
-        for stage in range(self.stages):
-            ahead, columns = stage - own, side + stage
-            seen = few[columns]
-            for near in range(NEAR):
-                whole = seen_of(self.number[near, who], self.levels[near].level[who])
-                seen = np.where(ahead == near, whole, seen)
-            found += seen
+        has_next = self.nodes.stage_row[who] + 1 < self.stages
+        number = [np.where(has_next | (ahead == 0), self.number[ahead, who], 0.0) for ahead in range(NEAR)]
+        share = [share_held(self.levels[ahead].level[who]) for ahead in range(NEAR)]
+        own, following = number[0] * share[0], number[1] * share[1]
+        far = self.stages - 1.0 - has_next
+        few = np.minimum(number[0], self._few)
+        senders = np.where(self.nodes.stage_row[who] > 0, np.maximum(0.0, own - few), 0.0)
+        back = np.minimum(1.0, self._few / np.maximum(1.0, number[0]))
+        others, none = np.maximum(0.0, own - 1.0), np.zeros(len(who))
+        further = np.asarray(far * few, np.float64)
+        return Sights(who, others, following, none, further, senders, share[0], back, number[0] + number[1])
+
+    def exchanged(self, who: Ints) -> Floats:
+        """See `CrowdDirectory.exchanged`."""
+        found = self._exchanged[who]
+        self._exchanged[:] = 0.0
         return found
 
     def forget(self, i: int) -> None:
@@ -184,7 +198,10 @@ class BucketDirectory(Records):
             nodes.expires[level[writes], who[writes]] = ends
             for at in np.unique(level[writes]).tolist():
                 some = who[writes][level[writes] == at]
-                self.note_written(at, (self.column[some] << at) + (nodes.prefix[some] >> (PREFIX_BITS - at)))
+                place = (self.column[some] << at) + (nodes.prefix[some] >> (PREFIX_BITS - at))
+                self.note_written(at, place)
+                if at:
+                    self.note_sought(place, self.life / RENEWALS)
 
     def _behind(self, column: int) -> int:
         """What level 0 says; holders keep so many records, and the eldest of these."""
@@ -218,6 +235,7 @@ class BucketDirectory(Records):
             count[some] = self.counts(at)[place]
             if at:
                 self.note_read(at, place)
+                self.note_sought(place, again[looks][some] * (1 << at))
         levels.took(who, level, bucket, np.minimum(count, MOST_RECORDS))
         self._drawn_at[ahead, who] = now
         self._drawn_here[ahead, who] += 1
@@ -233,6 +251,9 @@ class BucketDirectory(Records):
         held = self._held[ahead, some]
         takes = self._has_a_place(ahead, some) & (held != drawn[:, None]).all(1)
         some = some[takes]
+        level = self.levels[ahead].level[some]
+        full = held[takes, 0] != NONE
+        self._exchanged[some] += full * self.number[ahead, some] / np.exp2(level)
         self._held[ahead, some] = np.stack([held[takes, 1], drawn[takes]], 1)
         self._held_at[ahead, some] = now
 
@@ -253,7 +274,9 @@ class BucketDirectory(Records):
                 some = near[level == at]
                 for held in self._held[ahead, some].T:
                     known = held != NONE
-                    self.note_read(at, ((self.column[some] + ahead) << at)[known] + held[known])
+                    place = ((self.column[some] + ahead) << at)[known] + held[known]
+                    self.note_read(at, place)
+                    self.note_sought(place, held_again(levels.fullness(some[known]), self.life))
         self._whole = len(self.order) <= WHOLE and not any(levels.level[who].any() for levels in self.levels)
         if self._whole:
             for columns in self._far_of(who):
@@ -261,13 +284,13 @@ class BucketDirectory(Records):
             return
         few, turn = who[self._turn(who, few_again(self.life))], who[self._turn(who, turn_again(self.life))]
         for columns in self._far_of(few):
-            self._look_far(columns, self._few)
+            self._look_far(columns, self._few, few_again(self.life))
         own = nodes.stage_row[turn]
         near = np.where(own + NEAR <= self.stages, NEAR, self.stages - own)
         drawn = (self.rng.random(len(turn)) * (self.stages - near)).astype(np.int64)
         drawn += near * (drawn >= own)  # by turns, and here by chance: one of those that are far
         for stage, columns in enumerate(self._far_of(turn)):
-            self._look_far(columns[drawn[self._is_far(turn, stage)] == stage], MOST_RECORDS)
+            self._look_far(columns[drawn[self._is_far(turn, stage)] == stage], MOST_RECORDS, math.inf)
 
     def _is_far(self, who: Ints, stage: int) -> Flags:
         own = self.nodes.stage_row[who]
@@ -278,13 +301,16 @@ class BucketDirectory(Records):
         first = self.column[who] // self.stages * self.stages
         return [(first + stage)[self._is_far(who, stage)] for stage in range(self.stages)]
 
-    def _look_far(self, columns: Ints, most: int) -> None:
-        """At so many rows of some bucket of each of these columns, or of level 0 where there is no level above it."""
+    def _look_far(self, columns: Ints, most: int, after: float) -> None:
+        """At so many rows of some bucket of each of these columns, or of level 0 where there is no level above it; the
+        same was looked at so many seconds ago."""
         levels = np.maximum(0, self._behind_of[columns] - 1)
         for at in np.unique(levels).tolist():
             some = columns[levels == at]
             drawn = (self.rng.random(len(some)) * (1 << at)).astype(np.int64)
-            self.note_read(at, (some << at) + drawn, most)
+            place = (some << at) + drawn
+            self.note_read(at, place, most)
+            self.note_sought(place, after)
 
     def _root_turn(self, who: Ints, level: Ints) -> Flags:
         """See `sampled_view.root_again`."""

@@ -12,13 +12,21 @@ from noloco_node.directory.asked_key import MARK_BYTES
 from noloco_node.directory.bucket_arrays import NONE
 from noloco_node.directory.bucket_turns import RENEWED_SECONDS, Floats, Ints
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, bucket_of
-from noloco_node.directory.dht import WALK_AGAIN
-from noloco_node.directory.dht_node import BUCKET_SIZE
-from noloco_node.directory.dht_walk import FEW_NEIGHBOURS, GLANCED
+from noloco_node.directory.dht import ALSO_ASKED, ALSO_TOLD, WALK_AGAIN
+from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS
+from noloco_node.directory.dht_walk import (
+    FEW_NEIGHBOURS,
+    GLANCED,
+    HOLDERS_SECONDS,
+    MOST_BY_ONE,
+    MOST_GLANCED,
+    RELIABLE_ASKED,
+)
 from noloco_node.directory.sampled_view import places_of, shown_of
 from noloco_node.directory.store import MOST_RECORDS, hearsay
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, sample_error
+from noloco_node.simulator.crowd_calls import Sights
 from noloco_node.simulator.crowd_nodes import Nodes
 
 RENEWALS = 3
@@ -67,8 +75,12 @@ class CrowdDirectory(Protocol):
         """A node goes to another stage: its view begins anew, and its record there is gone."""
         ...
 
-    def known(self) -> Floats:
+    def sights(self) -> Sights:
         """How many others each node that lives has in its view."""
+        ...
+
+    def exchanged(self, who: Ints) -> Floats:
+        """How many came into the view of each of these in the place of others, since this was asked last."""
         ...
 
 
@@ -148,6 +160,21 @@ class Records:
             sums, squares = (np.concatenate(([0.0], np.cumsum(each)))[edges] for each in (speeds, speeds * speeds))
             self._strengths[level] = np.diff(sums), np.diff(squares)
         return self._strengths[level]
+
+    def all_of_all(self) -> Sights:
+        """Where everybody has everybody in view."""
+        who = np.flatnonzero(self.nodes.alive_row)
+        column, counts = self.column[who], self.counts(0)[: self.columns].astype(np.float64)
+        stage, first = column % self.stages, column // self.stages * self.stages
+        has_next = stage + 1 < self.stages
+        own = np.maximum(0.0, counts[column] - 1.0)
+        following = np.where(has_next, counts[np.where(has_next, column + 1, column)], 0.0)
+        every = np.add.reduceat(counts, np.arange(0, self.columns, self.stages))[first // self.stages]
+        previous = np.where(stage > 0, counts[np.where(stage > 0, column - 1, column)], 0.0)
+        all_seen, none = np.ones(len(who)), np.zeros(len(who))
+        others = np.maximum(0.0, every - 1.0)
+        further = np.maximum(0.0, others - own - following - previous)
+        return Sights(who, own, following, previous, further, none, all_seen, all_seen, others)
 
     def others_of(
         self,
@@ -233,25 +260,38 @@ class Records:
         return found
 
     def note_read(self, level: int, place: Ints, most: int = MOST_RECORDS) -> None:
-        """Buckets of a level were read, `most` rows of each, by column and bucket: count their bytes."""
-        rows = np.minimum(self.counts(level)[place], most)
-        octets = (rows + 1.0).astype(np.float64) * float(self.settings.record_bytes)
+        """Buckets of a level were read, `most` rows of each, by column and bucket: count their bytes, and those of
+        asking a second holder for what the first did not have."""
+        rows = np.minimum(self.counts(level)[place], most).astype(np.float64)
+        octets = rows * (self.settings.record_bytes + GLANCED * MARK_BYTES) + GLANCED * ASKED_BYTES
         self._note(self.read, level, place, octets, "directory read")
+
+    def note_sought(self, place: Ints, after: float | Floats) -> None:
+        """Holders of these buckets may have to be found anew, which were looked for so many seconds ago: those nearest
+        to the key are asked for others, a few at a time."""
+        often = np.minimum(1.0, np.asarray(after) / HOLDERS_SECONDS)
+        steps = max(0.0, math.log(max(1, len(self.order)) / BUCKET_SIZE**2, BUCKET_SIZE))
+        asked = min(MOST_GLANCED, REPLICAS + GLANCED * steps)
+        octets = asked * (ASKED_BYTES + MOST_BY_ONE * NEIGHBOUR_BYTES)
+        self.nodes.count("directory read", octets * float(np.broadcast_to(often, place.shape).sum()))
 
     def note_looked(self, place: Ints, seconds: float) -> None:
         """Level 0 of these columns was looked at so long after the last time: two holders were asked for what is new,
         and at some looks everybody near, of whom several say the same."""
         number = self.counts(0)[place].astype(np.float64)
         new = (1.0 + TWICE) * number * min(1.0, RENEWALS * seconds / self.life)
-        walks = min(1.0, seconds / (WALK_AGAIN * self.life))
-        walked = walks * min(BUCKET_SIZE, len(self.order))
+        walks, all_nodes = min(1.0, seconds / (WALK_AGAIN * self.life)), len(self.order)
+        near = min(BUCKET_SIZE, all_nodes)
+        besides = min(RELIABLE_ASKED + ALSO_ASKED, all_nodes) * (1.0 - near / max(1, all_nodes))
+        walked = walks * (near + besides)
         asked = (GLANCED + walked) * (ASKED_BYTES + MARK_BYTES * number) + walked * FEW_NEIGHBOURS * NEIGHBOUR_BYTES
         self._note(self.read, 0, place, new * self.settings.record_bytes + asked, "directory read")
 
     def note_written(self, level: int, place: Ints) -> None:
-        """Records were written there, to each of the holders."""
-        octets = np.full(len(place), float(self.settings.record_bytes * self.settings.holders))
-        self._note(self.written, level, place, octets, "directory written")
+        """Records were written there, to each of the holders and to some others."""
+        one = float(self.settings.record_bytes) + ASKED_BYTES
+        self._note(self.written, level, place, np.full(len(place), one * self.settings.holders), "directory written")
+        self.nodes.count("directory written", one * ALSO_TOLD * len(place))
 
     def _note(self, table: dict[int, Floats], level: int, place: Ints, octets: Floats, kind: str) -> None:
         keys = self.stages << level

@@ -41,12 +41,11 @@ class Net:
     async def find(
         self, peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Collection[str] | None = None
     ) -> dict[Any, Nearest] | None:
-        del neighbours
         self.asked.append((peer, only))
         if self.stall:
             await asyncio.sleep(3.0)
             return None
-        return {key: self.nearest(key) for key in keys} if peer in self.live else None
+        return {key: self.nearest(key)[:neighbours] for key in keys} if peer in self.live else None
 
     def true_holders(self) -> tuple[Any, ...]:
         return tuple(peer for _, peer in self.nearest(KEY)[:REPLICAS])
