@@ -22,7 +22,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import revival
 from noloco_node.node.checkpointing import CheckpointKeeper
-from noloco_node.node.first_state import become_current, obtain_state
+from noloco_node.node.first_state import become_current, obtain_state, seems_left_behind
 from noloco_node.node.replica import Replica
 from noloco_node.node.revival import revive_if_lost
 from noloco_node.node.stage_lifecycle import StageLifecycle
@@ -171,6 +171,45 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
             assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
             assert after[1]["exp_avg"].any()
             assert newcomer.worker.progress.clock == lost.worker.progress.clock > 0
+
+
+@pytest.mark.parametrize("behind", [True, False])
+async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_further(
+    tmp_path: Path, behind: bool
+) -> None:
+    """It had gone on from its own checkpoint, whatever others kept: the run fell back by all that lay between."""
+    async with trained_world(guards=1, giving=3) as (made, (head, _, lost, newcomer), copies):
+        await keep_until_kept(made, 0, 2, copies)
+        _, slow = await lost.worker.slow_weights()
+        _, first = await newcomer.worker.slow_weights()
+        head.guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        await head.membership.announce(PeerState.TRAINING)
+        await lose(made, 2)
+        old = first + 0.5 * (slow - first)
+        await newcomer.worker.load_slow_weights(1.0, 1, old)
+        spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
+        stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
+        saved = -1e9 if behind else head.worker.progress.clock
+        checkpoints = CheckpointFolder(tmp_path, 1)
+        await newcomer.membership.refresh()
+        assert seems_left_behind(newcomer, saved) is behind
+        origin = await obtain_state(newcomer, stays, saved, checkpoints, first=first)
+        assert origin == ("guard" if behind else "checkpoint")
+        _, now = await newcomer.worker.slow_weights()
+        assert torch.allclose(now, slow if behind else old, rtol=1e-3, atol=1e-6)
+
+
+async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobody_kept_a_copy(tmp_path: Path) -> None:
+    """Also where its checkpoint cannot be read a second time."""
+    async with trained_world(guards=0, giving=3) as (made, (head, _, _, newcomer), _):
+        _, first = await newcomer.worker.slow_weights()
+        await lose(made, 2)
+        await newcomer.worker.load_slow_weights(1.0, 1, first + 1.0)
+        spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
+        stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
+        saved = -1e9
+        assert await obtain_state(newcomer, stays, saved, CheckpointFolder(tmp_path, 1), first=first) == "checkpoint"
+        assert torch.equal((await newcomer.worker.slow_weights())[1], first + 1.0)
 
 
 async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(

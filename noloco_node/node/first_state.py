@@ -8,6 +8,8 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Literal
 
+from torch import Tensor
+
 from noloco_node import ambient
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
@@ -25,6 +27,7 @@ from noloco_node.placement.initial_state import (
     BEGINNINGS,
     DOUBT_SECONDS,
     HEARD,
+    is_left_behind,
     lacks_first_weights,
     no_first_weights,
     where_to_begin,
@@ -47,19 +50,22 @@ async def obtain_state(
     saved_clock: float | None,
     checkpoints: CheckpointFolder,
     holders: Sequence[tuple[PeerId, HeldState]] = (),
+    first: Tensor | None = None,
 ) -> BeginsFrom | None:
     """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it was
     resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were last
-    seen: a node that has just started waits for them, briefly and once. None where this node has moved here and nobody
-    gave it: `StageLifecycle.back` says where to go then. Raises UserError (NO_DONOR) for a node that has just
-    started."""
+    seen: a node that has just started waits for them, briefly and once. So does one whose checkpoint is left behind
+    (`is_left_behind`); `first` are the weights that it had before it was resumed, where it seemed to be so then. None
+    where this node has moved here and nobody gave it: `StageLifecycle.back` says where to go then. Raises UserError
+    (NO_DONOR) for a node that has just started."""
     began = ambient.monotonic()
     say_that_it_looks(replica)
     await stays.look_again(replica.membership)
     try:
-        if saved_clock is None:
-            await _wait_for_who_held_it(replica, stays, holders)
-            revived = await _bring_back(replica, stays, checkpoints)
+        if saved_clock is None or (first is not None and seems_left_behind(replica, saved_clock)):
+            further = [(peer, held) for peer, held in holders if saved_clock is None or held.clock > saved_clock]
+            await _wait_for_who_held_it(replica, stays, further)
+            revived = await _bring_back(replica, stays, checkpoints, first)
             if revived is not None:
                 replica.begins_late()
                 return revived
@@ -89,6 +95,12 @@ def say_that_it_looks(replica: Replica) -> None:
     replica.activity.say("joining", "looking for the nodes of the run")
 
 
+def seems_left_behind(replica: Replica, clock: float) -> bool:
+    """Whether a checkpoint of this clock is (`is_left_behind`), by the records of those that may be there."""
+    others = replica.membership.others(*SERVING)
+    return is_left_behind(clock, others, replica.stage, replica.context.spec.max_lag_tokens)
+
+
 async def _wait_for_who_held_it(
     replica: Replica, stays: StageLifecycle, holders: Sequence[tuple[PeerId, HeldState]]
 ) -> None:
@@ -98,7 +110,7 @@ async def _wait_for_who_held_it(
 
 
 async def _bring_back(
-    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
+    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder, first: Tensor | None = None
 ) -> Literal["guard", "checkpoint", "seed"] | None:
     """Where nobody serves the stage although others train; None where it is not lost."""
     spec = replica.context.spec
@@ -110,6 +122,7 @@ async def _bring_back(
         replica.context.transport.peer_id,
         confirmed=stays.moving is not None and stays.moving.why == "lost",
         saved=lambda: checkpoints.newest(spec.run_id, replica.stage),
+        first=first,
     )
     _say_if_from_seed(replica, stays, revived)
     return revived

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Literal
 
+from torch import Tensor
+
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
@@ -35,20 +37,22 @@ async def revive_if_lost(
     *,
     confirmed: bool,
     saved: Callable[[], Checkpoint | None] = lambda: None,
+    first: Tensor | None = None,
 ) -> Literal["guard", "checkpoint", "seed"] | None:
     """Load the state of this replica's stage that was trained furthest, or keep its seeded weights, where nobody serves
     it although others train. None where a stage peer serves it, and in a swarm before its first outer round.
 
     States that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
-    called off the event loop). One failed look-up must not bring forth untrained weights beside trained ones: unless
-    the loss is `confirmed`, the stage must be seen empty for the life of a record. Of several who come at once the one
-    with the smallest peer id restores it, the others wait for that one. A seeded stage's clock is 0: should a stage
-    peer appear after all, it is this replica that lags and takes the other's state. Raises UserError (NO_DONOR) where
-    the run began with weights that this node does not have, and nothing else is left.
+    called off the event loop). `first` are the run's first weights (flat), where the replica has others already. One
+    failed look-up must not bring forth untrained weights beside trained ones: unless the loss is `confirmed`, the stage
+    must be seen empty for the life of a record. Of several who come at once the one with the smallest peer id restores
+    it, the others wait for that one. A seeded stage's clock is 0: should a stage peer appear after all, it is this
+    replica that lags and takes the other's state. Raises UserError (NO_DONOR) where the run began with weights that
+    this node does not have, and nothing else is left.
     """
     if not await _is_lost(spec, membership, own, confirmed):
         return None
-    return await revive(spec, membership, worker, copies, saved)
+    return await revive(spec, membership, worker, copies, saved, first)
 
 
 async def revive(
@@ -57,13 +61,15 @@ async def revive(
     worker: StageWorker,
     copies: StageCopies,
     saved: Callable[[], Checkpoint | None],
+    first: Tensor | None = None,
 ) -> Literal["guard", "checkpoint", "seed"]:
     """Load what is left of this replica's stage, or keep its seeded weights: as `revive_if_lost`, which finds out
     whether the stage is lost."""
     stage = membership.stage
     checkpoint = _that_fits(await ambient.elsewhere(saved), worker)
     beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
-    _, first = await worker.slow_weights()
+    resumed = first is not None
+    first = (await worker.slow_weights())[1] if first is None else first
     had = None if checkpoint is None else checkpoint.tensors["slow"]
     copy = await copies.newest(stage, await membership.keepers(stage), first, beyond=beyond, own=had)
     if copy is None and checkpoint is not None:
@@ -74,6 +80,8 @@ async def revive(
             checkpoint.path,
             beyond,
         )
+        return "checkpoint"
+    if copy is None and resumed:
         return "checkpoint"
     if copy is None:
         if lacks_first_weights(spec):

@@ -241,7 +241,7 @@ class StageLifecycle:
                 continue
             view, shut = self._directory.view, self._shut(replica)
             seen = servers_of(view, work, self._directory.now(), self._known, without=self._own)
-            others = as_seen_at_work(seen, replica.stage, replica.membership.counted_stage_peers(), shut=shut)
+            others = as_seen_at_work(seen, replica.stage, self._left_to(replica), shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
             now = ambient.monotonic()  # how long a stage has been empty is not told by a clock that somebody may set
@@ -259,6 +259,13 @@ class StageLifecycle:
             logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
             self.move = move
             replica.stop.set()
+
+    def _left_to(self, replica: Replica) -> list[PeerId]:
+        """Stage peers that the stage could be left to: those that count, and have trained about as far. What this
+        replica has learnt beyond the others would be lost with it."""
+        least = replica.worker.progress.clock - self._spec.max_lag_tokens
+        behind = {record.peer_id for record in replica.membership.live(replica.stage) if record.clock < least}
+        return [peer for peer in replica.membership.counted_stage_peers() if peer not in behind]
 
     def _shut(self, replica: Replica) -> list[PeerId]:
         """Peers that answer at the next stage, where nothing gets through to it and a stage peer that works stays

@@ -84,6 +84,15 @@ def where_to_begin(
     return Beginning("checkpoint", f"the swarm is {ahead:,.0f} tokens beyond it, but no other node has stage {stage}")
 
 
+def is_left_behind(own_clock: float, others: Sequence[PeerRecord], stage: int, max_lag: float) -> bool:
+    """Whether others train more than `max_lag` tokens beyond a checkpoint and none of them serves its stage: what they
+    keep of that may be further than the checkpoint."""
+    serving = [record for record in others if record.state in SERVING]
+    if not any(record.outer_rounds > 0 for record in serving) or any(record.stage == stage for record in serving):
+        return False
+    return median(record.clock for record in serving) - own_clock > max_lag
+
+
 def _before_the_first_round(own_clock: float | None, others: Sequence[PeerRecord], *, ended: bool) -> Beginning:
     nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer round"
     if own_clock is not None:

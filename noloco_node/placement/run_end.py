@@ -71,6 +71,8 @@ class Sight:
     """The clock of an origin that counts moves."""
     held_up: bool
     """A stage has no replica."""
+    held_up_for: float
+    """Of `idle`, what had passed when a stage that had no replica was last served again; 0 where none was."""
     deserted: bool
     """A stage has no replica, or on a later stage no clock of an origin that counts moves, and meanwhile a node that
     counts, of whatever stage, has left as at the run's end; or this machine slept, and of those that it has worked with
@@ -116,7 +118,8 @@ def patience(sight: Sight, grace: float) -> float:
     """Seconds without work after which a replica gives up."""
     if not sight.begun:
         return max(BEGINNING_SECONDS, HELD_UP_GRACES * grace)
-    return (HELD_UP_GRACES if sight.held_up or sight.moving else ORPHAN_GRACES) * grace
+    longest = HELD_UP_GRACES * grace
+    return longest if sight.held_up or sight.moving else min(longest, sight.held_up_for + ORPHAN_GRACES * grace)
 
 
 @dataclass(slots=True)
@@ -165,6 +168,7 @@ class EndOfRun:
         self._grace = grace
         self._now = now
         self._idle_since = self._looked = now()
+        self._was_held_up, self._served_again_at = False, -math.inf
         self._known: dict[PeerId, _Known] = {}
         self._outvoted_since: float | None = None
         self.last_heard = ClocksLastHeard(grace)
@@ -212,6 +216,9 @@ class EndOfRun:
         trains = [peer for peer, known in self._known.items() if known.word is PeerState.TRAINING]
         rose_at = max((known.rose_at for known in self._known.values()), default=-float("inf"))
         furthest, held_up = max(self._clock(), furthest_clock(seen, self._max_lag) or 0.0), self._held_up()
+        if self._was_held_up and not held_up:
+            self._served_again_at = now
+        self._was_held_up = held_up
         moving = self._origins is not None and now - rose_at <= LATE_GRACES * self._grace
         gone = self._are_gone_who_were_worked_with()
         waits = held_up or (self._origins is not None and not moving)
@@ -227,6 +234,7 @@ class EndOfRun:
             outvoted=0.0 if self._outvoted_since is None else now - self._outvoted_since,
             moving=moving,
             held_up=held_up,
+            held_up_for=max(0.0, idle - (now - self._served_again_at)),
             deserted=self._deserted,
             ended=self._have_ended(seen, now),
         )

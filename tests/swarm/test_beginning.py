@@ -9,7 +9,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.placement.initial_state import BEGINNINGS, Beginning, where_to_begin
+from noloco_node.placement.initial_state import BEGINNINGS, Beginning, is_left_behind, where_to_begin
 
 MAX_LAG = 1000
 T, F, J = PeerState.TRAINING, PeerState.FINISHING, PeerState.JOINING
@@ -132,3 +132,20 @@ def test_a_node_that_comes_back_does_not_count_itself() -> None:
     left = view.without(names[1])
     assert not left.live(1, 50.0)
     assert left.live(0, 50.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        ([], False),
+        ([record(1, 6001.0)], True),
+        ([record(1, 6000.0)], False),
+        ([record(1, 9000.0, rounds=0)], False),
+        ([record(1, 9000.0, J)], False),
+        ([record(1, 9000.0), record(0, 5000.0)], False),
+        ([record(1, 9000.0), record(2, 5000.0), record(1, 5000.0)], False),
+    ],
+)
+def test_whose_checkpoint_is_left_behind_at_a_stage_that_nobody_serves(others: list[PeerRecord], found: bool) -> None:
+    """A run that was at 27 % went on at 7: a node that came back with an old checkpoint did not ask who kept a copy."""
+    assert is_left_behind(5000.0, others, 0, MAX_LAG) is found

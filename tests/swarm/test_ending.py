@@ -44,6 +44,7 @@ AT_WORK = Sight(
     outvoted=0.0,
     moving=False,
     held_up=False,
+    held_up_for=0.0,
     deserted=False,
     ended=False,
 )
@@ -66,6 +67,9 @@ AT_WORK = Sight(
         ({"idle": ORPHAN_GRACES + 1, "moving": True}, ON),
         ({"idle": ORPHAN_GRACES + 1, "held_up": True}, ON),
         ({"idle": HELD_UP_GRACES + 1, "held_up": True, "moving": True}, STALLED),
+        ({"idle": ORPHAN_GRACES + 9, "held_up_for": 10}, ON),
+        ({"idle": ORPHAN_GRACES + 11, "held_up_for": 10}, STALLED),
+        ({"idle": HELD_UP_GRACES + 1, "held_up_for": HELD_UP_GRACES}, STALLED),
         ({"close": False, "held_up": True, "deserted": True, "training": False, "idle": LATE_GRACES - 1}, ON),
         ({"close": False, "held_up": True, "deserted": True, "training": False, "idle": LATE_GRACES + 1}, OVER),
         ({"near": False, "held_up": True, "deserted": True, "idle": LATE_GRACES + 1}, ON),
@@ -84,8 +88,27 @@ AT_WORK = Sight(
 )
 def test_what_a_replica_makes_of_what_it_sees(changes: dict[str, float | bool], found: RunVerdict) -> None:
     """Times in graces. Far from the target no word ends anything; nothing is waited for without an end."""
-    seconds = {k: v * GRACE if k in ("idle", "outvoted") else v for k, v in changes.items()}
+    seconds = {k: v * GRACE if k in ("idle", "outvoted", "held_up_for") else v for k, v in changes.items()}
     assert verdict(replace(AT_WORK, **seconds), GRACE) is found  # pyright: ignore[reportArgumentType]
+
+
+def test_who_has_waited_for_a_stage_does_not_give_up_when_it_is_served_again() -> None:
+    """It gave up within the second: all that it had waited was more than it waits where every stage is served."""
+    swarm = Swarm(stage=0, clock=0.2 * TARGET)
+    swarm.trained = swarm.time.now
+
+    def after(graces: float, *, held_up: bool) -> RunVerdict:
+        swarm.held_up = held_up
+        for _ in range(int(4 * graces)):  # so often it looks
+            swarm.time.now += GRACE / 4
+            swarm.end.look()
+        return verdict(swarm.end.look(), GRACE)
+
+    assert after(2 * ORPHAN_GRACES, held_up=True) is ON
+    assert after(ORPHAN_GRACES - 1, held_up=False) is ON
+    assert after(1, held_up=True) is ON
+    assert after(ORPHAN_GRACES - 1, held_up=False) is ON
+    assert after(2, held_up=False) is STALLED
 
 
 @pytest.mark.parametrize(
