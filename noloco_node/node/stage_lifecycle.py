@@ -23,7 +23,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.placement.arrival import Arrival
-from noloco_node.placement.balancing import Server, as_seen_at_work, servers_of, usual_strength
+from noloco_node.placement.balancing import Server, as_far_trained, as_seen_at_work, servers_of, usual_strength
 from noloco_node.placement.last_clocks import ClocksLastHeard
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.placement.run_end import Sight
@@ -241,12 +241,15 @@ class StageLifecycle:
                 continue
             view, shut = self._directory.view, self._shut(replica)
             seen = servers_of(view, work, self._directory.now(), self._known, without=self._own)
-            others = as_seen_at_work(seen, replica.stage, self._left_to(replica), shut=shut)
+            members, clock = replica.membership, replica.worker.progress.clock
+            least = clock - self._spec.max_lag_tokens
+            fellows = as_far_trained(members.counted_stage_peers(), members.live(replica.stage), least)
+            others = as_seen_at_work(seen, replica.stage, fellows, shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
             now = ambient.monotonic()  # how long a stage has been empty is not told by a clock that somebody may set
             move = relocation.look(now, here, others, shut=bool(shut))
-            short = standing.cut_short(now, began, replica.worker.progress.clock, self._spec.inner.target_tokens)
+            short = standing.cut_short(now, began, clock, self._spec.inner.target_tokens)
             if move is None or (move.why == "poor" and short):
                 continue
             if not await self.arrival.confirmed(move.stage, work, partial(relocation.still_worth, move, here)):
@@ -259,13 +262,6 @@ class StageLifecycle:
             logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
             self.move = move
             replica.stop.set()
-
-    def _left_to(self, replica: Replica) -> list[PeerId]:
-        """Stage peers that the stage could be left to: those that count, and have trained about as far. What this
-        replica has learnt beyond the others would be lost with it."""
-        least = replica.worker.progress.clock - self._spec.max_lag_tokens
-        behind = {record.peer_id for record in replica.membership.live(replica.stage) if record.clock < least}
-        return [peer for peer in replica.membership.counted_stage_peers() if peer not in behind]
 
     def _shut(self, replica: Replica) -> list[PeerId]:
         """Peers that answer at the next stage, where nothing gets through to it and a stage peer that works stays
