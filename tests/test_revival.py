@@ -201,7 +201,7 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
 
 async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobody_kept_a_copy(tmp_path: Path) -> None:
     """Also where its checkpoint cannot be read a second time."""
-    async with trained_world(guards=0, giving=3) as (made, (head, _, _, newcomer), _):
+    async with trained_world(guards=0, giving=3) as (made, (_, _, _, newcomer), _):
         _, first = await newcomer.worker.slow_weights()
         await lose(made, 2)
         await newcomer.worker.load_slow_weights(1.0, 1, first + 1.0)

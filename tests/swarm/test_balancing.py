@@ -19,6 +19,7 @@ from noloco_node.placement.balancing import (
     Server,
     Supply,
     as_far_trained,
+    as_seen_at_work,
     choose_stage,
     plan_move,
     rescue_rank,
@@ -396,13 +397,13 @@ def test_without_churn_everybody_comes_to_rest(seed: int) -> None:
 
 def test_a_node_leaves_its_stage_to_no_stage_peer_that_is_far_behind() -> None:
     """The one replica that was at 27 % of a run left for a lost stage, and the stage to a peer that stood at 7."""
-    records = [record("far", 0, PeerState.TRAINING).model_copy(update={"clock": 900.0})]
-    records += [record("behind", 0, PeerState.TRAINING).model_copy(update={"clock": 899.0})]
-    peers = [PeerId("behind"), PeerId("far"), PeerId("no-record")]
-    assert as_far_trained(peers, records, 900.0) == [PeerId("far"), PeerId("no-record")]
+    records = [record("peer-as-far", 0, PeerState.TRAINING).model_copy(update={"clock": 900.0})]
+    records += [record("peer-behind", 0, PeerState.TRAINING).model_copy(update={"clock": 899.0})]
+    peers = [PeerId("peer-behind"), PeerId("peer-as-far"), PeerId("no-record")]
+    assert as_far_trained(peers, records, 900.0) == [PeerId("peer-as-far"), PeerId("no-record")]
     here, lost = Server(PeerId("here"), 0, 1.0), (1.0, 1.0)
-    for others, moves in (([PeerId("far")], True), ([], False)):
-        seen = as_seen_at_work([Server(PeerId(name), 0, 1.0) for name in ("far", "behind")], 0, others)
+    for others, moves in (([PeerId("peer-as-far")], True), ([], False)):
+        seen = as_seen_at_work([Server(PeerId(name), 0, 1.0) for name in ("peer-as-far", "peer-behind")], 0, others)
         relocation = Relocation(MigrationStanding(lost, (0, 1), 0.0, 1e9, 1.0), random.Random(1))
         found = {relocation.look(float(now), here, seen) for now in range(60)} - {None}
         assert found == ({Move(1, "lost")} if moves else set())
