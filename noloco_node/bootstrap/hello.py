@@ -147,7 +147,8 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
     raise UserError(
         ExitCode.WRONG_RUN,
         f"the peer serves run '{other.name}' ({other.run}), this configuration is run '{spec.name}' ({spec.run_id})",
-        "use the configuration file of the run that you want to join: every value under `run:` must be the same"
+        "use the configuration file of the run that you want to join: every value under `run:` must be the same, also "
+        "those of --set run.…; noloco-node join ADDRESS needs none, for it asks the peer"
         + (release if other.version != __version__ else ""),
     )
 

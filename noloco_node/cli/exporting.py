@@ -90,4 +90,5 @@ def _print_exported(gathered: Gathered, exported: Exported, seconds: float) -> N
         print(f"{'validation loss of the model':<30} {exported.score.loss:.4f} nats per token")
     made = f"{exported.folder}, {exported.parameters:,} parameters, in {seconds:,.0f} s"
     print(f"{'model (Hugging Face folder)':<30} {made}")
-    print(f"{'what it is worth':<30} noloco-node eval {exported.folder}")
+    text = "" if run.data.path else " --data-path YOUR_TEXT"
+    print(f"{'what it is worth':<30} noloco-node eval {exported.folder}{text}")

@@ -101,7 +101,10 @@ def ask_health(host: str, port: int) -> tuple[bool, str]:
         answer = connection.getresponse()
         words = answer.read(1000).decode(errors="replace").strip()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return False, f"no answer from {host} port {port}: {error}"
+        return False, (
+            f"no answer from {host} port {port}: {error}; no node runs here, or it has another port "
+            "(node.metrics_port, health --port)"
+        )
     finally:
         connection.close()
     return answer.status == http.client.OK, words or f"status {answer.status}"

@@ -81,6 +81,8 @@ class Chronicle:
         """Outer steps that came to nothing, by the reason without its figures."""
         self.counts: Counter[str] = Counter()
         """Faults that no book of the node counts."""
+        self.meetings: Counter[tuple[int, str]] = Counter()
+        """Outer steps with a partner, by the stage that it served then and the partner's peer id."""
         self.seen_leaving = 0
         """Live nodes of the swarm that were not there any more at the next account, while the run was under way; of a
         swarm that is too large to be seen whole none."""
@@ -136,6 +138,8 @@ class Chronicle:
                 self._fault(
                     event.time, "inner steps left out (gradient not finite)", f"inner step {event.step} skipped"
                 )
+            case OuterStep(kind="paired") if self.history.stage is not None and event.partner is not None:
+                self.meetings[self.history.stage, event.partner] += 1
             case OuterStep(kind="aborted"):
                 self.aborted[_kind_of(event.reason)] += 1
                 self._say(event.time, "fault", f"an outer step came to nothing: {event.reason}")

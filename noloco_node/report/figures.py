@@ -213,18 +213,21 @@ def _bars(title: str, known: Sequence[str], rows: Sequence[tuple[str, Mapping[st
 
 
 def meetings(told: ReportedRun) -> list[ChartGraph]:
-    """Who averaged with whom, a graph for each stage of which there is a node here."""
-    stages = sorted({c.history.stage for c in told.chronicles if c.history.stage is not None})
+    """Who averaged with whom, a graph for each stage that a node here serves, or served when it did."""
+    served = {c.history.stage for c in told.chronicles if c.history.stage is not None}
+    stages = sorted(served | {stage for c in told.chronicles for stage, _ in c.meetings})
     return [graph for stage in stages if (graph := _graph(told, stage)).edges or len(graph.nodes) > 1]
 
 
 def _graph(told: ReportedRun, stage: int) -> ChartGraph:
+    names = {c.history.started.peer_id: c.name for c in told.chronicles if c.history.started}
     own = [chronicle.name for chronicle in told.chronicles if chronicle.history.stage == stage]
     times: dict[tuple[str, str], int] = {}
-    for name in own:
-        for partner, count in told.summary.per_node[name].partners.items():
-            one, other = sorted((name, short(partner)))
-            times[one, other] = max(count, times.get((one, other), 0))  # each side has counted it
+    for chronicle in told.chronicles:
+        for (at, partner), count in chronicle.meetings.items():
+            if at == stage:
+                one, other = sorted((chronicle.name, names.get(partner) or short(partner)))
+                times[one, other] = max(count, times.get((one, other), 0))  # each side has counted it
     met = Counter[str](dict.fromkeys(own, 0))
     for (one, other), count in times.items():
         met[one] += count

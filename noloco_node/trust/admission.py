@@ -201,7 +201,8 @@ def _not_invited(spec: RunSpec, invitation: Invitation | None, own: PeerId) -> U
         return UserError(
             ExitCode.NOT_ADMITTED,
             f"run '{spec.name}' admits only who its owner ({spec.access.owner}) has invited",
-            "ask whoever gave you the address for an invitation, and pass it with --invitation",
+            "ask whoever gave you the address for an invitation, and pass it with --invitation; if the run is yours, "
+            "noloco-node invite CONFIG --key FILE makes one",
         )
     grant = invitation.grant
     if not grant.by_key and grant.subject != own:
