@@ -103,7 +103,7 @@ def ask_health(host: str, port: int) -> tuple[bool, str]:
     except (OSError, http.client.HTTPException, ValueError) as error:
         return False, (
             f"no answer from {host} port {port}: {error}; no node runs here, or it has another port "
-            "(node.metrics_port, health --port)"
+            "(node.metrics_port, health --metrics-port)"
         )
     finally:
         connection.close()

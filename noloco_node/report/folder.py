@@ -16,7 +16,7 @@ from noloco_node.diagnostics.status import node_folders, said_now
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report.chronicle import Chronicle
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import MAX_LINE_BYTES, AnyEvent, EventReader
+from noloco_node.telemetry.events import MAX_LINE_BYTES, AnyEvent, EventReader, NodeStarted
 from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import printable
 
@@ -85,8 +85,20 @@ def read_folder(path: Path, now: float) -> ReportedRun:
     if not any(chronicle.history.started for chronicle in chronicles):
         raise _nothing_to_tell(path, passed_over)
     histories = [chronicle.history for chronicle in chronicles]
+    _check_one_run(path, [history.started for history in histories if history.started is not None])
     summary = summarize_histories(histories, _merged_loss(path))
     return ReportedRun(path, tuple(chronicles), summary, said, frozenset(running), passed_over, now)
+
+
+def _check_one_run(path: Path, starts: Sequence[NodeStarted]) -> None:
+    runs = {started.run_id: started.run_name for started in starts}
+    if len(runs) > 1:
+        named = ", ".join(sorted({printable(name)[:40] for name in runs.values()}))
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the nodes in '{path}' are of {len(runs)} runs: {named}",
+            "name the folder of one node, or move those of one run into a folder of their own",
+        )
 
 
 def is_plausible(event: AnyEvent) -> bool:

@@ -133,6 +133,17 @@ def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
     assert sum(edge.times for edge in graph.edges) == 6
 
 
+def test_a_folder_with_nodes_of_several_runs_is_refused_by_their_names(tmp_path: Path) -> None:
+    """One report of them all had the name of one and the tokens of another."""
+    swarm_in(tmp_path)
+    other = made.started("s0-r0").model_copy(update={"run_id": "f" * 32, "run_name": "another"})
+    write(tmp_path / "a-node-of-another", [other])
+    with pytest.raises(UserError) as refused:
+        read_folder(tmp_path, NOW)
+    assert refused.value.exit_code is ExitCode.RUN_FOLDER
+    assert "2 runs: another, " in refused.value.message
+
+
 def test_who_met_whom_is_drawn_at_the_stage_at_which_they_met(tmp_path: Path) -> None:
     """A node that had averaged at stage 0 and then moved was drawn with the same partners at stage 1."""
     rows = list(made.node_events("s0-r0"))
