@@ -180,16 +180,18 @@ class Walker:
 
     async def _seek_and_ask(self, key: Any, silent: Sequence[Any], only: Collection[str] | None) -> bool:
         """Find those nearest to a key, and ask one of them for its records, and soon all others for what it did not
-        have."""
+        have; whether one answered. Who stalls beside others is not waited for."""
         await self.seek(key, silent)
         near, asked = self.near(key), list[asyncio.Task[Any]]()
+        soon = min(SECOND_SECONDS, self.patience / 2.0)
         try:
-            for some in (near[:1], near[1:]):
+            for some, seconds in ((near[:1], soon), (near[1:], self.patience)):
                 found = (self._node.find(peer, [key], 0, only) for peer in some)
                 asked += [asyncio.create_task(each, name="ask a holder of a bucket") for each in found]
                 if asked:
-                    await asyncio.wait(asked, timeout=min(SECOND_SECONDS, self.patience / 2.0))
-            return any(answer is not None for answer in await asyncio.gather(*asked))
+                    await asyncio.wait(asked, timeout=seconds)
+            answered = any(task.done() and task.result() is not None for task in asked)
+            return answered or any(answer is not None for answer in await asyncio.gather(*asked))
         finally:
             await cancel_and_wait(asked)
 

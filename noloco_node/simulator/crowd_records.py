@@ -85,7 +85,10 @@ class CrowdDirectory(Protocol):
 
 
 class Records:
-    """What both have in common: who has published what, and the order of a stage's records by their hash."""
+    """What both have in common: who has published what, and the order of a stage's records by their hash.
+
+    Many methods: each is one question about what is published, or one kind of bytes that are counted.
+    """
 
     def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
         self.nodes = nodes

@@ -10,7 +10,7 @@ from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.directory.dht_node import REPLICAS, DhtNode, Nearest, node_id_of
-from noloco_node.directory.dht_walk import HOLDERS_SECONDS, SECOND_SECONDS, WALK_SECONDS, Walker
+from noloco_node.directory.dht_walk import HOLDERS_SECONDS, SECOND_SECONDS, STRANGERS_SECONDS, WALK_SECONDS, Walker
 from noloco_node.directory.store import HeldRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
@@ -130,5 +130,6 @@ def test_a_holder_that_stalls_first_hides_nothing_of_a_bucket_that_is_sought() -
         assert await walker.glance(KEY)
         assert set(at) == set(net.true_holders())
         assert max(at.values()) - began <= SECOND_SECONDS + 0.01
+        assert loop.time() - began <= SECOND_SECONDS + STRANGERS_SECONDS + 0.01, "nor is it waited for"
 
     in_virtual_time(scenario)
