@@ -137,7 +137,7 @@ def test_the_book_is_bounded() -> None:
 
 async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three stages: the word travels unchanged, in audits' copies too, and is kept by who sent the microbatch. Clocks
-    end within nine steps of thirty of the first stage's, however busy the machine; how near they stay in the long run
+    end within half a run of the first stage's, however busy the machine; how near they stay in the long run
     is for `test_stage_clocks` to say."""
     told: dict[int, set[tuple[str, float]]] = {1: set(), 2: set()}
     call = MemoryTransport.call
@@ -156,7 +156,7 @@ async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(m
         first, *others = [
             sum(replica.worker.progress.clock for replica in made.of_stage(stage)) / 2 for stage in range(3)
         ]
-        assert all(abs(clock - first) <= 0.3 * spec.inner.target_tokens for clock in others), (first, others)
+        assert all(abs(clock - first) <= 0.5 * spec.inner.target_tokens for clock in others), (first, others)
     names = [{peer_name(stage, index) for index in range(2)} for stage in range(3)]
     assert told[2] == told[1]
     assert min(clock for _, clock in told[1]) >= MICROBATCH
