@@ -190,8 +190,13 @@ class Walker:
                 asked += [asyncio.create_task(each, name="ask a holder of a bucket") for each in found]
                 if asked:
                     await asyncio.wait(asked, timeout=seconds)
-            answered = any(task.done() and task.result() is not None for task in asked)
-            return answered or any(answer is not None for answer in await asyncio.gather(*asked))
+            if not any(task.done() and task.result() is not None for task in asked):
+                await asyncio.gather(*asked)
+            answered = [task.done() and task.result() is not None for task in asked]
+            for peer, has in zip(near, answered, strict=True):
+                if not has:
+                    self.silent(peer)
+            return any(answered)
         finally:
             await cancel_and_wait(asked)
 

@@ -112,7 +112,7 @@ def serve_records(
         if told_all.holds(peer, now):
             return FEWEST_TOLD
         told_all[peer] = now + ALL_AGAIN_SECONDS
-        return MOST_TOLD
+        return wanted
 
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)

@@ -53,9 +53,9 @@ OLD = 0.3
 ASK_FOR_RECORD = 0.3
 """Times a record's life between two such calls, and to a peer that answers and has no record."""
 ALL_TOLD = 1.0 / 16.0
-"""Of the calls to strangers, and to those whose records have grown old, by who knows `MANY` that are there: the share
-in which either tells all that goes in, and not its own record alone. A node of a large swarm meets a stranger a second
-for as long as it runs, whom the directory has brought; what the others tell is for where that brings nothing."""
+"""Of the calls to strangers by who knows `MANY` that are there: the share in which either tells all that goes in, and
+not its own record alone. A node of a large swarm meets a stranger a second for as long as it runs, whom the directory
+has brought. To whose record has grown old, since it brings nothing of that one, all is told."""
 CHANGES_SECONDS, CROWD = 1.0, 256
 """Seconds between two changes that are told, where so many are asked, and less in proportion: whoever is told looks at
 everybody, so that each answer would cost the more the larger the swarm is."""
@@ -138,7 +138,7 @@ class RollCall:
         """Whether anybody that is introduced was there in the last sweep."""
         self._near_in_a_row = 0
         self._knows_many = False
-        """`MANY` of those that the directory shows are there, and it brings newer records of most."""
+        """`MANY` of those that are introduced are there."""
         self._allowance = float(BURST)
         self._allowed_at = 0.0
         self._earliest = -math.inf
@@ -167,8 +167,7 @@ class RollCall:
             asked.record, asked.old = record, row is not None and row.expires - dht_time < OLD * self._life
             if asked.old and not asked.in_vain:  # of who does not answer there is no newer one to be had
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
-        old = sum(self._asked[peer].old for peer in records)
-        self._knows_many = sum(map(self._confirmed, records)) >= MANY and 2 * old < len(records)
+        self._knows_many = sum(map(self._confirmed, records)) >= MANY
         self._looked.fire()
 
     async def run(self) -> None:
@@ -376,9 +375,9 @@ class RollCall:
         self._looked.fire()
 
     def _tells_few(self, peer: PeerId, asked: _Asked) -> bool:
-        if self._known.has_taken_part(peer) and not asked.old:
-            return True
-        return self._knows_many and self._rng.random() >= ALL_TOLD
+        if asked.old:
+            return False
+        return self._known.has_taken_part(peer) or (self._knows_many and self._rng.random() >= ALL_TOLD)
 
     def _wait(self, peer: PeerId, asked: _Asked, seconds: float, *, answered: bool) -> None:
         now = asyncio.get_running_loop().time()

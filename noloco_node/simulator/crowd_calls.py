@@ -59,7 +59,7 @@ def share_held(level: Ints) -> Floats:
 def asks_a_second(quiet: float, heard: float) -> float:
     """How often a peer is asked that is asked after so many seconds without a word, and is heard so often a second
     besides, at times that are independent."""
-    words = max(heard * quiet, 1e-9)
+    words = min(500.0, max(heard * quiet, 1e-9))
     return words / math.expm1(words) / quiet
 
 
