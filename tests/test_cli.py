@@ -32,6 +32,38 @@ def test_the_module_is_the_command() -> None:
     assert (answer.returncode, answer.stdout) == (0, f"noloco-node {__version__}\n")
 
 
+@pytest.mark.parametrize(
+    ("line", "usage", "meant"),
+    [
+        ("swarm tiny --run-foldr x", "noloco-node swarm", "--run-foldr x; did you mean --run-folder?"),
+        ("config show tiny --sett a=b", "noloco-node config show", "did you mean --set?"),
+        ("join --metrics-prt=1 /ip4/1.2.3.4", "noloco-node join", "did you mean --metrics-port?"),
+        ("swrm tiny", "noloco-node", "; did you mean swarm?"),
+        ("config shw tiny", "noloco-node config", "; did you mean show?"),
+        ("join --q", "noloco-node join", "unrecognized arguments: --q\n"),
+    ],
+)
+def test_what_is_no_option_or_command_is_told_with_what_was_meant(
+    line: str, usage: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command that was named, with its usage."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    told = capsys.readouterr().err
+    assert ended.value.code == ExitCode.USAGE
+    assert told.startswith(f"usage: {usage} [-h]")
+    assert meant in told
+
+
+def test_the_remedy_for_a_wrong_setting_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without what was set on the command line the check that it names would find nothing wrong."""
+    name, wrong = str(MICRO), "run.inner.learning_rate=-1"
+    assert cli.main(["swarm", name, "--set", wrong, "--set", "run.name=a b"]) == ExitCode.CONFIG
+    told = capsys.readouterr().err
+    assert f"noloco-node config validate {name} --set {wrong} --set 'run.name=a b'" in told
+    assert cli.main(["config", "validate", name, "--set", wrong]) == ExitCode.CONFIG
+
+
 def test_help_and_settings_need_no_heavy_library() -> None:
     """Help, version, `config show` and a mistyped address answer at once: nothing that takes seconds to load is loaded.
     The command alone lists the commands."""

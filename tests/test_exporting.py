@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM
 from noloco_node.cli.main import main
 from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.finished import merge_run
 from noloco_node.exporting.folders import gather_folders
-from noloco_node.exporting.merge import merge_run
 from noloco_node.exporting.read import continued
 from noloco_node.exporting.speech import Wish
 from noloco_node.model.export import generate_sample, load_exported
@@ -157,8 +157,9 @@ def test_eval_gives_the_loss_of_the_run_and_of_single_replicas(
     """The exported model's is the merged one's, by whichever way; each single replica stands beside it."""
     folders = [finished(tmp_path / name, stage, shift=0.05 * n) for n, (name, stage) in enumerate([("a", 0), ("b", 1)])]
     folders.append(finished(tmp_path / "c", 1, peer=BOB))
-    saved = {0: [folders[0] / "final"], 1: [folder / "final" for folder in folders[1:]]}
-    expected = merge_run(RUN, saved, tmp_path / "merged").loss
+    expected = merge_run(RUN, [folder / "final" for folder in folders], tmp_path / "merged").loss
+    card = (tmp_path / "merged" / "model" / "README.md").read_text(encoding="utf-8")
+    assert f"held-out loss of this model | {expected:.4f} nats" in card
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "merged" / "model"), *WITH_TEXT]) == ExitCode.OK
     assert float(capsys.readouterr().out.splitlines()[2].split()[-3]) == pytest.approx(expected, abs=1e-4)

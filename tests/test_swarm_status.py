@@ -10,7 +10,7 @@ from noloco_node.cli import main as cli
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import AnyEvent, EventFile
+from noloco_node.telemetry.events import AnyEvent, Doing, EventFile
 from tests.telemetry import made_events as made
 
 
@@ -39,6 +39,18 @@ def test_the_folder_of_several_nodes_shows_a_line_of_each(below: str, tmp_path: 
     assert "stage 1, 10 %, training loss" in shown["s1-r1"]
     assert "gone without a last word" in shown["s1-r1"]
     assert lines[-1].endswith(f"noloco-node status {tmp_path / below / 's0-r0'}")
+
+
+def test_nodes_of_several_runs_stand_below_their_own(tmp_path: Path) -> None:
+    """One that was never up stands last, below no run; it stood below the run of the one before it."""
+    other = made.started("s0-r1").model_copy(update={"run_id": "f" * 32, "run_name": "another"})
+    write(tmp_path / "a", *made.node_events("s0-r0"))
+    write(tmp_path / "b", Doing(time=1000.0, what="joining", detail="joining", since=1000.0))
+    write(tmp_path / "c", other)
+    write(tmp_path / "d", *made.node_events("s1-r0"))
+    _, *lines, _ = status_lines(tmp_path, now=1121.0)
+    first = [line.split()[0] if line.split()[0] != "run" else line.split()[1] for line in lines]
+    assert first == ["made-up", "a", "d", "another", "c", "none", "b"]
 
 
 def test_a_folder_without_nodes_is_still_refused(tmp_path: Path) -> None:

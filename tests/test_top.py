@@ -15,6 +15,7 @@ from noloco_node.cli import main as cli
 from noloco_node.diagnostics.top import Follower, follow, screen
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.state import Surroundings
+from noloco_node.telemetry.swarm_state import SwarmView, document
 from noloco_node.telemetry.told_state import NoState, ToldState, ask_state
 from noloco_node.telemetry.web import Page, WebServer
 from tests.telemetry.test_node_pages import RUDE, seen, shown
@@ -112,6 +113,14 @@ def test_what_is_no_state_is_refused_in_one_line(body: bytes) -> None:
         follow("127.0.0.1", port, Console(file=io.StringIO()), once=True)
     assert caught.value.exit_code is ExitCode.CHECK_FAILED
     assert "--metrics-port" in caught.value.remedy
+
+
+def test_at_a_seed_one_is_sent_to_watch() -> None:
+    """It has pages, and no state of a node: another port would not help."""
+    seen = json.dumps(document(SwarmView(time=1.0, run_id="r", run_name="n", target=1, stages=()))).encode()
+    with answering(seen) as port, pytest.raises(UserError, match="a seed answers there") as caught:
+        follow("127.0.0.1", port, Console(file=io.StringIO()), once=True)
+    assert "noloco-node watch ADDRESS" in caught.value.remedy
 
 
 def test_what_another_version_says_besides_is_passed_over() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from noloco_node import __version__
 from noloco_node.cli import handlers
+from noloco_node.cli.command_line import CommandLine
 from noloco_node.cli.data import prepare_arguments
 from noloco_node.cli.evaluating import eval_arguments, generate_arguments
 from noloco_node.cli.exporting import export_arguments
@@ -69,12 +70,17 @@ READS_ENVIRONMENT = frozenset({"swarm", "run", "join", "seed", "doctor", "show",
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(
+    top = CommandLine(
         "noloco-node",
         description=DESCRIPTION,
         epilog=_exit_codes(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _fill(top)
+    return top
+
+
+def _fill(top: argparse.ArgumentParser) -> None:
     top.add_argument("--version", action="version", version=f"noloco-node {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     swarm = _command(commands, "swarm", "train on a swarm of nodes on this machine", SWARM_HELP)
@@ -124,7 +130,6 @@ def parser() -> argparse.ArgumentParser:
     invite.set_defaults(call=handlers.invite)
     _config_commands(_command(commands, "config", "look at a configuration file, or write one", CONFIG_HELP))
     completion_arguments(_command(commands, "completion", "complete commands in your shell", COMPLETION_HELP))
-    return top
 
 
 def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,7 +173,7 @@ def _generate_live(options: argparse.Namespace) -> int:
 
     wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
     with _own_line():
-        run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, say))
+        run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, _say_beside))
     asked = f"; {spoken.replaced} peers replaced" if spoken.replaced else ""
     say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s, by {run.stages} stages of run {run.name}{asked}")
     if spoken.full:
@@ -187,6 +188,13 @@ def _own_line() -> Generator[None]:
         yield
     finally:
         print(flush=True)
+
+
+def _say_beside(text: str) -> None:
+    """What is said while a text is written: on a terminal it begins a line, and the text goes on below."""
+    if sys.stdout.isatty():
+        print(flush=True)
+    say(text)
 
 
 def _write(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
             f"{path}: sim.kind is {kind}: it says what to simulate, and has no run that nodes could train",
             f"simulate it: noloco-node simulate {path} --out DIR",
         )
-    return validate(raw, str(path))
+    return validate(raw, str(path), overrides)
 
 
 def load_simulation(path: Path, overrides: Sequence[str] = ()) -> SimulationConfig:
@@ -169,7 +170,7 @@ def load_simulation(path: Path, overrides: Sequence[str] = ()) -> SimulationConf
             "correct it; docs/settings.md lists every setting of sim: by its kind",
         )
     if alone is None:
-        return validate(raw, str(path))
+        return validate(raw, str(path), overrides)
     return _validated(alone, raw, str(path), "correct it; docs/settings.md lists every setting of sim: by its kind")
 
 
@@ -201,11 +202,14 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
     return _validated(JoinConfig, raw, "the command line", remedy)
 
 
-def validate(raw: Mapping[str, Any], where: str) -> Config:
-    """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG), and as
-    `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
+def validate(raw: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
+    """Validate a parsed configuration; `where` names it in messages, `overrides` are in it already. Raises `UserError`
+    (CONFIG), and as `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
     raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
-    return _validated(Config, raw, where, f"correct it, then check with: noloco-node config validate {where}")
+    again = shlex.join(
+        ["noloco-node", "config", "validate", where, *(w for pair in overrides for w in ("--set", pair))]
+    )
+    return _validated(Config, raw, where, f"correct it, then check with: {again}")
 
 
 def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: str) -> S:

@@ -134,20 +134,27 @@ def _said(folder: RunFolder, events: Events, started: NodeStarted | None, now: f
 def _swarm(path: Path, members: Sequence[Path], now: float) -> Iterator[str]:
     """The nodes of a local swarm, or of a machine's devices."""
     yield f"{len(members)} nodes in {path}"
-    told: set[str] = set()
+    runs: dict[str, list[str]] = {}
     for member in members:
-        folder, events = RunFolder(member), Events(RunFolder(member).events)
-        started, moved, account = events.last(NodeStarted), events.last(NodeMoved), events.last(Account)
-        if started is not None and started.run_id not in told:
-            told.add(started.run_id)
-            yield f"  run               {started.run_name} ({started.run_id})"
-        stage = moved.stage if moved and started and moved.time > started.time else started and started.stage
-        where = "not up yet" if stage is None else f"stage {stage}"
-        share = "" if account is None else f", {100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
-        loss = events.last(InnerStep)
-        trained = "" if loss is None else f", training loss {loss.loss:.4f}"
-        yield f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
+        run, line = _member(member, now)
+        runs.setdefault(run, []).append(line)
+    for run, lines in sorted(runs.items(), key=lambda each: not each[0]):
+        yield f"  run               {run or 'none yet'}"
+        yield from lines
     yield f"  more of each with: noloco-node status {members[0]}"
+
+
+def _member(member: Path, now: float) -> tuple[str, str]:
+    """The run of one of several nodes, empty where it was never up, and its line."""
+    folder, events = RunFolder(member), Events(RunFolder(member).events)
+    started, moved, account = events.last(NodeStarted), events.last(NodeMoved), events.last(Account)
+    run = "" if started is None else f"{started.run_name} ({started.run_id})"
+    stage = moved.stage if moved and started and moved.time > started.time else started and started.stage
+    where = "not up yet" if stage is None else f"stage {stage}"
+    share = "" if account is None else f", {100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
+    loss = events.last(InnerStep)
+    trained = "" if loss is None else f", training loss {loss.loss:.4f}"
+    return run, f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
 
 
 def _node(path: Path, folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.told_state import NoState, ToldPeer, ToldState, ask_state
+from noloco_node.telemetry.told_state import NoState, ShowsSwarm, ToldPeer, ToldState, ask_state
 from noloco_node.telemetry.words import (
     as_clock_time,
     as_duration,
@@ -32,6 +32,8 @@ LOG_LINES = 8
 MOST_PEERS = 24
 OTHER_LINES = 18
 """Of the screen, besides peers and log."""
+PAGES = "start the node with --metrics-port N, and name that port here; a node says where its pages are when it is up"
+WATCH = "noloco-node watch ADDRESS shows a swarm, with the address that the seed printed; or open its page in a browser"
 
 
 @dataclass(slots=True)
@@ -52,8 +54,7 @@ class Follower:
                 raise UserError(
                     ExitCode.CHECK_FAILED,
                     f"no node shows itself at {self.where}: {error}",
-                    "start the node with --metrics-port N, and name that port here; a node says where its pages are "
-                    "when it is up",
+                    WATCH if isinstance(error, ShowsSwarm) else PAGES,
                 ) from None
             self.trouble = f"no answer since {as_clock_time(self.state.time)}: {error}"
 

@@ -190,7 +190,7 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
 def _nodes(view: SwarmView, most: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("node")
-    for name in ("stage", "state", "version", "tokens/s", "of", "behind by", "outer steps"):
+    for name in ("stage", "state", "version", "tokens/s", "could", "behind by", "outer steps"):
         table.add_column(name, justify="right")
     nodes = sorted(view.nodes, key=lambda node: (not node.answers, node.stage, node.peer_id))
     for node in nodes[:most]:

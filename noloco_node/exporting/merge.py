@@ -1,4 +1,4 @@
-"""From the saved stages of a run to one model: merged, exported, evaluated, and made to speak."""
+"""From the saved stages of a run to one model: the mean of their replicas, written as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,32 +13,17 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.encoding import fitting_tokenizer
-from noloco_node.data.reading import held_out_windows
 from noloco_node.data.samples import Batch, inputs_and_labels
 from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.marks import without_marks
-from noloco_node.model.cut import build_config
-from noloco_node.model.export import (
-    SHARD_BYTES,
-    continue_ids,
-    evaluate_model,
-    export_model,
-    generate_sample,
-    load_exported,
-    merge_replicas,
-)
+from noloco_node.model.export import SHARD_BYTES, export_model, merge_replicas
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import load_slow, read_manifest
 
 logger = logging.getLogger(__name__)
 
-SAMPLES = 3
 RUN_FILE = "noloco_run.json"
 """In a folder with a model: what the run's nodes agreed on, so that `eval` knows the held-out text."""
-PROMPT_SHARE = 4
-"""A prompt is the first 1/4 of a held-out window; the model continues it to the window's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,36 +39,6 @@ class SavedReplica:
     """Full Hugging Face name -> fp32 tensor, on the CPU. Raises UserError where they are damaged."""
     peer: str = ""
     """Its peer id, where that is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class MergedModel:
-    """What `merge_run` leaves."""
-
-    model: Path
-    """An ordinary Hugging Face folder."""
-    sample: Path
-    """Held-out beginnings, continued by the model."""
-    loss: float
-    """On the run's held-out windows, nats per token."""
-
-
-def merge_run(run: RunSpec, saved: Mapping[int, Sequence[Path]], folder: Path) -> MergedModel:
-    """Average the slow weights of each stage's replicas, and put the stages together to one model in `folder`.
-
-    `saved` names the folders that `save_stage` wrote, by stage; every stage needs one, and those `in_time` count.
-    Raises UserError: RUN_FOLDER for damaged weights, DATA where the text of the run cannot be read.
-    """
-    state: dict[str, Tensor] = {}
-    for stage in range(run.stages):
-        state |= mean_of(in_time([final_weights(path) for path in saved[stage]], run.max_lag_tokens))
-    model = folder / "model"
-    write_model(run, state, model, {RUN_FILE: run.agreed_json})
-    windows = held_out_windows(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
-    loss = evaluate_model(load_exported(model), batches_of(run, windows))
-    sample = folder / "sample.txt"
-    sample.write_text(_samples(run, model, windows[:SAMPLES]), encoding="utf-8")
-    return MergedModel(model, sample, loss)
 
 
 def final_weights(folder: Path) -> SavedReplica:
@@ -160,19 +115,3 @@ def batches_of(run: RunSpec, windows: Tensor) -> Iterator[Batch]:
     """Windows, int32 [n, T + 1], in microbatches of (inputs, labels), both int64 [B, T]."""
     size = run.inner.microbatch_windows
     return (inputs_and_labels(windows[start : start + size]) for start in range(0, len(windows), size))
-
-
-def _samples(run: RunSpec, model: Path, windows: Tensor) -> str:
-    tokenizer = fitting_tokenizer(run.data, build_config(run.model).vocab_size)
-    length = run.data.sequence_length
-    parts: list[str] = []
-    for number, window in enumerate(windows):
-        beginning = without_marks(window[: max(1, length // PROMPT_SHARE)]).long()
-        prompt = tokenizer.decode([int(token) for token in beginning])
-        wanted, seed = length - length // PROMPT_SHARE, run.data.seed + number
-        if run.data.tokenizer == NO_TOKENIZER:
-            rest = tokenizer.decode(continue_ids(load_exported(model), beginning, wanted, seed)[len(beginning) :])
-        else:
-            rest = generate_sample(model, prompt, wanted, seed=seed).removeprefix(prompt)
-        parts.append(f"--- held-out beginning {number + 1} ---\n{prompt}\n--- continued by the model ---\n{rest}\n")
-    return "\n".join(parts)

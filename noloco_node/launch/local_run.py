@@ -179,9 +179,10 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
         console.print(f"no model was exported: no replica of stage {', '.join(lost)} left its weights")
         return None
     console.print("merging the replicas, evaluating and exporting the model")
-    from noloco_node.exporting.merge import merge_run
+    from noloco_node.exporting.finished import merge_run
 
-    merged = merge_run(swarm.config.run, saved, swarm.run_folder)
+    folders = [folder for of_stage in saved.values() for folder in of_stage]
+    merged = merge_run(swarm.config.run, folders, swarm.run_folder)
     files["model (Hugging Face folder)"] = merged.model
     files["sample of its text"] = merged.sample
     return merged.loss

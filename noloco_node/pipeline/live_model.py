@@ -41,6 +41,8 @@ PAUSE_SECONDS = (0.25, 1.0)
 """After a round in which every replica of a stage said no."""
 PATIENCE_SECONDS = 120.0
 """So long a stage may bring nothing before the text ends."""
+NOBODY_SECONDS = 30.0
+"""So long where the directory shows nobody at the stage at all."""
 WORTH_SAYING_SECONDS = 5.0
 SILENT_SECONDS = 60.0
 """So long who was silent is asked only where nobody else is there: that others are full makes no way to it."""
@@ -115,7 +117,8 @@ class LiveModel:
                     self._note(peer, error)
                 continue
             waited = ambient.monotonic() - began
-            if waited >= self._patience or (reasons and all(map(_for_good, reasons.values()))):
+            patience = self._patience if reasons else min(self._patience, NOBODY_SECONDS)
+            if waited >= patience or (reasons and all(map(_for_good, reasons.values()))):
                 raise self._nobody(stage, reasons)
             if waited >= WORTH_SAYING_SECONDS and not told:
                 told = True

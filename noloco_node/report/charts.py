@@ -34,6 +34,8 @@ class Curves:
     """The axis on the left, where all is above 0."""
     from_zero: bool = False
     """The axis on the left begins at 0."""
+    right_counts: bool = False
+    """The axis on the right counts something: it has whole numbers alone."""
 
 
 @dataclass(frozen=True, slots=True)

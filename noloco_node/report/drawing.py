@@ -35,8 +35,8 @@ class _Scale:
     def _of(self, value: float) -> float:
         return log10(value) if self.logarithmic else value
 
-    def ticks(self, about: int) -> list[float]:
-        """A few round values within."""
+    def ticks(self, about: int, *, whole: bool = False) -> list[float]:
+        """A few round values within; `whole` ones alone, of what is counted."""
         if self.logarithmic:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
             steps = (1.0,) if log10(self.high / self.low) > DECADES_WITHOUT_STEPS else (1.0, 2.0, 5.0)
@@ -46,6 +46,8 @@ class _Scale:
         rough = (self.high - self.low) / about
         size = 10.0 ** floor(log10(rough))
         step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
+        if whole:
+            step = max(1.0, step)
         first = ceil(self.low / step - 1e-9)
         return [index * step for index in range(first, floor(self.high / step + 1e-9) + 1)]
 
@@ -78,7 +80,7 @@ def _svg(chart: Curves) -> Iterator[str]:
         yield from _drawn(left, x, y)
     if right:
         y = _upright(right, logarithmic=False, from_zero=True)
-        for value in y.ticks(5):
+        for value in y.ticks(5, whole=chart.right_counts):
             yield f'<text x="{edge + 5}" y="{y.at(value) + 4:.1f}">{figure(value)}</text>'
         yield _turned(chart.right_label, WIDE - 6)
         yield from _drawn(right, x, y)

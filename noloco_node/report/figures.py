@@ -124,7 +124,13 @@ def throughput(told: ReportedRun) -> Curves:
         ChartLine("live nodes, as one of them saw it", "quiet", _nodes_seen(told, axis), dashed=True, right=True),
     )
     return Curves(
-        "Throughput", f"{axis.unit} since the start", "tokens per second", _drawn(lines), "nodes", from_zero=True
+        "Throughput",
+        f"{axis.unit} since the start",
+        "tokens per second",
+        _drawn(lines),
+        "nodes",
+        right_counts=True,
+        from_zero=True,
     )
 
 

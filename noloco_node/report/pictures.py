@@ -11,6 +11,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from noloco_node.report import figures
 from noloco_node.report.charts import Bars, ChartGraph, Curves, Timeline
@@ -100,6 +101,8 @@ def _curves(chart: Curves) -> Figure:
     if right is not None:
         right.set_ylabel(f"{chart.right_label} (dashed)", color=GREY)
         right.set_ylim(bottom=0)
+        if chart.right_counts:
+            right.yaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
 from statistics import fmean
@@ -33,6 +33,17 @@ STEPS_A_POINT = 5
 """Of the curve of speed, at least: a single step says how long it took, not how fast the swarm is."""
 
 
+@dataclass(frozen=True, slots=True)
+class PastStay:
+    """A node's time at a stage that it has left for another."""
+
+    stage: int
+    steps: int
+    """Inner steps in the node's history until it left."""
+    account: Account | None
+    """Its books then: at another stage they begin anew."""
+
+
 @dataclass(slots=True)
 class NodeHistory:
     """What one node wrote so far, sorted by kind; grows by `observe`."""
@@ -53,6 +64,7 @@ class NodeHistory:
     """Its last word; None while it lives, and where it died."""
     starts: list[float] = field(default_factory=list[float])
     """When each of its lives began."""
+    past: list[PastStay] = field(default_factory=list[PastStay])
 
     @classmethod
     def of(cls, name: str, events: Iterable[AnyEvent]) -> NodeHistory:
@@ -66,9 +78,11 @@ class NodeHistory:
         """Take one more event in."""
         match event:
             case NodeStarted():
+                self._leave_for(event.stage)
                 self.started, self.stopped, self.moved = event, None, None
                 self.starts.append(event.time)
             case NodeMoved():
+                self._leave_for(event.stage)
                 self.moved = event
             case InnerStep():
                 self.inner.append(event)
@@ -93,6 +107,34 @@ class NodeHistory:
         if self.moved is not None:
             return self.moved.stage
         return self.started.stage if self.started else None
+
+    def _leave_for(self, stage: int) -> None:
+        if self.stage is not None and self.stage != stage:
+            self.past.append(PastStay(self.stage, len(self.inner), self._account_here))
+
+    @property
+    def _account_here(self) -> Account | None:
+        """The last account, where it is of the present stage."""
+        return None if any(stay.account is self.account for stay in self.past) else self.account
+
+    def at(self, stage: int) -> NodeHistory:
+        """The same with those inner steps alone that it took at this stage."""
+        if not self.past and self.stage == stage:
+            return self
+        ends = [*((stay.stage, stay.steps) for stay in self.past), (self.stage, len(self.inner))]
+        begins = [0, *(end for _, end in ends)]
+        inner = [
+            step
+            for begin, (served, end) in zip(begins, ends, strict=False)
+            if served == stage
+            for step in self.inner[begin:end]
+        ]
+        return replace(self, inner=inner)
+
+    def books_at(self, stage: int) -> list[Account]:
+        """The last account of each of its stays at this stage."""
+        stays = [*((stay.stage, stay.account) for stay in self.past), (self.stage, self._account_here)]
+        return [account for served, account in stays if served == stage and account is not None]
 
     @property
     def paired(self) -> list[OuterStep]:
@@ -187,7 +229,8 @@ class Summary(Frozen):
     died: list[str]
     """Nodes that wrote no last event."""
     tokens: int
-    """Tokens trained, summed over stage-0 replicas; where there is none, over those of the earliest stage."""
+    """Tokens trained, summed over all that served stage 0 while they did; where nobody does at last, over those of the
+    earliest stage."""
     seconds: float
     """From the first to the last of their inner steps."""
     tokens_per_second: float
@@ -251,15 +294,14 @@ def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | N
     )
 
 
-def first_stage(histories: Iterable[NodeHistory]) -> list[NodeHistory]:
-    """The replicas of stage 0: the ones that draw samples, so the ones that count tokens."""
-    return [history for history in histories if history.stage == 0]
-
-
 def token_counters(histories: Sequence[NodeHistory]) -> list[NodeHistory]:
-    """The replicas whose tokens are the swarm's: of stage 0, or of the earliest stage of which there is one here."""
+    """The replicas whose tokens are the swarm's, each with those inner steps that count: all that were taken at stage
+    0, or at the earliest stage that anybody here serves at last. Of one node alone all count, wherever it was."""
     stages = [history.stage for history in histories if history.stage is not None]
-    return [history for history in histories if history.stage == min(stages, default=0)]
+    if len(histories) == 1 or not stages:
+        return list(histories)
+    parts = [history.at(min(stages)) for history in histories]
+    return [part for part in parts if part.inner]
 
 
 def training_loss(heads: Sequence[NodeHistory]) -> float | None:
@@ -396,7 +438,7 @@ def _counted(heads: Sequence[NodeHistory]) -> list[tuple[InnerStep, InnerStep]]:
 
 def _totals(histories: Sequence[NodeHistory]) -> Microbatches:
     everywhere = [Microbatches.of(history.account) for history in histories]
-    heads = [Microbatches.of(history.account) for history in first_stage(histories)]
+    heads = [Microbatches.of(account) for history in histories for account in history.books_at(0)]
     return Microbatches(
         drawn=sum(books.drawn for books in heads),
         trained=sum(books.trained for books in heads),

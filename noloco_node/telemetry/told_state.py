@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 TOLD_SECONDS = 4.0
 MOST_BYTES = 4 << 20
+OF_A_SWARM = "nodes_answering"
+"""A field of a swarm's state that no node's has."""
 
 
 class _Told(BaseModel):
@@ -80,6 +82,10 @@ class NoState(Exception):
     """Nobody told a node's state; the text says why."""
 
 
+class ShowsSwarm(NoState):
+    """What answers is a seed: it shows a whole swarm, and is no node itself."""
+
+
 def ask_state(host: str, port: int) -> ToldState:
     """Of the node whose pages are there. Raises NoState."""
     try:
@@ -98,6 +104,9 @@ def ask_state(host: str, port: int) -> ToldState:
     if answer.status != http.client.OK:
         raise NoState(f"what answers there is no page of a node: status {answer.status}")
     try:
-        return ToldState.model_validate(json.loads(body))
+        told: object = json.loads(body)
+        if isinstance(told, dict) and OF_A_SWARM in told:
+            raise ShowsSwarm("a seed answers there, which shows a whole swarm and trains no stage")
+        return ToldState.model_validate(told)
     except (ValidationError, ValueError, RecursionError):
         raise NoState("what answers there is no state of a node") from None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node.config.load import load_config
-from noloco_node.exporting.merge import merge_run
+from noloco_node.exporting.finished import merge_run
 from tests.chaos.swarm import CONFIG, Node
 
 
@@ -17,10 +17,8 @@ async def merged_loss(overrides: Sequence[str], nodes: Sequence[Node], folder: P
     Computed here, from the saved files: nobody's answers have a part in it.
     """
     run = load_config(CONFIG, list(overrides)).run
-    saved: dict[int, list[Path]] = {stage: [] for stage in range(run.stages)}
-    for node in nodes:
-        if node.stopped is not None and node.stopped.final_weights is not None:
-            saved[node.stage].append(node.folder / node.stopped.final_weights)
-    if not all(saved.values()):
+    ended = [(node, node.stopped.final_weights) for node in nodes if node.stopped is not None]
+    saved = {node.folder / weights: node.stage for node, weights in ended if weights is not None}
+    if set(saved.values()) != set(range(run.stages)):
         return float("nan")
-    return (await asyncio.to_thread(merge_run, run, saved, folder)).loss
+    return (await asyncio.to_thread(merge_run, run, list(saved), folder)).loss

@@ -13,7 +13,7 @@ from noloco_node.config.load import load_config, validate
 from noloco_node.data.encoding import check_made_tokens, fitting_tokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.merge import merge_run
+from noloco_node.exporting.finished import merge_run
 from tests.data.made_files import write_table
 from tests.data.test_made_tokens import laid_out, tokens_spec
 from tests.data.test_sources import text_spec
@@ -81,7 +81,7 @@ def test_a_model_of_ids_is_exported_and_what_it_cannot_do_is_said(
     assert main(["eval", str(out), "--set", f"run.data.path={rows}"]) == ExitCode.OK
     told = capsys.readouterr().out
     assert "bits a byte are not known" in told
-    merged = merge_run(run, {stage: [folder / "final"] for stage, folder in enumerate(folders)}, tmp_path / "merged")
+    merged = merge_run(run, [folder / "final" for folder in folders], tmp_path / "merged")
     assert f"{merged.loss:.4f}" in told
     assert [int(word) for word in merged.sample.read_text().splitlines()[1].split()]
     assert main(["generate", str(out), "--prompt", "def"]) == ExitCode.RUN_FOLDER

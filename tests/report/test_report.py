@@ -24,7 +24,7 @@ from noloco_node.report.folder import read_folder
 from noloco_node.report.make import make_report
 from noloco_node.report.page import page
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, NodeMoved, P2pdRestarted, Warned
+from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
 from noloco_node.telemetry.summary import NodeHistory, summarize, throughput_curve, token_counters
 from tests.telemetry import made_events as made
 
@@ -148,9 +148,7 @@ def test_who_met_whom_is_drawn_at_the_stage_at_which_they_met(tmp_path: Path) ->
     """A node that had averaged at stage 0 and then moved was drawn with the same partners at stage 1."""
     rows = list(made.node_events("s0-r0"))
     last = rows[-1].time
-    moved = NodeMoved(
-        time=last, stage=1, from_stage=0, why="lost", origin="guard", seconds=1.0, clock=1.0, parameters=1
-    )
+    moved = made.moved(time=last, from_stage=0, stage=1)
     write(tmp_path / "nodes" / "a-mover", [*rows[:-1], moved])
     (graph,) = figures.meetings(read_folder(tmp_path, NOW))
     assert graph.title == "Stage 0"

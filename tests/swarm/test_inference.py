@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import random
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from noloco_node.exporting.generating import continue_text, drawn
 from noloco_node.exporting.speech import Wish
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import model_of
+from noloco_node.pipeline import live_model
 from noloco_node.pipeline.inference import FORWARD, SAVED_WINDOWS, ForwardHeader, Rations
 from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.training.compute_thread import Priority
@@ -166,6 +168,18 @@ def test_what_a_swarm_says_does_not_speak_to_the_terminal(capsys: pytest.Capture
     assert capsys.readouterr().out == "one\ttwo\n\ufffd]52;c;cm0=\ufffd\ufffd\ufffd…ü"
 
 
+@pytest.mark.parametrize(("terminal", "between"), [(True, "\n"), (False, "")])
+def test_what_is_said_while_a_text_comes_begins_a_line(
+    terminal: bool, between: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal; a text that goes to a file gets no line of its own for it."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    eval_commands._write("Once upon")  # pyright: ignore[reportPrivateUsage]
+    eval_commands._say_beside("stage 1 gives nothing now")  # pyright: ignore[reportPrivateUsage]
+    told = capsys.readouterr()
+    assert (told.out, told.err) == (f"Once upon{between}", "stage 1 gives nothing now\n")
+
+
 async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() -> None:
     """Each time would cost a whole deadline; where all have been silent they are asked all the same."""
     async with answering(stages=1) as asked, asked.model(patience=1e9) as model:
@@ -191,8 +205,9 @@ async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() ->
         await model.next_logits([1])
 
 
-async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason() -> None:
-    """Nobody there, and nobody who gives any: by setting, or while it leaves."""
+async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody there, which is not waited for as long as somebody who may give some; and nobody who gives any: by
+    setting, or while it leaves."""
     async with answering(replicas=1) as asked:
         asked.made.replicas[1].pipeline.shut()
         with pytest.raises(UserError, match=r"stage 1 .* draining") as caught:
@@ -201,6 +216,10 @@ async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason() -> Non
         await asked.made.replicas[1].membership.announce(PeerState.GONE)
         with pytest.raises(UserError, match=r"stage 1 .* the directory shows none"):
             await told(asked, Wish("A", 1, 0.0, 0))
+        monkeypatch.setattr(live_model, "NOBODY_SECONDS", 0.0)
+        with pytest.raises(UserError, match=r"stage 1 .* the directory shows none"):
+            async with asked.model(patience=1e9) as model:
+                await model.next_logits([1])
     async with answering(replicas=1, share=0.0) as asked:
         with pytest.raises(UserError, match=r"stage 0 .* unknown_method"):
             async with asked.model(patience=1e9) as model:

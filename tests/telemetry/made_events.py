@@ -11,6 +11,7 @@ from noloco_node.telemetry.events import (
     CheckpointTaken,
     Evaluation,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -53,6 +54,20 @@ def started(name: str) -> NodeStarted:
         metrics_address=None,
         parameters=1_600_000,
         origin="seed",
+    )
+
+
+def moved(time: float, from_stage: int, stage: int) -> NodeMoved:
+    """A node has gone to another stage, with a copy that a guard kept."""
+    return NodeMoved(
+        time=time,
+        from_stage=from_stage,
+        stage=stage,
+        why="lost",
+        origin="guard",
+        clock=1.0,
+        parameters=1,
+        seconds=1.0,
     )
 
 

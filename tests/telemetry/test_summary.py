@@ -10,9 +10,9 @@ from noloco_node.telemetry.events import AnyEvent, NodeStopped
 from noloco_node.telemetry.summary import (
     NodeHistory,
     Summary,
-    first_stage,
     spread_curve,
     summarize,
+    token_counters,
     training_curve,
 )
 from tests.telemetry import made_events as made
@@ -50,6 +50,32 @@ def test_the_books_are_summed_over_the_first_stage_and_close() -> None:
     assert (books.drawn, books.trained, books.dropped, books.held_at_end, books.put_back) == (120, 116, 0, 4, 6)
     assert books.drawn == books.trained + books.dropped + books.held_at_end
     assert (books.retried, books.repeated) == (16, 4)
+
+
+def test_who_has_left_stage_0_counts_with_what_it_did_there() -> None:
+    """A node that moved was left out of tokens and books as if it had never drawn; what it trains elsewhere is none."""
+    events = made.whole_run()
+    whole = summarize(events)
+    *rows, _ = events["s0-r1"]
+    moved = made.moved(time=1060.5, from_stage=0, stage=1)
+    events["s0-r1"] = [*rows, moved, made.inner_step(61), made.account(time=1070.0, drawn=0, trained=0, held_at_end=0)]
+    summary = summarize(events)
+    assert (summary.tokens, summary.tokens_per_second) == (whole.tokens, whole.tokens_per_second)
+    assert summary.microbatches.drawn == whole.microbatches.drawn
+    assert summary.per_node["s0-r1"].tokens == whole.per_node["s0-r1"].tokens + made.TOKENS
+    events["s0-r1"].append(made.moved(time=1080.0, from_stage=1, stage=0))
+    assert summarize(events).tokens == whole.tokens
+    again = [made.inner_step(62), made.account(time=1090.0, drawn=3, trained=3, held_at_end=0)]
+    summary = summarize({**events, "s0-r1": [*events["s0-r1"], *again]})
+    assert summary.tokens == whole.tokens + made.TOKENS
+    assert summary.microbatches.drawn == whole.microbatches.drawn + 3
+
+
+def test_of_one_node_alone_all_counts_wherever_it_was() -> None:
+    """A volunteer's own report: its node alone, which has moved."""
+    rows = made.whole_run()["s0-r0"][:-1]
+    moved = made.moved(time=1060.5, from_stage=0, stage=1)
+    assert summarize({"node": [*rows, moved, made.inner_step(61)]}).tokens == 61 * made.TOKENS
 
 
 def test_training_loss_is_the_mean_by_tokens_of_the_last_part_of_the_clock() -> None:
@@ -118,7 +144,7 @@ def test_a_step_that_was_not_finite_does_not_poison_the_curve() -> None:
     """NaN losses are left out of means, not spread into them."""
     events = made.whole_run()
     events["s0-r0"].insert(-2, made.inner_step(60, loss=float("nan"), skipped=True, tokens=0))
-    curve = training_curve(first_stage([NodeHistory.of(name, rows) for name, rows in events.items()]))
+    curve = training_curve(token_counters([NodeHistory.of(name, rows) for name, rows in events.items()]))
     assert curve
     assert all(1.0 < point.loss < 6.0 for point in curve)
 
