@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ SECOND_SECONDS = 0.5
 FEW_NEIGHBOURS = 8
 """Of each key that who answers is to name, where those nearest to it are known."""
 MOST_GLANCED = 12
+ROUNDING = 1e-3
+"""Seconds by which a clock may be off when a wait is over."""
 HOLDERS_SECONDS = 60.0
 """After which the nodes nearest to a bucket's key are looked for anew: those that were are gone in the end, and others
 have come between."""
@@ -75,6 +77,47 @@ class _Walk:
     introduced: int = 0
     over: bool = False
     neighbours: int = BUCKET_SIZE
+
+
+class _Seeking:
+    """Those who are asked in one search for the nearest to a key, and who of them are late."""
+
+    def __init__(self, soon: float) -> None:
+        self.soon = soon
+        """Seconds after which one is late: twice what others took, if that is more."""
+        self._began: dict[asyncio.Task[dict[Any, Nearest] | None], tuple[Any, float]] = {}
+        self.late: set[Any] = set()
+
+    @property
+    def under_way(self) -> Collection[asyncio.Task[dict[Any, Nearest] | None]]:
+        """All that have not answered, those that are late too."""
+        return self._began.keys()
+
+    @property
+    def waited_for(self) -> list[float]:
+        """When each was asked that is not late."""
+        return [began for peer, began in self._began.values() if peer not in self.late]
+
+    def begin(self, peer: Any, asking: Coroutine[Any, Any, dict[Any, Nearest] | None], now: float) -> None:
+        """One more is asked."""
+        self._began[asyncio.create_task(asking, name="ask who is near a bucket's key")] = peer, now
+
+    async def next_answers(
+        self, seconds: float, clock: Callable[[], float]
+    ) -> list[tuple[Any, dict[Any, Nearest] | None]]:
+        """What has come once one has answered, or none where one has become late, or after so long."""
+        soonest = min(self.waited_for) + self.soon - clock()
+        patience = max(ROUNDING, min(seconds, soonest))
+        done, _ = await asyncio.wait(self._began, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        now, answers = clock(), list[tuple[Any, dict[Any, Nearest] | None]]()
+        for task in [task for task in self._began if task in done]:
+            peer, began = self._began.pop(task)
+            self.late.discard(peer)
+            answers.append((peer, task.result()))
+            if task.result() is not None:
+                self.soon = max(self.soon, 2.0 * (now - began))
+        self.late |= {peer for peer, began in self._began.values() if began + self.soon - now < ROUNDING}
+        return answers
 
 
 class Walker:
@@ -173,7 +216,10 @@ class Walker:
         try:
             async with asyncio.timeout(WALK_SECONDS):
                 for peer in known[:GLANCED]:
-                    answered |= await self._node.find(peer, [key], 0, only) is not None
+                    if await self._node.find(peer, [key], 0, only) is not None:
+                        answered = True
+                    else:
+                        self.silent(peer)
                 return answered or await self._seek_and_ask(key, known[:GLANCED], only)
         except TimeoutError:  # whoever stalls holds up this bucket alone
             return answered
@@ -181,11 +227,10 @@ class Walker:
     async def _seek_and_ask(self, key: Any, silent: Sequence[Any], only: Collection[str] | None) -> bool:
         """Find those nearest to a key, and ask one of them for its records, and soon all others for what it did not
         have; whether one answered. Who stalls beside others is not waited for."""
-        await self.seek(key, silent)
+        soon = await self.seek(key, silent)
         near, asked = self.near(key), list[asyncio.Task[Any]]()
-        soon = min(SECOND_SECONDS, self.patience / 2.0)
         try:
-            for some, seconds in ((near[:1], soon), (near[1:], self.patience)):
+            for some, seconds in ((near[:1], soon), (near[1:], max(soon, self.patience))):
                 found = (self._node.find(peer, [key], 0, only) for peer in some)
                 asked += [asyncio.create_task(each, name="ask a holder of a bucket") for each in found]
                 if asked:
@@ -200,27 +245,34 @@ class Walker:
         finally:
             await cancel_and_wait(asked)
 
-    async def seek(self, key: Any, silent: Sequence[Any] = ()) -> bool:
-        """Find those that are nearest to a key now, a few at a time, without those that were `silent`; whether anybody
-        answered. Nobody is asked for records: those of two holders at once would come twice."""
+    async def seek(self, key: Any, silent: Sequence[Any] = ()) -> float:
+        """Find those that are nearest to a key now, a few at a time, without those that were `silent`; the seconds in
+        which answers come. Nobody is asked for records: those of two holders at once would come twice. Who stalls keeps
+        nobody else from being asked: he counts as near again once he answers."""
         candidates = {node_id: peer for node_id, peer in self._node.nearest(key)}
         asked, answered = set[Any](silent), dict[Any, Any]()
-        began = self._clock()
-        while self._clock() - began < WALK_SECONDS and len(asked) < MOST_GLANCED:
-            nearest = sorted(candidates, key=key.xor_distance)[:REPLICAS]
-            due = [candidates[node_id] for node_id in nearest if candidates[node_id] not in asked][:GLANCED]
-            if not due:
-                break
-            asked.update(due)
-            found = await asyncio.gather(*(self._node.find(peer, [key], MOST_BY_ONE, only=()) for peer in due))
-            for peer, answer in zip(due, found, strict=True):
-                if answer is None:
-                    candidates.pop(node_id_of(peer), None)
-                else:
-                    answered[node_id_of(peer)] = peer
-                    candidates |= dict(answer.get(key, ())[:MOST_BY_ONE])
+        seeking = _Seeking(min(SECOND_SECONDS, self.patience / 2.0))
+        ends = self._clock() + WALK_SECONDS
+        try:
+            while (left := ends - self._clock()) > 0.0:
+                candidates = {id_: peer for id_, peer in candidates.items() if peer not in seeking.late}
+                nearest = sorted(candidates, key=key.xor_distance)[:REPLICAS]
+                due = [candidates[node_id] for node_id in nearest if candidates[node_id] not in asked]
+                for peer in due[: max(0, min(GLANCED - len(seeking.waited_for), MOST_GLANCED - len(asked)))]:
+                    asked.add(peer)
+                    seeking.begin(peer, self._node.find(peer, [key], MOST_BY_ONE, only=()), self._clock())
+                if not seeking.waited_for:
+                    break
+                for peer, answer in await seeking.next_answers(left, self._clock):
+                    if answer is None:
+                        candidates.pop(node_id_of(peer), None)
+                    else:
+                        candidates[node_id_of(peer)] = answered[node_id_of(peer)] = peer
+                        candidates |= dict(answer.get(key, ())[:MOST_BY_ONE])
+        finally:
+            await cancel_and_wait(seeking.under_way)
         self._found(key, [answered[node_id] for node_id in sorted(answered, key=key.xor_distance)])
-        return bool(answered)
+        return seeking.soon
 
     def _found(self, key: Any, nearest: Sequence[Any]) -> None:
         self._near.pop(key, None)

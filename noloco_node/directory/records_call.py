@@ -28,6 +28,8 @@ from noloco_node.transport.interface import Transport, Withdraw
 TIMEOUT_SECONDS = 5.0
 MOST_TOLD = 12
 """Records in one message, the teller's own included: what a header holds, and few enough to check at once."""
+MOST_WANTED = 1024
+"""That a message may ask for; told are `MOST_TOLD` at most."""
 FEW_TOLD = 4
 """The same of those to a peer that has said before what it serves: its own record goes from either to the other each
 time, and of others it hears by the DHT and by whoever else calls it."""
@@ -66,8 +68,9 @@ class RecordsMessage(WireModel):
     stage: StageIndex | None = None
     """The one that the sender serves."""
     records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
-    wanted: Annotated[int, Field(ge=1, le=MOST_TOLD)] = MOST_TOLD
-    """Records that the sender would be told at most; it does not travel where that is as many as go in."""
+    wanted: Annotated[int, Field(ge=1, le=MOST_WANTED)] = MOST_TOLD
+    """Records that the sender would be told at most, of a later release perhaps more than go in; it does not travel
+    where that is as many as go in."""
 
     @model_serializer(mode="wrap")
     def _brief(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -104,7 +107,7 @@ def serve_records(
     told_all = PeerTimes[PeerId]()
 
     def to_be_told(peer: PeerId, wanted: int) -> int:
-        few = few_told(directory)
+        few, wanted = few_told(directory), min(wanted, MOST_TOLD)
         if wanted <= few or transport.acquaintances.takes_part(peer):
             return min(wanted, few)
         now = ambient.monotonic()

@@ -64,7 +64,7 @@ def test_holders_of_a_bucket_are_those_that_are_nearest_now() -> None:
         net.live -= set(net.true_holders())
         await asyncio.sleep(HOLDERS_SECONDS)
         assert walker.holders(KEY) == ()  # who publishes does not store at those for ever
-        assert await walker.seek(KEY)
+        await walker.seek(KEY)
         assert walker.holders(KEY) == net.true_holders()
 
     in_virtual_time(scenario)
@@ -79,6 +79,34 @@ def test_nobody_that_stalls_holds_up_a_look_at_a_bucket() -> None:
         net.stall, began = True, loop.time()
         assert not await walker.glance(KEY)
         assert loop.time() - began <= WALK_SECONDS + 0.01
+
+    in_virtual_time(scenario)
+
+
+@pytest.mark.parametrize("trip", [0.1, 0.6], ids=["near", "far"])
+@pytest.mark.parametrize("stalling", [(0,), (0, 2), (0, 1, 2, 3)], ids=str)
+def test_those_near_a_key_that_stall_hide_no_bucket(stalling: tuple[int, ...], trip: float) -> None:
+    """They were waited for, three seconds each two of them, until the look was over: two of the five nearest were
+    enough to keep a bucket from every first look."""
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        net = Net(peers(0, 120))
+        stalled = [net.true_holders()[index] for index in stalling]
+        walker, find = Walker(cast("DhtNode", net), random.Random(1), loop.time), net.find
+        walker.life = 20.0
+
+        async def slow(peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Any = None) -> Any:
+            await asyncio.sleep(3.0 if peer in stalled else trip)
+            return None if peer in stalled else await find(peer, keys, neighbours, only)
+
+        net.find = slow  # type: ignore[method-assign]
+        began = loop.time()
+        assert await walker.glance(KEY)
+        assert loop.time() - began < 4.0
+        left = [peer for _, peer in net.nearest(KEY) if peer not in stalled]
+        assert set(left[: REPLICAS - len(stalled)]) <= set(walker.holders(KEY))
+        assert len(asyncio.all_tasks()) == 1
 
     in_virtual_time(scenario)
 
@@ -101,7 +129,7 @@ async def test_records_of_a_bucket_whose_holders_are_sought_come_once(monkeypatc
     monkeypatch.setattr(intake_of(reader.directory), "take", noted)
     own = {holder.peer for holder in holders}
     walker.forget()
-    assert await walker.seek(TOLD_KEY)
+    await walker.seek(TOLD_KEY)
     assert not set(told) - own
     walker.forget()
     assert await walker.glance(TOLD_KEY)

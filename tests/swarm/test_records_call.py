@@ -118,6 +118,9 @@ async def test_who_wants_few_is_told_no_more_and_who_tells_many_as_many() -> Non
     older = MemoryTransport(network, PeerId("peer-of-an-older-release"))
     answer = await call(older, TWO, RECORDS, RecordsMessage.model_validate({"run": RUN, "stage": 0}), seconds=1.0)
     assert len(answer.records) == MOST_TOLD
+    later = MemoryTransport(network, PeerId("peer-of-a-later-release"))
+    wish = RecordsMessage.model_validate({"run": RUN, "stage": 0, "wanted": 5 * MOST_TOLD})
+    assert len((await call(later, TWO, RECORDS, wish, seconds=1.0)).records) == MOST_TOLD
 
 
 @pytest.mark.parametrize("run", [RUN, "another-run"])
