@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from noloco_node import PROTOCOL_VERSION, ambient
+from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.directory.memory import MemoryDirectory
@@ -22,21 +24,27 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import revival
 from noloco_node.node.checkpointing import CheckpointKeeper
-from noloco_node.node.first_state import become_current, obtain_state, seems_left_behind
+from noloco_node.node.first_state import become_current, first_weights, obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.revival import revive_if_lost
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import StageCopies
-from noloco_node.state_transfer.copy_manifest import CopyManifest, StageCopy, root_of_weights, sign_copy
+from noloco_node.state_transfer.copy_manifest import CopyManifest, StageCopy, goes_on, root_of_weights, sign_copy
 from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 
+BOUNDLESS = {"outer_rounds": 1 << 40, "source": "who-signed-it"}
+FAULTS: dict[str, Callable[[PeerId], Fault]] = {
+    "a lost request for the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.open", 1),
+    "a lost piece of the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.chunk", 1),
+    "a lost question who is there": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "records", 2),
+}
 LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096, guard_seconds=0.2)
 
 
@@ -173,11 +181,25 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
             assert newcomer.worker.progress.clock == lost.worker.progress.clock > 0
 
 
-@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize(
+    ("behind", "beside"),
+    [
+        (True, ""),
+        (False, ""),
+        (True, "a dead replica's record"),
+        (True, "another comer"),
+        (True, "a lost request for the copy"),
+        (True, "a lost piece of the copy"),
+        (True, "a lost question who is there"),
+        (True, "a boundless round"),
+    ],
+)
 async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_further(
-    tmp_path: Path, behind: bool
+    tmp_path: Path, behind: bool, beside: str
 ) -> None:
-    """It had gone on from its own checkpoint, whatever others kept: the run fell back by all that lay between."""
+    """It had gone on from its own checkpoint, whatever others kept: the run fell back by all that lay between. That
+    nobody has read the directory yet, a record that nobody answers for, and one request that is lost change nothing;
+    who is still joining says nothing of the clock, and no copy brings rounds that nobody has seen."""
     async with trained_world(guards=1, giving=3) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
@@ -185,18 +207,35 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
         head.guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
+        kept = copies[0].kept
+        assert kept is not None
+        if beside in FAULTS:
+            made.network.inject(FAULTS[beside](newcomer.context.transport.peer_id))
+        if beside == "a boundless round":
+            source = MemoryTransport(made.network, PeerId("who-signed-it"))
+            copies[0].kept = sign_copy(source, kept.manifest.model_copy(update=BOUNDLESS), kept.weights)
+            await source.close()
+        if beside == "a dead replica's record":
+            await MemoryDirectory(made.hub).publish(record_of(PeerId("dead-replica"), stage=1, clock=kept.clock), 60.0)
+        if beside == "another comer":
+            comer = MemoryTransport(made.network, PeerId("another-comer"))
+            serve_hello(comer, newcomer.context.spec, lambda: 1)
+            joining = record_of(comer.peer_id, stage=1, state=PeerState.JOINING, outer_rounds=0, clock=0.0)
+            await MemoryDirectory(made.hub).publish(joining, 60.0)
+            newcomer.context.transport.acquaintances.said(comer.peer_id, 1)
         old = first + 0.5 * (slow - first)
         await newcomer.worker.load_slow_weights(1.0, 1, old)
         spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
         stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
         saved = -1e9 if behind else head.worker.progress.clock
         checkpoints = CheckpointFolder(tmp_path, 1)
-        await newcomer.membership.refresh()
-        assert seems_left_behind(newcomer, saved) is behind
-        origin = await obtain_state(newcomer, stays, saved, checkpoints, first=first)
+        origin = await obtain_state(newcomer, stays, saved, checkpoints)
         assert origin == ("guard" if behind else "checkpoint")
-        _, now = await newcomer.worker.slow_weights()
+        progress, now = await newcomer.worker.slow_weights()
         assert torch.allclose(now, slow if behind else old, rtol=1e-3, atol=1e-6)
+        if behind:
+            assert progress.clock == min(kept.clock, head.worker.progress.clock)
+            assert progress.outer_rounds == 1
 
 
 async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobody_kept_a_copy(tmp_path: Path) -> None:
@@ -208,7 +247,7 @@ async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobod
         spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
         stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
         saved = -1e9
-        assert await obtain_state(newcomer, stays, saved, CheckpointFolder(tmp_path, 1), first=first) == "checkpoint"
+        assert await obtain_state(newcomer, stays, saved, CheckpointFolder(tmp_path, 1)) == "checkpoint"
         assert torch.equal((await newcomer.worker.slow_weights())[1], first + 1.0)
 
 
@@ -353,15 +392,23 @@ def copy_of(made: World, signer: PeerId, weights: torch.Tensor, clock: float) ->
     return sign_copy(transport, manifest, weights.half())
 
 
-def record_of(keeper: PeerId, *, guards: int, clock: float = 0.0) -> PeerRecord:
-    """Who says that it keeps a copy."""
+def record_of(
+    keeper: PeerId,
+    *,
+    guards: int | None = None,
+    clock: float = 0.0,
+    stage: int = 0,
+    state: PeerState = PeerState.TRAINING,
+    outer_rounds: int = 1,
+) -> PeerRecord:
+    """Who says that it keeps a copy, or serves a stage."""
     return PeerRecord(
         peer_id=keeper,
-        stage=0,
-        state=PeerState.TRAINING,
+        stage=stage,
+        state=state,
         clock=clock,
         tokens_per_second=1.0,
-        outer_rounds=1,
+        outer_rounds=outer_rounds,
         protocol=PROTOCOL_VERSION,
         version="0",
         sequence=1,
@@ -426,6 +473,57 @@ async def test_a_lost_stage_is_not_taken_from_the_stranger_that_claims_most(
         assert copy is not None
         assert copy.clock == taken
         assert ("FROM A STRANGER'S COPY ALONE" in caplog.text) is (not worked and taken != 6)
+
+
+@pytest.mark.parametrize(
+    ("length", "cosine", "times", "found"),
+    [
+        pytest.param(5.2, 0.77, 8.0, True, id="a run at its end beside a checkpoint at an eighth of it"),
+        pytest.param(5.2, 0.77, 1.0, False, id="as far at the same clock"),
+        pytest.param(1.0, 1.0, 1.0, True, id="the same"),
+        pytest.param(0.25, 1.0, 2.0, False, id="thrown back"),
+        pytest.param(3.95, 0.15, 2.0, False, id="elsewhere"),
+        pytest.param(-1.0, 1.0, 2.0, False, id="the other way"),
+    ],
+)
+def test_what_goes_on_from_a_checkpoint(length: float, cosine: float, times: float, found: bool) -> None:
+    """A copy may be the further from the first weights the longer it was trained, and lies in about that direction."""
+    first = torch.randn(4000, generator=torch.Generator().manual_seed(1))
+    way, across = torch.zeros(4000), torch.zeros(4000)
+    way[:2000], across[2000:] = 1.0, 1.0
+    copy = first + length * (cosine * way + math.sqrt(1.0 - cosine**2) * across)
+    assert goes_on(copy, first + way, first, times) is found
+
+
+@pytest.mark.parametrize("worked", [True, False])
+async def test_a_guard_gives_its_copy_up_for_none_that_is_far_behind(worked: bool) -> None:
+    """A key that answers and says it trains the lost stage had its first weights put in the place of what was left."""
+    async with trained_world(guards=1, giving=3) as (made, (head, _, lost, _), copies):
+        await keep_until_kept(made, 0, 2, copies)
+        kept = copies[0].kept
+        assert kept is not None
+        far = kept.clock + 1e9
+        copies[0].kept = StageCopy(kept.manifest.model_copy(update={"clock": far}), kept.offer, kept.weights)
+        giver = lost.context.transport.peer_id
+        if worked:
+            head.context.transport.acquaintances.worked(giver)
+        else:
+            head.context.transport.acquaintances.of(giver).worked_at = -math.inf
+        keeping = asyncio.create_task(copies[2].keep(lost.membership, lost.worker))
+        await one_turn()
+        assert await copies[0].renew(head.membership) is worked
+        assert copies[0].kept is not None
+        assert (copies[0].kept.clock == far) is not worked
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+
+async def test_the_first_weights_of_a_stage_are_those_that_a_replica_begins_with() -> None:
+    """Built anew, for who has others already."""
+    async with world(micro_spec()) as made:
+        for replica in made.replicas:
+            _, begun = await replica.worker.slow_weights()
+            assert torch.equal(await first_weights(replica.context.spec, replica.stage)(), begun)
 
 
 async def test_a_strangers_copy_is_taken_only_where_it_is_like_what_this_node_has_itself() -> None:

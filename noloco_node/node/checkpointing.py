@@ -109,8 +109,10 @@ class CheckpointKeeper:
         """Take a checkpoint whenever one is due, until cancelled."""
         while True:
             await self._replica.context.moved.wait()
+            rounds = self._replica.worker.progress.outer_rounds
+            self._round = min(self._round, rounds)  # a state that was taken over may have seen fewer
             if is_due(
-                rounds=self._replica.worker.progress.outer_rounds - self._round,
+                rounds=rounds - self._round,
                 seconds=ambient.monotonic() - self._since,
                 held_seconds=self._usual_hold(),
                 every_rounds=self._settings.checkpoint_rounds,

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.records import SERVING, PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.stage import build_stage
 from noloco_node.node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
 from noloco_node.node.replica import Replica
-from noloco_node.node.revival import revive, revive_if_lost
+from noloco_node.node.revival import FirstWeights, revive, revive_if_lost
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle
 from noloco_node.placement.initial_state import (
     ASK_SECONDS,
@@ -34,6 +36,7 @@ from noloco_node.placement.initial_state import (
 )
 from noloco_node.state_transfer.donor_choice import BUSY_PATIENCE_SECONDS, NoDonor
 from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.training.layout import FlatLayout
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +53,24 @@ async def obtain_state(
     saved_clock: float | None,
     checkpoints: CheckpointFolder,
     holders: Sequence[tuple[PeerId, HeldState]] = (),
-    first: Tensor | None = None,
+    first: FirstWeights | None = None,
 ) -> BeginsFrom | None:
     """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it was
     resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were last
     seen: a node that has just started waits for them, briefly and once. So does one whose checkpoint is left behind
-    (`is_left_behind`); `first` are the weights that it had before it was resumed, where it seemed to be so then. None
+    (`is_left_behind`); `first` gives the run's first weights, where not by building the stage anew. None
     where this node has moved here and nobody gave it: `StageLifecycle.back` says where to go then. Raises UserError
     (NO_DONOR) for a node that has just started."""
     began = ambient.monotonic()
     say_that_it_looks(replica)
     await stays.look_again(replica.membership)
     try:
-        if saved_clock is None or (first is not None and seems_left_behind(replica, saved_clock)):
+        behind = saved_clock is not None and await _left_behind(replica, saved_clock)
+        if saved_clock is None or behind:
             further = [(peer, held) for peer, held in holders if saved_clock is None or held.clock > saved_clock]
             await _wait_for_who_held_it(replica, stays, further)
-            revived = await _bring_back(replica, stays, checkpoints, first)
+            began_with = (first or first_weights(replica.context.spec, replica.stage)) if behind else None
+            revived = await _bring_back(replica, stays, checkpoints, began_with)
             if revived is not None:
                 replica.begins_late()
                 return revived
@@ -95,10 +100,30 @@ def say_that_it_looks(replica: Replica) -> None:
     replica.activity.say("joining", "looking for the nodes of the run")
 
 
-def seems_left_behind(replica: Replica, clock: float) -> bool:
-    """Whether a checkpoint of this clock is (`is_left_behind`), by the records of those that may be there."""
-    others = replica.membership.others(*SERVING)
-    return is_left_behind(clock, others, replica.stage, replica.context.spec.max_lag_tokens)
+async def _left_behind(replica: Replica, clock: float) -> bool:
+    """Whether a checkpoint of this clock is (`is_left_behind`), as those say that answer. Where nobody does and records
+    of others would say so they are asked again for a while: one lost request decides nothing."""
+    members, stage, max_lag = replica.membership, replica.stage, replica.context.spec.max_lag_tokens
+    loop = asyncio.get_running_loop()
+    until = loop.time() + ASK_SECONDS
+    while not (there := members.others_there(*SERVING)):
+        elsewhere = [record for record in members.others(*SERVING) if record.stage != stage]
+        if not is_left_behind(clock, elsewhere, stage, max_lag) or loop.time() >= until:
+            break
+        # Nothing tells that a peer can be reached again: asking is the only way.
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        await members.refresh()
+    return is_left_behind(clock, there, stage, max_lag)
+
+
+def first_weights(spec: RunSpec, stage: int) -> FirstWeights:
+    """Builds the stage anew for them, off the event loop: they are wanted so seldom that nobody keeps them."""
+
+    def built() -> Tensor:
+        parameters = dict(build_stage(spec.model, stage).named_parameters())
+        return FlatLayout.of(parameters).flatten(parameters)
+
+    return lambda: ambient.elsewhere(built)
 
 
 async def _wait_for_who_held_it(
@@ -110,7 +135,7 @@ async def _wait_for_who_held_it(
 
 
 async def _bring_back(
-    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder, first: Tensor | None = None
+    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder, first: FirstWeights | None = None
 ) -> Literal["guard", "checkpoint", "seed"] | None:
     """Where nobody serves the stage although others train; None where it is not lost."""
     spec = replica.context.spec

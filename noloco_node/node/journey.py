@@ -36,7 +36,7 @@ from noloco_node.node import start_checks
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.claiming import open_run
 from noloco_node.node.custody import last_of_stage, unusable_checkpoints
-from noloco_node.node.first_state import obtain_state, seems_left_behind
+from noloco_node.node.first_state import obtain_state
 from noloco_node.node.interrupts import Interrupts
 from noloco_node.node.network import Agree, Entrance, Network, network
 from noloco_node.node.replica import Replica
@@ -203,11 +203,9 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 replica.heed_relays(lambda: net.reach.relayed)
                 stack.enter_context(place.telemetry.showing(replica.books.surroundings))
                 keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
-                clock, resumed, first = None, saved is not None, None
+                clock, resumed = None, saved is not None
                 if saved is not None:
                     clock = saved.standing.progress.clock
-                    if seems_left_behind(replica, clock):  # what others have left is judged by the way from there
-                        _, first = await replica.worker.slow_weights()
                     await keeper.resume(saved)
                 saved = None  # it holds a whole state, which this frame would keep for the whole stay
                 receipts = await open_receipts(
@@ -221,8 +219,7 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 stack.callback(receipts.close)
                 replica.serve()
                 holders = net.known.holders(spec.run_id, stage_index)
-                origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders, first))
-                first = None  # as large as a stage
+                origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders))
             if origin is not None:
                 place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
             yield None if origin is None else _Stay(replica, keeper, receipts)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from statistics import median
+import math
+from collections.abc import Awaitable, Callable
+from statistics import median, median_low
 from typing import Literal
 
 from torch import Tensor
@@ -16,12 +17,15 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.placement.initial_state import lacks_first_weights, no_first_weights
+from noloco_node.placement.initial_state import ASK_SECONDS, lacks_first_weights, no_first_weights
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.training.stage_worker import StageWorker, sizes_of, without_missing_trail
 
 logger = logging.getLogger(__name__)
+
+FirstWeights = Callable[[], Awaitable[Tensor]]
+"""Gives the weights [parameters] with which a stage of the run begins, fp32."""
 
 LOOK_SECONDS = 1.0
 RESTORE_SECONDS = 600.0
@@ -37,20 +41,21 @@ async def revive_if_lost(
     *,
     confirmed: bool,
     saved: Callable[[], Checkpoint | None] = lambda: None,
-    first: Tensor | None = None,
+    first: FirstWeights | None = None,
 ) -> Literal["guard", "checkpoint", "seed"] | None:
     """Load the state of this replica's stage that was trained furthest, or keep its seeded weights, where nobody serves
     it although others train. None where a stage peer serves it, and in a swarm before its first outer round.
 
     States that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
-    called off the event loop). `first` are the run's first weights (flat), where the replica has others already. One
-    failed look-up must not bring forth untrained weights beside trained ones: unless the loss is `confirmed`, the stage
+    called off the event loop). `first` gives the run's first weights, where the replica has others already: then
+    somebody who trains has answered it, and is asked again for a while before that counts for nothing. One failed
+    look-up must not bring forth untrained weights beside trained ones: unless the loss is `confirmed`, the stage
     must be seen empty for the life of a record. Of several who come at once the one with the smallest peer id restores
     it, the others wait for that one. A seeded stage's clock is 0: should a stage peer appear after all, it is this
     replica that lags and takes the other's state. Raises UserError (NO_DONOR) where the run began with weights that
     this node does not have, and nothing else is left.
     """
-    if not await _is_lost(spec, membership, own, confirmed):
+    if not await _is_lost(spec, membership, own, confirmed, patience=0.0 if first is None else ASK_SECONDS):
         return None
     return await revive(spec, membership, worker, copies, saved, first)
 
@@ -61,17 +66,19 @@ async def revive(
     worker: StageWorker,
     copies: StageCopies,
     saved: Callable[[], Checkpoint | None],
-    first: Tensor | None = None,
+    first: FirstWeights | None = None,
 ) -> Literal["guard", "checkpoint", "seed"]:
     """Load what is left of this replica's stage, or keep its seeded weights: as `revive_if_lost`, which finds out
     whether the stage is lost."""
     stage = membership.stage
     checkpoint = _that_fits(await ambient.elsewhere(saved), worker)
     beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
-    resumed = first is not None
-    first = (await worker.slow_weights())[1] if first is None else first
+    began = (await worker.slow_weights())[1] if first is None else await first()
     had = None if checkpoint is None else checkpoint.tensors["slow"]
-    copy = await copies.newest(stage, await membership.keepers(stage), first, beyond=beyond, own=had)
+    there = membership.others_there(*SERVING)
+    reached = median_low(record.clock for record in there) if there else math.inf
+    keepers = await membership.keepers(stage)
+    copy = await copies.newest(stage, keepers, began, beyond=beyond, own=had, reached=reached)
     if copy is None and checkpoint is not None:
         await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
         logger.warning(
@@ -81,15 +88,15 @@ async def revive(
             beyond,
         )
         return "checkpoint"
-    if copy is None and resumed:
+    if copy is None and first is not None:
         return "checkpoint"
     if copy is None:
         if lacks_first_weights(spec):
             raise no_first_weights(spec, stage)
         return "seed"
-    clocks = [record.clock for record in membership.others_there()]
-    clock = min(copy.clock, median(clocks)) if clocks else copy.clock
-    await worker.load_slow_weights(clock, copy.manifest.outer_rounds, copy.weights)
+    clock = min(copy.clock, max(beyond, median(record.clock for record in there))) if there else copy.clock
+    most = max((record.outer_rounds for record in there), default=copy.manifest.outer_rounds)
+    await worker.load_slow_weights(clock, min(most, copy.manifest.outer_rounds), copy.weights)
     logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
     return "guard"
 
@@ -103,16 +110,19 @@ def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint
     return None
 
 
-async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool) -> bool:
+async def _is_lost(
+    spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool, *, patience: float = 0.0
+) -> bool:
     loop = asyncio.get_running_loop()
     await membership.refresh()
-    until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
+    began = loop.time()
+    until = began + (0.0 if confirmed else spec.limits.record_seconds)
     while True:
-        trains = membership.others_there(PeerState.TRAINING)
-        if not any(record.outer_rounds for record in trains) or membership.willing_stage_peers(*SERVING):
+        trains = any(record.outer_rounds for record in membership.others_there(PeerState.TRAINING))
+        if membership.willing_stage_peers(*SERVING) or not (trains or loop.time() < began + patience):
             return False
         first_comer = all(own < stage_peer for stage_peer in membership.stage_peers(PeerState.JOINING))
-        if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
+        if trains and loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
             return True
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_SECONDS)

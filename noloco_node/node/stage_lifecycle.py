@@ -243,7 +243,9 @@ class StageLifecycle:
             seen = servers_of(view, work, self._directory.now(), self._known, without=self._own)
             members, clock = replica.membership, replica.worker.progress.clock
             least = clock - self._spec.max_lag_tokens
-            fellows = as_far_trained(members.counted_stage_peers(), members.live(replica.stage), least)
+            many, there = members.live_replicas(), members.live(replica.stage)
+            clocks = {PeerId(record.peer_id): members.present_clock(record, many) for record in there}
+            fellows = as_far_trained(members.counted_stage_peers(), clocks, least)
             others = as_seen_at_work(seen, replica.stage, fellows, shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
             here = Server(self._own, replica.stage, strength, guards=self.copies.guards)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, median
@@ -165,11 +165,10 @@ def _servers_of_stage(
     return [Server(PeerId(r.peer_id), stage, s, r.state in SERVING, r.guards, each, error) for r, s in there]
 
 
-def as_far_trained(stage_peers: Sequence[PeerId], records: Iterable[PeerRecord], least: float) -> list[PeerId]:
-    """Of a node's stage peers those to whom it could leave the stage: who says that its clock is so far at the `least`
-    (tokens). What the node has learnt beyond the others would be lost with it."""
-    behind = {record.peer_id for record in records if record.clock < least}
-    return [peer for peer in stage_peers if peer not in behind]
+def as_far_trained(stage_peers: Sequence[PeerId], clocks: Mapping[PeerId, float], least: float) -> list[PeerId]:
+    """Of a node's stage peers those to whom it could leave the stage: whose clock is by now so far at the `least`, in
+    tokens, as far as is known. What the node has learnt beyond the others would be lost with it."""
+    return [peer for peer in stage_peers if clocks.get(peer, least) >= least]
 
 
 def as_seen_at_work(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 from typing import Literal
 
 from noloco_node.config.run_spec import RunSpec
@@ -85,12 +85,12 @@ def where_to_begin(
 
 
 def is_left_behind(own_clock: float, others: Sequence[PeerRecord], stage: int, max_lag: float) -> bool:
-    """Whether others train more than `max_lag` tokens beyond a checkpoint and none of them serves its stage: what they
-    keep of that may be further than the checkpoint."""
+    """Whether at least half of others train more than `max_lag` tokens beyond a checkpoint and none of them serves its
+    stage: what they keep of that may be further than the checkpoint."""
     serving = [record for record in others if record.state in SERVING]
     if not any(record.outer_rounds > 0 for record in serving) or any(record.stage == stage for record in serving):
         return False
-    return median(record.clock for record in serving) - own_clock > max_lag
+    return median_low(record.clock for record in serving) - own_clock > max_lag
 
 
 def _before_the_first_round(own_clock: float | None, others: Sequence[PeerRecord], *, ended: bool) -> Beginning:

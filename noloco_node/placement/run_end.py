@@ -244,6 +244,7 @@ class EndOfRun:
         pause = now - self._looked
         if pause > self._grace:  # this process stood still: that says nothing of the others
             self._idle_since = min(now, self._idle_since + pause)
+            self._served_again_at = min(now, self._served_again_at + pause)
         self._looked = now
         return now - self._idle_since
 

@@ -36,7 +36,7 @@ from noloco_node.state_transfer.given_copies import READING_SECONDS, GivenCopies
 from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, least_rate
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
-from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,10 @@ SPARE_GUARDS = 3
 there would be none more than a third of the time."""
 RETRY_SHARE = 0.1
 """After a failure a guard tries again in this share of the usual time."""
-OFFER_SECONDS = 10.0
+RESTORE_ATTEMPTS = 3
+"""For each piece of a copy that a lost stage is brought back from."""
+OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
+"""One lost request is not to decide what a stage goes on from."""
 HOLDERS_ASKED = 16
 COPIES_COMPARED = 3
 """Strangers' copies that are fetched to be compared."""
@@ -124,20 +127,22 @@ class StageCopies:
         *,
         beyond: float = -1.0,
         own: Tensor | None = None,
+        reached: float = math.inf,
     ) -> StageCopy | None:
         """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep; None
         where no clock is beyond `beyond`.
 
-        Copies of sources whose work this node has seen come before those of strangers. Of these it takes one that is
-        like what it has itself (its own copy, or `own`: flat, of its checkpoint), where it has that; else one that is
-        like another stranger's, and one alone only where there is nothing else, which it says loudly. `first` are the
-        weights that the run began with (flat).
+        Copies of sources whose work this node has seen come before those of strangers. Of these it takes one that goes
+        on from what it has itself (its own copy, or `own`: flat, of its checkpoint, whose clock `beyond` is), where it
+        has that; else one that is like another stranger's, and one alone only where there is nothing else, which it
+        says loudly. `first` are the weights that the run began with (flat); `reached`: the furthest clock of those that
+        train, beyond which nobody gains by what it claims.
         """
         offers = [(manifest, peer) for manifest, peer in await self._ask_all(stage, records) if manifest.clock > beyond]
         kept = self.kept if self.kept is not None and self.kept.stage == stage and self.kept.clock > beyond else None
         liars = two_faced([manifest for manifest, _ in offers] + ([kept.manifest] if kept else []))
         offers = [each for each in offers if each[0].source not in liars and (not kept or each[0].clock > kept.clock)]
-        offers.sort(key=lambda each: each[0].clock, reverse=True)
+        offers.sort(key=lambda each: min(reached, each[0].clock), reverse=True)
         for manifest, peer in offers:
             if self._has_worked(manifest.source) and (copy := await self._take(peer, manifest)) is not None:
                 return copy
@@ -146,8 +151,16 @@ class StageCopies:
             if len(strangers) < COPIES_COMPARED and manifest.source not in strangers:
                 copy = None if self._has_worked(manifest.source) else await self._take(peer, manifest)
                 strangers |= {manifest.source: copy} if copy is not None else {}
-        has = own if kept is None else kept.weights
-        chosen, vouched = await ambient.elsewhere(choose_copy, list(strangers.values()), has, first)
+        has, at = (own, beyond) if kept is None else (kept.weights, kept.clock)
+        mine = None if has is None or at <= 0.0 else (has, at)
+        chosen, vouched = await ambient.elsewhere(choose_copy, list(strangers.values()), mine, first, reached)
+        if chosen is None and strangers:
+            logger.warning(
+                "%d copies of stage %d are not taken: none has gone on from what this node has of it at clock %.0f",
+                len(strangers),
+                stage,
+                at,
+            )
         if chosen is not None and not vouched:
             logger.warning(
                 "STAGE %d IS TAKEN FROM A STRANGER'S COPY ALONE: %s signed it, of whom this node has seen no work, and "
@@ -171,7 +184,7 @@ class StageCopies:
 
     async def _take(self, peer: PeerId, manifest: CopyManifest) -> StageCopy | None:
         try:
-            return await self._fetch(peer, manifest.stage, idle_share=0.0)
+            return await self._fetch(peer, manifest.stage, idle_share=0.0, attempts=RESTORE_ATTEMPTS)
         except (Refused, TransportError) as error:
             why = error or repr(error)
             logger.warning("could not take the copy of stage %d from %s: %s", manifest.stage, peer, why)
@@ -189,31 +202,50 @@ class StageCopies:
             return False
         giver = self._rng.choice(givers)
         try:
-            self.kept = await self._fetch(giver, stage, idle_share=IDLE_SHARE)
+            copy = await self._fetch(giver, stage, idle_share=IDLE_SHARE)
         except (Refused, TransportError) as error:
             logger.debug("could not copy stage %d from %s: %r", stage, giver, error)
             return False
-        logger.debug("keeps a copy of stage %d at clock %.0f", stage, self.kept.clock)
+        if not self._may_take_the_place(copy):
+            logger.debug("keeps its copy of stage %d: that of %s is far behind it", stage, copy.manifest.source)
+            return False
+        self.kept = copy
+        logger.debug("keeps a copy of stage %d at clock %.0f", stage, copy.clock)
         return True
 
+    def _may_take_the_place(self, copy: StageCopy) -> bool:
+        """Of the copy that is kept: not where it is far behind that, by the word of one whose work this node has not
+        seen. It may be all that is left of a stage."""
+        kept = self.kept
+        if kept is None or kept.stage != copy.stage or self._has_worked(copy.manifest.source):
+            return True
+        return kept.clock - copy.clock <= self._spec.max_lag_tokens
+
     async def _ask(self, peer: PeerId, stage: int) -> CopyManifest | None:
-        try:
-            manifest, _ = await self._open(peer, stage, OFFER_SECONDS)
-        except (Refused, TransportError) as error:
-            logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
-            return None
-        return manifest
+        why: Refused | TransportError | None = None
+        for _ in range(OFFER_ATTEMPTS):
+            try:
+                manifest, _ = await self._open(peer, stage, OFFER_SECONDS)
+                return manifest
+            except (Refused, ProtocolViolation) as error:
+                why = error
+                break
+            except TransportError as error:
+                why = error
+        logger.warning("%s does not give its copy of stage %d: %s", peer, stage, why or repr(why))
+        return None
 
     async def _open(self, peer: PeerId, stage: int, limit: float) -> tuple[CopyManifest, CopyOffer]:
         return await ask_for_copy(self._spec, stage, self._transport, peer, self._parameters[stage], seconds=limit)
 
-    async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float) -> StageCopy:
+    async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float, attempts: int = 1) -> StageCopy:
         """Take a copy, with a pause of `idle_share` times the duration after each chunk."""
         limit = self._spec.limits.exchange_progress_seconds
         manifest, offer = await self._open(peer, stage, limit)
         weights = torch.empty(manifest.size, dtype=torch.float16)
         began = ambient.monotonic()
-        async for _ in chunks_of_copy(self._spec, self._transport, peer, manifest, weights, seconds=limit):
+        chunks = chunks_of_copy(self._spec, self._transport, peer, manifest, weights, seconds=limit, attempts=attempts)
+        async for _ in chunks:
             await asyncio.sleep(idle_share * (ambient.monotonic() - began))
             began = ambient.monotonic()
         return StageCopy(manifest, offer, weights)

@@ -8,6 +8,7 @@ of strangers the one whose weights are like those of the others.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -27,6 +28,9 @@ ALIKE = 0.5
 way of the other behind it."""
 MOST_FURTHER = 4.0
 """And has come no more than so many times as far."""
+LEAST_COSINE = 0.3
+"""Of the ways of what a node has itself and of what goes on from it; 0.77 and 0.83 between states of a run at an eighth
+of its course and at its end."""
 PIECE = 1 << 20
 
 
@@ -115,24 +119,46 @@ def two_faced(manifests: Collection[CopyManifest]) -> set[str]:
 def alike(one: Tensor, other: Tensor, first: Tensor) -> bool:
     """Whether two copies have come the same way from the run's first weights (all flat, of whatever precision), be it
     one further than the other."""
+    product, *squares = _ways(one, other, first)
+    return product >= ALIKE * min(squares) and max(squares) <= MOST_FURTHER**2 * min(squares)
+
+
+def goes_on(copy: Tensor, own: Tensor, first: Tensor, times: float) -> bool:
+    """Whether a copy has gone on from what a node has itself, which was trained 1/`times` as long: most of that way is
+    behind it, and it has come on in about that direction, no further than so long a training may bear."""
+    product, copied, had = _ways(copy, own, first)
+    along = product >= max(ALIKE * had, LEAST_COSINE * math.sqrt(copied * had))
+    return along and copied <= (MOST_FURTHER * max(1.0, times)) ** 2 * had
+
+
+def _ways(one: Tensor, other: Tensor, first: Tensor) -> tuple[float, float, float]:
+    """Of the ways of two from the first weights the product, and the square of each."""
     product, squares = 0.0, [0.0, 0.0]
     for start in range(0, first.numel(), PIECE):
         zero = first[start : start + PIECE].double()
         a, b = (whole[start : start + PIECE].double() - zero for whole in (one, other))
         product += float(torch.dot(a, b))
         squares = [total + float(torch.dot(way, way)) for total, way in zip(squares, (a, b), strict=True)]
-    return product >= ALIKE * min(squares) and max(squares) <= MOST_FURTHER**2 * min(squares)
+    return product, squares[0], squares[1]
 
 
-def choose_copy(strangers: Sequence[StageCopy], own: Tensor | None, first: Tensor) -> tuple[StageCopy | None, bool]:
-    """Which of some strangers' copies to take, and whether anything speaks for it: `own` (fp16, what this node itself
-    has of the stage) where it has that, else the others. None where it has something of its own that none is like."""
+def choose_copy(
+    strangers: Sequence[StageCopy],
+    own: tuple[Tensor, float] | None,
+    first: Tensor,
+    reached: float = math.inf,
+) -> tuple[StageCopy | None, bool]:
+    """Which of some strangers' copies to take, and whether anything speaks for it: what this node has of the stage
+    (`own`: weights and clock) where it has that, and the others. None where it has something of its own that none goes
+    on from. A claim to be further than `reached`, where the swarm is, counts no more than to be there."""
     if own is not None:
-        fitting = [copy for copy in strangers if alike(copy.weights, own, first)]
-        return max(fitting, key=lambda copy: copy.clock, default=None), True
+        weights, clock = own
+        strangers = [copy for copy in strangers if goes_on(copy.weights, weights, first, copy.clock / clock)]
     voices = {
         index: sum(alike(copy.weights, other.weights, first) for other in strangers if other is not copy)
         for index, copy in enumerate(strangers)
     }
-    best = max(voices, key=lambda index: (voices[index], strangers[index].clock), default=None)
-    return (None, False) if best is None else (strangers[best], voices[best] > 0)
+    best = max(voices, key=lambda index: (voices[index], min(reached, strangers[index].clock)), default=None)
+    if best is None:
+        return None, own is not None
+    return strangers[best], own is not None or voices[best] > 0

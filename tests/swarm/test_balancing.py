@@ -397,10 +397,9 @@ def test_without_churn_everybody_comes_to_rest(seed: int) -> None:
 
 def test_a_node_leaves_its_stage_to_no_stage_peer_that_is_far_behind() -> None:
     """The one replica that was at 27 % of a run left for a lost stage, and the stage to a peer that stood at 7."""
-    records = [record("peer-as-far", 0, PeerState.TRAINING).model_copy(update={"clock": 900.0})]
-    records += [record("peer-behind", 0, PeerState.TRAINING).model_copy(update={"clock": 899.0})]
+    clocks = {PeerId("peer-as-far"): 900.0, PeerId("peer-behind"): 899.0}
     peers = [PeerId("peer-behind"), PeerId("peer-as-far"), PeerId("no-record")]
-    assert as_far_trained(peers, records, 900.0) == [PeerId("peer-as-far"), PeerId("no-record")]
+    assert as_far_trained(peers, clocks, 900.0) == [PeerId("peer-as-far"), PeerId("no-record")]
     here, lost = Server(PeerId("here"), 0, 1.0), (1.0, 1.0)
     for others, moves in (([PeerId("peer-as-far")], True), ([], False)):
         seen = as_seen_at_work([Server(PeerId(name), 0, 1.0) for name in ("peer-as-far", "peer-behind")], 0, others)

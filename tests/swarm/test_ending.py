@@ -111,6 +111,20 @@ def test_who_has_waited_for_a_stage_does_not_give_up_when_it_is_served_again() -
     assert after(2, held_up=False) is STALLED
 
 
+def test_a_node_that_stood_still_after_its_stage_was_served_again_does_not_give_up_as_it_wakes() -> None:
+    """A lid that is closed says nothing of the others: not of how long they have served the stage either."""
+    swarm = Swarm(stage=0, clock=0.2 * TARGET)
+    swarm.trained = swarm.time.now
+    swarm.held_up = True
+    for _ in range(int(8 * ORPHAN_GRACES)):
+        swarm.time.now += GRACE / 4
+        swarm.end.look()
+    swarm.held_up = False
+    swarm.end.look()
+    swarm.time.now += (ORPHAN_GRACES + 1) * GRACE
+    assert verdict(swarm.end.look(), GRACE) is ON
+
+
 @pytest.mark.parametrize(
     ("max_lag", "near"), [(0.0, 0.9), (0.05 * TARGET, 0.9), (0.3 * TARGET, 0.7), (2 * TARGET, 0.5)]
 )
