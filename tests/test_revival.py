@@ -218,11 +218,12 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
         if beside == "a dead replica's record":
             await MemoryDirectory(made.hub).publish(record_of(PeerId("dead-replica"), stage=1, clock=kept.clock), 60.0)
         if beside == "another comer":
-            comer = MemoryTransport(made.network, PeerId("another-comer"))
+            comer = MemoryTransport(made.network, PeerId("yet-another-comer"))
             serve_hello(comer, newcomer.context.spec, lambda: 1)
             joining = record_of(comer.peer_id, stage=1, state=PeerState.JOINING, outer_rounds=0, clock=0.0)
             await MemoryDirectory(made.hub).publish(joining, 60.0)
             newcomer.context.transport.acquaintances.said(comer.peer_id, 1)
+            newcomer.context.transport.acquaintances.answered(comer.peer_id)
         old = first + 0.5 * (slow - first)
         await newcomer.worker.load_slow_weights(1.0, 1, old)
         spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport

@@ -117,7 +117,7 @@ async def measure_hello(transport: Transport, peer: PeerId) -> MeasuredClock | N
     best: MeasuredClock | None = None
     for _ in range(CLOCK_TRIES):
         asked = ambient.wall()
-        hello = await _ask(transport, peer)
+        hello = await hello_or_none(transport, peer)
         if hello is None:
             break
         answered = ambient.wall()
@@ -133,7 +133,7 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
 
     A peer that does not answer is passed over: the directory finds the others.
     """
-    asked = await asyncio.gather(*(_ask(transport, parse_address(address).peer) for address in joined))
+    asked = await asyncio.gather(*(hello_or_none(transport, parse_address(address).peer) for address in joined))
     answers = [hello for hello in asked if hello is not None and hello.run]
     same = [a for a in answers if a.run == spec.run_id and a.protocol == PROTOCOL_VERSION]
     if said_to_be_over(same):
@@ -172,7 +172,8 @@ def other_protocol(hello: Hello) -> UserError:
     )
 
 
-async def _ask(transport: Transport, peer: PeerId) -> Hello | None:
+async def hello_or_none(transport: Transport, peer: PeerId) -> Hello | None:
+    """What a peer says of itself; None where it says nothing of use."""
     try:
         return await ask_hello(transport, peer)
     except (Refused, TransportError) as error:

@@ -173,7 +173,7 @@ def _generate_live(options: argparse.Namespace) -> int:
 
     wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
     with _own_line():
-        run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, _say_beside))
+        run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, say_beside))
     asked = f"; {spoken.replaced} peers replaced" if spoken.replaced else ""
     say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s, by {run.stages} stages of run {run.name}{asked}")
     if spoken.full:
@@ -190,7 +190,7 @@ def _own_line() -> Generator[None]:
         print(flush=True)
 
 
-def _say_beside(text: str) -> None:
+def say_beside(text: str) -> None:
     """What is said while a text is written: on a terminal it begins a line, and the text goes on below."""
     if sys.stdout.isatty():
         print(flush=True)

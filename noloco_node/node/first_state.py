@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.bootstrap.hello import hello_or_none, said_to_be_over
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
@@ -74,7 +75,7 @@ async def obtain_state(
             if revived is not None:
                 replica.begins_late()
                 return revived
-        donor = await become_current(replica, saved_clock)
+        donor = await become_current(replica, saved_clock, ended_here=stays.ended_before)
     except UserError as error:
         if isinstance(error, RunHasEnded) and stays.left is not None and stays.left.near:
             _say_over(stays)
@@ -195,17 +196,22 @@ async def _begin_again(
     return revived
 
 
-async def become_current(replica: Replica, own_clock: float | None = None) -> PeerId | None:
+async def become_current(
+    replica: Replica, own_clock: float | None = None, *, ended_here: bool = False
+) -> PeerId | None:
     """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the weights
-    stand. See `FirstState.take`."""
-    return await FirstState(replica).take(own_clock)
+    stand. See `FirstState`."""
+    return await FirstState(replica, ended_here=ended_here).take(own_clock)
 
 
 class FirstState:
     """Where a replica begins, and whom it may copy. `entrances` are the peers by which it came in, the initial peers
-    where none are given; the run begins with a node that has none."""
+    where none are given; the run begins with a node that has none. `ended_here`: an earlier life of this node has come
+    to the run's end."""
 
-    def __init__(self, replica: Replica, entrances: Collection[PeerId] | None = None) -> None:
+    def __init__(
+        self, replica: Replica, entrances: Collection[PeerId] | None = None, *, ended_here: bool = False
+    ) -> None:
         context = replica.context
         self._replica = replica
         self._spec = context.spec
@@ -214,6 +220,7 @@ class FirstState:
         self._membership = replica.membership
         self._entrances = peers_at(context.settings.initial_peers) if entrances is None else entrances
         self._joined = bool(self._entrances)
+        self._ended_here = ended_here
 
     async def take(self, own_clock: float | None) -> PeerId | None:
         """Copy a stage peer's state where that is where to begin (`where_to_begin`); the donor, or None where the
@@ -221,6 +228,7 @@ class FirstState:
         (NO_DONOR) where a stage peer's state is needed and nobody gave it; it is needed, too, where the run began with
         weights that this node has no folder of."""
         there, joined = await self._who_answers(), self._joined
+        over = await self._knows_to_be_over() if joined else ""
         begin = where_to_begin(
             own_clock,
             there,
@@ -233,6 +241,7 @@ class FirstState:
                 r.finished and r.peer_id in self._entrances for r in self._membership.others(*PeerState)
             ),
             unrecorded=bool(self._membership.unrecorded()),
+            over=over,
         )
         if begin.source == "nowhere":
             raise run_has_ended(self._spec, begin.why)
@@ -271,6 +280,16 @@ class FirstState:
                 return there
             # Nothing tells that a peer can be reached again: asking is the only way.
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
+
+    async def _knows_to_be_over(self) -> str:
+        """How this node knows that the run is over: it came to the end itself, or most of the peers that it was told to
+        join say so. Empty where neither is so."""
+        if self._ended_here:
+            return "this node has trained it to its end, and saved its weights"
+        transport = self._replica.context.transport
+        told = await asyncio.gather(*(hello_or_none(transport, peer) for peer in self._entrances))
+        same = [hello for hello in told if hello is not None and hello.run == self._spec.run_id]
+        return "so say most of the peers that this node was told to join" if said_to_be_over(same) else ""
 
     def _said_to_be_over(self) -> bool:
         return any(record.finished for record in self._membership.others(*PeerState))

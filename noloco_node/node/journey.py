@@ -145,6 +145,7 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
                 emit(warning)
             await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
             stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
+            stays.ended_before = folder.ended
             place = _Place(net, folder, checkpoints, thread, telemetry, stays, saved)
             del saved  # it holds a copy of everything, and is `place`'s to let go of
             yield place

@@ -17,7 +17,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.placement.initial_state import ASK_SECONDS, lacks_first_weights, no_first_weights
+from noloco_node.placement.initial_state import lacks_first_weights, no_first_weights
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.training.stage_worker import StageWorker, sizes_of, without_missing_trail
@@ -47,15 +47,14 @@ async def revive_if_lost(
     it although others train. None where a stage peer serves it, and in a swarm before its first outer round.
 
     States that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
-    called off the event loop). `first` gives the run's first weights, where the replica has others already: then
-    somebody who trains has answered it, and is asked again for a while before that counts for nothing. One failed
+    called off the event loop). `first` gives the run's first weights, where the replica has others already. One failed
     look-up must not bring forth untrained weights beside trained ones: unless the loss is `confirmed`, the stage
     must be seen empty for the life of a record. Of several who come at once the one with the smallest peer id restores
     it, the others wait for that one. A seeded stage's clock is 0: should a stage peer appear after all, it is this
     replica that lags and takes the other's state. Raises UserError (NO_DONOR) where the run began with weights that
     this node does not have, and nothing else is left.
     """
-    if not await _is_lost(spec, membership, own, confirmed, patience=0.0 if first is None else ASK_SECONDS):
+    if not await _is_lost(spec, membership, own, confirmed):
         return None
     return await revive(spec, membership, worker, copies, saved, first)
 
@@ -110,19 +109,16 @@ def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint
     return None
 
 
-async def _is_lost(
-    spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool, *, patience: float = 0.0
-) -> bool:
+async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed: bool) -> bool:
     loop = asyncio.get_running_loop()
     await membership.refresh()
-    began = loop.time()
-    until = began + (0.0 if confirmed else spec.limits.record_seconds)
+    until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
     while True:
-        trains = any(record.outer_rounds for record in membership.others_there(PeerState.TRAINING))
-        if membership.willing_stage_peers(*SERVING) or not (trains or loop.time() < began + patience):
+        trains = membership.others_there(PeerState.TRAINING)
+        if not any(record.outer_rounds for record in trains) or membership.willing_stage_peers(*SERVING):
             return False
         first_comer = all(own < stage_peer for stage_peer in membership.stage_peers(PeerState.JOINING))
-        if trains and loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
+        if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
             return True
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_SECONDS)

@@ -84,6 +84,8 @@ class StageLifecycle:
         """What those that it worked with said until then."""
         self.over = False
         """The run has come to its end while this node was between two stages."""
+        self.ended_before = False
+        """An earlier life of this node has come to the run's end."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
         """Takes what whoever runs the node should know."""
 

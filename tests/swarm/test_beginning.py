@@ -77,6 +77,27 @@ def test_where_to_begin_beside_records_that_say_finished_and_do_not_answer(
     assert where_to_begin(own, others, 0, MAX_LAG, joined=joined, finished=True).source == source
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "source"),
+    [
+        (5000.0, [], "nowhere"),
+        (None, [], "nowhere"),
+        (5000.0, [record(0, 9000.0, PeerState.FINISHING)], "nowhere"),
+        (5000.0, [record(1, 9000.0).model_copy(update={"finished": True})], "nowhere"),
+        (5000.0, [record(1, 5000.0)], "checkpoint"),
+        (5000.0, [record(1, 0.0, J, rounds=0)], "checkpoint"),
+        (None, [record(0, 5000.0)], "peer"),
+    ],
+)
+def test_who_knows_that_the_run_is_over_begins_only_beside_others_that_go_on(
+    own: float | None, others: list[PeerRecord], source: str
+) -> None:
+    """A node that came back after the end, with a checkpoint or with its weights saved, began the run again, and made
+    whoever remembered the end forget it."""
+    assert where_to_begin(own, others, 0, MAX_LAG, over="so it is").source == source
+    assert where_to_begin(own, others, 0, MAX_LAG, joined=False, over="so it is").source != "nowhere"
+
+
 LATE = record(0, 0.0, J, rounds=0, name="late-joiner")
 DOOR = record(1, 0.0, rounds=0, name="entrance-1")
 

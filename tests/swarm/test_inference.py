@@ -174,8 +174,8 @@ def test_what_is_said_while_a_text_comes_begins_a_line(
 ) -> None:
     """On a terminal; a text that goes to a file gets no line of its own for it."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    eval_commands._write("Once upon")  # pyright: ignore[reportPrivateUsage]
-    eval_commands._say_beside("stage 1 gives nothing now")  # pyright: ignore[reportPrivateUsage]
+    print("Once upon", end="")
+    eval_commands.say_beside("stage 1 gives nothing now")
     told = capsys.readouterr()
     assert (told.out, told.err) == (f"Once upon{between}", "stage 1 gives nothing now\n")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.directory.dht import join_directory
@@ -22,6 +23,7 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.node import first_state
 from noloco_node.node.first_state import FirstState, become_current
@@ -33,7 +35,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.memory import Fault, FaultKind
+from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
 from tests.inside import host_of
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
@@ -280,6 +282,23 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
         await other.membership.announce(PeerState.TRAINING)
         entered = FirstState(joiner, [other.context.transport.peer_id])
         assert await asyncio.wait_for(entered.take(None), 60) is None
+
+
+@pytest.mark.parametrize("knows", ["the seed", "itself", "nobody"])
+async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_again(knows: str) -> None:
+    """Its seed remembers the end, or it has come to it itself; where neither is so it goes on from its checkpoint."""
+    async with world(short_run(), replicas=1, settings=JOINS) as made:
+        back = made.replicas[0]
+        seed = MemoryTransport(made.network, PeerId("seed-of-the-run"))
+        serve_hello(seed, back.context.spec, lambda: None, over=lambda: knows == "the seed")
+        entered = FirstState(back, [seed.peer_id], ended_here=knows == "itself")
+        if knows == "nobody":
+            assert await entered.take(5000.0) is None
+        else:
+            with pytest.raises(UserError, match="has come to its end: ") as caught:
+                await entered.take(5000.0)
+            assert caught.value.exit_code is ExitCode.NO_DONOR
+        await seed.close()
 
 
 async def refuses(_: object) -> None:
