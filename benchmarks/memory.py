@@ -22,7 +22,7 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.diagnostics.status import Events
 from noloco_node.launch.local_swarm import DAEMON, LocalSwarm, Observer, SwarmNode
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import memory_of, program_bytes
+from noloco_node.sizing.memory import planned_memory, program_bytes
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, CheckpointTaken, StateDownload
 
@@ -168,7 +168,7 @@ def main() -> None:
     for size in options.sizes:
         config = config_of(options.config, SIZES[size], options.set, steps)
         footprint = footprint_of(config.run)
-        needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+        needs = planned_memory(config, footprint)
         peaks = asyncio.run(peaks_of(config, joiners=options.joiners))
         for name, peak in sorted((_highest(peaks) if options.joiners else peaks).items()):
             stage = int(name[1])

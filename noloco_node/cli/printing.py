@@ -31,7 +31,7 @@ def print_sized_plan(config: Config, device: str | None, uplink: str, round_trip
         from noloco_node.sizing.advice import expect
         from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
         from noloco_node.sizing.footprint import footprint_of
-        from noloco_node.sizing.memory import memory_of
+        from noloco_node.sizing.memory import planned_memory
         from noloco_node.sizing.screen import expectation_lines, memory_lines
         from noloco_node.sizing.utilisation import Link
 
@@ -40,7 +40,7 @@ def print_sized_plan(config: Config, device: str | None, uplink: str, round_trip
     if device is not None:
         link = Link(bytes_a_second(uplink), seconds(round_trip))
         named = device_by_name(device, config.run.inner.precision)
-        needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+        needs = planned_memory(config, footprint)
         found = expect(config, link, named.flop_per_second)
         lines += expectation_lines(config, named, link, found, needs)
     print("\n".join(lines))

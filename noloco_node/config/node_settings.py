@@ -104,10 +104,10 @@ class NodeSettings(Settings):
     log_format: Literal["text", "json"] = "text"
     """How log lines are written: for a person, or each as one JSON object, for who collects them."""
 
-    @property
-    def most_in_flight(self) -> int:
-        """Microbatches that a stage-0 replica may have under way: what memory is planned for."""
-        return AUTO_MOST if self.in_flight == "auto" else self.in_flight
+    def most_in_flight(self, share: int) -> int:
+        """Microbatches that a stage-0 replica may have under way, where a step has so many of its own: what memory and
+        speed are planned for."""
+        return min(AUTO_MOST, share) if self.in_flight == "auto" else self.in_flight
 
     @property
     def fixed_streams(self) -> int | None:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.load import Config
-from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
+from noloco_node.config.node_settings import AUTO_AIM
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.memory import memory_of
+from noloco_node.sizing.memory import planned_in_flight, planned_memory
 from noloco_node.sizing.quickest import Quickest, quickest
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
@@ -40,6 +40,8 @@ class Expectation:
     """What the configuration gives, and what would lift it."""
 
     outlook: UtilisationOutlook
+    under_way: int
+    """Microbatches that a first-stage replica keeps under way."""
     compute_seconds: float
     """That a microbatch takes of all stages' devices together."""
     suggestions: tuple[Suggestion, ...]
@@ -64,8 +66,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
         return outlook_on(of, footprint(of), link, flop_per_second)
 
     def device_bytes(of: Config) -> int:
-        needs = memory_of(of.run, of.node, footprint(of), of.local_swarm.replicas)
-        return max(need.on_device for need in needs)
+        return max(need.on_device for need in planned_memory(of, footprint(of)))
 
     def outer_bytes(of: Config) -> float:
         return float(max(traffic.outer_step for traffic in traffic_of(of.run, footprint(of))))
@@ -73,7 +74,8 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
     now, before = outlook(config), device_bytes(config)
     found: list[Suggestion] = []
     in_vain: list[str] = []
-    for change in _changes(config, under_way(config, footprint(config), link, flop_per_second)):
+    kept = under_way(config, footprint(config), link, flop_per_second)
+    for change in _changes(config, kept):
         other = _changed(config, change)
         share = outlook(other).share
         if share < WORTH_SAYING * now.share:
@@ -84,6 +86,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
     loads = loads_of(config.run, footprint(config), flop_per_second)
     return Expectation(
         outlook=now,
+        under_way=kept,
         compute_seconds=sum(load.compute_seconds for load in loads),
         suggestions=tuple(found[:SUGGESTIONS]),
         in_vain=tuple(in_vain),
@@ -115,7 +118,7 @@ def under_way(config: Config, footprint: Footprint, link: Link, flop_per_second:
         outlook = outlook_of(loads, link, in_flight=count, h=run.outer.inner_steps, step_microbatches=share)
         return outlook.microbatches_a_second
 
-    most = min(AUTO_MOST, share)
+    most = planned_in_flight(config)
     return next(count for count in range(1, most + 1) if rate(count) >= AUTO_AIM * rate(most))
 
 

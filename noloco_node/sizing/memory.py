@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.codec import CODECS
@@ -113,8 +114,22 @@ def program_bytes(node: NodeSettings) -> int:
 
 
 def memory_of(run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int) -> tuple[StageMemory, ...]:
-    """Of each stage, where so many replicas share the batch. Pure arithmetic."""
-    return tuple(_stage_memory(run, node, footprint, replicas, stage) for stage in range(run.stages))
+    """Of each stage, where so many replicas share the batch at the most, and as few as may be: the fewer, the more
+    `node.in_flight: auto` keeps under way. What a node must have, whoever comes and leaves. Pure arithmetic."""
+    most = node.most_in_flight(run.microbatches_a_step(1))
+    return tuple(_stage_memory(run, node, footprint, replicas, stage, most) for stage in range(run.stages))
+
+
+def planned_memory(config: Config, footprint: Footprint) -> tuple[StageMemory, ...]:
+    """Of each stage, where as many replicas share the batch as the file says. Pure arithmetic."""
+    run, node, replicas = config.run, config.node, config.local_swarm.replicas
+    most = planned_in_flight(config)
+    return tuple(_stage_memory(run, node, footprint, replicas, stage, most) for stage in range(run.stages))
+
+
+def planned_in_flight(config: Config) -> int:
+    """Microbatches that a first-stage replica may have under way, where as many share the batch as the file says."""
+    return config.node.most_in_flight(config.run.microbatches_a_step(config.local_swarm.replicas))
 
 
 def fitting_stages(needs: Sequence[StageMemory], free: Memory) -> list[int]:
@@ -123,17 +138,19 @@ def fitting_stages(needs: Sequence[StageMemory], free: Memory) -> list[int]:
     return [stage for stage, need in enumerate(totals) if need.device <= free.device and need.host <= free.host]
 
 
-def held_microbatches(node: NodeSettings, stage: int, stages: int) -> int:
-    """That lie between their forward and their backward at `stage`. Routes are drawn, so later stages have up to twice
-    the mean; the last stage goes forward and backward in one."""
+def held_microbatches(node: NodeSettings, most: int, stage: int, stages: int) -> int:
+    """That lie between their forward and their backward at `stage`, with `most` under way of each origin. Routes are
+    drawn, so later stages have up to twice the mean; the last stage goes forward and backward in one."""
     if stage == stages - 1:
         return 0
-    return node.most_in_flight if stage == 0 else min(node.max_pending, 2 * node.most_in_flight)
+    return most if stage == 0 else min(node.max_pending, 2 * most)
 
 
-def _stage_memory(run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int, stage: int) -> StageMemory:
+def _stage_memory(
+    run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int, stage: int, most: int
+) -> StageMemory:
     count, precision, codec = footprint.parameters[stage], PRECISIONS[run.inner.precision], CODECS[run.outer.codec]
-    held = held_microbatches(node, stage, run.stages)
+    held = held_microbatches(node, most, stage, run.stages)
     versions = 1 + math.ceil(held / run.microbatches_a_step(replicas))
     left, worked_on = _microbatch(run, footprint, stage)
     if precision.autocast:  # the graph holds the weights that it has cast

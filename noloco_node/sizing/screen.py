@@ -11,7 +11,7 @@ from noloco_node.sizing.advice import Expectation
 from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.loss_table import loss_table
-from noloco_node.sizing.memory import COMPILER_BYTES, GIB, StageMemory, memory_of, program_bytes
+from noloco_node.sizing.memory import COMPILER_BYTES, GIB, StageMemory, planned_in_flight, planned_memory, program_bytes
 from noloco_node.sizing.quickest import Quickest
 from noloco_node.sizing.utilisation import Link
 
@@ -22,26 +22,28 @@ NAMES = ("weights", "gradient", "Adam", "versions", "waiting", "at work", "ahead
 LIMITS = {
     "device": "the device",
     "uplink": "the uplink: microbatches wait for bytes",
+    "under way": "the way over the uplinks: too few microbatches are under way to keep them full",
     "latency": "the round trip: too few microbatches are under way",
     "outer step": "the outer step: it takes the uplink from the microbatches",
 }
 
 
-def _under_way(node: NodeSettings) -> str:
-    return f"at most {node.most_in_flight}" if node.in_flight == "auto" else str(node.in_flight)
+def _under_way(config: Config) -> str:
+    most = planned_in_flight(config)
+    return f"at most {most}" if config.node.in_flight == "auto" else str(most)
 
 
 def memory_lines(config: Config, footprint: Footprint) -> list[str]:
     """A replica of each stage, in GiB. The first row of numbers is the device's, the last ones the host's."""
     run, node = config.run, config.node
-    needs = memory_of(run, node, footprint, config.local_swarm.replicas)
+    needs = planned_memory(config, footprint)
     head = f"  memory in GiB     {'':9}{''.join(f'{name:>10}' for name in NAMES)}{'= device':>10}{'host':>8}"
     rows = [_row(f"stage {stage}", need) for stage, need in _shown(needs)]
     most = max(needs, key=lambda need: need.on_host)
     rest = most.exchange + most.copies
     return [
         f"  precision         {run.inner.precision}, backward {run.inner.backward}, microbatches of "
-        f"{run.microbatch_tokens:,} tokens, {_under_way(node)} under way of each first-stage replica",
+        f"{run.microbatch_tokens:,} tokens, {_under_way(config)} under way of each first-stage replica",
         head,
         *rows,
         f"                    host: outer step {_gib(most.outer)}, a checkpoint while it is written "
@@ -75,7 +77,7 @@ def expectation_lines(
         f"{device.flop_per_second / 1e12:,.4g} TFLOP/s while it works",
         f"  limited by        {LIMITS[out.limit]}",
         f"  microbatch        {_seconds(out.cycle_seconds)} there and back, {_seconds(found.compute_seconds)} of it on "
-        f"devices; {tokens:,.0f} tokens/s a replica",
+        f"devices, {found.under_way} under way; {tokens:,.0f} tokens/s a replica",
         f"  uplink            {100 * max(out.uplink_share):.0f} % used at the stage that sends most",
         f"  outer step        takes {_seconds(out.outer_seconds)}, one in {out.inner_steps:,.0f} inner steps"
         + ("" if out.inner_steps <= run.outer.inner_steps else f": H = {run.outer.inner_steps} is not kept"),

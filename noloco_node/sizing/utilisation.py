@@ -20,7 +20,10 @@ OUTER_BLAME = 0.33
 SETTLED = 1e-6
 ROUNDS = 200
 
-Limit = Literal["device", "uplink", "latency", "outer step"]
+FULL_UPLINK = 0.8
+"""Used to so much, an uplink limits; used less, it stands idle while the few that are under way are elsewhere."""
+
+Limit = Literal["device", "uplink", "under way", "latency", "outer step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +86,16 @@ def outlook_of(
             break
     left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
     outer = [stage.outer_bytes / _left_for_outer_steps(stage, link, rate) for stage in stages]
+    used = [min(1.0, rate * (sum(stage.sends) + stage.outer_bytes / between) / link.uplink) for stage in stages]
+    limit = _limit(stages, left, link, in_flight, rate)
     return UtilisationOutlook(
         microbatches_a_second=rate,
         device_share=tuple(min(1.0, rate * stage.compute_seconds) for stage in stages),
-        uplink_share=tuple(
-            min(1.0, rate * (sum(stage.sends) + stage.outer_bytes / between) / link.uplink) for stage in stages
-        ),
+        uplink_share=tuple(used),
         cycle_seconds=in_flight / rate,
         outer_seconds=max(outer),
         inner_steps=max(float(h), max(outer) * rate / step_microbatches),
-        limit=_limit(stages, left, link, in_flight, rate),
+        limit="under way" if limit == "uplink" and max(used) < FULL_UPLINK else limit,
     )
 
 

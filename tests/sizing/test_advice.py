@@ -13,7 +13,7 @@ from noloco_node.pipeline.in_flight import Rate, next_limit
 from noloco_node.sizing.advice import expect, outlook_on, under_way
 from noloco_node.sizing.devices import MEMORY_GIB, REACHED, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import memory_of
+from noloco_node.sizing.memory import planned_memory
 from noloco_node.sizing.screen import expectation_lines, memory_lines
 from noloco_node.sizing.utilisation import Link
 from noloco_node.training.compute_device import PEAK_TFLOP_PER_SECOND
@@ -48,12 +48,25 @@ def test_auto_is_planned_to_keep_what_an_origin_keeps_that_sees_the_planned_rate
     assert under_way(config, footprint, link, SPEED) == next_limit(seen, 1, AUTO_MOST)
 
 
+def test_auto_is_planned_by_one_number_for_memory_speed_and_advice() -> None:
+    """At most a replica's share of a step, which is one microbatch here: more under way takes more memory."""
+    config = load_config(Path("tiny"), ["node.in_flight=auto", "run.inner.global_batch_tokens=2048"])
+    footprint, one = footprint_of(config.run), load_config(Path("tiny"), ["node.in_flight=1"])
+    assert planned_memory(config, footprint)[0].held_count == planned_memory(one, footprint)[0].held_count == 1
+    assert "at most 1 under way" in "\n".join(memory_lines(config, footprint))
+    found = expect(config, HOME, SPEED)
+    assert found.under_way == 1
+    more = [each.more_memory for each in found.suggestions if each.settings[0].startswith("node.in_flight")]
+    assert more
+    assert all(memory > 0 for memory in more)
+
+
 def test_it_is_one_screen() -> None:
     """However many stages there are, no line is wider than 160 letters, and there are at most 40."""
     config = load_config(Path("paper-6.8b"), ["run.model.stages=16"])
     footprint = footprint_of(config.run)
     device = device_by_name("H100", config.run.inner.precision)
-    needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+    needs = planned_memory(config, footprint)
     found = expect(config, HOME, device.flop_per_second)
     lines = [*memory_lines(config, footprint), *expectation_lines(config, device, HOME, found, needs)]
     assert len(lines) < 40
@@ -65,7 +78,7 @@ def test_what_would_not_fit_the_device_is_said_so() -> None:
     """The whole model on one card is the quickest way, where there is room for it."""
     config = load_config(Path("consumer-24gb"))
     footprint = footprint_of(config.run)
-    needs = memory_of(config.run, config.node, footprint, config.local_swarm.replicas)
+    needs = planned_memory(config, footprint)
     for name, fits in (("RTX 4090", False), ("H100", True)):
         device = device_by_name(name, config.run.inner.precision)
         lines = expectation_lines(config, device, HOME, expect(config, HOME, device.flop_per_second), needs)

@@ -9,7 +9,7 @@ import pytest
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import shipped_configs
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import GIB, memory_of
+from noloco_node.sizing.memory import GIB, planned_memory
 from noloco_node.sizing.preflight import plan
 
 PAPER = {"125m": (125e6, 0.5e6), "1.3b": (1.3e9, 1e6), "6.8b": (6.8e9, 2e6)}
@@ -69,6 +69,6 @@ def test_a_consumers_card_holds_a_stage_of_its_file(size: int, host: int) -> Non
     for all else; no less than a third of the card, or the file would waste it. What a joiner reads is not in it: a
     node that has no memory for that is busy."""
     config = load_config(Path(f"consumer-{size}gb"))
-    needs = memory_of(config.run, config.node, footprint_of(config.run), config.local_swarm.replicas)
+    needs = planned_memory(config, footprint_of(config.run))
     assert size / 3 < max(need.on_device for need in needs) / GIB < 0.9 * size
     assert max(need.on_host - need.given for need in needs) / GIB < 0.8 * host

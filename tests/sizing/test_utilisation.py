@@ -47,8 +47,15 @@ def test_what_limits_is_named() -> None:
     """Each is the answer where nothing else could be."""
     assert outlook((0.1, 0.05), FAST, 8).limit == "device"
     assert outlook((0.01, 0.01), Link(1e9, 1.0), 2).limit == "latency"
-    assert outlook((0.01, 0.01), Link(1e6, 0.0), 2).limit == "uplink"
+    assert outlook((0.01, 0.01), Link(1e6, 0.0), 4).limit == "uplink"
     assert outlook((0.1, 0.1), Link(1e6, 0.0), 2, sends=4e4, outer=4e7).limit == "outer step"
+
+
+def test_an_uplink_that_stands_idle_does_not_limit() -> None:
+    """One microbatch at a time spends its way on two uplinks, each of which is idle half of the time."""
+    alone = outlook((0.01, 0.01), Link(1e6, 0.0), 1)
+    assert max(alone.uplink_share) < 0.5
+    assert alone.limit == "under way"
 
 
 def test_an_outer_step_that_the_link_does_not_bear_lasts_longer_than_its_turn() -> None:
