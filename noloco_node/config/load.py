@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
-from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
+from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, NodeSettings, why_not_compiled
 from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
@@ -58,6 +58,14 @@ class Config(Settings):
                 f"node.stage ({self.node.stage}) does not exist: run.model.stages is {self.run.stages}, "
                 f"so stages are 0 to {self.run.stages - 1}; choose one of them, or auto"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _compiles(self) -> Config:
+        routers = bool(self.run.model.config.get("output_router_logits"))
+        reason = why_not_compiled(self.run.inner.backward, routers=routers) if self.node.compile else None
+        if reason is not None:
+            raise ValueError(f"{reason}; {UNCOMPILED}")
         return self
 
 

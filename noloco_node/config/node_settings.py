@@ -16,6 +16,19 @@ AUTO_MOST = 8
 AUTO_AIM = 0.98
 """It keeps the least number that brings so much of the best rate. Rates are seen in short windows: what is kept brings
 0.95 of the best and more."""
+UNCOMPILED = "set node.compile to false"
+
+
+def why_not_compiled(backward: str, *, routers: bool) -> str | None:
+    """Why torch.compile cannot follow a stage: its `routers` are trained, since transformers hands out what these say
+    by hooks, or `inner.backward` is `checkpoint`, since layers carry their weights along. None where it can."""
+    if routers:
+        what = "a mixture of experts whose routers are trained (run.model.config.output_router_logits)"
+    elif backward == "checkpoint":
+        what = "a stage whose layers are checkpointed (run.inner.backward is checkpoint)"
+    else:
+        return None
+    return f"node.compile is true, but {what} cannot be compiled"
 
 
 class NodeSettings(Settings):

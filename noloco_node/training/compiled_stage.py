@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 
+from noloco_node.config.node_settings import UNCOMPILED, why_not_compiled
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage
 
@@ -21,7 +22,6 @@ CompileBackend = str | Callable[..., Any]
 """As torch.compile takes it: a name, or what turns a graph into something that can be called."""
 INDUCTOR = "inductor"
 """torch's own backend, which needs a C++ compiler."""
-WITHOUT = "set node.compile to false"
 
 
 class CompiledStage:
@@ -46,15 +46,10 @@ class CompiledStage:
 
 
 def check_compiles(stage: Stage, backward: str) -> None:
-    """Raise UserError (CONFIG) where torch.compile cannot follow: the stage's routers are trained, since transformers
-    hands out what these say by hooks, or `inner.backward` is `checkpoint`, since layers carry their weights along."""
-    reason = ""
-    if stage.router is not None:
-        reason = "a mixture of experts whose routers are trained (run.model.config.output_router_logits)"
-    elif backward == "checkpoint":
-        reason = "a stage whose layers are checkpointed (run.inner.backward is checkpoint)"
-    if reason:
-        raise UserError(ExitCode.CONFIG, f"node.compile is true, but {reason} cannot be compiled", WITHOUT)
+    """Raise UserError (CONFIG) where torch.compile cannot follow, as `why_not_compiled` says."""
+    reason = why_not_compiled(backward, routers=stage.router is not None)
+    if reason is not None:
+        raise UserError(ExitCode.CONFIG, reason, UNCOMPILED)
 
 
 def trying(work: Callable[[], T]) -> T:
@@ -68,5 +63,5 @@ def trying(work: Callable[[], T]) -> T:
         raise UserError(
             ExitCode.CONFIG,
             f"node.compile is true, but torch.compile fails here: {reason}",
-            f"install a C++ compiler (g++) where none was found, or {WITHOUT}",
+            f"install a C++ compiler (g++) where none was found, or {UNCOMPILED}",
         ) from error
