@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import pytest
 
 from noloco_node import __version__
 from noloco_node.cli import main as cli
+from noloco_node.cli import small
 from noloco_node.cli.small import (
     DEFAULT_METRICS_PORT,
     FOLDER_VARIABLE,
@@ -63,6 +65,19 @@ def test_health_is_what_the_node_says_of_itself(
     monkeypatch.setenv(PORT_VARIABLE, "web")
     assert cli.main(["health"]) == ExitCode.CONFIG
     assert f"{PORT_VARIABLE}: 'web' is no port" in capsys.readouterr().err
+
+
+def test_a_node_that_hangs_is_not_taken_for_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process that is stopped: the system takes questions for it, and none more once its queue is full."""
+    monkeypatch.setattr(small, "HEALTH_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:
+        for _ in range(4):
+            assert cli.main(["health", "--metrics-port", str(stopped.getsockname()[1])]) == ExitCode.FAILURE
+            said = capsys.readouterr().out
+            assert "something listens there and does not answer" in said
+            assert "no node runs here" not in said
 
 
 def test_health_is_asked_where_the_node_listens_by_the_same_variables() -> None:

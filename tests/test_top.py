@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from noloco_node.cli import main as cli
 from noloco_node.diagnostics.top import Follower, follow, screen
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry import told_state
 from noloco_node.telemetry.state import Surroundings
 from noloco_node.telemetry.swarm_state import SwarmView, document
 from noloco_node.telemetry.told_state import NoState, ToldState, ask_state
@@ -121,6 +123,16 @@ def test_at_a_seed_one_is_sent_to_watch() -> None:
     with answering(seen) as port, pytest.raises(UserError, match="a seed answers there") as caught:
         follow("127.0.0.1", port, Console(file=io.StringIO()), once=True)
     assert "noloco-node watch ADDRESS" in caught.value.remedy
+
+
+def test_a_node_that_hangs_is_not_taken_for_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that is stopped: the remedy is about that one."""
+    monkeypatch.setattr(told_state, "TOLD_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        port = stopped.getsockname()[1]
+        with pytest.raises(UserError, match="something listens there and does not answer") as caught:
+            follow("127.0.0.1", port, Console(file=io.StringIO()), once=True)
+    assert "kill -CONT" in caught.value.remedy
 
 
 def test_what_another_version_says_besides_is_passed_over() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.file_lock import NODE_LOCK, lock_holder
+from noloco_node.telemetry.asking import Hangs, ask_page
 
 DEFAULT_METRICS_PORT = 9100
 """Where a node is asked when neither an option nor the environment says on which port it answers."""
@@ -95,19 +96,16 @@ def address_told(run_folder: Path) -> tuple[str, int] | None:
 
 def ask_health(host: str, port: int) -> tuple[bool, str]:
     """Whether the node there says that it is alive, and its words or why there are none."""
-    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_SECONDS)
     try:
-        connection.request("GET", "/healthz")
-        answer = connection.getresponse()
-        words = answer.read(1000).decode(errors="replace").strip()
+        status, body = ask_page(host, port, "/healthz", seconds=HEALTH_SECONDS, most_bytes=1000)
+    except Hangs as error:
+        return False, f"no answer from {host} port {port} in {HEALTH_SECONDS:.0f} s: {error}"
     except (OSError, http.client.HTTPException, ValueError) as error:
         return False, (
             f"no answer from {host} port {port}: {error}; no node runs here, or it has another port "
             "(node.metrics_port, health --metrics-port)"
         )
-    finally:
-        connection.close()
-    return answer.status == http.client.OK, words or f"status {answer.status}"
+    return status == http.client.OK, body.decode(errors="replace").strip() or f"status {status}"
 
 
 def write_example(name: str, target: Path | None) -> Path:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.told_state import NoState, ShowsSwarm, ToldPeer, ToldState, ask_state
+from noloco_node.telemetry.told_state import NodeHangs, NoState, ShowsSwarm, ToldPeer, ToldState, ask_state
 from noloco_node.telemetry.words import (
     as_clock_time,
     as_duration,
@@ -34,6 +34,8 @@ OTHER_LINES = 18
 """Of the screen, besides peers and log."""
 PAGES = "start the node with --metrics-port N, and name that port here; a node says where its pages are when it is up"
 WATCH = "noloco-node watch ADDRESS shows a swarm, with the address that the seed printed; or open its page in a browser"
+
+WAKE = "look at the process that has that port: let it go on (kill -CONT, fg), or end it and start the node again"
 
 
 @dataclass(slots=True)
@@ -54,9 +56,15 @@ class Follower:
                 raise UserError(
                     ExitCode.CHECK_FAILED,
                     f"no node shows itself at {self.where}: {error}",
-                    WATCH if isinstance(error, ShowsSwarm) else PAGES,
+                    _remedy(error),
                 ) from None
             self.trouble = f"no answer since {as_clock_time(self.state.time)}: {error}"
+
+
+def _remedy(error: NoState) -> str:
+    if isinstance(error, ShowsSwarm):
+        return WATCH
+    return WAKE if isinstance(error, NodeHangs) else PAGES
 
 
 def follow(host: str, port: int, console: Console, *, once: bool) -> None:

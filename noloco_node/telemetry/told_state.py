@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+from noloco_node.telemetry.asking import Hangs, ask_page
 
 TOLD_SECONDS = 4.0
 MOST_BYTES = 4 << 20
@@ -86,23 +87,22 @@ class ShowsSwarm(NoState):
     """What answers is a seed: it shows a whole swarm, and is no node itself."""
 
 
+class NodeHangs(NoState):
+    """Something listens there, and does not answer."""
+
+
 def ask_state(host: str, port: int) -> ToldState:
     """Of the node whose pages are there. Raises NoState."""
     try:
-        connection = http.client.HTTPConnection(host, port, timeout=TOLD_SECONDS)
-    except http.client.HTTPException as error:
-        raise NoState(str(error)) from None
-    try:
-        connection.request("GET", "/api/state")
-        answer = connection.getresponse()
-        body = answer.read(MOST_BYTES)
+        status, body = ask_page(host, port, "/api/state", seconds=TOLD_SECONDS, most_bytes=MOST_BYTES)
+    except Hangs as error:
+        raise NodeHangs(str(error)) from None
+    except TimeoutError:
+        raise NoState("no answer in time") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        timed_out = isinstance(error, socket.timeout)
-        raise NoState("no answer in time" if timed_out else str(error) or type(error).__name__) from None
-    finally:
-        connection.close()
-    if answer.status != http.client.OK:
-        raise NoState(f"what answers there is no page of a node: status {answer.status}")
+        raise NoState(str(error) or type(error).__name__) from None
+    if status != http.client.OK:
+        raise NoState(f"what answers there is no page of a node: status {status}")
     try:
         told: object = json.loads(body)
         if isinstance(told, dict) and OF_A_SWARM in told:
