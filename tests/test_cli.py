@@ -13,6 +13,7 @@ from noloco_node.cli import handlers
 from noloco_node.cli import main as cli
 from noloco_node.cli.node_options import node_overrides
 from noloco_node.cli.printing import print_run
+from noloco_node.config.data_spec import NOT_READ
 from noloco_node.errors import ExitCode, UserError
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
@@ -206,7 +207,9 @@ def test_who_joins_gives_addresses_and_settings_of_its_own_node_only() -> None:
             ["nodes 3 (stage 0: 2, stage 1: 1)", "12,288 of 49,152 tokens (25 %)", "about 10.0 h at this speed"],
         ),
         (49_200.0, (2, 1), 9.0, ["nothing: this run is over"]),
+        (49_200.0, (2, 1), 9.0, ["49,152 of 49,152 tokens, and 48 beyond its end (100 %)"]),
         (0.0, (2, 0), 9.0, ["not known: stage 1 has no node"]),
+        (0.0, (0, 0), 9.0, ["not known: stages 0 and 1 have no node"]),
         (0.0, (1, 1), 0.0, ["not known yet: nobody says how fast it is"]),
     ],
 )
@@ -230,6 +233,19 @@ def test_a_joiner_sees_what_it_joins(
     ]
     for each in [*usual, *words]:
         assert each in output
+
+
+def test_a_text_that_a_joiner_does_not_read_is_no_path(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is its tokenizer a name: no quotes around what stands for them."""
+    from noloco_node.config.load import load_config
+    from noloco_node.directory.summary import SwarmSummary
+
+    run = load_config(MICRO).run
+    data = run.data.model_copy(update={"source": "text", "path": NOT_READ, "tokenizer": NOT_READ})
+    print_run(run.model_copy(update={"data": data}), SwarmSummary(0.0, 49_152, (1, 1), 1.0))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  data ")]
+    assert "text, not named: only stage 0 reads the text, windows of" in line
+    assert '"' not in line
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,20 @@ def test_folders_of_several_machines_make_one_model(tmp_path: Path, capsys: pyte
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+def test_replicas_that_were_trained_to_different_clocks_are_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that is in time is part of the mean; a clock beyond the run's end is said to be that."""
+    finished(tmp_path / "a", 0)
+    finished(tmp_path / "b", 1, clock=60_000.0)
+    under_way(tmp_path / "c", 1, clock=40_000.0)
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "out")]) == ExitCode.OK
+    told = capsys.readouterr().out
+    assert "1 of stage 0, 2 of stage 1 (trained to 40,000 … 60,000 tokens)\n" in told
+    for text in (told, (tmp_path / "out" / "README.md").read_text(encoding="utf-8")):
+        assert "49,152 of 49,152 tokens, and 10,848 beyond its end" in text
+
+
 def test_the_newest_of_a_node_counts_and_who_is_far_behind_does_not(tmp_path: Path) -> None:
     """A checkpoint behind the final weights, one beyond them, a damaged one on top, and a replica left behind."""
     under_way(finished(tmp_path / "a", 0, clock=200_000.0), 0, clock=150_000.0, shift=5.0)

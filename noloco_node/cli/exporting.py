@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from noloco_node.exporting.sources import (
 
 if TYPE_CHECKING:
     from noloco_node.exporting.gathered import Gathered
+    from noloco_node.exporting.merge import SavedReplica
     from noloco_node.exporting.write import Exported
 
 SHARD_BYTES = 5_000_000_000
@@ -78,10 +80,12 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _print_exported(gathered: Gathered, exported: Exported, seconds: float) -> None:
+    from noloco_node.telemetry.words import as_trained
+
     run, used = gathered.run, exported.used
-    averaged = ", ".join(f"{len(used[stage])} of stage {stage}" for stage in sorted(used))
+    averaged = ", ".join(f"{len(used[stage])} of stage {stage}{_span(used[stage])}" for stage in sorted(used))
     out = f"; {exported.left_out} too far behind" if exported.left_out else ""
-    print(f"run {run.name} ({run.run_id}), {gathered.clock:,.0f} of {run.inner.target_tokens:,} tokens")
+    print(f"run {run.name} ({run.run_id}), {as_trained(gathered.clock, run.inner.target_tokens)}")
     print(f"{'replicas':<30} {averaged}{out}")
     if gathered.reported is not None:
         at = f"at {gathered.reported.clock:,.0f} tokens, as the swarm reported it"
@@ -92,3 +96,9 @@ def _print_exported(gathered: Gathered, exported: Exported, seconds: float) -> N
     print(f"{'model (Hugging Face folder)':<30} {made}")
     text = "" if run.data.path else " --data-path YOUR_TEXT"
     print(f"{'what it is worth':<30} noloco-node eval {exported.folder}{text}")
+
+
+def _span(replicas: Sequence[SavedReplica]) -> str:
+    """From which clock to which they were trained, where they differ: the less trained ones are part of the mean."""
+    first, last = (f"{clock([one.clock for one in replicas]):,.0f}" for clock in (min, max))
+    return "" if first == last else f" (trained to {first} … {last} tokens)"

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
+from noloco_node.config.data_spec import NOT_READ
 
 if TYPE_CHECKING:
     from noloco_node.config.data_spec import DataSpec
@@ -95,29 +96,36 @@ def print_fingerprint(run: RunSpec) -> None:
 def print_run(run: RunSpec, outlook: SwarmSummary) -> None:
     """What a joiner is about to take part in."""
     from noloco_node.sizing.preflight import plan_lines, plan_run
-    from noloco_node.telemetry.words import as_long, as_nodes
+    from noloco_node.telemetry.words import as_long, as_nodes, as_stages, as_trained
 
     data = run.data
     source = "; ".join(_source(part) for part in data.parts)
     which = f" ({data.tokenizer_fingerprint})" if data.tokenizer_fingerprint else ""
-    tokenizer = f"tokenizer {json.dumps(data.tokenizer, ensure_ascii=False)}{which}"
+    tokenizer = f"tokenizer {_named(data.tokenizer)}{which}"
     windows = f"windows of {data.sequence_length} tokens, {tokenizer}"
     nodes = as_nodes(outlook.replicas)
     share = 100.0 * min(1.0, outlook.clock / outlook.target_tokens)
     left, over = outlook.seconds_left, outlook.clock >= outlook.target_tokens
-    empty = [str(stage) for stage, count in enumerate(outlook.replicas) if not count]
-    waits = f"not known: stage {', '.join(empty)} has no node" if empty else "not known yet: nobody says how fast it is"
+    empty = [stage for stage, count in enumerate(outlook.replicas) if not count]
+    waits = "not known yet: nobody says how fast it is"
+    if empty:
+        waits = f"not known: {as_stages(empty)} {'has' if len(empty) == 1 else 'have'} no node"
     print("\n".join([*plan_lines(run, plan_run(run)), f"  model             {run.model.config['model_type']}"]))
     print(f"  data              {source}, {windows}")
     print(f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s")
-    print(f"  progress          {outlook.clock:,.0f} of {outlook.target_tokens:,} tokens ({share:.0f} %)")
+    print(f"  progress          {as_trained(outlook.clock, outlook.target_tokens)} ({share:.0f} %)")
     to_go = waits if left is None else f"about {as_long(left)} at this speed"
     print(f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}")
     sys.stdout.flush()
 
 
 def _source(data: DataSpec) -> str:
-    return data.source if data.path is None else f"{data.source}, {json.dumps(data.path, ensure_ascii=False)}"
+    return data.source if data.path is None else f"{data.source}, {_named(data.path)}"
+
+
+def _named(place: str) -> str:
+    """A path or a name in quotes; what stands where there is none is neither."""
+    return place.strip("()") if place == NOT_READ else json.dumps(place, ensure_ascii=False)
 
 
 def print_lab_plan(config: Config) -> None:

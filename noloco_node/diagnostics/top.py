@@ -23,6 +23,7 @@ from noloco_node.telemetry.words import (
     as_nodes,
     as_rate,
     as_scientific,
+    as_stages,
     printable,
 )
 
@@ -113,7 +114,7 @@ def _troubles(follower: Follower, state: ToldState) -> Iterator[str]:
         yield follower.trouble
     yield from (line.text for line in state.warnings[-2:])
     if state.missing_stages:
-        yield f"nobody serves stage {', '.join(map(str, state.missing_stages))}"
+        yield f"nobody serves {as_stages(state.missing_stages)}"
 
 
 def _doing(state: ToldState) -> Text:

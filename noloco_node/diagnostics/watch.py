@@ -28,7 +28,7 @@ from noloco_node.observer.onlooker import Onlooker
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.state import LogTail
 from noloco_node.telemetry.swarm_state import Happening, NodeSeen, SwarmView, document
-from noloco_node.telemetry.words import as_clock_time, as_duration, as_rate, printable
+from noloco_node.telemetry.words import as_clock_time, as_duration, as_rate, as_stages, printable
 
 LOOK_SECONDS = 1.0
 _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
@@ -140,7 +140,7 @@ def _troubles(view: SwarmView) -> Iterator[str]:
     elif view.introduced and not view.present:
         yield f"{_many(view.introduced, 'record')} found, and no node of them has answered yet"
     elif view.missing:
-        yield f"no node that answers serves stage {', '.join(map(str, view.missing))}"
+        yield f"no node that answers serves {as_stages(view.missing)}"
 
 
 def _progress(view: SwarmView) -> Iterator[RenderableType]:

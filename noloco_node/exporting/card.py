@@ -14,6 +14,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.exporting.evaluation import Score
 from noloco_node.exporting.gathered import Gathered
 from noloco_node.exporting.merge import SavedReplica
+from noloco_node.telemetry.words import as_trained
 
 S = TypeVar("S", DataSpec, MixedSource)
 
@@ -94,7 +95,7 @@ def _facts(
     run = gathered.run
     yield "run", f"{run.name} (`{run.run_id}`)"
     yield "parameters", f"{parameters:,}"
-    yield "tokens", f"{gathered.clock:,.0f} of {run.inner.target_tokens:,}"
+    yield "tokens", as_trained(gathered.clock, run.inner.target_tokens)
     yield "text", _plain("; ".join(_text(part, share) for part, share in _shares(run.data)))
     yield "tokenizer", _tokenizer(run.data)
     yield "stages", f"{run.stages}"

@@ -12,6 +12,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.merge import SavedReplica, in_time
 from noloco_node.finite import all_finite
 from noloco_node.model.stage import Stage, stage_without_weights
+from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout
 
 SHOWN = 5
@@ -47,11 +48,11 @@ class Gathered:
 
     def kept(self) -> dict[int, list[SavedReplica]]:
         """The replicas of each stage that are in time. UserError (RUN_FOLDER) where a stage has none."""
-        lost = [str(stage) for stage in range(self.run.stages) if not self.replicas.get(stage)]
+        lost = [stage for stage in range(self.run.stages) if not self.replicas.get(stage)]
         if lost:
             raise UserError(
                 ExitCode.RUN_FOLDER,
-                f"there are no weights of stage {', '.join(lost)} of {self.run.stages}, and every stage is needed",
+                f"there are no weights of {as_stages(lost)} of {self.run.stages}, and every stage is needed",
                 "name the run folder of a node that served it, too: who trained at your run can send you theirs",
             )
         lag = self.run.max_lag_tokens

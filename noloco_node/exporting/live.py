@@ -32,6 +32,7 @@ from noloco_node.node.interrupts import interruptible
 from noloco_node.node.observing import looking_on
 from noloco_node.state_transfer.slow_weights import fetch_slow, of_one_mind
 from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
@@ -138,11 +139,11 @@ class Gatherer:
             self._asked.clear()
             await asyncio.sleep(self._pause)
         replicas = {stage: await self._sound(stage, copies) for stage in range(self._run.stages)}
-        lost = [str(stage) for stage, found in replicas.items() if not found]
+        lost = [stage for stage, found in replicas.items() if not found]
         if lost:
             raise UserError(
                 ExitCode.NO_DONOR,
-                f"no replica of stage {', '.join(lost)} of run '{self._run.name}' gave its weights",
+                f"no replica of {as_stages(lost)} of run '{self._run.name}' gave its weights",
                 "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
             )
         hellos = await self._hellos([copy.peer for copy in copies if copy.stage == 0])

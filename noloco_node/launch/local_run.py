@@ -21,6 +21,7 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, LocalSwarmView
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.telemetry.summary import NodeHistory, Summary, summarize_histories
+from noloco_node.telemetry.words import as_stages
 
 DISK_SECONDS = 2.0
 """Interval at which the launcher looks whether the disk still takes what is written."""
@@ -174,9 +175,9 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
     for node in swarm.nodes:
         if node.stopped and node.stopped.final_weights:
             saved[node.serves].append(node.folder / node.stopped.final_weights)
-    lost = [str(stage) for stage, folders in saved.items() if not folders]
+    lost = [stage for stage, folders in saved.items() if not folders]
     if lost:
-        console.print(f"no model was exported: no replica of stage {', '.join(lost)} left its weights")
+        console.print(f"no model was exported: no replica of {as_stages(lost)} left its weights")
         return None
     console.print("merging the replicas, evaluating and exporting the model")
     from noloco_node.exporting.finished import merge_run

@@ -50,12 +50,26 @@ def as_bytes(count: float) -> str:
 
 def as_nodes(per_stage: Sequence[int]) -> str:
     """How many nodes serve which stage: `4 (stage 0: 2, stage 1: 2)`."""
-    total, empty = sum(per_stage), [str(stage) for stage, count in enumerate(per_stage) if not count]
+    total, empty = sum(per_stage), [stage for stage, count in enumerate(per_stage) if not count]
     if len(per_stage) <= STAGES_LISTED:
         listed = ", ".join(f"stage {stage}: {count}" for stage, count in enumerate(per_stage))
         return f"{total} ({listed})"
-    without = f"none at stage {', '.join(empty)}" if empty else "each has some"
+    without = f"none at {as_stages(empty)}" if empty else "each has some"
     return f"{total} at {len(per_stage)} stages, {without}"
+
+
+def as_stages(stages: Sequence[int]) -> str:
+    """`stage 1`, or `stages 0, 1 and 3`."""
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    return f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
+
+
+def as_trained(clock: float, target: int) -> str:
+    """How far a run is: `12,288 of 49,152 tokens`. What its nodes train while they come to its end is told apart."""
+    done = f"{min(clock, target):,.0f} of {target:,} tokens"
+    beyond = clock - target
+    return f"{done}, and {beyond:,.0f} beyond its end" if beyond >= 0.5 else done
 
 
 def as_clock_time(when: float) -> str:
