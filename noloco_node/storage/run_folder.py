@@ -61,7 +61,7 @@ class RunFolder:
             atomic.write_bytes(probe, b"noloco-node")
             probe.unlink(missing_ok=True)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise _unwritable(path, error, _in_the_way(path, error)) from error
         folder = cls(path)
         files = (folder.events, folder.contribution, folder.log, folder._lock_file, path / MARK)
         wrong = [file for file in files if file.exists() and not file.is_file()]
@@ -246,8 +246,18 @@ class RunFolder:
         return self.path / "final"
 
 
-def _unwritable(path: Path, error: OSError | UnicodeDecodeError) -> UserError:
-    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+def _in_the_way(path: Path, error: OSError) -> str:
+    """Why no folder is made, or none can be used, where the system's word for it would mislead; else empty."""
+    files = [place for place in (path, *path.parents) if os.path.isfile(place)]
+    if files:
+        return f"'{files[0]}' is a file, not a folder"
+    if isinstance(error, FileNotFoundError):
+        return "it takes no file" if os.path.isdir(path) else "no folder can be made there"
+    return ""
+
+
+def _unwritable(path: Path, error: OSError | UnicodeDecodeError, why: str = "") -> UserError:
+    why = why or (error.strerror if isinstance(error, OSError) else None) or str(error)
     return UserError(
         ExitCode.RUN_FOLDER,
         f"node.run_folder is '{path}', which cannot be written: {why}",

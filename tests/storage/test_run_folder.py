@@ -29,15 +29,25 @@ def test_every_path_lies_inside_and_they_are_apart(tmp_path: Path) -> None:
     assert all(path.parent == tmp_path / "run" for path in paths)
 
 
-@pytest.mark.parametrize("place", ["file", "under a file", "/proc/noloco-node", "/proc"])
-def test_a_folder_that_cannot_be_written_is_refused(place: str, tmp_path: Path) -> None:
-    """A file in the way, or a file system that takes none; root is refused as well."""
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("file", "file' is a file, not a folder"),
+        ("under a file", "file' is a file, not a folder"),
+        ("/proc/noloco-node", "no folder can be made there"),
+        ("/proc", "it takes no file"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused(place: str, why: str, tmp_path: Path) -> None:
+    """A file in the way, or a file system that takes none; root is refused as well. In other words than the system's,
+    which says of a file that it exists and of a folder that it does not."""
     (tmp_path / "file").write_text("in the way")
     path = {"file": tmp_path / "file", "under a file": tmp_path / "file" / "run"}.get(place, Path(place))
     with pytest.raises(UserError, match="run_folder is") as caught:
         RunFolder.create(path)
     assert caught.value.exit_code is ExitCode.RUN_FOLDER
     assert str(path) in caught.value.message
+    assert caught.value.message.endswith(why)
     assert (tmp_path / "file").read_text() == "in the way"
 
 
