@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +25,7 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
     """
     from noloco_node.identity.invitations import invite
     from noloco_node.identity.keys import load_or_create_identity
+    from noloco_node.telemetry.words import as_utc
 
     if not 0 < hours <= 24 * 3650:
         raise UserError(ExitCode.CONFIG, f"--hours is {hours:g}", "choose more than 0, and no more than ten years")
@@ -39,13 +39,12 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
         )
     expires = int(ambient.wall() + hours * 3600)
     invitation = invite(owner, run.run_id, expires, peer)
-    ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(expires))
     whom = f"for {peer} only" if peer else "for whoever holds it: send it in private"
     return Invited(
         invitation.text(),
         [
             f"invitation to run {run.name} ({run.run_id})",
-            f"  {whom}, until {ended}",
+            f"  {whom}, until {as_utc(expires)}",
             "  join with: noloco-node join ADDRESS --invitation FILE",
         ],
     )

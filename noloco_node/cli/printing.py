@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
-from noloco_node.config.data_spec import NOT_READ
 
 if TYPE_CHECKING:
     from noloco_node.config.data_spec import DataSpec
@@ -125,6 +124,8 @@ def _source(data: DataSpec) -> str:
 
 def _named(place: str) -> str:
     """A path or a name in quotes; what stands where there is none is neither."""
+    from noloco_node.config.data_spec import NOT_READ
+
     return place.strip("()") if place == NOT_READ else json.dumps(place, ensure_ascii=False)
 
 

@@ -80,6 +80,11 @@ def as_clock_time(when: float) -> str:
         return "??:??:??"
 
 
+def as_utc(when: float) -> str:
+    """A date and a time to the minute, for people in other time zones as well: `2026-11-27 16:23 UTC`."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(when))
+
+
 def printable(text: str) -> str:
     """What a stranger says, or writes into a run folder, does not speak to the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import PREFIX, BadInvitation, Invitation, Proof, read_invitation
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
+from noloco_node.telemetry.words import as_utc
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import WireModel
@@ -131,7 +131,7 @@ class Introduction:
         except Refused as refused:
             if refused.reason is Refusal.NOT_ADMITTED and ambient.monotonic() >= self._warn_again_at:
                 self._warn_again_at = ambient.monotonic() + EXPIRED_AGAIN_SECONDS
-                ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(self._proof.grant.expires))
+                ended = as_utc(self._proof.grant.expires)
                 logger.warning("peers refuse this node: its invitation ended on %s. Ask the owner for a new one", ended)
             raise
 
@@ -211,9 +211,8 @@ def _not_invited(spec: RunSpec, invitation: Invitation | None, own: PeerId) -> U
             f"the invitation is for {grant.subject}, and this node is {own}",
             "use the identity that is invited (--identity), or ask for an invitation for this one",
         )
-    ended = time.strftime("%Y-%m-%d %H:%M", time.localtime(grant.expires))
     return UserError(
         ExitCode.NOT_ADMITTED,
-        f"the invitation to run '{spec.name}' ended on {ended}",
+        f"the invitation to run '{spec.name}' ended on {as_utc(grant.expires)}",
         "ask the owner of the run for a new one; if that is in the future, set this machine's clock",
     )

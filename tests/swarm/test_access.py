@@ -121,9 +121,15 @@ def test_who_is_not_let_in_is_told_why_in_one_sentence(owner: Identity, tmp_path
     """Each case with its own exit code and what to do about it."""
     spec, other = run_of(owner), run_of(owner, peers=(OTHER,))
     stranger = load_or_create_identity(tmp_path / "stranger.key")
+    ended = invite(owner, spec.run_id, 1_000_000, GUEST).text()
     cases: list[tuple[RunSpec, str | None, ExitCode, str]] = [
         (spec, None, ExitCode.NOT_ADMITTED, "admits only who its owner"),
-        (spec, invite(owner, spec.run_id, 1_000_000, GUEST).text(), ExitCode.NOT_ADMITTED, "ended on 1970-01-1"),
+        (
+            spec,
+            ended,
+            ExitCode.NOT_ADMITTED,
+            "ended on 1970-01-12 13:46 UTC",
+        ),
         (spec, invite(owner, spec.run_id, LATER, OTHER).text(), ExitCode.NOT_ADMITTED, f"is for {OTHER}"),
         (spec, invite(stranger, spec.run_id, LATER, GUEST).text(), ExitCode.NOT_ADMITTED, "not signed by the owner"),
         (spec, invite(owner, other.run_id, LATER, GUEST).text(), ExitCode.WRONG_RUN, other.run_id),
@@ -160,6 +166,7 @@ def test_the_command_signs_its_owners_runs_only(owner: Identity, tmp_path: Path)
     grant = read_invitation(f"\n {invited.text[:40]}\n{invited.text[40:]} ").grant
     assert (grant.run, grant.subject, grant.by_key) == (spec.run_id, GUEST, False)
     assert abs(grant.expires - time.time() - 7200) < 60
+    assert time.strftime("until %Y-%m-%d %H:%M UTC", time.gmtime(grant.expires)) in invited.lines[1]
 
 
 @dataclasses.dataclass
