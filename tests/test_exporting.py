@@ -26,6 +26,7 @@ from noloco_node.exporting.speech import Wish
 from noloco_node.model.export import generate_sample, load_exported
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import SLOW_FILE, WeightsManifest
+from noloco_node.telemetry.events import EventFile
 from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.made_runs import MICRO, OWN_TEXT, RUN, TEXT, finished, under_way, weights
 from tests.support import files_up_to
@@ -252,6 +253,22 @@ def test_a_folders_model_is_heard_token_by_token_and_says_what_transformers_draw
     assert (full.tokens, full.full) == (positions - 4, True)
     with pytest.raises(UserError, match="positions"):
         continued(out, Wish("a" * positions, 1, 0.0, seed=3), order.append)
+
+
+def test_a_node_that_has_saved_nothing_yet_is_not_taken_for_no_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its folder is named rightly: the remedy is to wait, and for what."""
+    kept = RunFolder.create(tmp_path / "runs" / "h")
+    kept.keep_spec(RUN.agreed_json)
+    EventFile(kept.events).close()
+    kept.checkpoints.mkdir()
+    for named in (kept.path, tmp_path):
+        assert main(["export", str(named), "--out", str(tmp_path / "out")]) == ExitCode.RUN_FOLDER
+        told = capsys.readouterr().err
+        assert f"a node has begun in '{kept.path}', and has saved nothing" in told
+        assert "node.checkpoint_rounds (5 where it is not set)" in told
+        assert "node.checkpoint_seconds (60)" in told
 
 
 def tear(path: Path) -> None:

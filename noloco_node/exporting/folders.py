@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from noloco_node.bootstrap.spec_fetch import read_agreed
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.diagnostics.status import Events
 from noloco_node.errors import ExitCode, UserError
@@ -64,6 +65,15 @@ def gather_folders(paths: Sequence[Path], given: RunSpec | None) -> Gathered:
 def _places(path: Path) -> Iterator[Path]:
     """Folders of weights and run folders of nodes in a folder, itself included."""
     found = list(_below(path, DEPTH))
+    if not found and (began := next(_begun(path, DEPTH), None)) is not None:
+        usual = NodeSettings()
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"'{path}' holds no weights yet: a node has begun in '{began}', and has saved nothing",
+            f"wait for its first checkpoint, after node.checkpoint_rounds ({usual.checkpoint_rounds} where it is not "
+            f"set) outer rounds and no sooner than node.checkpoint_seconds ({usual.checkpoint_seconds:g}) after its "
+            "start, or until it has ended; or export the run by the address of a node that is up",
+        )
     if not found:
         raise UserError(
             ExitCode.RUN_FOLDER,
@@ -76,10 +86,24 @@ def _places(path: Path) -> Iterator[Path]:
 def _below(path: Path, depth: int) -> Iterator[Path]:
     if (path / MANIFEST).is_file() or _is_node(path):
         yield path
-    elif depth and path.is_dir():
-        for inner in sorted(path.iterdir()):
-            if inner.is_dir() and not inner.is_symlink() and not inner.name.startswith("."):
-                yield from _below(inner, depth - 1)
+    elif depth:
+        for inner in _inner(path):
+            yield from _below(inner, depth - 1)
+
+
+def _begun(path: Path, depth: int) -> Iterator[Path]:
+    """Folders in which a node writes, or wrote."""
+    if RunFolder(path).events.is_file():
+        yield path
+    elif depth:
+        for inner in _inner(path):
+            yield from _begun(inner, depth - 1)
+
+
+def _inner(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        found = sorted(path.iterdir())
+        yield from (each for each in found if each.is_dir() and not each.is_symlink() and each.name[0] != ".")
 
 
 def _is_node(path: Path) -> bool:
