@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import tempfile
@@ -13,14 +14,15 @@ from noloco_node.cli.node_options import set_argument
 from noloco_node.errors import ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from rich.console import Console
 
     from noloco_node.config.load import Config, CrowdConfig, HuntConfig
     from noloco_node.simulator.report import Simulation
 
-
+LINE_PERCENT = 5
+"""Of a simulation, between two lines that say how far it is."""
 SIMULATE_HELP = """\
 Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
   swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)
@@ -68,13 +70,18 @@ def _simulate(options: argparse.Namespace) -> int:
     def keep(result: Simulation) -> None:
         files.update(write_results(result, command, options.out))
 
-    bar = _bar(Console())
-    if isinstance(config, Config):
-        result = _swarm(config, bar, keep)
-    elif isinstance(config, HuntConfig):
-        result = _hunt(config, bar, keep)
-    else:
-        result = _crowd(config, bar, keep)
+    try:
+        with _progress(Console()) as told:
+            if isinstance(config, Config):
+                result = _swarm(config, told, keep)
+            elif isinstance(config, HuntConfig):
+                result = _hunt(config, told, keep)
+            else:
+                result = _crowd(config, told, keep)
+    except KeyboardInterrupt:
+        if files:
+            print(f"{options.out} holds what was finished before", file=sys.stderr)
+        raise
     print(result.table)
     for name, path in files.items():
         print(f"{name:<30} {path}")
@@ -101,7 +108,7 @@ def _can_be_written(folder: Path) -> None:
         ) from None
 
 
-def _swarm(config: Config, bar: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+def _swarm(config: Config, told: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
     from noloco_node.simulator.course import simulate
     from noloco_node.simulator.report import of_swarm
 
@@ -109,45 +116,53 @@ def _swarm(config: Config, bar: Callable[[float, float], None], keep: Callable[[
     print(
         f"{sim.nodes} nodes of {config.run.stages} stages, {sim.hours:g} virtual hours, seed {sim.seed}, {sim.tensors}"
     )
-    result = of_swarm(config, simulate(config, bar))
+    result = of_swarm(config, simulate(config, told))
     keep(result)
     return result
 
 
-def _hunt(config: HuntConfig, bar: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+def _hunt(config: HuntConfig, told: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
     from noloco_node.simulator.hunting import go_hunting
     from noloco_node.simulator.report import of_hunt
 
-    result = of_hunt(config.sim, go_hunting(config.sim, print, bar))
+    result = of_hunt(config.sim, go_hunting(config.sim, print, told))
     keep(result)
     return result
 
 
-def _crowd(config: CrowdConfig, bar: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+def _crowd(config: CrowdConfig, told: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
     from noloco_node.simulator.events import CrowdSize, simulate_sizes
     from noloco_node.simulator.report import of_crowd
 
     sim, sizes = config.sim, list[CrowdSize]()
     print(f"{', '.join(f'{many:,}' for many in sim.nodes)} nodes of {sim.work.stages} stages, {sim.hours:g} h each")
-    for size in simulate_sizes(sim, bar):
+    for size in simulate_sizes(sim, told):
         sizes.append(size)
         keep(of_crowd(sim, sizes))
     return of_crowd(sim, sizes)
 
 
-def _bar(console: Console) -> Callable[[float, float], None]:
-    """Shows how far it is, where somebody watches."""
+@contextlib.contextmanager
+def _progress(console: Console) -> Generator[Callable[[float, float], None]]:
+    """Shows how far it is: a bar on a terminal, and lines beside the results where there is none."""
     from rich.progress import Progress
 
     if not console.is_terminal:
-        return lambda _done, _all: None
-    bar = Progress(console=console, transient=True)
-    task = bar.add_task("simulated", total=1.0)
-    bar.start()
+        yield _lines()
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("simulated", total=1.0)
+        yield lambda done, every: bar.update(task, completed=done / every)
+
+
+def _lines() -> Callable[[float, float], None]:
+    said = 0
 
     def show(done: float, every: float) -> None:
-        bar.update(task, completed=done / every)
-        if done >= every:
-            bar.stop()
+        nonlocal said
+        percent = int(100.0 * done / every)
+        if said + LINE_PERCENT <= percent < 100:
+            said = percent
+            print(f"{percent} % simulated", file=sys.stderr, flush=True)
 
     return show
