@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.load import load_config
-from noloco_node.config.shipped import shipped_configs
+from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import GIB, planned_memory
 from noloco_node.sizing.preflight import plan
+from noloco_node.sizing.screen import NAMES
 
 PAPER = {"125m": (125e6, 0.5e6), "1.3b": (1.3e9, 1e6), "6.8b": (6.8e9, 2e6)}
 """Parameters as the name says, and the batch."""
@@ -72,3 +73,15 @@ def test_a_consumers_card_holds_a_stage_of_its_file(size: int, host: int) -> Non
     needs = planned_memory(config, footprint_of(config.run))
     assert size / 3 < max(need.on_device for need in needs) / GIB < 0.9 * size
     assert max(need.on_host - need.given for need in needs) / GIB < 0.8 * host
+
+
+def test_what_an_owner_begins_with_explains_itself() -> None:
+    """As docs/owner.md says: a comment behind every setting, and a legend for the columns that are none."""
+    lines = find_config(Path("own-text")).read_text(encoding="utf-8").splitlines()
+    bare = [line for line in lines if ":" in line and "#" not in line and not line.endswith(":")]
+    assert not bare
+    page = (Path(__file__).parents[2] / "docs" / "owner.md").read_text(encoding="utf-8")
+    for column in ("versions", "waiting", "at work", "ahead", "= device", "host"):
+        assert f"`{column}`" in page
+        assert column in (*NAMES, "= device", "host")
+    assert "`run.data.fingerprint`" in page
