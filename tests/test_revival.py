@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from noloco_node import PROTOCOL_VERSION, ambient
-from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.directory.memory import MemoryDirectory
@@ -187,7 +186,6 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
         (True, ""),
         (False, ""),
         (True, "a dead replica's record"),
-        (True, "another comer"),
         (True, "a lost request for the copy"),
         (True, "a lost piece of the copy"),
         (True, "a lost question who is there"),
@@ -198,8 +196,8 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
     tmp_path: Path, behind: bool, beside: str
 ) -> None:
     """It had gone on from its own checkpoint, whatever others kept: the run fell back by all that lay between. That
-    nobody has read the directory yet, a record that nobody answers for, and one request that is lost change nothing;
-    who is still joining says nothing of the clock, and no copy brings rounds that nobody has seen."""
+    nobody has read the directory yet, a record that nobody answers for, and one request that is lost change nothing,
+    and no copy brings rounds that nobody has seen."""
     async with trained_world(guards=1, giving=3) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
@@ -217,13 +215,6 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
             await source.close()
         if beside == "a dead replica's record":
             await MemoryDirectory(made.hub).publish(record_of(PeerId("dead-replica"), stage=1, clock=kept.clock), 60.0)
-        if beside == "another comer":
-            comer = MemoryTransport(made.network, PeerId("yet-another-comer"))
-            serve_hello(comer, newcomer.context.spec, lambda: 1)
-            joining = record_of(comer.peer_id, stage=1, state=PeerState.JOINING, outer_rounds=0, clock=0.0)
-            await MemoryDirectory(made.hub).publish(joining, 60.0)
-            newcomer.context.transport.acquaintances.said(comer.peer_id, 1)
-            newcomer.context.transport.acquaintances.answered(comer.peer_id)
         old = first + 0.5 * (slow - first)
         await newcomer.worker.load_slow_weights(1.0, 1, old)
         spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
