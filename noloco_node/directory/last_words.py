@@ -16,12 +16,13 @@ def is_over(view: DirectoryView, now: float, before: bool) -> bool:
 
     While anybody says that it trains the run goes on, and what was remembered is forgotten. Else most of the first
     stage's last words decide, of those that are left as of those that are leaving, and where there are none it stays as
-    it was. Who has only just come says nothing.
+    it was. Who has only just come says nothing, nor who went before it had trained: it was told that the run is over.
     """
     stages = range(len(view.stages))
     if any(not record.finished for stage in stages for record in view.live(stage, now, PeerState.TRAINING)):
         return False
-    words = [r.finished for r in view.live(0, now, *PeerState) if r.state is not PeerState.JOINING]
+    records = [r for r in view.live(0, now, *PeerState) if r.state is not PeerState.JOINING]
+    words = [r.finished for r in records if r.finished or r.clock > 0.0]
     return before if not words else 2 * sum(words) > len(words)
 
 

@@ -21,13 +21,14 @@ LIFE = 60.0
 GONE, TRAINING, JOINING, FINISHING = PeerState.GONE, PeerState.TRAINING, PeerState.JOINING, PeerState.FINISHING
 
 
-def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = False) -> PeerRecord:
+def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = False, clock: float = 1.0) -> PeerRecord:
     """Of a made-up peer."""
     return PeerRecord(
         peer_id=f"12D3KooWpeer{number}",
         stage=stage,
         state=state,
         finished=finished,
+        clock=clock,
         protocol=PROTOCOL_VERSION,
         version="1",
     )
@@ -45,12 +46,15 @@ def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = Fa
         ((record(1, FINISHING, finished=True), record(2, TRAINING)), False, False),
         ((record(1, GONE), record(2, GONE), record(3, GONE, finished=True)), True, False),
         ((record(1, GONE, finished=True, stage=1),), False, False),
+        ((record(1, GONE, clock=0.0), record(2, GONE, clock=0.0)), True, True),
+        ((record(1, GONE, clock=0.0), record(2, GONE, finished=True, clock=0.0)), False, True),
         ((record(1, JOINING),), True, True),
         ((record(1, JOINING),), False, False),
     ],
 )
 def test_the_last_words_of_the_first_stage_decide(records: tuple[PeerRecord, ...], before: bool, after: bool) -> None:
-    """As long as nobody says that it trains, at whatever stage; who joins says nothing."""
+    """As long as nobody says that it trains, at whatever stage; who joins says nothing, nor who was sent away as it came:
+    its farewell made a seed forget the end of the run that it had been told of."""
     rows: tuple[dict[PeerId, LiveRecord], ...] = ({}, {})
     for each in records:
         rows[each.stage][PeerId(each.peer_id)] = LiveRecord(each, 100.0)
