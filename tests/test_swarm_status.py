@@ -90,3 +90,13 @@ def test_status_and_report_look_where_the_environment_has_the_node_run(
     capsys.readouterr()
     assert cli.main(["status"]) == ExitCode.CONFIG
     assert "did you mean NOLOCO_NODE_RUN_FOLDER?" in capsys.readouterr().err
+
+
+def test_a_node_that_has_written_nothing_yet_is_starting(tmp_path: Path) -> None:
+    """Its silence was counted from 1970 on: `silent for 498,832.2 h`, stuck or frozen."""
+    folder = RunFolder(tmp_path)
+    folder.events.touch()
+    with folder.lock():
+        lines = status_lines(tmp_path, now=1121.0)
+    assert "now                 starting" in lines
+    assert not any("silent" in line for line in lines)

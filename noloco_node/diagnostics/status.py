@@ -192,7 +192,7 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     reached = events.last(Reachability)
     if reached is not None:
         yield f"  reached           {reached.words}"
-    if silent > SILENT_SECONDS:
+    if events.time and silent > SILENT_SECONDS:  # one that starts has written nothing yet
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
 
 
