@@ -20,7 +20,8 @@ from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, LocalSwarmView
 from noloco_node.telemetry.events import AnyEvent
-from noloco_node.telemetry.summary import NodeHistory, Summary, summarize_histories
+from noloco_node.telemetry.history import NodeHistory
+from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import as_stages
 
 DISK_SECONDS = 2.0

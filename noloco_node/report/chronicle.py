@@ -23,8 +23,8 @@ from noloco_node.telemetry.events import (
     P2pdRestarted,
     Warned,
 )
+from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.recovery import NEAR_THE_END
-from noloco_node.telemetry.summary import NodeHistory
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.words import printable
 

@@ -130,16 +130,9 @@ def _last_losses(chronicle: Chronicle) -> tuple[float | None, float | None]:
 
 def _costs(told: ReportedRun) -> Iterator[Sequence[str]]:
     for chronicle in told.chronicles:
-        account = chronicle.history.account
         busy, waited = sum(chronicle.spent.busy.values()), chronicle.spent.data_wait
-        sent, received = (account.bytes_sent, account.bytes_received) if account else ({}, {})
-        yield (
-            chronicle.name,
-            as_long(busy),
-            as_long(waited),
-            as_bytes(sum(sent.values())),
-            as_bytes(sum(received.values())),
-        )
+        sent, received = sum(chronicle.history.sent.values()), sum(chronicle.history.received.values())
+        yield chronicle.name, as_long(busy), as_long(waited), as_bytes(sent), as_bytes(received)
 
 
 def _faults(told: ReportedRun) -> str:

@@ -27,7 +27,7 @@ from noloco_node.telemetry.events import (
     OuterStep,
     Warned,
 )
-from noloco_node.telemetry.summary import NodeHistory
+from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.words import as_duration, as_loss, as_nodes, as_scientific
 
 RATE_WINDOW = 30.0

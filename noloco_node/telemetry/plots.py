@@ -13,8 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import (
-    NodeHistory,
     spread_curve,
     token_counters,
     training_curve,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
 from statistics import fmean
@@ -13,17 +12,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from noloco_node.config.data_spec import MOST_SOURCES
-from noloco_node.telemetry.events import (
-    Account,
-    AnyEvent,
-    CheckpointTaken,
-    Evaluation,
-    InnerStep,
-    NodeMoved,
-    NodeStarted,
-    NodeStopped,
-    OuterStep,
-)
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.history import NodeHistory, summed
 
 TRAINING_LOSS_SHARE = 0.05
 """The reported training loss is the mean over this last share of the clock: one step alone is noise."""
@@ -31,115 +21,6 @@ TRAINING_LOSS_SHARE = 0.05
 
 STEPS_A_POINT = 5
 """Of the curve of speed, at least: a single step says how long it took, not how fast the swarm is."""
-
-
-@dataclass(frozen=True, slots=True)
-class PastStay:
-    """A node's time at a stage that it has left for another."""
-
-    stage: int
-    steps: int
-    """Inner steps in the node's history until it left."""
-    account: Account | None
-    """Its books then: at another stage they begin anew."""
-
-
-@dataclass(slots=True)
-class NodeHistory:
-    """What one node wrote so far, sorted by kind; grows by `observe`."""
-
-    name: str
-    started: NodeStarted | None = None
-    moved: NodeMoved | None = None
-    """Its last move to another stage."""
-    inner: list[InnerStep] = field(default_factory=list[InnerStep])
-    outer: list[OuterStep] = field(default_factory=list[OuterStep])
-    """Committed outer steps only."""
-    aborted: int = 0
-    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
-    account: Account | None = None
-    checkpoints: int = 0
-    """Written, not tried."""
-    stopped: NodeStopped | None = None
-    """Its last word; None while it lives, and where it died."""
-    starts: list[float] = field(default_factory=list[float])
-    """When each of its lives began."""
-    past: list[PastStay] = field(default_factory=list[PastStay])
-
-    @classmethod
-    def of(cls, name: str, events: Iterable[AnyEvent]) -> NodeHistory:
-        """The history that these events make."""
-        history = cls(name)
-        for event in events:
-            history.observe(event)
-        return history
-
-    def observe(self, event: AnyEvent) -> None:
-        """Take one more event in."""
-        match event:
-            case NodeStarted():
-                self._leave_for(event.stage)
-                self.started, self.stopped, self.moved = event, None, None
-                self.starts.append(event.time)
-            case NodeMoved():
-                self._leave_for(event.stage)
-                self.moved = event
-            case InnerStep():
-                self.inner.append(event)
-            case OuterStep(kind="aborted"):
-                self.aborted += 1
-            case OuterStep():
-                self.outer.append(event)
-            case Evaluation():
-                self.evaluations.append(event)
-            case Account():
-                self.account = event
-            case CheckpointTaken():
-                self.checkpoints += not event.error
-            case NodeStopped():
-                self.stopped = event
-            case _:
-                pass
-
-    @property
-    def stage(self) -> int | None:
-        """The stage that it served last; None where it died before it was up."""
-        if self.moved is not None:
-            return self.moved.stage
-        return self.started.stage if self.started else None
-
-    def _leave_for(self, stage: int) -> None:
-        if self.stage is not None and self.stage != stage:
-            self.past.append(PastStay(self.stage, len(self.inner), self._account_here))
-
-    @property
-    def _account_here(self) -> Account | None:
-        """The last account, where it is of the present stage."""
-        return None if any(stay.account is self.account for stay in self.past) else self.account
-
-    def at(self, stage: int) -> NodeHistory:
-        """The same with those inner steps alone that it took at this stage."""
-        if not self.past and self.stage == stage:
-            return self
-        ends = [*((stay.stage, stay.steps) for stay in self.past), (self.stage, len(self.inner))]
-        begins = [0, *(end for _, end in ends)]
-        inner = [
-            step
-            for begin, (served, end) in zip(begins, ends, strict=False)
-            if served == stage
-            for step in self.inner[begin:end]
-        ]
-        return replace(self, inner=inner)
-
-    def books_at(self, stage: int) -> list[Account]:
-        """The last account of each of its stays at this stage."""
-        stays = [*((stay.stage, stay.account) for stay in self.past), (self.stage, self._account_here)]
-        return [account for served, account in stays if served == stage and account is not None]
-
-    @property
-    def paired(self) -> list[OuterStep]:
-        """Outer steps that averaged with a stage peer."""
-        return [step for step in self.outer if step.kind == "paired"]
 
 
 class Frozen(BaseModel):
@@ -214,8 +95,9 @@ class NodeSummary(Frozen):
     microbatches: Microbatches
     served: int
     refused: dict[str, int]
-    """Refusals it gave, by reason."""
+    """Refusals it gave, by reason, in all its processes."""
     busy_seconds: float
+    """Time that its compute thread has worked, in all its processes."""
     worst_loop_lag_seconds: float
 
 
@@ -251,7 +133,7 @@ class Summary(Frozen):
     microbatches: Microbatches
     """drawn, trained, dropped, held_at_end and put_back over stage 0; retried and repeated over all nodes."""
     bytes_sent: dict[str, dict[str, int]]
-    """By node and kind."""
+    """By node and kind, of all its processes."""
     per_node: dict[str, NodeSummary]
 
     def as_json(self) -> dict[str, JsonValue]:
@@ -289,7 +171,7 @@ def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | N
         distinct_partners={history.name: len({step.partner for step in history.paired}) for history in histories},
         spread=spread_curve(histories),
         microbatches=_totals(histories),
-        bytes_sent={h.name: dict(h.account.bytes_sent) if h.account else {} for h in histories},
+        bytes_sent={history.name: history.sent for history in histories},
         per_node={history.name: _node_summary(history, names) for history in histories},
     )
 
@@ -465,7 +347,7 @@ def _node_summary(history: NodeHistory, names: Mapping[str, str]) -> NodeSummary
         partners=dict(sorted(partners.items())),
         microbatches=Microbatches.of(account),
         served=account.served if account else 0,
-        refused=dict(account.refused) if account else {},
-        busy_seconds=account.busy_seconds if account else 0.0,
+        refused=summed(each.refused for each in history.of_processes),
+        busy_seconds=sum(each.busy_seconds for each in history.of_processes),
         worst_loop_lag_seconds=account.loop_lag_seconds if account else 0.0,
     )

@@ -25,7 +25,8 @@ from noloco_node.report.make import make_report
 from noloco_node.report.page import page
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
-from noloco_node.telemetry.summary import NodeHistory, summarize, throughput_curve, token_counters
+from noloco_node.telemetry.history import NodeHistory
+from noloco_node.telemetry.summary import summarize, throughput_curve, token_counters
 from tests.telemetry import made_events as made
 
 NOW = 1121.0
@@ -289,6 +290,17 @@ def test_the_time_of_a_node_adds_up_over_its_lives() -> None:
     assert told.counts == {"ended without a last word": 1, "p2pd started again": 1}
     assert [moment.kind for moment in told.moments] == ["start", "death", "start", "fault"]
     assert fmean(life.last - life.began for life in told.lives) == 20.5
+
+
+def test_what_it_took_is_that_of_all_lives(tmp_path: Path) -> None:
+    """Bytes were those of the last process beside the device's time in all."""
+    accounts = [
+        made.account(time=at, busy_seconds=at - 1000.0, busy_by_work={"forward": at - 1000.0})
+        for at in (1000.0, 1060.0)
+    ]
+    again = made.started("s0-r0").model_copy(update={"time": 1100.0})
+    write(tmp_path, [made.started("s0-r0"), *accounts, again, made.account(time=1110.0, bytes_sent={"state": 4000})])
+    assert "<td>60 s</td><td>0 s</td><td>5.5 kB</td><td>1.8 kB</td>" in page(read_folder(tmp_path, NOW))
 
 
 def test_the_time_on_a_device_is_told_in_words_of_the_work(tmp_path: Path) -> None:

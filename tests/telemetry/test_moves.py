@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from noloco_node.telemetry.events import Account, NodeMoved
+from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.logging import NodeLog, describe
 from noloco_node.telemetry.metrics import Metrics
-from noloco_node.telemetry.summary import NodeHistory
 from tests.telemetry.made_events import started
 
 MOVED = NodeMoved(

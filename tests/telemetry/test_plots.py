@@ -7,8 +7,8 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 
+from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.plots import BLUE, GREEN, ORANGE, plot_run
-from noloco_node.telemetry.summary import NodeHistory
 from tests.telemetry import made_events as made
 
 

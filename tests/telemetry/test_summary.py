@@ -7,8 +7,8 @@ import json
 import pytest
 
 from noloco_node.telemetry.events import AnyEvent, NodeStopped
+from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import (
-    NodeHistory,
     Summary,
     spread_curve,
     summarize,
@@ -76,6 +76,25 @@ def test_of_one_node_alone_all_counts_wherever_it_was() -> None:
     rows = made.whole_run()["s0-r0"][:-1]
     moved = made.moved(time=1060.5, from_stage=0, stage=1)
     assert summarize({"node": [*rows, moved, made.inner_step(61)]}).tokens == 61 * made.TOKENS
+
+
+def test_what_each_process_counts_anew_is_counted_over_all_of_them() -> None:
+    """Bytes, refusals and the time of the compute thread: only the last process was counted. A move is no new one."""
+    first = [made.started("s0-r0"), made.account(time=1010.0, bytes_sent={"state": 1, "exchange": 2})]
+    second = [
+        made.started("s0-r0").model_copy(update={"time": 2000.0}),
+        made.account(time=2010.0, bytes_sent={"exchange": 30}),
+        made.moved(time=2011.0, from_stage=0, stage=1),
+        made.account(time=2020.0, bytes_sent={"exchange": 40}, bytes_received={"exchange": 7}),
+    ]
+    without = made.started("s0-r0").model_copy(update={"time": 3000.0})
+    for events in ([*first, *second], [*first, *second, without], [*first, without, *second]):
+        history = NodeHistory.of("s0-r0", events)
+        assert history.received == {"gradients": 900, "exchange": 7}
+        summary = summarize({"s0-r0": events})
+        assert summary.bytes_sent == {"s0-r0": {"state": 1, "exchange": 42}}
+        assert (summary.per_node["s0-r0"].refused, summary.per_node["s0-r0"].busy_seconds) == ({"busy": 10}, 84.0)
+    assert NodeHistory.of("s0-r0", []).sent == {}
 
 
 def test_training_loss_is_the_mean_by_tokens_of_the_last_part_of_the_clock() -> None:

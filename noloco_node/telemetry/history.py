@@ -1,0 +1,164 @@
+"""What one node wrote, sorted by kind, over all its lives and stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    CheckpointTaken,
+    Evaluation,
+    InnerStep,
+    NodeMoved,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PastStay:
+    """A node's time at a stage that it has left for another."""
+
+    stage: int
+    steps: int
+    """Inner steps in the node's history until it left."""
+    account: Account | None
+    """Its books then: at another stage they begin anew."""
+
+
+@dataclass(slots=True)
+class NodeHistory:
+    """What one node wrote so far, sorted by kind; grows by `observe`."""
+
+    name: str
+    started: NodeStarted | None = None
+    moved: NodeMoved | None = None
+    """Its last move to another stage."""
+    inner: list[InnerStep] = field(default_factory=list[InnerStep])
+    outer: list[OuterStep] = field(default_factory=list[OuterStep])
+    """Committed outer steps only."""
+    aborted: int = 0
+    evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
+    account: Account | None = None
+    checkpoints: int = 0
+    """Written, not tried."""
+    stopped: NodeStopped | None = None
+    """Its last word; None while it lives, and where it died."""
+    starts: list[float] = field(default_factory=list[float])
+    """When each of its lives began."""
+    past: list[PastStay] = field(default_factory=list[PastStay])
+    earlier: list[Account] = field(default_factory=list[Account])
+    """The last one of each process before the last: transport and compute thread count anew in the next, and go on
+    counting through a move."""
+
+    @classmethod
+    def of(cls, name: str, events: Iterable[AnyEvent]) -> NodeHistory:
+        """The history that these events make."""
+        history = cls(name)
+        for event in events:
+            history.observe(event)
+        return history
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take one more event in."""
+        match event:
+            case NodeStarted():
+                self._leave_for(event.stage)
+                self._begin_anew()
+                self.started, self.stopped, self.moved = event, None, None
+                self.starts.append(event.time)
+            case NodeMoved():
+                self._leave_for(event.stage)
+                self.moved = event
+            case InnerStep():
+                self.inner.append(event)
+            case OuterStep(kind="aborted"):
+                self.aborted += 1
+            case OuterStep():
+                self.outer.append(event)
+            case Evaluation():
+                self.evaluations.append(event)
+            case Account():
+                self.account = event
+            case CheckpointTaken():
+                self.checkpoints += not event.error
+            case NodeStopped():
+                self.stopped = event
+            case _:
+                pass
+
+    @property
+    def stage(self) -> int | None:
+        """The stage that it served last; None where it died before it was up."""
+        if self.moved is not None:
+            return self.moved.stage
+        return self.started.stage if self.started else None
+
+    def _leave_for(self, stage: int) -> None:
+        if self.stage is not None and self.stage != stage:
+            self.past.append(PastStay(self.stage, len(self.inner), self._account_here))
+
+    def _begin_anew(self) -> None:
+        if self._account_now is not None:
+            self.earlier.append(self._account_now)
+
+    @property
+    def _account_now(self) -> Account | None:
+        """The last account, where it is of the last process."""
+        return None if self.earlier and self.earlier[-1] is self.account else self.account
+
+    @property
+    def of_processes(self) -> list[Account]:
+        """The last account of each of its processes."""
+        return [*self.earlier, *filter(None, [self._account_now])]
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes by kind, of all its processes."""
+        return summed(account.bytes_sent for account in self.of_processes)
+
+    @property
+    def received(self) -> dict[str, int]:
+        """Bytes by kind, of all its processes."""
+        return summed(account.bytes_received for account in self.of_processes)
+
+    @property
+    def _account_here(self) -> Account | None:
+        """The last account, where it is of the present stage."""
+        return None if any(stay.account is self.account for stay in self.past) else self.account
+
+    def at(self, stage: int) -> NodeHistory:
+        """The same with those inner steps alone that it took at this stage."""
+        if not self.past and self.stage == stage:
+            return self
+        ends = [*((stay.stage, stay.steps) for stay in self.past), (self.stage, len(self.inner))]
+        begins = [0, *(end for _, end in ends)]
+        inner = [
+            step
+            for begin, (served, end) in zip(begins, ends, strict=False)
+            if served == stage
+            for step in self.inner[begin:end]
+        ]
+        return replace(self, inner=inner)
+
+    def books_at(self, stage: int) -> list[Account]:
+        """The last account of each of its stays at this stage."""
+        stays = [*((stay.stage, stay.account) for stay in self.past), (self.stage, self._account_here)]
+        return [account for served, account in stays if served == stage and account is not None]
+
+    @property
+    def paired(self) -> list[OuterStep]:
+        """Outer steps that averaged with a stage peer."""
+        return [step for step in self.outer if step.kind == "paired"]
+
+
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Counts by name, added up."""
+    totals = Counter[str]()
+    for each in counts:
+        totals.update(each)
+    return dict(totals)
