@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 ChartPoint = tuple[float, float]
 
@@ -19,6 +20,18 @@ class ChartLine:
     dots: bool = False
     right: bool = False
     """Belongs to the axis on the right."""
+    breaks: tuple[float, ...] = ()
+    """Places along the axis from which on nobody looked, up to the next point: nothing is drawn over that."""
+
+    @property
+    def pieces(self) -> tuple[tuple[ChartPoint, ...], ...]:
+        """The points, parted where the line breaks."""
+        at = [
+            index
+            for index, ((before, _), (after, _)) in enumerate(pairwise(self.points), 1)
+            if any(before <= place < after for place in self.breaks)
+        ]
+        return tuple(self.points[begin:end] for begin, end in pairwise([0, *at, len(self.points)]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Chronicle:
         """Live nodes of the swarm that were not there any more at the next account, while the run was under way; of a
         swarm that is too large to be seen whole none."""
         self.nodes: list[tuple[float, int]] = []
-        """Live nodes as this one saw them: wall time and count, at each change."""
+        """Live nodes as this one saw them: wall time and count, at the first look of each life and at each change."""
         self.moments: deque[Moment] = deque(maxlen=MOST_MOMENTS)
         self.spent = TimeSpent()
         self.versions: set[str] = set()
@@ -164,7 +164,7 @@ class Chronicle:
 
     def _see(self, event: Account) -> None:
         now = sum(event.nodes_per_stage)
-        if not self.nodes or self.nodes[-1][1] != now:
+        if not self._per_stage or self.nodes[-1][1] != now:
             self.nodes.append((event.time, now))
         going_on = self._meter.doing not in LEAVING and event.clock < NEAR_THE_END * event.target
         seen_whole = sum(self._per_stage) <= WHOLE  # of others these are estimates, which go up and down

@@ -103,12 +103,13 @@ def _turned(text: str, x: float) -> str:
 
 def _drawn(lines: Sequence[ChartLine], x: _Scale, y: _Scale) -> Iterator[str]:
     for line in lines:
-        spots = [(x.at(a), y.at(b)) for a, b in line.points]
         dashes = ' stroke-dasharray="5 4"' if line.dashed else ""
-        if len(spots) > 1:
-            yield f'<polyline class="line {line.colour}"{dashes} points="{_joined(spots)}"/>'
-        if line.dots or len(spots) == 1:
-            yield from (f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in spots)
+        for piece in line.pieces:
+            spots = [(x.at(a), y.at(b)) for a, b in piece]
+            if len(spots) > 1:
+                yield f'<polyline class="line {line.colour}"{dashes} points="{_joined(spots)}"/>'
+            if line.dots or len(spots) == 1:
+                yield from (f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in spots)
 
 
 def _joined(spots: Sequence[ChartPoint]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from noloco_node.report.charts import Bars, ChartGraph, ChartLine, ChartMark, ChartRow, Curves, Edge, Timeline
@@ -118,10 +118,9 @@ def spread(told: ReportedRun) -> Curves:
 def throughput(told: ReportedRun) -> Curves:
     """Tokens per second of all first-stage replicas in this folder, and the nodes that were there."""
     axis = TimeAxis.of(told.chronicles)
-    curve = throughput_curve(token_counters([chronicle.history for chronicle in told.chronicles]))
     lines = (
-        ChartLine("tokens per second", "first", tuple((axis.at(p.time), p.tokens_per_second) for p in curve)),
-        ChartLine("live nodes, as one of them saw it", "quiet", _nodes_seen(told, axis), dashed=True, right=True),
+        ChartLine("tokens per second", "first", tuple((axis.at(when), rate) for when, rate in _rates(told, axis))),
+        _nodes_seen(told, axis),
     )
     return Curves(
         "Throughput",
@@ -134,32 +133,38 @@ def throughput(told: ReportedRun) -> Curves:
     )
 
 
-def _nodes_seen(told: ReportedRun, axis: TimeAxis) -> tuple[tuple[float, float], ...]:
-    """By the node that looked for longest."""
+def _rates(told: ReportedRun, axis: TimeAxis) -> Iterator[tuple[float, float]]:
+    """Wall time and tokens per second; 0 at last, where others went on after the nodes that trained had ended."""
+    heads = token_counters([chronicle.history for chronicle in told.chronicles])
+    curve = throughput_curve(heads)
+    yield from ((point.time, point.tokens_per_second) for point in curve)
+    if not curve or any(history.name in told.running for history in heads):
+        return
+    last, ended = curve[-1], max(history.inner[-1].time for history in heads if history.inner)
+    if axis.until - ended > 2.0 * (ended - last.time):  # by more than one of the curve's stretches
+        yield from ((ended, last.tokens_per_second), (ended, 0.0), (axis.until, 0.0))
+
+
+def _nodes_seen(told: ReportedRun, axis: TimeAxis) -> ChartLine:
+    """By the node that looked for longest, while it looked."""
     longest = max(told.chronicles, key=lambda c: sum(life.last - life.began for life in c.lives))
     points: list[tuple[float, float]] = []
-    for when, count in longest.nodes:
-        if points:
-            points.append((axis.at(when), points[-1][1]))
-        points.append((axis.at(when), float(count)))
-    if points:
-        points.append((axis.at(longest.lives[-1].last), points[-1][1]))
-    return tuple(points)
+    for life in longest.lives:
+        seen: float | None = None
+        for when, count in longest.nodes:
+            if life.began <= when <= life.last:
+                points += [(axis.at(when), seen)] if seen is not None else []
+                points.append((axis.at(when), float(count)))
+                seen = float(count)
+        points += [(axis.at(life.last), seen)] if seen is not None else []
+    ends = tuple(axis.at(life.last) for life in longest.lives[:-1])
+    label = "live nodes, as one of them saw it"
+    return ChartLine(label, "quiet", tuple(points), dashed=True, right=True, breaks=ends)
 
 
 def _drawn(lines: Iterable[ChartLine]) -> tuple[ChartLine, ...]:
     """Those with something to draw."""
-    finite = (
-        ChartLine(
-            n.label,
-            n.colour,
-            tuple(p for p in n.points if isfinite(p[0]) and isfinite(p[1])),
-            n.dashed,
-            n.dots,
-            n.right,
-        )
-        for n in lines
-    )
+    finite = (replace(n, points=tuple(p for p in n.points if isfinite(p[0]) and isfinite(p[1]))) for n in lines)
     return tuple(line for line in finite if line.points)
 
 

@@ -83,16 +83,15 @@ def _curves(chart: Curves) -> Figure:
     figure, (panel,) = _sheet(7.0, 3.8)
     right = panel.twinx() if any(line.right for line in chart.lines) else None
     for line in chart.lines:
-        x, y = [x for x, _ in line.points], [y for _, y in line.points]
-        (right if line.right and right is not None else panel).plot(
-            x,
-            y,
-            color=COLOURS[line.colour],
-            ls="--" if line.dashed else "-",
-            marker="." if line.dots else "",
-            label=line.label,
-            lw=1.3,
-        )
+        for piece in line.pieces:
+            (right if line.right and right is not None else panel).plot(
+                [x for x, _ in piece],
+                [y for _, y in piece],
+                color=COLOURS[line.colour],
+                ls="--" if line.dashed else "-",
+                marker="." if line.dots or len(piece) == 1 else "",
+                lw=1.3,
+            )
     panel.set_title(chart.title, loc="left", fontsize=11, fontweight="bold")
     panel.set_xlabel(chart.x_label)
     panel.set_ylabel(chart.y_label)

@@ -274,7 +274,7 @@ def _after_training(steps: Iterable[OuterStep]) -> Iterator[OuterStep]:
 
 def throughput_curve(heads: Sequence[NodeHistory], points: int = 120) -> list[RatePoint]:
     """Tokens per second along wall time, within equal stretches, `points` at most and of a few steps each; their mean
-    by `seconds` is the run's."""
+    by `seconds` is the run's. It is 0 in those that lie within a time in which the whole swarm was down."""
     pairs = _counted(heads)
     points = max(1, min(points, len(pairs) // STEPS_A_POINT))
     if not pairs:
@@ -287,9 +287,10 @@ def throughput_curve(heads: Sequence[NodeHistory], points: int = 120) -> list[Ra
             tokens[index] += share * b.tokens
             seconds[index] += share * (b.time - a.time)
     return [
-        RatePoint(time=begin + (index + 0.5) * width, seconds=each, tokens_per_second=tokens[index] / each)
+        RatePoint(
+            time=begin + (index + 0.5) * width, seconds=each, tokens_per_second=tokens[index] / each if each else 0.0
+        )
         for index, each in enumerate(seconds)
-        if each > 0.0
     ]
 
 

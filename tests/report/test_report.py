@@ -122,6 +122,33 @@ def test_speeds_along_the_time_have_the_mean_of_the_summary() -> None:
     assert throughput_curve([]) == []
 
 
+def test_where_nobody_trained_or_looked_no_line_goes_on(tmp_path: Path) -> None:
+    """A straight line bridged the time in which all were off, and the dashed one went on over it."""
+
+    def life(name: str, begin: float, seconds: int) -> list[AnyEvent]:
+        steps = [made.inner_step(step, time=begin + step) for step in range(1, seconds)]
+        looks = [made.account(time=begin + at) for at in (1.0, float(seconds))]
+        return [made.started(name).model_copy(update={"time": begin}), *steps, *looks]
+
+    write(tmp_path / "s0-r0", [*life("s0-r0", 1000.0, 100), *life("s0-r0", 1300.0, 100)])
+    write(tmp_path / "s1-r0", life("s1-r0", 1600.0, 100))
+    told = read_folder(tmp_path, NOW)
+    speed, seen = figures.throughput(told).lines
+    axis = figures.TimeAxis.of(told.chronicles)
+    rates = dict(speed.points)
+    assert all(rates[at] == 0.0 for at in rates if axis.at(1110.0) < at < axis.at(1290.0))
+    assert any(axis.at(1110.0) < at < axis.at(1290.0) for at in rates)
+    assert all(rates[at] > 0.0 for at in rates if at < axis.at(1090.0) or axis.at(1310.0) < at < axis.at(1399.0))
+    assert speed.points[-2:] == ((axis.at(1399.0), 0.0), (axis.end, 0.0))
+    assert [(piece[0][0], piece[-1][0]) for piece in seen.pieces] == [
+        (axis.at(begin + 1.0), axis.at(begin + 100.0)) for begin in (1000.0, 1300.0)
+    ]
+    assert page(told).count('stroke-dasharray="5 4"') == 3, "two pieces, and the learning rate"
+    with RunFolder(tmp_path / "s0-r0").lock():
+        (speed, _) = figures.throughput(read_folder(tmp_path, NOW)).lines
+    assert speed.points[-1][1] > 0.0, "who runs may train on"
+
+
 def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
     """A volunteer's folder holds one node, seldom of stage 0."""
     write(tmp_path, list(made.node_events("s1-r0")))
