@@ -155,11 +155,12 @@ def print_finished(finished: Finished) -> None:
 
 def print_result(result: SwarmResult) -> None:
     """How a local swarm's run ended, and what it left where."""
+    from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
     from noloco_node.telemetry.words import as_bytes
 
     summary = result.summary
     losses = {
-        "training loss": summary.training_loss,
+        f"training loss, last {100 * TRAINING_LOSS_SHARE:.0f} %": summary.training_loss,
         "validation loss": summary.validation_loss,
         "validation loss, merged": summary.validation_loss_merged,
     }

@@ -12,6 +12,7 @@ from noloco_node.report import drawing, figures
 from noloco_node.report.chronicle import Chronicle
 from noloco_node.report.figures import words
 from noloco_node.report.folder import ReportedRun
+from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
 from noloco_node.telemetry.words import as_bytes, as_long, as_loss
 
 MOMENTS_SHOWN = 200
@@ -39,7 +40,7 @@ def _sections(told: ReportedRun) -> Iterator[str]:
         yield _section(chart.title, drawing.curves(chart), "third")
     yield _section(
         "The nodes",
-        _table(("node", "stage", "done", "training loss", "validation loss", *_COUNTS, "now"), _nodes(told), "even"),
+        _table(("node", "stage", "done", *_LOSSES, *_COUNTS, "now"), _nodes(told), "even"),
     )
     parts = told.summary.validation_losses_by_source
     if parts:
@@ -92,7 +93,7 @@ def _tiles(told: ReportedRun) -> Iterator[tuple[str, str]]:
     s = told.summary
     yield "tokens trained", f"{s.tokens:,}"
     yield "tokens per second", f"{s.tokens_per_second:,.0f}"
-    yield "training loss", as_loss(s.training_loss)
+    yield f"training loss, mean of the last {100 * TRAINING_LOSS_SHARE:.0f} % of the clock", as_loss(s.training_loss)
     yield "validation loss", as_loss(s.validation_loss)
     if s.validation_loss_merged is not None:
         yield "validation loss, merged", as_loss(s.validation_loss_merged)
@@ -101,6 +102,7 @@ def _tiles(told: ReportedRun) -> Iterator[tuple[str, str]]:
     yield "came to nothing", f"{sum(part.outer_steps['aborted'] for part in s.per_node.values()):,}"
 
 
+_LOSSES = ("training loss, last inner step", "validation loss, last one")
 _COUNTS = ("inner steps", "outer rounds", "stage peers met")
 
 

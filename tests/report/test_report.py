@@ -76,6 +76,10 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
     shown, lines = page(told), status_lines(tmp_path, NOW)
     for tile in (f"{told.summary.tokens:,}", f"{told.summary.tokens_per_second:,.0f}"):
         assert f"<b>{tile}</b>" in shown
+    assert (
+        f"<b>{told.summary.training_loss:.4f}</b><span>training loss, mean of the last 5 % of the clock</span>" in shown
+    )
+    assert "<th>training loss, last inner step</th>" in shown
     for node in made.NAMES:
         name, stage, share, loss, held_out, steps, rounds, stage_peers, now = row_of(shown, node)
         (line,) = (line for line in lines if line.split()[0] == name)
