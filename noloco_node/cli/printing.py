@@ -156,7 +156,7 @@ def print_finished(finished: Finished) -> None:
 def print_result(result: SwarmResult) -> None:
     """How a local swarm's run ended, and what it left where."""
     from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
-    from noloco_node.telemetry.words import as_bytes
+    from noloco_node.telemetry.words import as_bytes, as_long
 
     summary = result.summary
     losses = {
@@ -164,7 +164,10 @@ def print_result(result: SwarmResult) -> None:
         "validation loss": summary.validation_loss,
         "validation loss, merged": summary.validation_loss_merged,
     }
-    print(f"\n{summary.tokens:,} tokens in {summary.seconds:,.0f} s, {summary.tokens_per_second:,.0f} tokens/s")
+    print(
+        f"\n{summary.tokens:,} tokens; from the first inner step on {summary.tokens_per_second:,.0f} tokens/s, over "
+        f"{as_long(summary.seconds)}"
+    )
     of_sources = {f"  of {name}": loss for name, loss in summary.validation_losses_by_source.items()}
     for name, loss in (losses | of_sources).items():
         if loss is not None:

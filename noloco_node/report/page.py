@@ -85,7 +85,8 @@ def _header(told: ReportedRun) -> Iterator[str]:
         yield f'<p class="dim">{told.passed_over:,} lines hold no event that this version writes: passed over.</p>'
     yield (
         f'<p class="dim">Made by noloco-node {__version__} from the event files of {escape(words(str(told.path)))}. '
-        "Tokens and their speed are those of the nodes in this folder while they served its earliest stage.</p>"
+        "Tokens and their speed are those of the nodes in this folder while they served its earliest stage; the speed "
+        "counts from the first inner step on.</p>"
     )
 
 

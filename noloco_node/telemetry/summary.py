@@ -114,8 +114,10 @@ class Summary(Frozen):
     """Tokens trained, summed over all that served stage 0 while they did; where nobody does at last, over those of the
     earliest stage."""
     seconds: float
-    """From the first to the last of their inner steps."""
+    """From the first to the last of their inner steps, without the times in which the whole swarm was down."""
     tokens_per_second: float
+    """Over those seconds. The tokens of the first inner step, and of the first after each such time, were made before
+    they begin, and are no part of it: it is a little below `tokens` by `seconds`."""
     training_loss: float | None
     """Mean over the last 5 % of the clock, weighted by tokens."""
     validation_loss: float | None
