@@ -34,7 +34,7 @@ from noloco_node.telemetry.events import (
     Warned,
     parse_event,
 )
-from noloco_node.telemetry.words import as_long, as_nodes, printable
+from noloco_node.telemetry.words import as_long, as_nodes, one_line, printable
 
 SHOWN_PEERS = 8
 SILENT_SECONDS = 15.0
@@ -91,7 +91,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
     UserError (RUN_FOLDER) where no node has ever run there."""
     now, members = ambient.wall() if now is None else now, node_folders(path)
     if members != [path]:
-        return [printable(line) for line in _swarm(path, members, now)]
+        return [one_line(line) for line in _swarm(path, members, now)]
     folder = RunFolder(path)
     events = Events(folder.events)
     started = events.last(NodeStarted)
@@ -102,7 +102,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
         *_training(events, started),
         *_ledger(folder, started),
     ]
-    return [printable(line) for line in lines]
+    return [one_line(line) for line in lines]
 
 
 def node_folders(path: Path) -> list[Path]:
@@ -124,7 +124,7 @@ def node_folders(path: Path) -> list[Path]:
 def said_now(folder: RunFolder, now: float) -> str:
     """Whether the node of this folder runs, and what it does or waits for, in one line."""
     events = Events(folder.events)
-    return printable(_said(folder, events, events.last(NodeStarted), now))
+    return one_line(_said(folder, events, events.last(NodeStarted), now))
 
 
 def _said(folder: RunFolder, events: Events, started: NodeStarted | None, now: float) -> str:

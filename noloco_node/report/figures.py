@@ -19,7 +19,7 @@ from noloco_node.telemetry.summary import (
     training_curve,
     validation_curve,
 )
-from noloco_node.telemetry.words import printable
+from noloco_node.telemetry.words import one_line
 
 NODES_DRAWN = 24
 """Of a stage, in the graph of who met whom."""
@@ -314,7 +314,7 @@ def named(part: str) -> str:
 
 def words(text: str) -> str:
     """A text that may be a stranger's, as it can be shown."""
-    return printable(text)[:LETTERS]
+    return one_line(text)[:LETTERS]
 
 
 def shares(row: Mapping[str, float], parts: Sequence[str]) -> list[float]:

@@ -90,6 +90,11 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def one_line(text: str) -> str:
+    """The same where a line is wanted and the text may have several."""
+    return printable(" ".join(text.splitlines()))
+
+
 def plain_text(text: str) -> str:
     """The same for a text of several lines."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

@@ -348,6 +348,18 @@ def test_the_time_on_a_device_is_told_in_words_of_the_work(tmp_path: Path) -> No
     assert "· one node in this folder ·" in page(told)
 
 
+def test_a_message_of_several_lines_is_told_on_one(tmp_path: Path) -> None:
+    """Its line breaks were question marks, in what happened and in what a node does now."""
+    stopped = made.stopped("s0-r0").model_copy(update={"reason": "failed", "detail": "no room:\nmake some\r\nfirst"})
+    warned = Warned(what="memory_short", detail="little memory\nis left", time=1005.0)
+    write(tmp_path, [made.started("s0-r0"), warned, stopped])
+    shown = page(read_folder(tmp_path, NOW))
+    assert "</b> little memory is left</li>" in shown
+    assert "</b> ended: failed, no room: make some first</li>" in shown
+    assert "(failed: no room: make some first)</td>" in shown
+    assert any("(failed: no room: make some first)" in line for line in status_lines(tmp_path, NOW))
+
+
 def test_the_time_between_two_processes_is_nobodys() -> None:
     """A process begins with `joining`, before it is up: what its forerunner did last is not done all the while."""
     told = Chronicle.of(
