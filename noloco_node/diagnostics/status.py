@@ -253,17 +253,18 @@ def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
         return
     total = read_contribution(folder.contribution, owner)
     yield f"contribution        {_since(total)}"
-    yield f"  tokens            {total.tokens:,}"
-    yield f"  microbatches      {total.drawn:,} drawn, {total.served:,} served for others"
-    yield f"  outer rounds      {total.outer_rounds:,}"
+    if total.first is not None:
+        yield f"  tokens            {total.tokens:,}"
+        yield f"  microbatches      {total.drawn:,} drawn, {total.served:,} served for others"
+        yield f"  outer rounds      {total.outer_rounds:,}"
     yield from _receipts(total)
     if total.refused:
         yield f"  refused           {total.refused} lines of {folder.contribution} are not signed by whom they name"
 
 
 def _since(total: Contribution) -> str:
-    if total.first is None:
-        return "nothing yet"
+    if total.first is None:  # peers may sign a receipt before this node has written a line of its own
+        return "its own work is not written down yet: that follows once a minute, and at its end"
     try:
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
     except (OverflowError, ValueError, OSError):  # whoever signed it may write any number

@@ -178,6 +178,29 @@ def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path,
     assert sum(line.startswith("  refused           1 lines of") for line in lines) == 1
 
 
+def test_own_work_that_is_not_written_down_yet_is_no_zero_beside_receipts(folder: Path, identity: Identity) -> None:
+    """Peers may sign first: `nothing yet, tokens 0` stood above `receipts 65 microbatches, 133,120 tokens`."""
+    peer = load_or_create_identity(folder / "peer.key")
+    file = ContributionFile(folder / "contribution.jsonl")
+    receipt = Receipt(
+        run="r" * 32,
+        since=0.0,
+        until=60.0,
+        server=identity.peer_id,
+        session="0" * 16,
+        serial=0,
+        microbatches=65,
+        tokens=133_120,
+    )
+    text = statement_text(receipt)
+    file.append(peer.peer_id, text, sign_statement(peer, text.encode()))
+    write(folder, started(identity), account())
+    lines = status_lines(folder, NOW)
+    at = next(index for index, line in enumerate(lines) if line.startswith("contribution"))
+    assert "its own work is not written down yet" in lines[at]
+    assert lines[at + 1] == "  receipts          65 microbatches, 133,120 tokens, signed by 1 peers"
+
+
 def test_to_ask_for_the_status_loads_no_heavy_library(folder: Path, identity: Identity) -> None:
     """Each of them takes a second or two, and a person may look every few seconds."""
     write(folder, started(identity), account())
