@@ -151,7 +151,7 @@ def _member(member: Path, now: float) -> tuple[str, str]:
     run = "" if started is None else f"{started.run_name} ({started.run_id})"
     stage = moved.stage if moved and started and moved.time > started.time else started and started.stage
     where = "not up yet" if stage is None else f"stage {stage}"
-    share = "" if account is None else f", {100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
+    share = "" if account is None else f", {_share(account)}"
     loss = events.last(InnerStep)
     trained = "" if loss is None else f", training loss {loss.loss:.4f}"
     return run, f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
@@ -182,9 +182,7 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
         yield f"now                 gone without a last word {gone} ago: killed, or the machine went down"
         return
     if ended and stopped is not None:
-        detail = f": {stopped.detail}" if stopped.detail else ""
-        reason = stopped.reason.replace("_", " ")
-        yield f"now                 stopped {_ago(now - stopped.time)} ago ({reason}{detail})"
+        yield f"now                 stopped {_ago(now - stopped.time)} ago ({_why(stopped, events.last(Account))})"
         return
     silent = now - events.time
     yield f"now                 {_activity(events, doing, now)}"
@@ -194,6 +192,19 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
         yield f"  reached           {reached.words}"
     if events.time and silent > SILENT_SECONDS:  # one that starts has written nothing yet
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
+
+
+def _why(stopped: NodeStopped, account: Account | None) -> str:
+    """Why it ended. The run may have reached its target where this node's own clock was behind."""
+    why = stopped.reason.replace("_", " ")
+    share = "100 %" if account is None else _share(account)
+    if stopped.reason == "target_reached" and share != "100 %":
+        why += f" by the run; this node's own clock stood at {share}"
+    return f"{why}: {stopped.detail}" if stopped.detail else why
+
+
+def _share(account: Account) -> str:
+    return f"{100.0 * min(1.0, account.clock / max(1, account.target)):.0f} %"
 
 
 def _p2pd(events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
@@ -233,8 +244,7 @@ def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
         # A replica's clock is its own: that of one which was behind stands still where its stage peers end the run.
         yield f"progress            the run is over: {account.target:,} tokens; its clock stood at {account.clock:,.0f}"
     elif account is not None:
-        share = 100.0 * min(1.0, account.clock / max(1, account.target))
-        yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({share:.0f} %)"
+        yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({_share(account)})"
         known = f"; its own stage's to {account.replicas_error:.0%}" if account.replicas_error >= 0.005 else ""
         yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them{known}"
     if step is not None:

@@ -143,7 +143,7 @@ def test_restarts_of_p2pd_are_shown_for_this_life_of_the_node(folder: Path, iden
 def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, identity: Identity) -> None:
     """The last of start, word and end decides; a joining node has a present before it is up."""
     write(folder, started(identity), account(), stopped())
-    assert now_line(folder) == "stopped 5 s ago (target reached)"
+    assert now_line(folder) == "stopped 5 s ago (target reached by the run; this node's own clock stood at 25 %)"
     write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
     with RunFolder(folder).lock():
         assert now_line(folder) == "looking for the nodes of the run, for 1 s"
