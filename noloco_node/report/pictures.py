@@ -36,7 +36,8 @@ PART_COLOURS = (
     "#93a33c",
 )
 """As `p0` to `p11` of the page's style."""
-MARKS = {"start": GREEN, "end": GREY, "death": "#c63a3a", "fault": ORANGE, "warning": "#b7791f"}
+MARKS = {"start": GREEN, "end": GREY, "death": "#c63a3a", "fault": "#b98000", "warning": "#7b3fb5"}
+"""As the marks of the page's style."""
 NAMES = {"start": "up, or moved", "end": "ended", "death": "gone"}
 INCHES_A_ROW = 0.3
 DPI = 130

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from html import unescape
 from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
@@ -23,6 +25,7 @@ from noloco_node.report.drawing import figure
 from noloco_node.report.folder import read_folder
 from noloco_node.report.make import make_report
 from noloco_node.report.page import page
+from noloco_node.report.pictures import MARKS
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
 from noloco_node.telemetry.history import NodeHistory
@@ -231,6 +234,20 @@ def test_folders_of_which_nothing_can_be_told(tmp_path: Path, capsys: pytest.Cap
         make_report(good, good / "taken")
     assert cli.main(["report", str(tmp_path / "empty")]) == ExitCode.RUN_FOLDER
     assert "remedy: try again when one is" in capsys.readouterr().err
+
+
+def test_marks_of_what_happened_are_told_apart_by_their_colours() -> None:
+    """A fault and a warning were two oranges, in the picture and on the page, light and dark."""
+    style = files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.S)
+    )
+    variables = {kind: re.search(rf"\.mark\.{kind}, [^}}]*var\(--(\w+)\)", style) for kind in MARKS}
+    names = {kind: found.group(1) for kind, found in variables.items() if found is not None}
+    assert set(names) == set(MARKS)
+    for colours in (MARKS, *({kind: theme[name] for kind, name in names.items()} for theme in (light, dark))):
+        spots = [tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5)) for colour in colours.values()]
+        assert min(math.dist(one, other) for one, other in combinations(spots, 2)) > 70.0
 
 
 class Tags(HTMLParser):
