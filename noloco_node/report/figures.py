@@ -30,11 +30,19 @@ GOOD_FINDINGS = ("agreed",)
 LETTERS = 300
 """Of a text that a peer may have written."""
 UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
-BUSY = {"forward": "forward", "backward": "backward", "step": "step", "draw": "forward of newly drawn microbatches"}
-"""What a device works on, by its name in the events."""
+BUSY = {
+    "forward": "forward, at the last stage with its backward",
+    "backward": "backward",
+    "step": "step",
+    "draw": "forward of newly drawn microbatches",
+}
+"""What a device works on, by its name in the events. At the last stage the backward
+is part of the forward's call: it needs no answer from anybody."""
+DRAW_OF_ONE_STAGE = "forward and backward of newly drawn microbatches"
+"""Of a model in one stage, which is the first and the last."""
 ACTIVITIES = ("training", "waiting_for_work", "waiting_for_peers", "downloading", "joining", "finishing", "draining")
 IDLE = {
-    "answers": "idle: its microbatches were with others",
+    "answers": "idle: microbatches were under way, with other nodes",
     "microbatches": "idle: there was no microbatch",
     "no_replica": "idle: a stage had no replica",
     "joining": "idle: joining",
@@ -203,14 +211,15 @@ def moments(told: ReportedRun) -> list[tuple[str, Moment]]:
 
 def time_spent(told: ReportedRun) -> Bars:
     """What the device of each node did, in seconds."""
+    works = BUSY | ({"draw": DRAW_OF_ONE_STAGE} if told.summary.stages == 1 else {})
     rows: list[tuple[str, dict[str, float]]] = []
     for chronicle in told.chronicles:
         spent = chronicle.spent
-        busy = {text: spent.busy.get(name, 0.0) for name, text in BUSY.items()}
+        busy = {text: spent.busy.get(name, 0.0) for name, text in works.items()}
         other = sum(spent.busy.values()) - sum(busy.values())
         row = {**busy, "other work": max(0.0, other)} | {text: spent.idle.get(name, 0.0) for name, text in IDLE.items()}
         rows.append((chronicle.name, row))
-    return _bars("Where the time of the devices went", (*BUSY.values(), "other work", *IDLE.values()), rows)
+    return _bars("Where the time of the devices went", (*works.values(), "other work", *IDLE.values()), rows)
 
 
 def activities(told: ReportedRun) -> Bars:

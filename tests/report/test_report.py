@@ -377,6 +377,21 @@ def test_a_message_of_several_lines_is_told_on_one(tmp_path: Path) -> None:
     assert any("(failed: no room: make some first)" in line for line in status_lines(tmp_path, NOW))
 
 
+@pytest.mark.parametrize(("stages", "drawn"), [(1, "forward and backward"), (2, "forward")])
+def test_where_a_backward_is_part_of_the_forward_its_name_says_so(stages: int, drawn: str, tmp_path: Path) -> None:
+    """Nodes of the last stage seemed to do without a backward, and to wait for microbatches that they did not own."""
+    spent = {"forward": 4.0, "draw": 1.0, "backward": 0.0}
+    begun = made.started("s1-r0").model_copy(update={"stages": stages})
+    accounts = [made.account(time=1000.0, busy_seconds=0.0, busy_by_work={})]
+    accounts.append(made.account(time=1011.0, busy_seconds=5.0, busy_by_work=spent, in_hand=1))
+    write(tmp_path, [begun, *accounts])
+    assert figures.time_spent(read_folder(tmp_path, NOW)).parts == (
+        "forward, at the last stage with its backward",
+        f"{drawn} of newly drawn microbatches",
+        "idle: microbatches were under way, with other nodes",
+    )
+
+
 def test_the_time_between_two_processes_is_nobodys() -> None:
     """A process begins with `joining`, before it is up: what its forerunner did last is not done all the while."""
     told = Chronicle.of(
