@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.cli.printing import print_result
+from noloco_node.cli.printing import print_finished, print_result
 from noloco_node.errors import ExitCode
+from noloco_node.laboratory.experiment import Finished
+from noloco_node.laboratory.result import Result
 from noloco_node.launch.local_run import SwarmResult
 from noloco_node.telemetry.summary import summarize
+from noloco_node.telemetry.words import as_duration
 from tests.telemetry import made_events as made
 
 
@@ -19,3 +22,28 @@ def test_the_speed_of_a_swarm_is_told_with_what_it_is_of(capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     assert "61,440 tokens; from the first inner step on 1,033 tokens/s, over 59 s\n" in printed
     assert f"training loss, last 5 %        {summary.training_loss:.4f} nats per token" in printed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(-2.0, "0 s"), (4.2, "4 s"), (59.7, "1:00 min"), (424.0, "7:04 min"), (7500.0, "2 h 05 min"), (None, "?")],
+)
+def test_a_duration_below_a_minute_is_told_in_seconds(seconds: float | None, told: str) -> None:
+    """`0:04 min left` has to be read twice."""
+    assert as_duration(seconds) == told
+
+
+def test_what_a_laboratory_has_left_is_told_in_seconds_at_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """`about 0.0 min left` of four seconds."""
+    result = Result.model_construct(
+        variant="noloco",
+        options={},
+        replicas=2,
+        tokens=1000,
+        seed=1,
+        purpose="report",
+        validation_loss=2.0,
+        seconds=3.0,
+    )
+    print_finished(Finished(result, 1, 2, 4.0))
+    assert capsys.readouterr().out.endswith("3 s; about 4 s left\n")

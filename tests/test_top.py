@@ -71,7 +71,7 @@ async def test_a_node_is_seen_in_a_terminal_with_its_peers_and_its_log(
 def test_what_is_not_known_yet_is_a_dash_and_a_small_screen_holds_it() -> None:
     """A node that starts."""
     text = drawn(Follower(told, "here", told()), height=20)
-    assert "no stage, for 0:05 min" in text
+    assert "no stage, for 5 s" in text
     assert "–" in text
     many = tuple({"peer_id": f"peer-{n:04}", "stage": n % 3, "answers": True} for n in range(200))
     follower = Follower(told, "here", told(peers=many, stage=1, stages=3, peer_id="p" * 20))

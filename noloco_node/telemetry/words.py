@@ -25,10 +25,12 @@ def as_rate(value: float | None) -> str:
 
 
 def as_duration(seconds: float | None) -> str:
-    """`1:05 min`, or `2 h 05 min`; a question mark where it is not known."""
+    """`4 s`, `1:05 min`, or `2 h 05 min`; a question mark where it is not known."""
     if seconds is None:
         return "?"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    if not minutes:
+        return f"{rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02} min"
 

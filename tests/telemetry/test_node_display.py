@@ -75,7 +75,7 @@ def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know() -> None:
     waits = Doing(time=HALF, what="waiting_for_peers", detail="a replica of stage 1: none is known", since=HALF - 65)
     text = screen_of(half_way(waits, Warned(what="stage_lost", detail="the stage begins anew")), HALF)
     for words in (
-        *("made-up · stage 0 of 2", "30,720 of 61,440 tokens", "0:30 min left", "1,024", "512", "outer steps"),
+        *("made-up · stage 0 of 2", "30,720 of 61,440 tokens", "30 s left", "1,024", "512", "outer steps"),
         *("training loss", "stage 0: 2, stage 1: 2", "with …-s0-r1", "the stage begins anew"),
         "waiting for a replica of stage 1: none is known, for 1:05 min",
     ):
@@ -134,7 +134,7 @@ def test_without_a_terminal_a_line_an_outer_round_says_how_far_the_run_is(caplog
     words = " · 50 % of 61,440 tokens · 1,024 tokens/s · loss 2."
     third = next(line for line in caplog.messages if line.startswith("outer step 3 paired"))
     assert words in third
-    assert third.endswith("0:30 min left")
+    assert third.endswith("30 s left")
     assert any(line == "outer step came to nothing: busy" for line in caplog.messages)
 
 
