@@ -19,7 +19,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.node import custody
-from noloco_node.node.custody import last_of_stage, unusable_checkpoints
+from noloco_node.node.custody import last_of_stage, may_be_over, unusable_checkpoints
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
@@ -164,3 +164,35 @@ def test_what_peers_held_is_kept_with_their_addresses(tmp_path: Path) -> None:
     ):
         path.write_text('{"run": "run", "peers": {}, ' + hostile + "}")
         assert KnownPeers(path).holders("run", 1) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "found"),
+    [
+        ([], 1e9, False),
+        ([(100.0, 50.0)], 1e9, False),
+        ([(100.0, 50.0), (200.0, 150.0)], 624.0, False),
+        ([(100.0, 50.0), (200.0, 150.0)], 625.0, True),
+        ([(100.0, 50.0), (150.0, 149.0), (200.0, 150.0)], 625.0, True),
+        ([(200.0, 50.0), (100.0, 150.0)], 1e9, False),
+        ([(100.0, 150.0), (200.0, 150.0)], 1e9, False),
+        ([(100.0, 50.0), (200.0, 1000.0)], 200.0, True),
+    ],
+)
+def test_whether_a_run_may_be_over_since_a_node_saved_its_state(
+    saved: list[tuple[float, float]], now: float, found: bool
+) -> None:
+    """One token a second before, two at most since: 850 are left."""
+    assert may_be_over(saved, 1000.0, now) is found
+
+
+def test_the_clocks_of_checkpoints_are_those_of_the_run_in_turn(tmp_path: Path) -> None:
+    """Also of such as are torn: nothing is gone on from there."""
+    folder = CheckpointFolder(tmp_path, 3)
+    assert folder.clocks(RUN) == []
+    for _ in range(2):
+        folder.write(standing(5.0), tensors(5.0))
+    found = folder.clocks(RUN)
+    assert [clock for _, clock in found] == [5.0] * 2
+    assert abs(found[0][0] - time.time()) < 60.0
+    assert folder.clocks("another") == []

@@ -367,5 +367,5 @@ def run_has_ended(spec: RunSpec, why: str) -> RunHasEnded:
         ExitCode.NO_DONOR,
         f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
         "start a new run, with another run.name or a higher run.inner.target_tokens; to begin this one anew, start its "
-        "first node in a new folder and without initial peers; so started, a node that has a checkpoint goes on from it",
+        "first node in a new folder and without initial peers; so started in its own, one with a checkpoint goes on",
     )

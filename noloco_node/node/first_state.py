@@ -75,7 +75,8 @@ async def obtain_state(
             if revived is not None:
                 replica.begins_late()
                 return revived
-        donor = await become_current(replica, saved_clock, ended_here=stays.ended_before)
+        known = {"ended_here": stays.ended_before, "may_be_over": stays.may_be_over}
+        donor = await become_current(replica, saved_clock, **known)
     except UserError as error:
         if isinstance(error, RunHasEnded) and stays.left is not None and stays.left.near:
             _say_over(stays)
@@ -197,20 +198,25 @@ async def _begin_again(
 
 
 async def become_current(
-    replica: Replica, own_clock: float | None = None, *, ended_here: bool = False
+    replica: Replica, own_clock: float | None = None, *, ended_here: bool = False, may_be_over: bool = False
 ) -> PeerId | None:
     """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the weights
     stand. See `FirstState`."""
-    return await FirstState(replica, ended_here=ended_here).take(own_clock)
+    return await FirstState(replica, ended_here=ended_here, may_be_over=may_be_over).take(own_clock)
 
 
 class FirstState:
     """Where a replica begins, and whom it may copy. `entrances` are the peers by which it came in, the initial peers
     where none are given; the run begins with a node that has none. `ended_here`: an earlier life of this node has come
-    to the run's end."""
+    to the run's end; `may_be_over`: the run may have come to it since that life saved its state."""
 
     def __init__(
-        self, replica: Replica, entrances: Collection[PeerId] | None = None, *, ended_here: bool = False
+        self,
+        replica: Replica,
+        entrances: Collection[PeerId] | None = None,
+        *,
+        ended_here: bool = False,
+        may_be_over: bool = False,
     ) -> None:
         context = replica.context
         self._replica = replica
@@ -220,7 +226,7 @@ class FirstState:
         self._membership = replica.membership
         self._entrances = peers_at(context.settings.initial_peers) if entrances is None else entrances
         self._joined = bool(self._entrances)
-        self._ended_here = ended_here
+        self._ended_here, self._may_be_over = ended_here, may_be_over
 
     async def take(self, own_clock: float | None) -> PeerId | None:
         """Copy a stage peer's state where that is where to begin (`where_to_begin`); the donor, or None where the
@@ -282,10 +288,12 @@ class FirstState:
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
     async def _knows_to_be_over(self) -> str:
-        """How this node knows that the run is over: it came to the end itself, or most of the peers that it was told to
-        join say so. Empty where neither is so."""
+        """How this node knows that the run is over: it came to the end itself, or it may well have come to it since and
+        most of the peers that it was told to join say so. Empty where neither is so."""
         if self._ended_here:
             return "this node has trained it to its end, and saved its weights"
+        if not self._may_be_over:
+            return ""
         transport = self._replica.context.transport
         told = await asyncio.gather(*(hello_or_none(transport, peer) for peer in self._entrances))
         same = [hello for hello in told if hello is not None and hello.run == self._spec.run_id]

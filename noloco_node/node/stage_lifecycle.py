@@ -86,6 +86,8 @@ class StageLifecycle:
         """The run has come to its end while this node was between two stages."""
         self.ended_before = False
         """An earlier life of this node has come to the run's end."""
+        self.may_be_over = False
+        """The run may have come to it since that life saved its state (`custody.may_be_over`)."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
         """Takes what whoever runs the node should know."""
 

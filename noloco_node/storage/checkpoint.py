@@ -192,6 +192,21 @@ class CheckpointFolder:
                 logger.warning("checkpoint %s is not used: %s", path, reason)
         return None
 
+    def clocks(self, run_id: str) -> list[tuple[float, float]]:
+        """Of those of this run whose manifests can be read, in turn: when each was written (wall time), and its
+        clock."""
+        found: list[tuple[float, float]] = []
+        for number in self._numbers():
+            path = self.path / f"{number:08d}"
+            try:
+                standing = _read_manifest(path).standing
+                written = (path / MANIFEST).stat().st_mtime
+            except (Unusable, OSError):
+                continue
+            if standing.run_id == run_id:
+                found.append((written, standing.progress.clock))
+        return found
+
     def any_sound(self, run_id: str) -> bool:
         """Whether one of this run is whole, of whatever stage. Says nothing of those that are not."""
         for number in reversed(self._numbers()):

@@ -53,8 +53,8 @@ def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = Fa
     ],
 )
 def test_the_last_words_of_the_first_stage_decide(records: tuple[PeerRecord, ...], before: bool, after: bool) -> None:
-    """As long as nobody says that it trains, at whatever stage; who joins says nothing, nor who was sent away as it came:
-    its farewell made a seed forget the end of the run that it had been told of."""
+    """As long as nobody says that it trains, at whatever stage; who joins says nothing, nor who was sent away as it
+    came: its farewell made a seed forget the end of the run that it had been told of."""
     rows: tuple[dict[PeerId, LiveRecord], ...] = ({}, {})
     for each in records:
         rows[each.stage][PeerId(each.peer_id)] = LiveRecord(each, 100.0)
