@@ -106,12 +106,14 @@ class StayingNode(Node):
                 if self.disk is not None:
                     keeper = stack.enter_context(CheckpointKeeper(replica, self.disk, self.emit, self._settings))
                 clock = None if saved is None else saved.standing.progress.clock
-                _, first = await replica.worker.slow_weights()
+                first = None
                 if saved is not None and keeper is not None:
+                    _, weights = await replica.worker.slow_weights()
+                    first = partial(_given, weights)
                     await keeper.resume(saved)
                 replica.serve()
                 folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
-                origin = await obtain_state(replica, stays, clock, folder, first=partial(_given, first))
+                origin = await obtain_state(replica, stays, clock, folder, first=first)
             if origin is None:
                 back = await stays.back()
                 self.stage = self.stage if back is None else back
