@@ -114,7 +114,7 @@ async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(
             read = read_by(swarm.nodes)
             return sum(end - start for slot in range(row) for start, end in read[slot]) > 0.99 * windows
 
-        await eventually(whole, 150, "a pass is read", every=0.2)
+        await eventually(whole, 250, "a pass is read", every=0.2)
 
         def gone_on_with() -> bool:
             read = read_by(swarm.nodes)
