@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, cast
 
@@ -47,10 +47,5 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def _did_you_mean(words: Iterable[str], known: Sequence[str]) -> str:
-    found = list(_close(words, known))
+    found = [close for word in words for close in get_close_matches(word, known, n=1)]
     return f"; did you mean {' and '.join(found)}?" if found else ""
-
-
-def _close(words: Iterable[str], known: Sequence[str]) -> Iterator[str]:
-    for word in words:
-        yield from get_close_matches(word, known, n=1)

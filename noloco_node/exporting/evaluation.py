@@ -78,6 +78,8 @@ class HeldOut:
         windows, of = held_out_by_source(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
         self._named = of
         self._sources = [_Source.of(run, rows) for rows in by_source(windows, [n for _, n in of])]
+        self.rows = windows
+        """int32 [n, sequence_length + 1]."""
         self.windows = len(windows)
         self.tokens = sum(source.tokens for source in self._sources)
         self.bytes: int | None = None

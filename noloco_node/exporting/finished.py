@@ -11,7 +11,6 @@ from torch import Tensor
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import fitting_tokenizer
-from noloco_node.data.reading import held_out_windows
 from noloco_node.exporting.evaluation import Bench, HeldOut
 from noloco_node.exporting.folders import gather_folders
 from noloco_node.exporting.write import export
@@ -44,11 +43,10 @@ def merge_run(run: RunSpec, saved: Sequence[Path], folder: Path) -> MergedModel:
     be read.
     """
     model, sample = folder / "model", folder / "sample.txt"
-    bench = Bench(run, HeldOut(run))
-    exported = export(gather_folders(saved, run), model, "mean", lambda _: None, bench=bench)
+    held_out = HeldOut(run)
+    exported = export(gather_folders(saved, run), model, "mean", lambda _: None, bench=Bench(run, held_out))
     assert exported.score is not None
-    windows = held_out_windows(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
-    sample.write_text(_samples(run, model, windows[:SAMPLES]), encoding="utf-8")
+    sample.write_text(_samples(run, model, held_out.rows[:SAMPLES]), encoding="utf-8")
     return MergedModel(model, sample, exported.score.loss)
 
 

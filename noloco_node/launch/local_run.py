@@ -172,19 +172,16 @@ def _unseen(run_folder: Path, refusal: str) -> str:
 
 def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float | None:
     """Merge what the nodes saved into one model; its loss. None, with the reason shown, where a stage left nothing."""
-    saved: dict[int, list[Path]] = {stage: [] for stage in range(swarm.config.run.stages)}
-    for node in swarm.nodes:
-        if node.stopped and node.stopped.final_weights:
-            saved[node.serves].append(node.folder / node.stopped.final_weights)
-    lost = [stage for stage, folders in saved.items() if not folders]
+    ended = [(node, node.stopped.final_weights) for node in swarm.nodes if node.stopped]
+    saved = {node.folder / weights: node.serves for node, weights in ended if weights}
+    lost = sorted(set(range(swarm.config.run.stages)) - set(saved.values()))
     if lost:
         console.print(f"no model was exported: no replica of {as_stages(lost)} left its weights")
         return None
     console.print("merging the replicas, evaluating and exporting the model")
     from noloco_node.exporting.finished import merge_run
 
-    folders = [folder for of_stage in saved.values() for folder in of_stage]
-    merged = merge_run(swarm.config.run, folders, swarm.run_folder)
+    merged = merge_run(swarm.config.run, list(saved), swarm.run_folder)
     files["model (Hugging Face folder)"] = merged.model
     files["sample of its text"] = merged.sample
     return merged.loss

@@ -75,8 +75,7 @@ async def obtain_state(
             if revived is not None:
                 replica.begins_late()
                 return revived
-        known = {"ended_here": stays.ended_before, "may_be_over": stays.may_be_over}
-        donor = await become_current(replica, saved_clock, **known)
+        donor = await become_current(replica, saved_clock, ended_here=stays.ended_before, may_be_over=stays.may_be_over)
     except UserError as error:
         if isinstance(error, RunHasEnded) and stays.left is not None and stays.left.near:
             _say_over(stays)

@@ -36,7 +36,7 @@ from noloco_node.state_transfer.given_copies import READING_SECONDS, GivenCopies
 from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, least_rate
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
-from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
+from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
@@ -135,8 +135,8 @@ class StageCopies:
         Copies of sources whose work this node has seen come before those of strangers. Of these it takes one that goes
         on from what it has itself (its own copy, or `own`: flat, of its checkpoint, whose clock `beyond` is), where it
         has that; else one that is like another stranger's, and one alone only where there is nothing else, which it
-        says loudly. `first` are the weights that the run began with (flat); `reached`: the furthest clock of those that
-        train, beyond which nobody gains by what it claims.
+        says loudly. `first` are the weights that the run began with (flat); `reached`: how far the swarm is, beyond
+        which nobody gains by what it claims.
         """
         offers = [(manifest, peer) for manifest, peer in await self._ask_all(stage, records) if manifest.clock > beyond]
         kept = self.kept if self.kept is not None and self.kept.stage == stage and self.kept.clock > beyond else None
@@ -222,21 +222,16 @@ class StageCopies:
         return kept.clock - copy.clock <= self._spec.max_lag_tokens
 
     async def _ask(self, peer: PeerId, stage: int) -> CopyManifest | None:
-        why: Refused | TransportError | None = None
-        for _ in range(OFFER_ATTEMPTS):
-            try:
-                manifest, _ = await self._open(peer, stage, OFFER_SECONDS)
-                return manifest
-            except (Refused, ProtocolViolation) as error:
-                why = error
-                break
-            except TransportError as error:
-                why = error
-        logger.warning("%s does not give its copy of stage %d: %s", peer, stage, why or repr(why))
-        return None
+        try:
+            manifest, _ = await self._open(peer, stage, OFFER_SECONDS, OFFER_ATTEMPTS)
+        except (Refused, TransportError) as error:
+            logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
+            return None
+        return manifest
 
-    async def _open(self, peer: PeerId, stage: int, limit: float) -> tuple[CopyManifest, CopyOffer]:
-        return await ask_for_copy(self._spec, stage, self._transport, peer, self._parameters[stage], seconds=limit)
+    async def _open(self, peer: PeerId, stage: int, limit: float, attempts: int = 1) -> tuple[CopyManifest, CopyOffer]:
+        size = self._parameters[stage]
+        return await ask_for_copy(self._spec, stage, self._transport, peer, size, seconds=limit, attempts=attempts)
 
     async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float, attempts: int = 1) -> StageCopy:
         """Take a copy, with a pause of `idle_share` times the duration after each chunk."""

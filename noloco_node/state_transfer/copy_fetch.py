@@ -43,11 +43,12 @@ async def ask_for_copy(
     *,
     precision: CopyPrecision = "fp16",
     seconds: float,
+    attempts: int = 1,
 ) -> tuple[CopyManifest, CopyOffer]:
-    """What `peer` gives of a stage of so many weights. Raises Refused or TransportError; ProtocolViolation, booked
-    against it, where it is none."""
+    """What `peer` gives of a stage of so many weights, asked for `attempts` times where the link fails. Raises Refused
+    or TransportError; ProtocolViolation, booked against it, where it is none."""
     request = CopyRequest(run=spec.run_id, stage=stage, precision=precision)
-    offer = await call(transport, peer, OPEN_COPY, request, seconds=seconds)
+    offer = await call(transport, peer, OPEN_COPY, request, seconds=seconds, attempts=attempts)
     with judging(transport, peer, OPEN_COPY.name):
         manifest = read_offer(transport, offer, run=spec.run_id, stage=stage, size=size, precision=precision)
     return manifest, offer

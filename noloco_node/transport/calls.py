@@ -123,9 +123,10 @@ async def call(
     *,
     seconds: float,
     progress: float | None = None,
+    attempts: int = 1,
 ) -> A:
-    """What `peer` answers to `request`, where no tensors travel. Times, and what is raised, as in `ask`."""
-    return (await ask(transport, peer, method, request, seconds=seconds, progress=progress)).header
+    """What `peer` answers to `request`, where no tensors travel. Times, attempts, and what is raised, as in `ask`."""
+    return (await ask(transport, peer, method, request, seconds=seconds, progress=progress, attempts=attempts)).header
 
 
 async def ask(
