@@ -10,7 +10,7 @@ from noloco_node.laboratory.experiment import Finished
 from noloco_node.laboratory.result import Result
 from noloco_node.launch.local_run import SwarmResult
 from noloco_node.telemetry.summary import summarize
-from noloco_node.telemetry.words import as_duration
+from noloco_node.telemetry.words import as_duration, as_lag
 from tests.telemetry import made_events as made
 
 
@@ -47,3 +47,7 @@ def test_what_a_laboratory_has_left_is_told_in_seconds_at_last(capsys: pytest.Ca
     )
     print_finished(Finished(result, 1, 2, 4.0))
     assert capsys.readouterr().out.endswith("3 s; about 4 s left\n")
+
+
+def test_who_is_further_is_not_behind_by_less_than_nothing() -> None:
+    assert [as_lag(tokens) for tokens in (None, 1200.0, 0.0, -0.3, -300.0)] == ["–", "1,200", "0", "0", "300 ahead"]

@@ -107,6 +107,8 @@ def test_a_node_is_asked_where_it_said_that_its_pages_are(tmp_path: Path) -> Non
         assert health_address(plain, environ) == ("127.0.0.1", 40123)
         assert health_address(plain, environ | {PORT_VARIABLE: "0"}) == ("127.0.0.1", 40123)
         assert health_address(plain, environ | {PORT_VARIABLE: "9200"}) == ("127.0.0.1", 9200)
+        named = cli.parser().parse_args(["top", str(tmp_path)])
+        assert health_address(named, {PORT_VARIABLE: "9200"}) == ("127.0.0.1", 40123)
         diary.write(made.started("s0-r0"))
         diary.close()
         assert health_address(plain, environ) == default
@@ -114,6 +116,14 @@ def test_a_node_is_asked_where_it_said_that_its_pages_are(tmp_path: Path) -> Non
             folder.events.write_text(text, encoding="utf-8")
             assert health_address(plain, environ) == default
     assert health_address(plain, environ) == default
+
+
+@pytest.mark.parametrize(("command", "code"), [("health", ExitCode.FAILURE), ("top", ExitCode.CHECK_FAILED)])
+def test_where_no_node_shows_itself_in_the_folder_that_is_named_no_other_is_asked(
+    command: str, code: ExitCode, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, str(tmp_path)]) == code
+    assert f"no node that shows itself runs in {tmp_path}" in capsys.readouterr().err
 
 
 def test_health_costs_next_to_nothing(node: tuple[dict[str, HTTPStatus], str]) -> None:

@@ -224,11 +224,12 @@ environment:
 
 HEALTH_HELP = """\
 Ask the node on this machine whether it is alive: its event loop has beaten within ten seconds. Exit code 0 where it is,
-1 where it is not or does not answer. It asks the port of the node's pages (node.metrics_port), which must be on: where
-neither an option nor NOLOCO_NODE_METRICS_PORT names it, the one of the node that runs in NOLOCO_NODE_RUN_FOLDER or
-runs/node.
+1 where it is not or does not answer. It asks the port of the node's pages (node.metrics_port), which must be on. The
+node is the one that runs in RUN_FOLDER; where neither that nor an option nor NOLOCO_NODE_METRICS_PORT names one, the
+one in NOLOCO_NODE_RUN_FOLDER or runs/node.
 
-example:
+examples:
+  noloco-node health runs/node
   noloco-node health --metrics-port 9100"""
 
 TOP_HELP = """\
@@ -237,6 +238,7 @@ last log lines. It asks the port of the node's pages (node.metrics_port), which 
 does; the node itself may run anywhere that this machine reaches. Ctrl-C ends the view, not the node.
 
 examples:
+  noloco-node top runs/node
   noloco-node top --metrics-port 9100
   noloco-node top --metrics-host 192.168.1.7 --metrics-port 9100 --once"""
 

@@ -23,12 +23,17 @@ SUMMARY_WIDTH = 150
 """Letters of a line of `config list` behind the name."""
 HEALTH_SECONDS = 4.0
 """For the whole question; the image's health check gives up after 5."""
+NAME_FOLDER = (
+    "name the run folder of a node that runs on this machine with node.metrics_port set, "
+    "or where its pages are, with --metrics-host and --metrics-port"
+)
 SHELLS = ("bash", "zsh", "fish")
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def health_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `health`."""
+    command.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
     command.add_argument("--metrics-host", metavar="ADDR", help="address of the node's pages (default: 127.0.0.1)")
     port = f"port of the node's pages (default: {PORT_VARIABLE}, or the node's own word, or {DEFAULT_METRICS_PORT})"
     command.add_argument("--metrics-port", metavar="N", type=int, help=port)
@@ -53,12 +58,22 @@ def completion_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(call=_completion)
 
 
-def health_address(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Where this machine's node answers: options, else the environment that the node has too, else what the node that
-    runs in this environment's run folder says of itself, else the defaults.
+def health_address(
+    options: argparse.Namespace, environ: Mapping[str, str], none_there: ExitCode = ExitCode.FAILURE
+) -> tuple[str, int]:
+    """Where this machine's node answers: as the node says that runs in the run folder that is named, else by options,
+    else by the environment that the node has too, else as the node says that runs in this environment's run folder,
+    else by the defaults.
 
-    Raises UserError (CONFIG) where the environment's port is no number.
+    Raises UserError: CONFIG where the environment's port is no number, `none_there` where no node that shows itself
+    runs in the folder that is named.
     """
+    if options.run_folder is not None and options.metrics_port is None:
+        named = address_told(options.run_folder)
+        if named is None:
+            message = f"no node that shows itself runs in {options.run_folder}"
+            raise UserError(none_there, message, NAME_FOLDER)
+        return _EVERY_ADDRESS.get(named[0], named[0]), named[1]
     host: str = options.metrics_host or environ.get(HOST_VARIABLE, "").strip()
     if options.metrics_port is not None:
         return _EVERY_ADDRESS.get(host, host), options.metrics_port

@@ -31,7 +31,7 @@ def _top(options: argparse.Namespace) -> int:
 
     from noloco_node.diagnostics.top import follow
 
-    follow(*health_address(options, os.environ), Console(), once=options.once)
+    follow(*health_address(options, os.environ, ExitCode.CHECK_FAILED), Console(), once=options.once)
     return int(ExitCode.OK)
 
 

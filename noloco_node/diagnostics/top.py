@@ -19,6 +19,7 @@ from noloco_node.telemetry.told_state import NodeHangs, NoState, ShowsSwarm, Tol
 from noloco_node.telemetry.words import (
     as_clock_time,
     as_duration,
+    as_lag,
     as_loss,
     as_nodes,
     as_rate,
@@ -175,7 +176,7 @@ def _cells(peer: ToldPeer) -> tuple[str, ...]:
         str(peer.stage),
         peer.state if peer.answers else "silent",
         as_rate(peer.tokens_per_second),
-        "–" if peer.lag is None else f"{peer.lag:,.0f}",
+        as_lag(peer.lag),
         "–" if peer.load is None else str(peer.load),
         str(peer.under_way),
         f"{peer.tokens:,}",

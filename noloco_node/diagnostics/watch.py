@@ -28,7 +28,7 @@ from noloco_node.observer.onlooker import Onlooker
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.state import LogTail
 from noloco_node.telemetry.swarm_state import Happening, NodeSeen, SwarmView, document
-from noloco_node.telemetry.words import as_clock_time, as_duration, as_rate, as_stages, printable
+from noloco_node.telemetry.words import as_clock_time, as_duration, as_lag, as_rate, as_stages, printable
 
 LOOK_SECONDS = 1.0
 _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
@@ -207,7 +207,7 @@ def _cells(node: NodeSeen) -> tuple[str, ...]:
         node.version,
         as_rate(node.tokens_per_second),
         as_rate(node.capacity),
-        f"{node.lag:,.0f}" if node.answers else "–",
+        as_lag(node.lag if node.answers else None),
         f"{node.outer_rounds:,}",
     )
 

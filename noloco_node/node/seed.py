@@ -59,7 +59,8 @@ async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: _Tell, wa
 async def _run(
     spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: _Tell, interrupts: Interrupts
 ) -> None:
-    configure_logging(settings.log_level, NodeLog(), style=settings.log_format)
+    log = NodeLog()
+    configure_logging(settings.log_level, log, style=settings.log_format)
     run = None if spec is None else spec.run_id
     heartbeat = Heartbeat(asyncio.get_running_loop())
     pages = SwarmPages(heartbeat)
@@ -68,6 +69,7 @@ async def _run(
         if settings.metrics_port is not None:
             logger.info("the swarm is shown at http://%s", web.start(settings.metrics_host, settings.metrics_port))
         async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
+            log.observe_seed(door.identity.peer_id)
             agreed = await _agree(spec, door)
             async with _directory(door, agreed) as directory:
                 last = None if agreed is None else last_words(directory, folder, agreed)

@@ -19,6 +19,7 @@ from noloco_node.laboratory.canvas import PALETTE, Sheet, caption, whole_numbers
 from noloco_node.simulator.course import Simulated
 from noloco_node.simulator.events import CrowdSize
 from noloco_node.simulator.hunting import Hunted
+from noloco_node.telemetry.words import one_line
 
 _Row = tuple[str, ...]
 
@@ -78,7 +79,8 @@ def write_results(result: Simulation, command: str, folder: Path) -> dict[str, P
     }
     text = json.dumps(_plain(whole), indent=1, allow_nan=False)
     files["results.json"].write_text(text + "\n", encoding="utf-8")
-    files["table.md"].write_text(result.table + "\n", encoding="utf-8")
+    head = f"# A simulated {result.kind}: `{one_line(command)}`"
+    files["table.md"].write_text(f"{head}\n\n{result.table}\n", encoding="utf-8")
     result.draw(files["course.png"])
     return files
 

@@ -54,10 +54,14 @@ class NodeLog:
 
     @property
     def label(self) -> str:
-        """`…peer8id s0 r12`, or `starting` before the node is up."""
+        """`…peer8id s0 r12`, of a seed `…peer8id seed`, or `starting` before it is up."""
         if self.stage is None:
-            return "starting"
+            return f"…{self.peer_id[-6:]} seed" if self.peer_id else "starting"
         return f"…{self.peer_id[-6:]} s{self.stage} r{self.round}"
+
+    def observe_seed(self, peer_id: str) -> None:
+        """It is a seed's log, which has no stage and tells no events."""
+        self.peer_id = peer_id
 
     def observe(self, event: AnyEvent) -> None:
         """Log one event of this node: INFO for what a person follows, DEBUG for the rest."""

@@ -24,6 +24,13 @@ def as_rate(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
+def as_lag(tokens: float | None) -> str:
+    """Tokens by which one is behind another: `1,200`, or `300 ahead` where it is further."""
+    if tokens is None:
+        return "–"
+    return f"{-tokens:,.0f} ahead" if tokens <= -0.5 else f"{abs(tokens):,.0f}"
+
+
 def as_duration(seconds: float | None) -> str:
     """`4 s`, `1:05 min`, or `2 h 05 min`; a question mark where it is not known."""
     if seconds is None:

@@ -470,6 +470,7 @@ def test_each_size_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
         assert written["sim"]["nodes"] == [8, 12]
     assert all(path.stat().st_size for path in files.values())
     assert result.table.startswith("| figure | 8 nodes | 12 nodes |")
+    assert files["table.md"].read_text().startswith("# A simulated crowd: `noloco-node simulate`\n\n| figure |")
 
 
 def test_who_is_left_of_a_crowd_is_replaced_as_before() -> None:

@@ -144,3 +144,10 @@ def test_what_an_earlier_life_trained_is_no_first_microbatch(capsys: pytest.Capt
     assert "weights from its own checkpoint" in printed
     log.observe(made.account(trained=59))
     assert "first microbatch done" in capsys.readouterr().err
+
+
+def test_a_seeds_lines_name_it_once_it_is_up() -> None:
+    log = NodeLog()
+    assert log.label == "starting"
+    log.observe_seed("12D3KooWabcdef")
+    assert log.label == "…abcdef seed"
