@@ -182,7 +182,7 @@ class Receipts:
 
     def _counts(self) -> tuple[int, int, int, int]:
         progress = self._progress()
-        return progress.tokens, self._ledger.drawn, self._ledger.served, progress.outer_rounds
+        return progress.tokens, self._ledger.drawn, self._ledger.served, progress.own_rounds
 
     async def _write_work(self) -> None:
         now, counts = ambient.wall(), self._counts()

@@ -47,6 +47,13 @@ class Progress:
     """Outer steps committed, of whatever fragment."""
     marks: tuple[Mark, ...] = (Mark(),)
     """One for each fragment."""
+    taken_over: int = 0
+    """Of the outer rounds those that came with stage peers' states, less own ones that were given up for them."""
+
+    @property
+    def own_rounds(self) -> int:
+        """Outer steps that this replica itself has committed."""
+        return self.outer_rounds - self.taken_over
 
     @property
     def steps_since_outer(self) -> tuple[int, ...]:
@@ -67,7 +74,8 @@ class Progress:
         """One more inner step, on `tokens` of its own, while that many replicas of its stage train; `pace` ties the
         clock to those of the origins (`schedule.tied_pace`)."""
         clock = self.clock + tokens * live_replicas * pace
-        return Progress(self.steps + 1, self.tokens + tokens, clock, self.outer_rounds, self.marks)
+        counts = (self.steps + 1, self.tokens + tokens, clock, self.outer_rounds)
+        return Progress(*counts, self.marks, self.taken_over)
 
     def after_outer_step(self, fragment: int | None, snapshot: Progress, clock_shift: float) -> Progress:
         """An outer step of a fragment has been committed, `snapshot` being where its weights were copied."""
@@ -83,4 +91,5 @@ class Progress:
         """A stage peer's state has been taken over: its clock and round. Own counts go on, those of the fragments
         staggered over `inner_steps` (H) as at the start."""
         marks = staggered(len(self.marks), inner_steps, steps=self.steps, tokens=self.tokens)
-        return replace(self, clock=clock, outer_rounds=outer_rounds, marks=marks)
+        taken_over = outer_rounds - self.own_rounds
+        return replace(self, clock=clock, outer_rounds=outer_rounds, marks=marks, taken_over=taken_over)

@@ -38,3 +38,5 @@ def test_a_copy_keeps_its_own_counts() -> None:
     assert (copy.steps, copy.tokens, copy.clock, copy.outer_rounds) == (7, 90, 900.0, 12)
     assert copy.steps_since_outer == (0, 5)
     assert copy.tokens_since(None) == 0
+    assert (copy.own_rounds, copy.after_outer_step(None, copy, 0.0).own_rounds) == (0, 1)
+    assert copy.after_inner_step(10, 1).as_copy_of(1000.0, 8, 10).own_rounds == 0
