@@ -67,7 +67,6 @@ class Tally:
     """Members that took part in paired steps."""
     bytes_sent: int = 0
     """By all replicas."""
-    moments_bytes: int = 0
 
 
 def rule_of(algorithm: Algorithm, outer: OuterSpec) -> OuterRule:

@@ -81,7 +81,6 @@ class StageMemory:
     host."""
     given: int
     """A copy of the state that a joiner reads, and a minute longer, on the host."""
-    version_count: int
     held_count: int
 
     @property
@@ -174,7 +173,6 @@ def _stage_memory(
         checkpoint=(CHECKPOINT_VECTORS + trail) * FP32 * count,
         copies=guards,
         given=(GIVEN_VECTORS + trail) * FP32 * count,
-        version_count=versions,
         held_count=held,
     )
 

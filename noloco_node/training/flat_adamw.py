@@ -19,7 +19,6 @@ class FlatAdamW:
 
     def __init__(self, layout: FlatLayout, master: Tensor, gradient: Tensor, inner: InnerSpec) -> None:
         self._size = layout.size
-        self._master = master
         cut = layout.decayed
         assert 0 < cut < layout.size, "a stage has matrices and vectors"
         self._parts = [slice(0, cut), slice(cut, layout.size)]

@@ -80,7 +80,6 @@ class Acquaintance:
     """What this node has seen of one peer. Times are seconds on a clock that never goes back; -inf for never."""
 
     answered_at: float = -math.inf
-    silent_at: float = -math.inf
     silences: int = 0
     """Calls that the link lost since the last answer."""
     worked_at: float = -math.inf
@@ -141,7 +140,6 @@ class Acquaintances:
     def silent(self, peer: PeerId) -> None:
         """A call to `peer` failed for the link: no stream, a broken one, or a deadline."""
         known = self._known(peer)
-        known.silent_at = self._clock()
         known.silences += 1
         self.silences_in_all += 1
 
