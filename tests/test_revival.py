@@ -38,7 +38,7 @@ from noloco_node.transport.messages import Message
 from tests.support import eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 
-BOUNDLESS = {"outer_rounds": 1 << 40, "source": "who-signed-it"}
+BOUNDLESS = {"outer_rounds": 1 << 32, "source": "who-signed-it"}
 FAULTS: dict[str, Callable[[PeerId], Fault]] = {
     "a lost request for the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.open", 1),
     "a lost piece of the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.chunk", 1),

@@ -20,7 +20,7 @@ from torch import Tensor
 from noloco_node.config.canonical import canonical_json
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import BadAnswer
-from noloco_node.transport.headers import ClockValue, PeerName, RunName, StageIndex, WireModel
+from noloco_node.transport.headers import ClockValue, PeerName, Rounds, RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
 
 ALIKE = 0.5
@@ -46,7 +46,7 @@ class CopyManifest(WireModel):
     run: RunName
     stage: StageIndex
     clock: ClockValue
-    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
+    outer_rounds: Rounds
     size: Annotated[int, Field(gt=0, le=1 << 44)]
     """Weights."""
     precision: CopyPrecision = "fp16"

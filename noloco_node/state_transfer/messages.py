@@ -16,7 +16,7 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.canonical import canonical_json
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import Answer, BadAnswer, Method, Nothing, Reply
-from noloco_node.transport.headers import ClockValue, ProtocolVersion, RunName, StageIndex, WireModel
+from noloco_node.transport.headers import ClockValue, ProtocolVersion, Rounds, RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
 
 DIGEST_BYTES = 16
@@ -42,7 +42,7 @@ class StateOffer(WireModel):
     """How fresh a donor's state is, and how many read it now."""
 
     clock: ClockValue
-    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
+    outer_rounds: Rounds
     readers: Annotated[int, Field(ge=0, le=1 << 16)]
     places: Annotated[int, Field(ge=0, le=1 << 16)]
     """Readers that it serves at once."""
@@ -57,7 +57,7 @@ class StateManifest(WireModel):
     contract: Annotated[str, Field(max_length=64)]
     snapshot: Annotated[str, Field(max_length=32)]
     clock: ClockValue
-    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)]
+    outer_rounds: Rounds
     size: Annotated[int, Field(gt=0, le=1 << 44)]
     """Bytes of the whole state."""
     root: Annotated[str, Field(max_length=64)]

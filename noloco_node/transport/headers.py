@@ -12,6 +12,9 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import JsonObject
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
+Rounds = Annotated[int, Field(ge=0, le=1 << 32)]
+"""Outer rounds of a state that a node takes over: far more than a run has, and far fewer than its own record may say,
+or it could say nothing more after its next one."""
 RunName = Annotated[str, Field(max_length=64)]
 StageIndex = Annotated[int, Field(ge=0, lt=256)]
 ProtocolVersion = Annotated[int, Field(ge=0, le=1 << 16)]

@@ -39,12 +39,13 @@ from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.donor_choice import rank_donors
 from noloco_node.state_transfer.donor_pace import DonorPaces
 from noloco_node.state_transfer.fetch import Download
-from noloco_node.state_transfer.messages import StateOffer
+from noloco_node.state_transfer.messages import SignedManifest, StateManifest, StateOffer
 from noloco_node.state_transfer.rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
 from noloco_node.state_transfer.readers import WAIT_SECONDS, Readers
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.progress import LastTrained
+from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
@@ -151,6 +152,19 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
         stolen = await second.state_transfer.donor.handle_open(joiner.context.transport.peer_id, asked)
         forge(first, monkeypatch, lambda _: stolen.header.model_dump())
         assert "not signed by the donor" in await join_until_the_first_has_failed(made, joiner)
+
+
+async def test_rounds_with_which_a_joiner_could_say_nothing_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signed by the donor itself: after one outer step more they would not go into the joiner's record."""
+    sign = state_donor.sign_manifest
+
+    def lying(transport: Transport, manifest: StateManifest, digests: torch.Tensor) -> Reply[SignedManifest]:
+        lies = {"outer_rounds": 1 << 40} if transport.peer_id == FIRST else {}
+        return sign(transport, manifest.model_copy(update=lies), digests)
+
+    monkeypatch.setattr(state_donor, "sign_manifest", lying)
+    async with donors_and_joiner() as (made, joiner):
+        assert "bad manifest" in await join_until_the_first_has_failed(made, joiner)
 
 
 async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch: pytest.MonkeyPatch) -> None:
