@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from noloco_node.aio import run_to_end
 from noloco_node.averaging.dialler import Dialler
 from noloco_node.averaging.engagement import Change, Phase
 from noloco_node.averaging.probation import ProbationStanding
@@ -60,7 +61,7 @@ class Exchanger(Side):
             await self.responder.run()
         finally:
             self.responder.leave()
-            await self.stop()
+            await run_to_end(self.stop())
 
     async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
         """Average a fragment with `partner`; True when committed. Raises nothing that the partner can bring about: an

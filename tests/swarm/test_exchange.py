@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node import aio
 from noloco_node.averaging import messages as exchange
 from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
@@ -177,6 +180,25 @@ def test_an_opening_is_late_by_time_and_by_steps(seconds: float, steps: int, lat
     session = exchange_session.Session("x", peer_name(0, 1), "dialled", None, Part(0, 8), started=100.0)
     session.agreed(7, 1, 1, gives_only=False)
     assert (exchange_session.opened_late(session, 100.0 + seconds, 7 + steps, 2) is not None) is late
+
+
+async def test_a_commit_is_waited_for_however_often_its_owner_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a large stage takes longer than `cancel_and_wait` waits before it tells a task again."""
+    monkeypatch.setattr(aio, "CANCEL_AGAIN_SECONDS", 0.05)
+    async with two_replicas() as (_, left, _):
+        outer, exchanger, begun = left.worker.outer, left.averaging.exchanger, threading.Event()
+        prepare = outer.prepare
+
+        def slowly(scale: float = 1.0) -> Tensor:
+            begun.set()
+            time.sleep(0.3)
+            return prepare(scale)
+
+        monkeypatch.setattr(outer, "prepare", slowly)
+        tasks = [asyncio.create_task(exchanger.run()), asyncio.create_task(exchanger.step_alone())]
+        await eventually(begun.is_set, what="the commit is worked out")
+        await aio.cancel_and_wait(tasks)
+        assert left.worker.progress.outer_rounds == 1
 
 
 async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> None:
