@@ -44,6 +44,8 @@ class NodeHistory:
     aborted: int = 0
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
     account: Account | None = None
+    worst_loop_lag_seconds: float = 0.0
+    """Of all accounts: each says the worst since the one before."""
     checkpoints: int = 0
     """Written, not tried."""
     stopped: NodeStopped | None = None
@@ -84,6 +86,7 @@ class NodeHistory:
                 self.evaluations.append(event)
             case Account():
                 self.account = event
+                self.worst_loop_lag_seconds = max(self.worst_loop_lag_seconds, event.loop_lag_seconds)
             case CheckpointTaken():
                 self.checkpoints += not event.error
             case NodeStopped():

@@ -352,5 +352,5 @@ def _node_summary(history: NodeHistory, names: Mapping[str, str]) -> NodeSummary
         served=account.served if account else 0,
         refused=summed(each.refused for each in history.of_processes),
         busy_seconds=sum(each.busy_seconds for each in history.of_processes),
-        worst_loop_lag_seconds=account.loop_lag_seconds if account else 0.0,
+        worst_loop_lag_seconds=history.worst_loop_lag_seconds,
     )

@@ -97,6 +97,13 @@ def test_what_each_process_counts_anew_is_counted_over_all_of_them() -> None:
     assert NodeHistory.of("s0-r0", []).sent == {}
 
 
+def test_the_worst_lag_is_that_of_all_accounts() -> None:
+    """Each says the worst since the one before: the last alone was taken for the worst of all."""
+    events = made.whole_run()
+    events["s0-r0"].insert(1, made.account(time=1000.5, loop_lag_seconds=9.0))
+    assert summarize(events).per_node["s0-r0"].worst_loop_lag_seconds == 9.0
+
+
 def test_training_loss_is_the_mean_by_tokens_of_the_last_part_of_the_clock() -> None:
     """Steps 57 to 60 are the last 5 %; a step of three times the tokens counts three times."""
     events = made.whole_run()
