@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder
+from noloco_node.storage.weights import MANIFEST
 from noloco_node.telemetry.display import LocalSwarmView, plain_line, screen
 from noloco_node.telemetry.events import Warned
 from tests.storage.test_checkpoint import RUN, standing, tensors
@@ -187,11 +189,12 @@ def test_whether_a_run_may_be_over_since_a_node_saved_its_state(
 
 
 def test_the_clocks_of_checkpoints_are_those_of_the_run_in_turn(tmp_path: Path) -> None:
-    """Also of such as are torn: nothing is gone on from there."""
+    """Also of such as are torn: nothing is gone on from there. When they were written they say themselves: who copies a
+    folder to another machine may give all of its files one time."""
     folder = CheckpointFolder(tmp_path, 3)
     assert folder.clocks(RUN) == []
     for _ in range(2):
-        folder.write(standing(5.0), tensors(5.0))
+        os.utime(folder.write(standing(5.0), tensors(5.0)).path / MANIFEST, (1.0, 1.0))
     found = folder.clocks(RUN)
     assert [clock for _, clock in found] == [5.0] * 2
     assert abs(found[0][0] - time.time()) < 60.0

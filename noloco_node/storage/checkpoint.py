@@ -152,7 +152,8 @@ class CheckpointFolder:
             raise CheckpointFailed(why)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            target = self.path / f"{max(self._numbers(), default=0) + 1:08d}"
+            last = self._paths()[-1:]
+            target = self.path / f"{int(last[0].name) + 1 if last else 1:08d}"
             with atomic.new_folder(target) as partial:
                 save_file(dict(tensors), partial / STATE)
                 manifest = _sealed(standing, {STATE: file_sha256(partial / STATE)})
@@ -168,8 +169,7 @@ class CheckpointFolder:
         """The newest one of this run and stage (None: of whatever stage) that is whole. One that is not used is logged
         with the reason, and the one before it is tried."""
         self.damaged = {}
-        for number in reversed(self._numbers()):
-            path = self.path / f"{number:08d}"
+        for path in reversed(self._paths()):
             try:
                 return read_checkpoint(path, run_id, stage)
             except Unusable as reason:
@@ -184,8 +184,7 @@ class CheckpointFolder:
     def newest_whole(self) -> tuple[Path, KeptStanding] | None:
         """The newest one that is whole, of whatever run and stage, without its tensors; those passed over are logged
         with the reason."""
-        for number in reversed(self._numbers()):
-            path = self.path / f"{number:08d}"
+        for path in reversed(self._paths()):
             try:
                 return path, read_standing(path)
             except Unusable as reason:
@@ -196,22 +195,20 @@ class CheckpointFolder:
         """Of those of this run whose manifests can be read, in turn: when each was written (wall time), and its
         clock."""
         found: list[tuple[float, float]] = []
-        for number in self._numbers():
-            path = self.path / f"{number:08d}"
+        for path in self._paths():
             try:
-                standing = _read_manifest(path).standing
-                written = (path / MANIFEST).stat().st_mtime
-            except (Unusable, OSError):
+                manifest = _read_manifest(path)
+            except Unusable:
                 continue
-            if standing.run_id == run_id:
-                found.append((written, standing.progress.clock))
+            if manifest.standing.run_id == run_id:
+                found.append((manifest.written, manifest.standing.progress.clock))
         return found
 
     def any_sound(self, run_id: str) -> bool:
         """Whether one of this run is whole, of whatever stage. Says nothing of those that are not."""
-        for number in reversed(self._numbers()):
+        for path in reversed(self._paths()):
             try:
-                read_checkpoint(self.path / f"{number:08d}", run_id, None)
+                read_checkpoint(path, run_id, None)
             except Unusable:
                 continue
             return True
@@ -219,19 +216,19 @@ class CheckpointFolder:
 
     def _prune(self) -> None:
         stages: set[int] = set()
-        for age, number in enumerate(reversed(self._numbers())):
-            path = self.path / f"{number:08d}"
+        for age, path in enumerate(reversed(self._paths())):
             stage = _stage_of(path)
             if age >= self._keep and (stage is None or stage in stages):
                 shutil.rmtree(path, ignore_errors=True)
             if stage is not None:
                 stages.add(stage)
 
-    def _numbers(self) -> list[int]:
-        """Rising."""
+    def _paths(self) -> list[Path]:
+        """By rising number."""
         if not self.path.is_dir():
             return []
-        return sorted(int(entry.name) for entry in self.path.iterdir() if entry.name.isascii() and entry.name.isdigit())
+        numbered = [entry for entry in self.path.iterdir() if entry.name.isascii() and entry.name.isdigit()]
+        return sorted(numbered, key=lambda entry: int(entry.name))
 
 
 def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
@@ -314,8 +311,8 @@ def _no_good(tensors: Mapping[str, Tensor]) -> str | None:
 def _stage_of(path: Path) -> int | None:
     """The stage that a checkpoint's manifest names; None where there is no sound manifest."""
     try:
-        return CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes()).standing.stage
-    except (OSError, ValidationError):
+        return _read_manifest(path).standing.stage
+    except Unusable:
         return None
 
 
