@@ -69,7 +69,8 @@ def first_alone(kind: type[Exception]) -> Generator[None]:
 
 async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Wait until all of `tasks` have ended, and those that they add to it. Where one fails the others are ended, and
-    its failure is raised. However often the caller is cancelled meanwhile, it sees that only when they have ended: they
+    its failure is raised: RuntimeError for one that ends cancelled, although nobody here has cancelled it, since its
+    work is not done. However often the caller is cancelled meanwhile, it sees that only when they have ended: they
     may still be writing to what it has lent them.
 
     In place of a TaskGroup wherever the failure is taken and the caller goes on: a TaskGroup (before Python 3.13) that
@@ -83,6 +84,8 @@ async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
     finally:
         await run_to_end(cancel_and_wait(tasks))
     if failed is not None:
+        if failed.cancelled():
+            raise RuntimeError(f"cancelled by nobody who waits for it: {_name_of(failed)}")
         failed.result()
 
 
@@ -98,7 +101,7 @@ async def some_at_a_time(most: int, items: Sequence[T], work: Callable[[T], Awai
 
 
 def _has_failed(task: asyncio.Task[None]) -> bool:
-    return not task.cancelled() and task.exception() is not None
+    return task.cancelled() or task.exception() is not None
 
 
 class Pulse:

@@ -245,3 +245,18 @@ async def test_of_some_at_a_time_the_first_failure_ends_the_rest() -> None:
     with pytest.raises(ValueError, match="3"):
         await some_at_a_time(2, range(20), work)
     assert max(done) < 6
+
+
+async def test_a_piece_that_ends_cancelled_is_not_taken_for_done() -> None:
+    """By whatever it awaited and somebody else had cancelled: the transfer would be whole, and all after it missing."""
+    done: list[int] = []
+
+    async def work(number: int) -> None:
+        await asyncio.sleep(0)
+        if number == 2:
+            raise asyncio.CancelledError
+        done.append(number)
+
+    with pytest.raises(RuntimeError, match="cancelled by nobody"):
+        await side_by_side(range(40), Width(2, SOON), work)
+    assert len(done) < 39
