@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,11 +138,13 @@ class OfAnotherStage(Unusable):
 
 class CheckpointFolder:
     """The checkpoints of one node, by rising number. The last `keep` stay, and the newest of each stage that the node
-    has served: it may be all that is left of that stage one day. Used by one thread at a time."""
+    has served: it may be all that is left of that stage one day. One is written at a time: what a stay was still
+    writing as the node left it would be mixed with the next one's."""
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self._keep = keep
+        self._writing = threading.Lock()
         self.damaged: dict[Path, str] = {}
         """Those that `newest` passed over last, and why; not those of another stage."""
 
@@ -151,19 +154,24 @@ class CheckpointFolder:
         if (why := _no_good(tensors)) is not None:
             raise CheckpointFailed(why)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            last = self._paths()[-1:]
-            target = self.path / f"{int(last[0].name) + 1 if last else 1:08d}"
-            with atomic.new_folder(target) as partial:
-                save_file(dict(tensors), partial / STATE)
-                manifest = _sealed(standing, {STATE: file_sha256(partial / STATE)})
-                atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
-            self._prune()
+            with self._writing:
+                target = self._write(standing, tensors)
+                self._prune()
         except OSError as error:
             raise CheckpointFailed(error.strerror or str(error)) from error
         except SafetensorError as error:
             raise CheckpointFailed(str(error)) from error
         return Written(target, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Path:
+        self.path.mkdir(parents=True, exist_ok=True)
+        last = self._paths()[-1:]
+        target = self.path / f"{int(last[0].name) + 1 if last else 1:08d}"
+        with atomic.new_folder(target) as partial:
+            save_file(dict(tensors), partial / STATE)
+            manifest = _sealed(standing, {STATE: file_sha256(partial / STATE)})
+            atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
+        return target
 
     def newest(self, run_id: str, stage: int | None) -> Checkpoint | None:
         """The newest one of this run and stage (None: of whatever stage) that is whole. One that is not used is logged

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,3 +251,30 @@ def test_what_a_killed_write_left_is_removed_by_the_next_one(folder: CheckpointF
     assert found.standing == standing(2.0)
     folder.write(standing(3.0), tensors(3.0))
     assert sorted(path.name for path in folder.path.iterdir()) == ["00000001", "00000002", "00000003"]
+
+
+def test_what_the_last_stay_still_writes_is_not_mixed_with_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that moves does not wait for its disk: a manifest of one stage was sealed over tensors of the other."""
+    save, begun, go_on = checkpoint.save_file, threading.Event(), threading.Event()
+
+    def slowly(saved: dict[str, torch.Tensor], path: Path) -> None:
+        save(saved, path)
+        if not begun.is_set():
+            begun.set()
+            go_on.wait(10.0)
+
+    monkeypatch.setattr(checkpoint, "save_file", slowly)
+    folder = CheckpointFolder(tmp_path, 3)
+    with ThreadPoolExecutor(3) as pool:
+        old = pool.submit(folder.write, standing(1.0, stage=1), tensors(1.0))
+        assert begun.wait(10.0)
+        new = pool.submit(folder.write, standing(2.0, stage=2), tensors(2.0))
+        pool.submit(go_on.wait, 0.2).result()
+        go_on.set()
+        assert (old.result().path.name, new.result().path.name) == ("00000001", "00000002")
+    for stage in (1, 2):
+        found = folder.newest(RUN, stage)
+        assert found is not None
+        assert all(torch.equal(found.tensors[name], value) for name, value in tensors(float(stage)).items())
