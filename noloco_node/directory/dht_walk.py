@@ -120,6 +120,66 @@ class _Seeking:
         return answers
 
 
+class _Candidates:
+    """Those who may be nearest to a key, in one search, and on whose word: names cost nothing, so who has named one
+    that does not answer is asked for the others that he alone has named when nobody else is left."""
+
+    def __init__(self, key: Any, known: dict[Any, Any], silent: Collection[Any]) -> None:
+        self._key = key
+        self._peers = known
+        self._named_by: dict[Any, set[Any]] = {}
+        """None for those that this node knew itself."""
+        self._doubted, self._gone = set[Any](), set[Any]()
+        self._asked, self._spent, self._on_trust = set[Any](silent), len(silent), set[Any]()
+        self.answered: dict[Any, Any] = {}
+
+    def due(self, late: Collection[Any], most: int) -> list[Any]:
+        """Whom to ask next, so many at most."""
+        there = {node_id: peer for node_id, peer in self._peers.items() if peer not in late}
+        trusted = [node_id for node_id in there if not self._is_doubtful(node_id)]
+        for some in (trusted, there):
+            nearest = sorted(some, key=self._key.xor_distance)[:REPLICAS]
+            due = [there[node_id] for node_id in nearest if there[node_id] not in self._asked]
+            if due:
+                break
+        return due[: max(0, min(most, MOST_GLANCED - self._spent))]
+
+    def is_asked(self, peer: Any) -> None:
+        """Who is named first by somebody is asked on trust."""
+        node_id = node_id_of(peer)
+        self._asked.add(peer)
+        self._spent += 1
+        if node_id in self._named_by and not self._is_doubtful(node_id):
+            self._on_trust.add(node_id)
+
+    def is_silent(self, peer: Any) -> None:
+        """It has not answered, or not yet. Who was asked on trust in vain takes nobody's turn."""
+        node_id = node_id_of(peer)
+        self._doubted |= self._named_by.get(node_id, set())
+        if node_id in self._on_trust:
+            self._on_trust.discard(node_id)
+            self._spent -= 1
+
+    def has_answered(self, peer: Any, named: Iterable[tuple[Any, Any]]) -> None:
+        """It is there, and has named others."""
+        for node_id, other in named:
+            if node_id in self._gone:  # else whoever names it again takes a place among the nearest with it
+                continue
+            if node_id not in self._peers or node_id in self._named_by:
+                self._named_by.setdefault(node_id, set()).add(peer)
+            self._peers[node_id] = other
+        self._peers[node_id_of(peer)] = self.answered[node_id_of(peer)] = peer
+
+    def drop(self, peer: Any) -> None:
+        """It is not there."""
+        self.is_silent(peer)
+        self._peers.pop(node_id_of(peer), None)
+        self._gone.add(node_id_of(peer))
+
+    def _is_doubtful(self, node_id: Any) -> bool:
+        return node_id in self._named_by and self._named_by[node_id] <= self._doubted
+
+
 class Walker:
     """Walks of one node. What is found goes through the node's intake."""
 
@@ -249,28 +309,27 @@ class Walker:
         """Find those that are nearest to a key now, a few at a time, without those that were `silent`; the seconds in
         which answers come. Nobody is asked for records: those of two holders at once would come twice. Who stalls keeps
         nobody else from being asked: he counts as near again once he answers."""
-        candidates = {node_id: peer for node_id, peer in self._node.nearest(key)}
-        asked, answered = set[Any](silent), dict[Any, Any]()
+        candidates = _Candidates(key, dict(self._node.nearest(key)), silent)
         seeking = _Seeking(min(SECOND_SECONDS, self.patience / 2.0))
         ends = self._clock() + WALK_SECONDS
         try:
             while (left := ends - self._clock()) > 0.0:
-                candidates = {id_: peer for id_, peer in candidates.items() if peer not in seeking.late}
-                nearest = sorted(candidates, key=key.xor_distance)[:REPLICAS]
-                due = [candidates[node_id] for node_id in nearest if candidates[node_id] not in asked]
-                for peer in due[: max(0, min(GLANCED - len(seeking.waited_for), MOST_GLANCED - len(asked)))]:
-                    asked.add(peer)
+                for peer in candidates.due(seeking.late, GLANCED - len(seeking.waited_for)):
+                    candidates.is_asked(peer)
                     seeking.begin(peer, self._node.find(peer, [key], MOST_BY_ONE, only=()), self._clock())
                 if not seeking.waited_for:
                     break
+                late = set(seeking.late)
                 for peer, answer in await seeking.next_answers(left, self._clock):
                     if answer is None:
-                        candidates.pop(node_id_of(peer), None)
+                        candidates.drop(peer)
                     else:
-                        candidates[node_id_of(peer)] = answered[node_id_of(peer)] = peer
-                        candidates |= dict(answer.get(key, ())[:MOST_BY_ONE])
+                        candidates.has_answered(peer, answer.get(key, ())[:MOST_BY_ONE])
+                for peer in seeking.late - late:
+                    candidates.is_silent(peer)
         finally:
             await cancel_and_wait(seeking.under_way)
+        answered = candidates.answered
         self._found(key, [answered[node_id] for node_id in sorted(answered, key=key.xor_distance)])
         return seeking.soon
 

@@ -111,6 +111,37 @@ def test_those_near_a_key_that_stall_hide_no_bucket(stalling: tuple[int, ...], t
     in_virtual_time(scenario)
 
 
+@pytest.mark.parametrize("silence", [0.05, 3.0], ids=["refused", "stalled"])
+@pytest.mark.parametrize("invented", [10, 200])
+@pytest.mark.parametrize("liars", [2, 4])
+def test_who_names_invented_nodes_near_a_key_hides_no_bucket(liars: int, invented: int, silence: float) -> None:
+    """Two quick ones near a key took all twelve turns of a look with eight names each that nobody answers under."""
+    invented_first = sorted(peers(10_000, 40_000), key=lambda peer: KEY.xor_distance(node_id_of(peer)))
+    names, lying = invented_first[:invented], invented_first[invented : invented + liars]
+
+    async def scenario() -> None:
+        loop, rng = asyncio.get_running_loop(), random.Random(1)
+        net = Net(peers(0, 120))
+        true = net.true_holders()
+        net.live |= set(lying)
+        walker, find, told = Walker(cast("DhtNode", net), rng, loop.time), net.find, set[Any]()
+        walker.life = 20.0
+
+        async def answer(peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Any = None) -> Any:
+            await asyncio.sleep(0.03 if peer in lying else 0.1 if peer in net.live else silence)
+            if peer in lying:
+                return {key: [(node_id_of(each), each) for each in rng.sample(names, 8)] for key in keys}
+            if only is None:
+                told.add(peer)
+            return await find(peer, keys, neighbours, only)
+
+        net.find = answer  # type: ignore[method-assign]
+        assert await walker.glance(KEY)
+        assert told & set(true)
+
+    in_virtual_time(scenario)
+
+
 async def test_records_of_a_bucket_whose_holders_are_sought_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All six hold the same forty, and each of the five nearest is asked. Who only stores there is told none."""
     reader, *holders = await members(7)
