@@ -20,7 +20,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.node import custody
-from noloco_node.node.custody import last_of_stage, may_be_over, unusable_checkpoints
+from noloco_node.node.custody import has_come_to_the_end, last_of_stage, may_be_over, unusable_checkpoints
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
@@ -179,6 +179,8 @@ def test_what_peers_held_is_kept_with_their_addresses(tmp_path: Path) -> None:
         ([(200.0, 50.0), (100.0, 150.0)], 1e9, False),
         ([(100.0, 150.0), (200.0, 150.0)], 1e9, False),
         ([(100.0, 50.0), (200.0, 1000.0)], 200.0, True),
+        ([(200.0, 1000.0)], 200.0, True),
+        ([(100.0, 1000.0), (200.0, 1000.0)], 200.0, True),
     ],
 )
 def test_whether_a_run_may_be_over_since_a_node_saved_its_state(
@@ -186,6 +188,13 @@ def test_whether_a_run_may_be_over_since_a_node_saved_its_state(
 ) -> None:
     """One token a second before, two at most since: 850 are left."""
     assert may_be_over(saved, 1000.0, now) is found
+
+
+@pytest.mark.parametrize(("clock", "found"), [(None, True), (899.0, False), (900.0, True), (1001.0, True)])
+def test_whether_a_folder_in_which_a_run_has_ended_holds_its_end(clock: float | None, found: bool) -> None:
+    """A later stage whose first stage was stopped at 92 % said that it had trained the run to its end, and ended again
+    each time that it was started."""
+    assert has_come_to_the_end(clock, 1000.0, 100.0) is found
 
 
 def test_the_clocks_of_checkpoints_are_those_of_the_run_in_turn(tmp_path: Path) -> None:

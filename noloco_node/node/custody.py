@@ -26,10 +26,19 @@ NAMED = 3
 """Peers named in a message."""
 
 
+def has_come_to_the_end(clock: float | None, target: float, max_lag: float) -> bool:
+    """Whether a node in whose folder the run is marked as ended had come to its `target` there, as the clock of its
+    last checkpoint tells (None: it has none); all in tokens. Who is left without the first stage in the last tenth of a
+    run ends as at its end, and must come back where that stage does."""
+    return clock is None or clock >= target - max_lag
+
+
 def may_be_over(saved: Sequence[tuple[float, float]], target: float, now: float) -> bool:
     """Whether a run may have come to its `target` (tokens) since a node saved its state, as fast as the clock went
     between the first and the last of its checkpoints (`saved`: wall time and clock of each, in turn) and twice that.
     No word that it has is believed where it cannot be so: else strangers' words could keep a run from going on."""
+    if saved and saved[-1][1] >= target:
+        return True
     if len(saved) < 2:
         return False
     (began, first), (ended, last) = saved[0], saved[-1]

@@ -35,7 +35,7 @@ from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node import start_checks
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.claiming import open_run
-from noloco_node.node.custody import last_of_stage, may_be_over, unusable_checkpoints
+from noloco_node.node.custody import has_come_to_the_end, last_of_stage, may_be_over, unusable_checkpoints
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.interrupts import Interrupts
 from noloco_node.node.network import Agree, Entrance, Network, network
@@ -145,9 +145,10 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
                 emit(warning)
             await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
             stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
-            stays.ended_before = folder.ended
+            target, saved_clock = net.spec.inner.target_tokens, saved and saved.standing.progress.clock
+            stays.ended_before = folder.ended and has_come_to_the_end(saved_clock, target, net.spec.max_lag_tokens)
             saved_at = await ambient.elsewhere(checkpoints.clocks, net.spec.run_id)
-            stays.may_be_over = may_be_over(saved_at, net.spec.inner.target_tokens, ambient.wall())
+            stays.may_be_over = may_be_over(saved_at, target, ambient.wall())
             place = _Place(net, folder, checkpoints, thread, telemetry, stays, saved)
             del saved  # it holds a copy of everything, and is `place`'s to let go of
             yield place

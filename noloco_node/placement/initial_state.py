@@ -61,12 +61,13 @@ def where_to_begin(
     record says that the run has come to its end, and nobody answers for it; `entrance_finished`: that of an entrance
     does, and where no entrance answers, others that came as late as this node are no beginning; `unrecorded`: somebody
     answers who serves the run, and no record of it was found: then no record's word ends it. `over` says how this node
-    knows that the run has come to its end, where it does: then it begins only beside others who go on all the same.
+    knows that the run has come to its end, where it does: then it begins only beside others who go on all the same, and
+    who only joins does not: several that come home at once would begin it again together.
     How far the swarm is, is the median of the stage peers' recorded clocks, or of everyone's where no stage peer lives.
     """
     others = [record for record in others if record.state in HEARD]
     serving = [record for record in others if record.state in SERVING]
-    if over and joined and all(record.finished or record.state is PeerState.FINISHING for record in others):
+    if over and joined and all(record.finished or record.state is PeerState.FINISHING for record in serving):
         return Beginning("nowhere", f"{over}, and nobody that answers trains any more")
     if not any(record.outer_rounds > 0 for record in serving):
         left = entrance_finished and not any(record.peer_id in entrances for record in others)

@@ -85,7 +85,8 @@ def test_where_to_begin_beside_records_that_say_finished_and_do_not_answer(
         (5000.0, [record(0, 9000.0, PeerState.FINISHING)], "nowhere"),
         (5000.0, [record(1, 9000.0).model_copy(update={"finished": True})], "nowhere"),
         (5000.0, [record(1, 5000.0)], "checkpoint"),
-        (5000.0, [record(1, 0.0, J, rounds=0)], "checkpoint"),
+        (5000.0, [record(1, 0.0, J, rounds=0)], "nowhere"),
+        (5000.0, [record(1, 0.0, J, rounds=0), record(0, 5000.0)], "checkpoint"),
         (None, [record(0, 5000.0)], "peer"),
     ],
 )
@@ -93,7 +94,7 @@ def test_who_knows_that_the_run_is_over_begins_only_beside_others_that_go_on(
     own: float | None, others: list[PeerRecord], source: str
 ) -> None:
     """A node that came back after the end, with a checkpoint or with its weights saved, began the run again, and made
-    whoever remembered the end forget it."""
+    whoever remembered the end forget it; so did two that came home at once, by what each said of the other."""
     assert where_to_begin(own, others, 0, MAX_LAG, over="so it is").source == source
     assert where_to_begin(own, others, 0, MAX_LAG, joined=False, over="so it is").source != "nowhere"
 
