@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from noloco_node.directory.records import Directory, DirectoryView, PeerState
+from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerState
 
 LOOKS_A_LIFE = 3
 """Looks within the life of a record, so that no last word is missed."""
@@ -14,13 +14,17 @@ LOOKS_A_LIFE = 3
 def is_over(view: DirectoryView, now: float, before: bool) -> bool:
     """Whether a run has come to its end, as records at DHT time `now` say; `before`: whether it had at the last look.
 
-    While anybody says that it trains the run goes on, and what was remembered is forgotten. Else most of the first
-    stage's last words decide, of those that are left as of those that are leaving, and where there are none it stays as
-    it was. Who has only just come says nothing, nor who went before it had trained: it was told that the run is over.
+    While anybody of the first stage says that it trains the run goes on, and what was remembered is forgotten. Where
+    others say so alone it stays as it was: they can train nothing by themselves. Else most of the first stage's last
+    words decide, of those that are left as of those that are leaving, and where there are none it stays as it was. Who
+    has only just come says nothing, nor who went before it had trained: it was told that the run is over.
     """
-    stages = range(len(view.stages))
-    if any(not record.finished for stage in stages for record in view.live(stage, now, PeerState.TRAINING)):
-        return False
+    training = [
+        any(not record.finished for record in view.live(stage, now, PeerState.TRAINING))
+        for stage in range(len(view.stages))
+    ]
+    if any(training):
+        return before and not training[0]
     records = [r for r in view.live(0, now, *PeerState) if r.state is not PeerState.JOINING]
     words = [r.finished for r in records if r.finished or r.clock > 0.0]
     return before if not words else 2 * sum(words) > len(words)
@@ -33,6 +37,8 @@ class LastWords:
         self._directory = directory
         self._changed = changed
         self.over = over
+        self.knows = over
+        """Whether it has ever seen a node at work or at its end, in this life or in an earlier one that saw the end."""
 
     async def run(self, record_seconds: float) -> None:
         """Look again and again, until cancelled."""
@@ -44,6 +50,9 @@ class LastWords:
         """Read the records anew."""
         view = await self._directory.refresh()
         over = is_over(view, self._directory.now(), self.over)
+        self.knows = self.knows or any(
+            live.record.finished or live.record.state in SERVING for stage in view.stages for live in stage.values()
+        )
         if over is not self.over:
             self.over = over
             self._changed(over)

@@ -36,14 +36,13 @@ def has_come_to_the_end(clock: float | None, target: float, max_lag: float) -> b
 def may_be_over(saved: Sequence[tuple[float, float]], target: float, now: float) -> bool:
     """Whether a run may have come to its `target` (tokens) since a node saved its state, as fast as the clock went
     between the first and the last of its checkpoints (`saved`: wall time and clock of each, in turn) and twice that.
-    No word that it has is believed where it cannot be so: else strangers' words could keep a run from going on."""
-    if saved and saved[-1][1] >= target:
-        return True
-    if len(saved) < 2:
+    No word that it has is believed where it cannot be so: else strangers' words could keep a run from going on. Whose
+    checkpoints tell no pace, as after a stay of minutes, believes it: a run that goes on has others to do so."""
+    if not saved:
         return False
     (began, first), (ended, last) = saved[0], saved[-1]
-    if ended <= began or last <= first:
-        return False
+    if last >= target or ended <= began or last <= first:
+        return True
     return (now - ended) * FASTER * (last - first) / (ended - began) >= target - last
 
 

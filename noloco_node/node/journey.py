@@ -22,7 +22,7 @@ import torch
 from noloco_node import __version__, ambient
 from noloco_node.accounting.receipts import Receipts, open_receipts
 from noloco_node.bootstrap.hello import held_out_loss, serve_hello
-from noloco_node.bootstrap.spec_fetch import serve_spec
+from noloco_node.bootstrap.spec_fetch import RunHasEnded, serve_spec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.data.reading import Reader, open_samples
@@ -223,7 +223,11 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 stack.callback(receipts.close)
                 replica.serve()
                 holders = net.known.holders(spec.run_id, stage_index)
-                origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders))
+                try:
+                    origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders))
+                except RunHasEnded:
+                    await _save_what_was_not(place, replica, clock)
+                    raise
             if origin is not None:
                 place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
             yield None if origin is None else _Stay(replica, keeper, receipts)
@@ -337,6 +341,16 @@ def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], 
             await _save_weights(place, stay.replica)
 
     return save
+
+
+async def _save_what_was_not(place: _Place, replica: Replica, clock: float | None) -> None:
+    """The run has come to its end without this node, or just as its disk was full: its last checkpoint, at that `clock`
+    (None: there is none), is all that it has of the run's end."""
+    inner, final = place.net.spec.inner, place.folder.final
+    at_the_end = clock is not None and has_come_to_the_end(clock, inner.target_tokens, place.net.spec.max_lag_tokens)
+    if at_the_end and not final.exists():
+        await _save_weights(place, replica)
+        logger.info("the final weights were not here yet: those of the last checkpoint were saved to %s", final)
 
 
 async def _save_weights(place: _Place, replica: Replica) -> None:

@@ -73,7 +73,13 @@ async def _run(
             agreed = await _agree(spec, door)
             async with _directory(door, agreed) as directory:
                 last = None if agreed is None else last_words(directory, folder, agreed)
-                serve_hello(door.transport, agreed, lambda: None, lambda: last is not None and last.over)
+                serve_hello(
+                    door.transport,
+                    agreed,
+                    lambda: None,
+                    over=lambda: last is not None and last.over,
+                    unaware=lambda: last is None or not last.knows,
+                )
                 if agreed is not None:
                     serve_spec(door.transport, agreed)
                 tell(agreed, door.daemon.visible_addresses())

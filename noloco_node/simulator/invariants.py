@@ -15,6 +15,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.placement.run_end import LATE_GRACES, NEAR_TARGET
 from noloco_node.simulator.outer_ledger import OuterEntry, strays
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
+from noloco_node.training.schedule import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
 
 IN_VAIN_SECONDS = 1800.0
 """Virtual seconds that a schedule takes only where a node waits for a stage until it gives up."""
@@ -137,8 +138,10 @@ def _nobody_waits_for_ever(run: Run) -> Iterator[str]:
 def _nobody_waits_in_vain(run: Run) -> Iterator[str]:
     """Who waits for a lost stage until it gives up is right where fewer nodes are left than there are stages: somebody
     may come. Where enough are left one of them should have gone there, or all should have ended."""
+    waited = any(node.condition == "failed" or node.ended_at > IN_VAIN_SECONDS for node in run.survivors)
     left_behind = any(node.condition == "failed" and _left_behind(run, node) for node in run.survivors)
-    if run.over and run.seconds > IN_VAIN_SECONDS and len(run.survivors) >= run.stages and not left_behind:
+    long = run.over and run.seconds > IN_VAIN_SECONDS
+    if long and waited and len(run.survivors) >= run.stages and not left_behind:
         yield f"in vain: {len(run.survivors)} nodes are left for {run.stages} stages, and {run.seconds:.0f} s passed"
 
 
@@ -209,26 +212,36 @@ def _reached(run: Run) -> float:
 def _no_clock_runs_past(run: Run) -> Iterator[str]:
     """Later stages' clocks are tied to those of the origins that are heard. When the quickest origins end, the slowest
     are behind them by no more than the lag that is allowed, or they would take their state; while these train on, a
-    later stage goes half as fast, and so past the target by half of that lag. Where a replica's own clock runs further
-    between two outer steps, by that. Where messages were late the quick ones are believed for a quarter of the lag
-    more, half of which counts, and its own round comes to that (decision 258). By the whole lag where more train than
-    are counted, as two with one identity do. Where stage 0 begins again, or origins come back to it from checkpoints,
-    it is behind theirs, which go half as fast at the slowest.
+    later stage passes the target (`tied_past`), and by its own round more, since what it was told of them is as old as
+    that. Where messages were late the quick ones are believed for a quarter of the lag more, half of which counts
+    (decision 258). By the whole lag where more train than are counted, as two with one identity do. Where stage 0
+    begins again, or origins come back to it from checkpoints, it is behind theirs, which go half as fast at the
+    slowest.
 
     Origins pass it by a round of their own work, whatever befell messages. An exchange moves both by half of what their
     snapshots are apart, the more the later its opening is: by half of that lag at the most. Who joins late may meet
     those that have passed it already, and has its own round under way.
     """
-    tied = run.max_lag if run.hostile or run.retraced else max(run.max_lag / 2, run.replica_round)
-    tied += run.target / 2 if run.lost_stage else 0.0
-    tied += run.max_lag / 8 + run.replica_round if run.late_seconds else 0.0
-    origins = run.round_tokens + (run.max_lag / 2 if run.held_up else 0.0)
+    tied = run.max_lag if run.hostile or run.retraced else tied_past(run.max_lag)
+    tied += run.replica_round + (run.target / 2 if run.lost_stage else 0.0)
+    tied += run.max_lag / 8 if run.late_seconds else 0.0
+    own = max(run.round_tokens, run.replica_round)
+    origins = own + (run.max_lag / 2 if run.held_up else 0.0)
     for node in run.survivors:
         late = run.round_tokens if node.late else 0.0
         if node.clock - run.target > (origins + late if node.stage == 0 else tied):
             yield f"past: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
-        if node.stage == 0 and (more := _trained_past(node, run.target)) > run.round_tokens:
+        if node.stage == 0 and (more := _trained_past(node, run.target)) > own:
             yield f"past: node {node.number} of stage 0 has trained {more:.0f} tokens beyond {run.target:.0f}"
+
+
+def tied_past(lag: float) -> float:
+    """Tokens by which a later stage's clock passes the target while origins train on that are behind it by `lag`
+    (tokens), told by those that have ended there (`schedule.tied_pace`): as fast as they within what is free, slower
+    the further it is, at last at the slowest."""
+    free, slowest = FREE_LAG * lag, (FREE_LAG + (1.0 - SLOWEST_PACE) / PACE_A_LAG) * lag
+    way = free - math.log(SLOWEST_PACE) * lag / PACE_A_LAG
+    return slowest + SLOWEST_PACE * (lag - way)
 
 
 def _trained_past(node: Told, target: float) -> float:

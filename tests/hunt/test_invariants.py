@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from noloco_node.identity.addresses import peers_unreachable
-from noloco_node.simulator.invariants import Run, Told, breaches
+from noloco_node.simulator.invariants import Run, Told, breaches, tied_past
 from noloco_node.telemetry.events import InnerStep, OuterStep
+from noloco_node.training.schedule import tied_pace
 
 OVER = "run 0 (hunt) has come to its end: nobody trains any more"
 
@@ -116,18 +117,38 @@ def test_an_origin_that_most_others_have_left_long_ago_may_be_short_of_the_targe
         (0, 0.0, False, 112.0),
         (0, 0.0, True, 132.0),
         (0, 5.1, False, 112.0),
-        (1, 0.0, True, 120.0),
-        (1, 20.0, False, 137.0),
+        (1, 0.0, True, 136.0),
+        (1, 20.0, False, 141.0),
     ],
 )
 def test_late_messages_take_clocks_further_past_the_target(
     stage: int, late_seconds: float, held_up: bool, most: float
 ) -> None:
     """An origin's by half of the lag, where an opening so late is taken still; those of later stages by an eighth of
-    it, for which the quick origins are believed, and a round of their own."""
+    it, for which the quick origins are believed."""
     for clock in (most, most + 1.0):
         held = replace(run(told(0, stage, "ended", clock)), late_seconds=late_seconds, held_up=held_up)
         assert any(line.startswith("past") for line in breaches(held)) == (clock > most)
+
+
+def test_a_later_stage_passes_the_target_by_what_its_pace_allows_while_the_last_origins_train() -> None:
+    """Step by step as `tied_pace` ties it, beside others that stand at the target."""
+    lag, steps, past = 384.0, 100_000, 0.0
+    for _ in range(steps):
+        past += tied_pace(-past, lag) * lag / steps
+    assert tied_past(lag) == pytest.approx(past, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ended_at", "against"), [(60.0, []), (1801.0, ["in vain"])])
+def test_who_owes_nothing_may_wait_for_as_long_as_it_likes(ended_at: float, against: list[str]) -> None:
+    """A node of which there were two waited for an hour for a stage whose nodes had come to the end."""
+    nodes = (
+        told(0, 0, "ended", 100.0),
+        told(1, 1, "ended", 100.0, ended_at=ended_at),
+        told(2, 1, "failed", 9.0, "in vain"),
+    )
+    found = breaches(replace(run(*nodes, seconds=3700.0), struck=frozenset({2})))
+    assert [line.partition(":")[0] for line in found] == against
 
 
 @pytest.mark.parametrize(("other", "against"), [(100.0, []), (95.0, ["in vain", "fails"])])

@@ -40,7 +40,9 @@ def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = Fa
         ((), False, False),
         ((), True, True),
         ((record(1, TRAINING),), True, False),
-        ((record(1, TRAINING, stage=1), record(2, GONE, finished=True)), True, False),
+        ((record(1, TRAINING, stage=1), record(2, GONE, finished=True)), True, True),
+        ((record(1, TRAINING, stage=1), record(2, GONE, finished=True)), False, False),
+        ((record(1, TRAINING, stage=1), record(2, TRAINING)), True, False),
         ((record(1, GONE, finished=True), record(2, GONE, finished=True, stage=1)), False, True),
         ((record(1, FINISHING, finished=True), record(2, GONE, finished=True)), False, True),
         ((record(1, FINISHING, finished=True), record(2, TRAINING)), False, False),
@@ -53,8 +55,9 @@ def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = Fa
     ],
 )
 def test_the_last_words_of_the_first_stage_decide(records: tuple[PeerRecord, ...], before: bool, after: bool) -> None:
-    """As long as nobody says that it trains, at whatever stage; who joins says nothing, nor who was sent away as it
-    came: its farewell made a seed forget the end of the run that it had been told of."""
+    """As long as nobody of that stage says that it trains. One of a later stage neither ends a run nor begins it again:
+    a node that had come home to one made a seed forget the end for good. Who joins says nothing, nor who was sent away
+    as it came: its farewell did the same."""
     rows: tuple[dict[PeerId, LiveRecord], ...] = ({}, {})
     for each in records:
         rows[each.stage][PeerId(each.peer_id)] = LiveRecord(each, 100.0)
@@ -67,9 +70,13 @@ async def test_a_seed_remembers_the_end_when_all_records_are_gone_and_when_it_co
     hub = MemoryDirectoryHub(2, lambda: now)
     nodes, folder = MemoryDirectory(hub), RunFolder.create(tmp_path)
     last = last_words(MemoryDirectory(hub), folder, SPEC)
+    await nodes.publish(record(0, JOINING), LIFE)
+    await last.look()
+    assert not last.knows
     for stage in (0, 1):
         await nodes.publish(record(stage, TRAINING, stage=stage), LIFE)
     await last.look()
+    assert last.knows
     assert not last.over
     assert not (tmp_path / MARK).exists()
     for stage in (0, 1):
@@ -81,6 +88,7 @@ async def test_a_seed_remembers_the_end_when_all_records_are_gone_and_when_it_co
     assert last.over
     again = last_words(MemoryDirectory(hub), folder, SPEC)
     assert again.over
+    assert again.knows
     await nodes.publish(record(7, TRAINING), LIFE)
     await again.look()
     assert not again.over
