@@ -17,6 +17,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import load_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.diary import AT_LAST_SECONDS
 from noloco_node.telemetry.events import (
     MAX_LINE_BYTES,
     Account,
@@ -37,8 +38,9 @@ from noloco_node.telemetry.events import (
 from noloco_node.telemetry.words import as_long, as_nodes, one_line, printable
 
 SHOWN_PEERS = 8
-SILENT_SECONDS = 15.0
-"""A running node writes its account every two seconds; one that is silent for longer is stuck or frozen."""
+SILENT_SECONDS = AT_LAST_SECONDS + 15.0
+"""A node that trains writes its account once in `AT_LAST_SECONDS` at least; one that is silent for longer is stuck or
+frozen."""
 
 _KIND = re.compile(rb'"event":"([a-z0-9_]+)"')
 _WARNING = re.compile(rb'"what":"([a-z_]+)"')
@@ -96,7 +98,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
     events = Events(folder.events)
     started = events.last(NodeStarted)
     lines = [
-        *_node(path, folder, started),
+        *_node(path, folder, started, events.last(NodeMoved)),
         *_now(folder, events, started, now),
         *_text(events, started, now),
         *_training(events, started),
@@ -157,14 +159,15 @@ def _member(member: Path, now: float) -> tuple[str, str]:
     return run, f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
 
 
-def _node(path: Path, folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
+def _node(path: Path, folder: RunFolder, started: NodeStarted | None, moved: NodeMoved | None) -> Iterator[str]:
     yield f"node in {path}"
     if started is None:
         yield "  it has not been up yet"
         return
     yield f"  peer id           {started.peer_id}"
     yield f"  run               {started.run_name} ({started.run_id})"
-    yield f"  stage             {started.stage} of {started.stages}, {started.parameters:,} parameters"
+    at = started if moved is None or moved.time < started.time else moved
+    yield f"  stage             {at.stage} of {started.stages}, {at.parameters:,} parameters"
     if folder.log.exists():
         yield f"  log               {folder.log}"
 
@@ -190,7 +193,8 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     reached = events.last(Reachability)
     if reached is not None:
         yield f"  reached           {reached.words}"
-    if events.time and silent > SILENT_SECONDS:  # one that starts has written nothing yet
+    joins = doing is not None and doing.what == "joining"  # then it writes of what it copies or waits for alone
+    if events.time and silent > SILENT_SECONDS and not joins:  # one that starts has written nothing yet
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
 
 

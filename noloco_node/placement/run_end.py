@@ -54,7 +54,7 @@ class Sight:
     near: bool
     """By its own clock, or by those of the origins whose microbatches it has trained; a short run's is half-way."""
     close: bool
-    """By the same clocks the last tenth has begun, however short the run."""
+    """By the same clocks the run's last tokens are trained (`close_from`)."""
     begun: bool
     """It has trained here, or came to a run that was under way."""
     idle: float
@@ -88,8 +88,8 @@ def verdict(sight: Sight, grace: float) -> RunVerdict:
     While it trains the run goes on, whatever anybody says, unless most origins have finished for long. Near the target
     it is over at once where every origin that counts has finished, after a grace where none trains any more, and after
     some where nothing is trained here and they disagree, or others have left and a stage is empty or those origins
-    stand still: all that was trained here may be of one that hangs. That none trains says nothing before the last
-    tenth, unless one of them has finished: in a short run those that die half-way end it for nobody. Far from the
+    stand still: all that was trained here may be of one that hangs. That none trains says nothing before the run's
+    last tokens, unless one of them has finished: those that die before end it for nobody. Far from the
     target, as far as this replica can tell by itself, the word of one origin ends nothing: it is over after a grace
     without work where they have all come to their end.
     """
@@ -112,6 +112,13 @@ def comes_to_its_end(sight: Sight) -> bool:
 def near_from(target: float, max_lag: float) -> float:
     """The clock beyond which a run is near its end; all in tokens."""
     return min(NEAR_TARGET * target, max(HALF_WAY * target, target - max_lag))
+
+
+def close_from(target: float, max_lag: float) -> float:
+    """The clock beyond which origins that are gone may have come to the end, though nobody has said so; all in tokens.
+    What is left is a tenth of a short run, and of a long one the lag that clocks may have, which is minutes: the last
+    tenth of a month is three days, in which a machine may well be started again."""
+    return max(NEAR_TARGET * target, target - max_lag)
 
 
 def patience(sight: Sight, grace: float) -> float:
@@ -225,7 +232,7 @@ class EndOfRun:
         self._deserted = waits and (self._deserted or self._somebody_has_left_as_at_the_end() or gone)
         return Sight(
             near=furthest > near_from(self._target, self._max_lag),
-            close=furthest > NEAR_TARGET * self._target,
+            close=furthest > close_from(self._target, self._max_lag),
             begun=self.came_late or self._last_trained() > 0.0,
             idle=idle,
             finished=finished or state is PeerState.FINISHING,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
     Raises OSError as the file system does; then no temporary file is left.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Two threads may write the same file: either's content is whole, and none takes the other's file away.
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
         partial.write_bytes(content)
         sync(partial)

@@ -25,6 +25,7 @@ from noloco_node.telemetry.events import (
     EventFile,
     EventReader,
     InnerStep,
+    NodeMoved,
     NodeStarted,
     NodeStopped,
     P2pdRestarted,
@@ -123,9 +124,20 @@ def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, i
         lines = status_lines(folder, NOW)
         assert "progress            50,000 of 200,000 tokens (25 %)" in lines
         assert not any("silent" in line for line in lines)
-        assert any("silent            for 60 s" in line for line in status_lines(folder, NOW + 50))
+        assert not any("silent" in line for line in status_lines(folder, NOW + 50))
+        assert any("silent            for 90 s" in line for line in status_lines(folder, NOW + 80))
         write(folder, Doing(time=991.0, what="training", detail="training", since=991.0))
         assert now_line(folder) == "training, for 9 s"
+        write(folder, Doing(time=992.0, what="joining", detail="copying the state of a stage peer", since=992.0))
+        assert not any("silent" in line for line in status_lines(folder, NOW + 80))
+
+
+def test_a_node_that_has_moved_is_shown_where_it_is(folder: Path, identity: Identity) -> None:
+    moved = NodeMoved(
+        time=960.0, from_stage=1, stage=0, why="lost", origin="guard", clock=5.0, parameters=777, seconds=2.0
+    )
+    write(folder, started(identity), account(), moved)
+    assert any(line.split() == ["stage", "0", "of", "2,", "777", "parameters"] for line in status_lines(folder, NOW))
 
 
 def test_restarts_of_p2pd_are_shown_for_this_life_of_the_node(folder: Path, identity: Identity) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,26 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     atomic.write_bytes(tmp_path / "a", b"one")
     atomic.write_json(tmp_path / "a", {"two": [1, None]})
     assert json.loads((tmp_path / "a").read_text()) == {"two": [1, None]}
+    assert listing(tmp_path) == ["a"]
+
+
+def test_two_threads_that_write_one_file_do_not_take_it_from_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits before it renames until the other has written: what peers a node knows was written at its start and by
+    its first look at once, and one of the two found no file."""
+    both, written = threading.Barrier(2, timeout=10.0), os.fsync
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            both.wait()
+        written(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(atomic.write_bytes, tmp_path / "a", text) for text in (b"one", b"two")]:
+            done.result()
+    assert (tmp_path / "a").read_bytes() in (b"one", b"two")
     assert listing(tmp_path) == ["a"]
 
 

@@ -21,6 +21,7 @@ from noloco_node.placement.run_end import (
     EndOfRun,
     RunVerdict,
     Sight,
+    close_from,
     near_from,
     verdict,
 )
@@ -131,6 +132,24 @@ def test_a_node_that_stood_still_after_its_stage_was_served_again_does_not_give_
 def test_how_near_the_end_is_near(max_lag: float, near: float) -> None:
     """The last tenth; more where clocks may lie further apart, never more than half."""
     assert near_from(TARGET, max_lag) == pytest.approx(near * TARGET)
+
+
+@pytest.mark.parametrize(("max_lag", "close"), [(0.001 * TARGET, 0.999), (0.1 * TARGET, 0.9), (2 * TARGET, 0.9)])
+def test_how_close_the_end_is_of_which_nobody_has_said_a_word(max_lag: float, close: float) -> None:
+    """The lag that clocks may have, a tenth at the most."""
+    assert close_from(TARGET, max_lag) == pytest.approx(close * TARGET)
+
+
+@pytest.mark.parametrize(("clock", "found"), [(0.95, ON), (0.985, ON), (0.995, OVER)])
+async def test_origins_that_die_in_the_last_days_of_a_month_end_it_for_nobody(clock: float, found: RunVerdict) -> None:
+    """The only node of stage 0 was killed at 98 %: 20 s later those of stage 1 had left as at the run's end, and who
+    started it again found nobody."""
+    swarm = Swarm(clock=clock * TARGET, max_lag=0.01 * TARGET)
+    await swarm.say(A, PeerState.TRAINING)
+    swarm.work(A)
+    swarm.hub.rows[0].pop(A)
+    swarm.held_up = True
+    assert await swarm.verdict(ORPHAN_GRACES + 1) is found
 
 
 @dataclass
@@ -465,7 +484,7 @@ async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:
         (320.0, STOPPED, ORPHAN_GRACES + 1, STALLED),
         (320.0, STOPPED[:1], ORPHAN_GRACES + 1, STALLED),
     ):
-        swarm = Swarm(clock=clock)
+        swarm = Swarm(clock=clock, max_lag=0.01 * TARGET)
         await swarm.say(A, *course)
         swarm.work(A)
         assert await swarm.verdict(graces) is found
