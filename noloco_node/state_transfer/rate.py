@@ -102,6 +102,8 @@ class DonorRate:
         """Nothing has been lost yet."""
         self._quiet: float | None = None
         self._windows = 0
+        self._workless: LastTrained | None = None
+        """What was trained when a whole silence had shown no work: until there is some, another would show nothing."""
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -171,9 +173,12 @@ class DonorRate:
                 self.quiet_until = now + self._window / 4.0
             return
         self._note(self._taken / (now - self._since), pace)
+        if self._silent and ended == self._before:
+            self._workless = ended
         if self._windows >= GIVING_WINDOWS:
             self._windows = 0
-            self.quiet_until = now + self._window
+            if ended != self._workless:
+                self.quiet_until = now + self._window
         self._begin_window()
 
     def _pace(self, ended: LastTrained) -> float | None:

@@ -71,6 +71,44 @@ def test_chunks_that_nobody_waits_for_any_more_delay_nobody() -> None:
     assert in_virtual_time(work) <= 4.0
 
 
+def test_a_donor_that_has_no_work_any_more_is_silent_once() -> None:
+    """Silence ends with a microbatch, or after 20 s: of a donor whose first stage had died a joiner got something for 8
+    of each 28 s, and the copy took 85 s in place of 4. As soon as there is work it is measured again."""
+
+    async def work() -> tuple[float, float]:
+        trained, works = LastTrained(0, 0.0), True
+        rate = DonorRate(lambda: trained, lowest=least_rate(LimitsSpec()))
+        given, longest, last = 0, 0.0, 0.0
+
+        async def live() -> None:
+            nonlocal trained
+            while True:
+                await asyncio.sleep(0.5)
+                trained = LastTrained(trained.tokens + 100, ambient.monotonic()) if works else trained
+                rate.tend()
+
+        async def read() -> None:
+            nonlocal given, longest, last
+            while True:
+                await rate.take(CHUNK, "joiner")
+                given, longest, last = given + 1, max(longest, ambient.monotonic() - last), ambient.monotonic()
+
+        tasks = [asyncio.create_task(each) for each in (live(), read())]
+        await asyncio.sleep(30.0)
+        works = False
+        await asyncio.sleep(40.0)
+        longest = 0.0
+        await asyncio.sleep(100.0)
+        idle, longest, works = longest, 0.0, True
+        await asyncio.sleep(60.0)
+        await cancel_and_wait(tasks)
+        return idle, longest
+
+    idle, at_work = in_virtual_time(work)
+    assert idle < 2.0
+    assert at_work > 3.0
+
+
 class Trainer:
     """A node whose device and whose uplink of so many bytes a second do one thing at a time; pieces of whatever it
     sends leave in their order."""
