@@ -71,7 +71,7 @@ class Replica:
         self.worker = StageWorker(spec, placed.trainer, placed.outer, thread, self._inner_step_taken)
         rng = random.Random(f"{settings.seed}/{transport.peer_id}")
         self.context = context = ReplicaContext(spec, settings, stage.cut, transport, self.worker, rng, Pulse(), emit)
-        self._pace, self._capacity = Pace(), Capacity(self.worker.busy_seconds)
+        self._pace, self._capacity = Pace(), Capacity()
         self.guards = guards
         self.activity = Activity(emit)
         self._neighbourhood = Neighbourhood(context, directory, samples, self._describe, self._directory_read)

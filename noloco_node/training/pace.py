@@ -39,18 +39,21 @@ class Pace:
 class Capacity:
     """How fast this replica could train if it never had to wait: tokens over the seconds that the device worked."""
 
-    busy_before: float
-    """Seconds that the device had worked when the replica began."""
-    _tokens_before: int = 0
+    _busy_before: float = 0.0
+    _tokens_before: int | None = None
+    """None before the first look: a checkpoint that is gone on from has the tokens of earlier lives."""
     _tokens: float = 0.0
     _seconds: float = 0.0
 
     def look(self, tokens: int, busy_seconds: float) -> float:
-        """Tokens per second, of about the last ten seconds of work; 0 before the first. Both arguments are totals."""
-        gained, worked = tokens - self._tokens_before, busy_seconds - self.busy_before
+        """Tokens per second, of about the last ten seconds of work; 0 before the first. Both arguments are totals, and
+        count from the first look on."""
+        if self._tokens_before is None:
+            self._tokens_before, self._busy_before = tokens, busy_seconds
+        gained, worked = tokens - self._tokens_before, busy_seconds - self._busy_before
         if worked >= WINDOW_SECONDS and gained > 0:
             fading = 0.0 if self._seconds == 0.0 else 1.0 - SMOOTHING
             self._tokens = fading * self._tokens + gained
             self._seconds = fading * self._seconds + worked
-            self._tokens_before, self.busy_before = tokens, busy_seconds
+            self._tokens_before, self._busy_before = tokens, busy_seconds
         return self._tokens / self._seconds if self._seconds else 0.0

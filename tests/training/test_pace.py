@@ -30,7 +30,7 @@ def test_the_first_step_only_starts_the_watch() -> None:
 
 def test_capacity_leaves_out_the_time_that_a_device_waits() -> None:
     """A slow beginning is forgotten, and work without tokens counts with the next tokens."""
-    capacity = Capacity(busy_before=100.0)
+    capacity = Capacity()
     assert capacity.look(0, 100.0) == 0.0
     assert capacity.look(10, 110.0) == pytest.approx(1.0), "the first steps compile"
     assert capacity.look(10, 111.5) == pytest.approx(1.0), "an evaluation"
@@ -39,3 +39,10 @@ def test_capacity_leaves_out_the_time_that_a_device_waits() -> None:
         tokens, busy = tokens + 1000, busy + 2.0
         capacity.look(tokens, busy)
     assert capacity.look(tokens, busy) == pytest.approx(500.0, rel=0.01)
+
+
+def test_the_tokens_of_earlier_lives_are_not_trained_in_the_first_second_of_this_one() -> None:
+    """A node that was started again at 400,000 tokens could do 400,880 a second, it said, where it did 7,000."""
+    capacity = Capacity()
+    assert capacity.look(400_000, 3.0) == 0.0
+    assert capacity.look(407_000, 4.0) == pytest.approx(7000.0)
