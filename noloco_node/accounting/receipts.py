@@ -76,6 +76,12 @@ class _Pending:
     tries: int = 0
 
 
+def _say_if_it_failed(keeping: asyncio.Task[None]) -> None:
+    """At once: the run may go on for a month."""
+    if not keeping.cancelled() and keeping.exception() is not None:
+        logger.warning("the contribution file is no longer kept: %r", keeping.exception())
+
+
 class Receipts:
     """Keeps this node's contribution file: its own work, and the receipts of the peers that it serves.
 
@@ -135,6 +141,7 @@ class Receipts:
         """Await `work` while the file is kept, and settle a last time at its end; not where it is cancelled, since that
         means to leave at once. `leaving()`, asked whenever `moved` fires, says that little or nothing more comes."""
         keeping = asyncio.create_task(self._keep(moved, leaving), name="receipts")
+        keeping.add_done_callback(_say_if_it_failed)
         at_once = False
         try:
             await work
@@ -143,8 +150,6 @@ class Receipts:
             raise
         finally:
             await cancel_and_wait((keeping,))
-            if not keeping.cancelled():
-                logger.warning("the contribution file was no longer kept: %r", keeping.exception())
             if not at_once:
                 await self.finish()
 

@@ -339,6 +339,33 @@ async def test_work_that_is_being_written_as_the_node_leaves_counts_once(
     await transport.close()
 
 
+async def test_a_keeper_that_fails_is_told_of_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was told at the run's end, weeks later."""
+    transport, ended, moved = MemoryTransport(MemoryNetwork(), SERVER), asyncio.Event(), Pulse()
+    keeper = Receipts(RUN, 1, transport, Ledger(), Progress, ContributionFile(tmp_path / "file"))
+
+    async def fails(*, due_only: bool = False) -> None:
+        raise RuntimeError(f"no file, {due_only}")
+
+    async def work() -> None:
+        await ended.wait()
+
+    with monkeypatch.context() as broken:
+        broken.setattr(keeper, "settle", fails)
+        beside = asyncio.create_task(keeper.beside(work(), moved, lambda: True))
+
+        def told() -> bool:
+            moved.fire()
+            return "the contribution file is no longer kept: RuntimeError('no file, False')" in caplog.text
+
+        await eventually(told, what="it is told")
+    ended.set()
+    await beside
+    await transport.close()
+
+
 async def _for_ever() -> None:
     await asyncio.Event().wait()
 
