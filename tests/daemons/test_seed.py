@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import signal
 import sys
 import urllib.request
@@ -159,7 +160,8 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
 ) -> None:
     """Two stages of which no node was told of another; the seed serves no stage, and is still there at the end. One
     that was given the run hands it to strangers, who join with its address alone, and says when it is over; what it
-    shows of the swarm is what the nodes say of themselves, and what `watch` shows."""
+    shows of the swarm is what the nodes say of themselves, and what `watch` shows. A node without its final weights
+    that comes back then saves them."""
     folders, watched = [tmp_path / f"node{number}" for number in range(3)], Watched(tmp_path / "watch")
     given = [str(MICRO), "--metrics-port", str(watched.seed)] if knows_the_run else []
     if knows_the_run:
@@ -185,6 +187,10 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
             late = await stack.enter_async_context(command(tmp_path / "late", "join", address))
             assert await asyncio.wait_for(late.wait(), 120) == ExitCode.NO_DONOR
             assert "has come to its end: so say the peers" in (tmp_path / "late" / "printed").read_text()
+            shutil.rmtree(folders[0] / "final")  # as where the disk was full at the end
+            back = await stack.enter_async_context(command(folders[0], *entering, "--stage", "0"))
+            assert await asyncio.wait_for(back.wait(), 120) == ExitCode.NO_DONOR
+            assert (folders[0] / "final" / "manifest.json").is_file()
         seed.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(seed.wait(), 60) == ExitCode.INTERRUPTED
     events = [read_events(folder / "events.jsonl") for folder in folders]
