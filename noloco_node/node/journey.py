@@ -46,6 +46,7 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability
 from noloco_node.telemetry.of_node import Telemetry
+from noloco_node.telemetry.words import as_trained
 from noloco_node.training.compute_device import check_device, describe_device, device_name, peak_flop_per_second
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
@@ -346,11 +347,14 @@ def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], 
 async def _save_what_was_not(place: _Place, replica: Replica, clock: float | None) -> None:
     """The run has come to its end without this node, or just as its disk was full: its last checkpoint, at that `clock`
     (None: there is none), is all that it has of the run's end."""
-    inner, final = place.net.spec.inner, place.folder.final
-    at_the_end = clock is not None and has_come_to_the_end(clock, inner.target_tokens, place.net.spec.max_lag_tokens)
-    if at_the_end and not final.exists():
+    target, final = place.net.spec.inner.target_tokens, place.folder.final
+    if clock is None or final.exists():
+        return
+    if has_come_to_the_end(clock, target, place.net.spec.max_lag_tokens):
         await _save_weights(place, replica)
         logger.info("the final weights were not here yet: those of the last checkpoint were saved to %s", final)
+    else:
+        logger.warning("there are no final weights here; the last checkpoint stands at %s", as_trained(clock, target))
 
 
 async def _save_weights(place: _Place, replica: Replica) -> None:

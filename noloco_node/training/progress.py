@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 
 class LastTrained(NamedTuple):
@@ -47,8 +49,9 @@ class Progress:
     """Outer steps committed, of whatever fragment."""
     marks: tuple[Mark, ...] = (Mark(),)
     """One for each fragment."""
-    taken_over: int = 0
-    """Of the outer rounds those that came with stage peers' states, less own ones that were given up for them."""
+    taken_over: Annotated[int, Field(exclude=True)] = 0
+    """Of the outer rounds those that came with stage peers' states in this life, less own ones that were given up for
+    them. No checkpoint has it: their seals are over what releases before this one wrote."""
 
     @property
     def own_rounds(self) -> int:

@@ -278,3 +278,38 @@ def test_what_the_last_stay_still_writes_is_not_mixed_with_the_next_ones(
         found = folder.newest(RUN, stage)
         assert found is not None
         assert all(torch.equal(found.tensors[name], value) for name, value in tensors(float(stage)).items())
+
+
+def test_a_manifest_that_an_earlier_release_sealed_is_whole(tmp_path: Path) -> None:
+    """The seal is over all that a standing has: a field more in it, and every node's checkpoints were damaged."""
+    (tmp_path / "00000001").mkdir()
+    standing = {
+        "run_id": "080d58aa1318bea4deeebefeff6358f4",
+        "stage": 1,
+        "progress": {
+            "steps": 297,
+            "tokens": 197632,
+            "clock": 285499.2915926023,
+            "outer_rounds": 72,
+            "marks": [{"steps": 296, "tokens": 196608}],
+        },
+        "credit": 0.0,
+        "tokens_accumulated": 0,
+        "loss_accumulated": 0.0,
+        "walk": {"epoch": 0, "offset": 0},
+        "held": [],
+        "ledger": {
+            "drawn": 0, "trained": 0, "dropped": 0, "put_back": 0, "retried": 0, "repeated": 0, "served": 772
+        },
+    }  # fmt: skip
+    written = {
+        "seal": "7ba37eda7930504458601af0ca6b455a35d9dd3ba0af0280e1647dfef6f530c1",
+        "format": 2,
+        "version": "0.1.0",
+        "written": 1795806999.114904,
+        "standing": standing,
+        "files": {"state.safetensors": "e9479f6bd67562c8ba39d85513eaf80f53747e746603c1df9f6d2eb55234aefb"},
+    }
+    (tmp_path / "00000001" / "manifest.json").write_text(json.dumps(written), encoding="utf-8")
+    clock = 285499.2915926023
+    assert CheckpointFolder(tmp_path, 3).clocks("080d58aa1318bea4deeebefeff6358f4") == [(1795806999.114904, clock)]
