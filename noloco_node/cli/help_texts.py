@@ -199,9 +199,10 @@ example:
 
 DOCTOR_HELP = """\
 Check this machine and its network, with pass, warn or fail and the remedy for each: open files, disk, memory, device,
-identity, port, every ADDRESS (or, where none is given, the peers seen before), whether p2pd starts, the clock against
-peers, versions, and whether others can reach this node: several peers are asked to dial back. Give the options that
-the node is to run with. It trains nothing, and uses a peer id made for the purpose.
+identity, port, the invitation, every ADDRESS (or, where none is given, the peers seen before), whether p2pd starts, the
+clock against peers, versions, whether others can reach this node: several peers are asked to dial back; and whether
+their run admits it. Give the options that the node is to run with. It trains nothing, and uses a peer id made for the
+purpose.
 
 example:
   noloco-node doctor /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --host 0.0.0.0 --port 31337

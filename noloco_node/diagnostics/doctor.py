@@ -12,10 +12,12 @@ import torch
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import measure_hello
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.diagnostics.admitted import check_admitted, check_invitation
 from noloco_node.directory.known_peers import KnownPeers
 from noloco_node.errors import UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import holder_of, load_identity
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import check_port_free, node_arguments
 from noloco_node.libp2p.relay.places import ask_for_place
 from noloco_node.libp2p.start import reached_by_a_stranger
@@ -46,15 +48,19 @@ async def examine(settings: NodeSettings) -> list[Check]:
     checks = [
         *_machine(settings),
         await ambient.elsewhere(_device, settings.device),
-        _identity(settings.identity or RunFolder(settings.run_folder).identity),
+        _identity(_identity_file(settings)),
         _listening(settings),
     ]
+    if settings.invitation is not None:
+        checks.append(check_invitation(settings.invitation))
     known = KnownPeers(RunFolder(settings.run_folder).peers)
     addresses = settings.initial_peers or known.texts()
     reached = await asyncio.gather(*(_address(text) for text in addresses))
     checks += reached
     live = tuple(text for text, check in zip(addresses, reached, strict=True) if check.outcome is CheckOutcome.PASS)
-    return checks + await _network(settings, live)
+    # One that cannot be used was said above: whom the run admits is of no use then.
+    judged = not any(check.name == "invitation" and check.outcome is CheckOutcome.FAIL for check in checks)
+    return checks + await _network(settings, live, judged)
 
 
 def lines(checks: Sequence[Check]) -> list[str]:
@@ -100,6 +106,10 @@ def _device(name: str) -> Check:
     return Check("device", CheckOutcome.PASS, found)
 
 
+def _identity_file(settings: NodeSettings) -> Path:
+    return settings.identity or RunFolder(settings.run_folder).identity
+
+
 def _identity(path: Path) -> Check:
     if not path.exists():
         return Check("identity", CheckOutcome.PASS, f"none at {path} yet: the first start makes one")
@@ -142,8 +152,9 @@ async def _address(text: str) -> Check:
     return Check(name, CheckOutcome.PASS, f"{text} answers")
 
 
-async def _network(settings: NodeSettings, live: tuple[str, ...]) -> list[Check]:
-    """What only a running p2pd can tell: whether it starts, clock and versions, and whether others reach this node."""
+async def _network(settings: NodeSettings, live: tuple[str, ...], judged: bool) -> list[Check]:
+    """What only a running p2pd can tell: whether it starts, clock and versions, whether others reach this node, and,
+    where it is to be `judged`, whether their run lets it in."""
     began = ambient.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
         own = settings.model_copy(update={"initial_peers": live, "identity": None, "run_folder": Path(folder)})
@@ -151,9 +162,23 @@ async def _network(settings: NodeSettings, live: tuple[str, ...]) -> list[Check]
             async with entrance(own, RunFolder(Path(folder)), run=None, may_found=True) as door:
                 up = f"p2pd is up after {ambient.monotonic() - began:.1f} s"
                 checks = [Check("p2pd", CheckOutcome.PASS, up)]
-                return checks + await _among_peers(own, door)
+                checks += await _among_peers(own, door)
+                if judged:
+                    checks += await check_admitted(
+                        door, door.daemon.joined_peers, settings.invitation, _own_id(settings, door)
+                    )
+                return checks
         except UserError as error:
             return [_failed("p2pd", error)]
+
+
+def _own_id(settings: NodeSettings, door: Entrance) -> PeerId:
+    """The peer id that a run is asked to admit: the node's own, or where it has none yet, a new one, as its first start
+    will make."""
+    try:
+        return load_identity(_identity_file(settings)).peer_id
+    except UserError:
+        return door.identity.peer_id
 
 
 async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:

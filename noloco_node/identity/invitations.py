@@ -8,11 +8,13 @@ one. So the proof, which lies in the public directory, is of no use to anybody e
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 from typing import Annotated
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import Identity, ed25519_peer_id, ed25519_public_key, verify
 from noloco_node.identity.peer_id import PeerId
 
@@ -110,6 +112,29 @@ def read_invitation(text: str) -> Invitation:
         return Invitation.model_validate_json(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)))
     except (ValueError, ValidationError):
         raise BadInvitation("it was cut off or changed on its way") from None
+
+
+def named_invitation(setting: str) -> Invitation:
+    """The invitation that `node.invitation` is, or that lies in the file of that name. UserError (CONFIG) where it is
+    none; signatures are not looked at."""
+    text = setting
+    if not setting.lstrip().startswith(PREFIX):
+        try:
+            text = Path(setting).read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            raise UserError(
+                ExitCode.CONFIG,
+                f"node.invitation is '{setting[:60]}', which is neither an invitation nor a file that can be read",
+                f"pass the word that begins with {PREFIX}, or the name of a file that holds it",
+            ) from None
+    try:
+        return read_invitation(text)
+    except BadInvitation as error:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.invitation is no invitation: {error}",
+            "copy it whole, as the owner of the run sent it",
+        ) from None
 
 
 def _signed(owner: Identity, run: str, expires: int, subject: str, *, by_key: bool) -> Grant:

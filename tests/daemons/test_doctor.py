@@ -6,11 +6,17 @@ import asyncio
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from noloco_node.config.load import load_config
+from noloco_node.diagnostics.admitted import check_invitation
 from noloco_node.errors import ExitCode
+from noloco_node.identity.invitations import invite
+from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.node.checks import CheckOutcome
 from tests.daemons.test_seed import address_of, command
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
@@ -39,7 +45,7 @@ async def test_a_sound_machine_passes_and_others_reach_it(tmp_path: Path, tempor
     assert code == ExitCode.OK, words
     assert list(checks) == [
         *("open files", "disk", "memory", "device", "identity", "port"),
-        *("peer", "p2pd", "clock", "versions", "reachable"),
+        *("peer", "p2pd", "clock", "versions", "reachable", "admission"),
     ]
     assert {row["outcome"] for row in checks.values()} <= {"pass", "warn"}
     assert "1 of 1 peers reached port" in checks["reachable"]["found"]
@@ -63,6 +69,42 @@ async def test_a_node_behind_a_relay_is_told_that_it_is_reached_there_only(tmp_p
     assert code == ExitCode.CHECK_FAILED
     assert "it relays for nobody" in failed["found"]
     assert "--relay-for-others" in failed["remedy"]
+
+
+async def test_who_would_be_refused_by_an_invited_run_hears_it_from_doctor(tmp_path: Path, temporary: Path) -> None:
+    """No invitation, a file that is not there, half of one, and one to another run: as `join` ends, so does this."""
+    owner = load_or_create_identity(tmp_path / "owner.key")
+    settings = ["run.access.mode=invited", f"run.access.owner={owner.peer_id}"]
+    run = load_config(MICRO, settings).run.run_id
+    named = [word for setting in settings for word in ("--set", setting)]
+    async with command(tmp_path / "seed", "seed", str(MICRO), *named):
+        address = await address_of(tmp_path / "seed")
+        good = invite(owner, run, int(time.time()) + 3600, None).text()
+        other = invite(owner, "0" * 32, int(time.time()) + 3600, None).text()
+        for given, check, told in (
+            ([], "admission", "admits only who its owner"),
+            (["--invitation", str(tmp_path / "nofile.invitation")], "invitation", "neither an invitation nor a file"),
+            (["--invitation", good[:-9]], "invitation", "cut off or changed"),
+            (["--invitation", other], "admission", "the invitation is for run 0000"),
+        ):
+            code, words = await doctor(tmp_path / "node", address, "--json", *given)
+            [failed] = [row for row in json.loads(words) if row["outcome"] == "fail"]
+            assert (code, failed["check"]) == (ExitCode.CHECK_FAILED, check), words
+            assert told in failed["found"]
+            assert failed["remedy"]
+        code, words = await doctor(tmp_path / "node", address, "--json", "--invitation", good)
+    checks = {row["check"]: row for row in json.loads(words)}
+    assert code == ExitCode.OK, words
+    assert (checks["invitation"]["outcome"], checks["admission"]["outcome"]) == ("pass", "pass")
+
+
+def test_an_invitation_that_has_ended_fails_before_any_peer_is_asked(tmp_path: Path) -> None:
+    """Its time is said; a machine whose clock is ahead is told of that too."""
+    owner = load_or_create_identity(tmp_path / "owner.key")
+    check = check_invitation(invite(owner, "0" * 32, 1_700_000_000, None).text())
+    assert check.outcome is CheckOutcome.FAIL
+    assert "ended on 2023-11-14 22:13 UTC" in check.found
+    assert "clock" in check.remedy
 
 
 async def test_what_is_wrong_is_named_with_its_remedy_and_an_exit_code(tmp_path: Path, temporary: Path) -> None:
