@@ -211,7 +211,7 @@ example:
 INVITE_HELP = """\
 Invite somebody to a run whose `run.access.owner` is your key: one node by its peer id (--peer), or whoever holds the
 invitation. It is your signature under this very configuration: a node that joins with it accepts no other run. The key
-is made where FILE is missing; back it up as with `noloco-node identity export`.
+is made where FILE is missing and the run names no owner yet; back it up as with `noloco-node identity export`.
 
 example:
   noloco-node invite run.yaml --key owner.key --hours 72 > alice.invitation

@@ -159,6 +159,11 @@ def test_the_command_signs_its_owners_runs_only(owner: Identity, tmp_path: Path)
     with pytest.raises(UserError, match=r"access\.owner names none") as raised:
         make_invitation(micro_spec(stages=1), tmp_path / "new.key", peer=None, hours=1)
     assert load_or_create_identity(tmp_path / "new.key").peer_id in raised.value.remedy
+    assert "was made now" in raised.value.message
+    assert "run.access.mode: invited" in raised.value.remedy
+    with pytest.raises(UserError, match=r"access\.owner names none") as raised:
+        make_invitation(micro_spec(stages=1), tmp_path / "new.key", peer=None, hours=1)
+    assert "was made now" not in raised.value.message
     with pytest.raises(UserError, match="--hours"):
         make_invitation(run_of(owner), owner.path, peer=None, hours=0)
     spec = run_of(owner)
@@ -167,6 +172,18 @@ def test_the_command_signs_its_owners_runs_only(owner: Identity, tmp_path: Path)
     assert (grant.run, grant.subject, grant.by_key) == (spec.run_id, GUEST, False)
     assert abs(grant.expires - time.time() - 7200) < 60
     assert time.strftime("until %Y-%m-%d %H:%M UTC", time.gmtime(grant.expires)) in invited.lines[1]
+
+
+def test_a_mistyped_key_of_a_run_that_has_an_owner_makes_none(owner: Identity, tmp_path: Path) -> None:
+    """A new key would be another owner's: neither it nor its folder is made, and the path and both ways on are said."""
+    mistyped = tmp_path / "nokey" / "owner.key"
+    with pytest.raises(UserError) as raised:
+        make_invitation(run_of(owner), mistyped, peer=None, hours=1)
+    assert not mistyped.parent.exists()
+    assert raised.value.exit_code is ExitCode.CONFIG
+    assert str(mistyped) in raised.value.message
+    assert owner.peer_id in raised.value.message
+    assert "identity import" in raised.value.remedy
 
 
 @dataclasses.dataclass
