@@ -20,8 +20,9 @@ class ModelSpec(Settings):
     """Must hold `model_type`; everything else goes to that architecture's config class. What is not set here is that of
     `from_pretrained`, where there is one."""
     from_pretrained: Annotated[str, Field(min_length=1)] | None = None
-    """Weights to start from: a folder of this machine with config.json and safetensors, or a name of the Hugging Face
-    hub. Each stage reads its own tensors. Where a volunteer keeps them is no part of the run."""
+    """Weights to start from: a folder of this machine with config.json and safetensors (a relative path counts from
+    where the command is started), or OWNER/NAME of the Hugging Face hub. Each stage reads its own tensors. Where a
+    volunteer keeps them is no part of the run."""
     fingerprint: Annotated[str, Field(pattern=r"^weights-[0-9a-f]{32}$")] | None = None
     """What those weights are; taken from `from_pretrained` where it is not set. Who has a stage peer's state, or joins
     one, needs no files; who must begin from the first weights is refused others."""

@@ -34,7 +34,8 @@ _MOST_HEADER = 100 << 20
 """As safetensors itself bounds it."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_NAME = re.compile(r"([\w-][\w.-]*)/[\w-][\w.-]*")
+"""OWNER/NAME: a bare name is that of a folder, and what a folder here begins is a path."""
 _AGAIN = "get the file again from where the model comes from"
 _WANTED = ("config.json", "*.safetensors", _INDEX)
 
@@ -91,7 +92,7 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def open_pretrained(name: str) -> Pretrained:
-    """The folder of that path, or the hub's model of that name, which is fetched into the hub's cache.
+    """The folder of that path, or the hub's model of that name (OWNER/NAME), which is fetched into the hub's cache.
 
     Raises UserError (DATA) where there is no such folder or model, where it has no config or no safetensors, and where
     a file of it is missing or cut short.
@@ -186,9 +187,18 @@ def _folder(name: str) -> Path:
         return path
     if path.exists():
         raise _unusable(path, "it is a file", "name the folder that holds it")
-    if name.startswith(("/", ".", "~")) or not _HUB_NAME.fullmatch(name):
-        raise _unusable(path, "it does not exist", "name a folder of a transformers model, or a model of the hub")
+    of_hub = _HUB_NAME.fullmatch(name)
+    if of_hub is None or Path(of_hub[1]).is_dir():
+        why = "it does not exist"
+        if not path.is_absolute():
+            why += f": there is no folder {_looked_at(name)}; a relative path counts from where the command is started"
+            why += ", not from its configuration file"
+        raise _unusable(Path(name), why, "name a folder of a transformers model, or OWNER/NAME of the hub")
     return _fetched(name)
+
+
+def _looked_at(name: str) -> Path:
+    return Path(name).expanduser().absolute()
 
 
 def _fetched(name: str) -> Path:
@@ -201,8 +211,8 @@ def _fetched(name: str) -> Path:
         why = " ".join(str(error).split())[:300]
         raise UserError(
             ExitCode.DATA,
-            f"run.model.from_pretrained is '{name}', which is no folder here, and the hub gives no model of that name: "
-            f"{why}",
+            f"run.model.from_pretrained is '{name}': there is no folder {_looked_at(name)}, and the hub gives no model "
+            f"of that name: {why}",
             "check the name and the network, or name a folder that holds the model",
         ) from None
 

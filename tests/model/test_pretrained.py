@@ -80,6 +80,27 @@ def test_a_run_goes_on_from_an_export_at_its_loss(tmp_path: Path) -> None:
     assert sum(losses) / 4 == pytest.approx(exported, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["model2", "model2/", "runs/model2", "./model2"])
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bare name, and a path whose beginning is a folder here: said is where it was looked for, and from where a
+    relative path counts."""
+
+    def asked(name: str) -> Path:
+        raise AssertionError(f"the hub was asked for {name}")
+
+    monkeypatch.setattr("noloco_node.config.pretrained._fetched", asked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match="there is no folder") as caught:
+        open_pretrained(name)
+    assert str(tmp_path / Path(name)) in caught.value.message
+    assert "not from its configuration file" in caught.value.message
+    with pytest.raises(AssertionError, match="asked for owner/model2"):
+        open_pretrained("owner/model2")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_becomes_masters_in_fp32(dtype: torch.dtype, tmp_path: Path) -> None:
     """Each number as it is, in a wider type."""
