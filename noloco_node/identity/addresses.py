@@ -28,6 +28,10 @@ CONNECT_SECONDS = 3.0
 MAX_SHOWN = 300
 MOST_ADDRESSES = 4
 """Addresses kept of one peer."""
+ALL_OFF = (
+    "; if all nodes of the run are off, start its seed first, or one node by its noloco-node run CONFIG without "
+    "--initial-peers, and the others once that is up (docs/operations.md, When everything was off)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +158,15 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in line)[:MAX_SHOWN]
 
 
-def peers_unreachable(reasons: Mapping[str, str]) -> UserError:
-    """The error that says for each initial peer why it cannot be joined."""
+def peers_unreachable(reasons: Mapping[str, str], *, comes_back: bool = False) -> UserError:
+    """The error that says for each initial peer why it cannot be joined; to a node that `comes_back` to a run, also how
+    that begins again when all of its nodes were off."""
     lines = "".join(f"\n  {text}: {why}" for text, why in reasons.items())
     return UserError(
         ExitCode.PEERS_UNREACHABLE,
         f"node.initial_peers: none of {len(reasons)} answered{lines}",
         "check the addresses (a running node prints its own at start), that the peer still runs (when a run is over, "
-        "all of its nodes leave), and firewalls between",
+        "all of its nodes leave), and firewalls between" + (ALL_OFF if comes_back else ""),
     )
 
 

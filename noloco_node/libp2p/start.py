@@ -35,6 +35,8 @@ class Doors:
     """Tried where no initial peer is named, or none of them answers."""
     may_found: bool = True
     """Where no address is named and none of those answers, the node starts a swarm of its own."""
+    comes_back: bool = False
+    """The node has been in a run before."""
 
 
 async def start_p2p(settings: NodeSettings, identity: Identity, doors: Doors | None = None) -> PrivateP2P:
@@ -90,7 +92,7 @@ async def _open_doors(named: Sequence[str], doors: Doors) -> list[PeerAddress]:
         reasons |= more
     if live or (doors.may_found and not named):
         return live
-    raise peers_unreachable(reasons) if reasons else no_address()
+    raise peers_unreachable(reasons, comes_back=doors.comes_back) if reasons else no_address()
 
 
 async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within: float) -> PrivateP2P:

@@ -100,7 +100,8 @@ async def entrance(
     start_checks.report(start_checks.before_the_network())
     path: Path = settings.identity or folder.identity
     known = KnownPeers(folder.peers)
-    doors = Doors(seen_before(known, run, settings.initial_peers), may_found)
+    comes_back = folder.claimed and not folder.ended
+    doors = Doors(seen_before(known, run, settings.initial_peers), may_found, comes_back)
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(IdentityLock(path))
         identity = load_or_create_identity(path)

@@ -109,6 +109,13 @@ def test_a_dead_peer_and_a_busy_port(tmp_path: Path, temporary: Path, busy_port:
     code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "a", "--initial-peers", peer)
     assert code == ExitCode.PEERS_UNREACHABLE
     assert peer in complaint
+    assert "start its seed first" not in complaint, "it has been in no run that could be begun again"
+    came_back = RunFolder.create(tmp_path / "before")
+    came_back.claim("0" * 32, "micro")
+    code, complaint = refused("join", peer, "--run-folder", came_back.path)
+    assert code == ExitCode.PEERS_UNREACHABLE
+    assert "start its seed first" in complaint
+    assert "without --initial-peers" in complaint
     for option in ("--port", "--metrics-port"):
         code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "b", option, str(busy_port))
         assert code == ExitCode.PORT_IN_USE, complaint
