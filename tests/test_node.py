@@ -60,6 +60,7 @@ def test_the_default_device_is_the_gpu_where_there_is_one(
     assert resolve_device("cuda:1") == "cuda:1"
     words = "auto: cuda, NVIDIA X" if gpus else ("finds no CUDA device" if built else "built without CUDA")
     assert words in describe_device("auto")
+    assert ("--gpus all" in describe_device("auto")) == (built is not None and not gpus), "a torch without has no use"
     assert "\n" not in describe_device("auto")
 
 

@@ -27,9 +27,9 @@ def describe_device(name: str) -> str:
         return f"node.device {name}: {chosen}, {torch.cuda.get_device_name(torch.device(chosen))}"
     if name != AUTO:
         return f"node.device {name}"
-    without = torch.version.cuda is None and torch.version.hip is None
-    why = "this torch is built without CUDA" if without else "torch finds no CUDA device"
-    return f"node.device auto: cpu, since {why}; in a container, --gpus all shows it the GPUs"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "node.device auto: cpu, since this torch is built without CUDA; for a GPU install a torch with CUDA"
+    return "node.device auto: cpu, since torch finds no CUDA device; in a container, --gpus all shows it the GPUs"
 
 
 PEAK_TFLOP_PER_SECOND = {
