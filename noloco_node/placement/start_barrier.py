@@ -61,4 +61,6 @@ class MissingStages:
         """Take in only which of the stages that had no replica are served again: at the run's end a stage that empties
         is not lost, but who still has something to train must learn that one is back."""
         for stage in self._since.keys() - set(unserved):
-            logger.warning("stage %d is served again after %.0f s", stage, ambient.monotonic() - self._since.pop(stage))
+            again = " again" if stage in self._served else ""
+            waited = ambient.monotonic() - self._since.pop(stage)
+            logger.warning("stage %d is served%s after %.0f s", stage, again, waited)
