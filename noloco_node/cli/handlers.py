@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ from noloco_node.cli.printing import (
     print_run,
     print_seed,
     print_sized_plan,
+    start_json_log,
+    teller,
 )
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
@@ -67,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
     from noloco_node.telemetry.early_pages import early_pages
 
     config = load_config(options.config, node_overrides(options), os.environ)
+    options.log_format = config.node.log_format  # as main says what goes wrong from here on
     check_peers(config.node)
     looked = bool(options.end_with_stdin)  # whoever started it has looked already
     if options.devices:
@@ -95,6 +99,7 @@ def join(options: argparse.Namespace) -> int:
     from noloco_node.telemetry.early_pages import early_pages
 
     config = load_join(node_overrides(options), os.environ)
+    options.log_format = config.node.log_format
     check_own_data(config.run.data)
     check_peers(config.node, joins=not options.devices)
     if options.devices:
@@ -103,13 +108,16 @@ def join(options: argparse.Namespace) -> int:
         with loading():
             from noloco_node.node.daemon import join_node
 
-        return _exit_code(way_out.run(join_node(config.run, config.node, print_run, web, way_out)))
+        show = partial(print_run, say=teller(config.node.log_format))
+        return _exit_code(way_out.run(join_node(config.run, config.node, show, web, way_out)))
 
 
 def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
     from noloco_node.launch.device_group import run_devices
 
-    return run_devices(options.arguments, options.devices, settings, lambda line: print(line, flush=True))
+    if settings.log_format == "json":
+        start_json_log(settings.log_level)
+    return run_devices(options.arguments, options.devices, settings, teller(settings.log_format))
 
 
 def seed(options: argparse.Namespace) -> int:
@@ -118,12 +126,14 @@ def seed(options: argparse.Namespace) -> int:
     from noloco_node.node.way_out import bounded_way_out
 
     run, settings = seed_settings(options)
+    options.log_format = settings.log_format
     check_peers(settings)
     with bounded_way_out() as way_out:
         with loading():
             from noloco_node.node.seed import run_seed
 
-        way_out.run(run_seed(run, settings, print_seed, way_out))
+        tell = partial(print_seed, say=teller(settings.log_format))
+        way_out.run(run_seed(run, settings, tell, way_out))
     return int(ExitCode.INTERRUPTED)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import logging
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.call(options))
     except UserError as error:
-        print(f"noloco-node: {error}", file=sys.stderr)
+        _complain(str(error), options)
         return int(error.exit_code)
     except KeyboardInterrupt:
         print("noloco-node: interrupted", file=sys.stderr)
@@ -70,6 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(ExitCode.CHECK_FAILED)
         _report_failure(error, debug=options.debug)
         return int(ExitCode.FAILURE)
+
+
+def _complain(why: str, options: argparse.Namespace) -> None:
+    """To stderr: for a person, or where the command's log goes there as JSON, as a line of that."""
+    if getattr(options, "log_format", None) != "json":
+        print(f"noloco-node: {why}", file=sys.stderr)
+        return
+    from noloco_node.cli.printing import start_json_log
+
+    start_json_log("INFO")  # it may not have come to any log before, or the node's is closed
+    logging.getLogger("noloco_node").error(why)
 
 
 def _no_memory(error: BaseException) -> UserError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.directory.summary import SwarmSummary
     from noloco_node.laboratory.experiment import Finished
+    from noloco_node.launch.device_group import Say
     from noloco_node.launch.local_run import SwarmResult
 
 
@@ -92,7 +94,25 @@ def print_fingerprint(run: RunSpec) -> None:
     sys.stdout.flush()
 
 
-def print_run(run: RunSpec, outlook: SwarmSummary) -> None:
+def print_now(text: str) -> None:
+    """To stdout, also where that is a file that somebody follows."""
+    print(text, flush=True)
+
+
+def teller(log_format: str) -> Say:
+    """Where a node's command says what is no line of its log: to stdout, and beside a log of JSON, in which it would be
+    a line that nothing can read, to that log."""
+    return print_now if log_format == "text" else logging.getLogger("noloco_node").info
+
+
+def start_json_log(level: str) -> None:
+    """For a command that starts no node in its own process, or none yet."""
+    from noloco_node.telemetry.logging import NodeLog, configure_logging
+
+    configure_logging(level, NodeLog(), style="json")
+
+
+def print_run(run: RunSpec, outlook: SwarmSummary, say: Say = print_now) -> None:
     """What a joiner is about to take part in."""
     from noloco_node.sizing.preflight import plan_lines, plan_run
     from noloco_node.telemetry.words import as_long, as_nodes, as_stages, as_trained
@@ -109,13 +129,16 @@ def print_run(run: RunSpec, outlook: SwarmSummary) -> None:
     waits = "not known yet: nobody says how fast it is"
     if empty:
         waits = f"not known: {as_stages(empty)} {'has' if len(empty) == 1 else 'have'} no node"
-    print("\n".join([*plan_lines(run, plan_run(run)), f"  model             {run.model.config['model_type']}"]))
-    print(f"  data              {source}, {windows}")
-    print(f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s")
-    print(f"  progress          {as_trained(outlook.clock, outlook.target_tokens)} ({share:.0f} %)")
     to_go = waits if left is None else f"about {as_long(left)} at this speed"
-    print(f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}")
-    sys.stdout.flush()
+    lines = [
+        *plan_lines(run, plan_run(run)),
+        f"  model             {run.model.config['model_type']}",
+        f"  data              {source}, {windows}",
+        f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s",
+        f"  progress          {as_trained(outlook.clock, outlook.target_tokens)} ({share:.0f} %)",
+        f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}",
+    ]
+    say("\n".join(lines))
 
 
 def _source(data: DataSpec) -> str:
@@ -182,8 +205,8 @@ def print_result(result: SwarmResult) -> None:
     print(f"{'on the disk':<30} {as_bytes(sum(result.disk.values()))} ({parts})")
 
 
-def print_seed(run: RunSpec | None, addresses: list[str]) -> None:
+def print_seed(run: RunSpec | None, addresses: list[str], say: Say = print_now) -> None:
     """The addresses of a seed that is up."""
-    print("seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up")
+    up = "seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up"
     how = "name it with: --initial-peers" if run is None else "join with: noloco-node join"
-    print("\n".join(f"  others {how} {address}" for address in addresses), flush=True)
+    say("\n".join([up, *(f"  others {how} {address}" for address in addresses)]))

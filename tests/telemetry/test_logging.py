@@ -6,12 +6,20 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from noloco_node.cli.main import main
+from noloco_node.cli.printing import print_run, print_seed, teller
+from noloco_node.config.load import load_config
+from noloco_node.directory.summary import SwarmSummary
+from noloco_node.errors import ExitCode
 from noloco_node.telemetry.events import AnyEvent, Evaluation
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from tests.telemetry import made_events as made
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
 
 @pytest.fixture
@@ -65,6 +73,22 @@ def test_a_collector_gets_each_record_as_one_line_of_json(capsys: pytest.Capture
     assert (odd["peer_id"], odd["stage"], odd["outer_round"]) == (made.peer_of("s1-r0"), 1, 3)
     assert odd["message"] == "odd \n words"
     assert "ValueError: \x1b[2J" in odd["exception"]
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_beside_a_log_of_json_a_command_says_nothing_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it joins, that a seed is up, and why it ends: each a line of JSON, and nothing on stdout."""
+    configure_logging("INFO", NodeLog(), style="json")
+    run, say = load_config(MICRO).run, teller("json")
+    print_run(run, SwarmSummary(0.0, 49_152, (1, 1), 1.0), say)
+    print_seed(run, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], say)
+    assert main(["join", "nonsense", "--log-format", "json"]) == ExitCode.CONFIG
+    captured = capsys.readouterr()
+    rows = [json.loads(line) for line in captured.err.splitlines()]
+    assert captured.out == ""
+    assert [row["level"] for row in rows] == ["INFO", "INFO", "ERROR"]
+    for row, words in zip(rows, ("run micro", "others join with", "no address of a peer"), strict=True):
+        assert words in row["message"]
 
 
 @pytest.mark.usefixtures("untouched_logging")
