@@ -161,8 +161,10 @@ def _init(options: argparse.Namespace) -> int:
     if options.name.startswith("sim/"):
         print(f"wrote {path}: edit it, then noloco-node simulate {path} --out results")
         return int(ExitCode.OK)
-    then = f"lab {path} --out results" if options.name.startswith("lab/") else f"swarm {path}"
-    print(f"wrote {path}: edit it, check it with noloco-node config validate {path}, then noloco-node {then}")
+    then = f"noloco-node lab {path} --out results"
+    if not options.name.startswith("lab/"):
+        then = f"noloco-node swarm {path} on this machine, or noloco-node run {path} for others to join"
+    print(f"wrote {path}: edit it, check it with noloco-node config validate {path}, then {then}")
     return int(ExitCode.OK)
 
 
