@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -184,6 +185,28 @@ def test_a_mistyped_key_of_a_run_that_has_an_owner_makes_none(owner: Identity, t
     assert str(mistyped) in raised.value.message
     assert owner.peer_id in raised.value.message
     assert "identity import" in raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "stages", "told"),
+    [
+        ({}, 1, "--invitation FILE"),
+        ({"source": "text", "path": "book.txt"}, 1, "--invitation FILE --data-path PATH"),
+        ({"source": "text", "path": "b.txt"}, 2, "--invitation FILE --data-path PATH (a later stage needs none)"),
+        (
+            {"source": "text", "path": "b.txt", "tokenizer": "t", "tokenizer_fingerprint": "tokenizer-" + "0" * 32},
+            2,
+            "--data-path PATH --set run.data.tokenizer=DIR (a later stage, such as --stage 1, needs neither)",
+        ),
+    ],
+)
+def test_what_an_invitation_says_to_type_names_what_the_guest_brings(
+    changes: dict[str, Any], stages: int, told: str, owner: Identity
+) -> None:
+    """The places of texts and a tokenizer of which each has its own: `join` ends without them."""
+    access, spec = AccessSpec(mode="invited", owner=owner.peer_id), micro_spec(stages=stages)
+    spec = spec.model_copy(update={"access": access, "data": spec.data.model_copy(update=changes)})
+    assert make_invitation(spec, owner.path, peer=None, hours=1).lines[-1].endswith(told)
 
 
 @dataclasses.dataclass
