@@ -60,6 +60,19 @@ def test_a_folder_without_nodes_is_still_refused(tmp_path: Path) -> None:
         status_lines(tmp_path)
 
 
+def test_a_seeds_folder_is_said_to_be_one_and_what_shows_its_swarm(tmp_path: Path) -> None:
+    """Identity and peers lie there; a node whose events were moved away has kept its run beside them."""
+    for name in ("identity.key", "peers.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match="looks like a seed's") as raised:
+        status_lines(tmp_path)
+    assert "noloco-node watch ADDRESS" in raised.value.remedy
+    assert raised.value.exit_code is ExitCode.RUN_FOLDER
+    RunFolder(tmp_path).keep_spec("{}")
+    with pytest.raises(UserError, match=r"it has no events\.jsonl"):
+        status_lines(tmp_path)
+
+
 def test_a_run_that_is_over_is_over_although_this_nodes_clock_was_behind(tmp_path: Path) -> None:
     """`81 %` beside `target reached` leaves one wondering; a node that was interrupted there shows its share."""
     behind = made.account(clock=0.81 * 61_440)

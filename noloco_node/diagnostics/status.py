@@ -114,6 +114,13 @@ def node_folders(path: Path) -> list[Path]:
     if (path / events).is_file():
         return [path]
     members = sorted(file.parent for place in ("*", "nodes/*") for file in path.glob(f"{place}/{events}"))
+    if not members and _of_a_seed(RunFolder(path)):
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"node.run_folder is '{path}', and no node has run there: it looks like a seed's, which trains nothing and "
+            "keeps no events",
+            "noloco-node watch ADDRESS, with the address that the seed prints, shows the swarm that it holds together",
+        )
     if not members:
         raise UserError(
             ExitCode.RUN_FOLDER,
@@ -121,6 +128,12 @@ def node_folders(path: Path) -> list[Path]:
             "name the run folder of a node (--run-folder of `run` and `join`; runs/node where it was not given)",
         )
     return members
+
+
+def _of_a_seed(folder: RunFolder) -> bool:
+    """Whether an identity has been in a network here that served no run as a node does: that one keeps its RunSpec,
+    also where its events were moved away."""
+    return folder.identity.is_file() and folder.peers.is_file() and not folder.run_spec.exists()
 
 
 def said_now(folder: RunFolder, now: float) -> str:
