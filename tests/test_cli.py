@@ -105,6 +105,15 @@ def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -
         assert words in output
 
 
+def test_guard_copies_of_one_stage_are_said_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody serves another stage who could keep them."""
+    arguments = ["config", "validate", str(MICRO), "--set", "run.guard_copies=1", "--set"]
+    assert cli.main([*arguments, "run.model.stages=1"]) == 0
+    assert "note: run.guard_copies is 1, and does nothing with one stage" in capsys.readouterr().out
+    assert cli.main([*arguments, "run.model.stages=2"]) == 0
+    assert "does nothing" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

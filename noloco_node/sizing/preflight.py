@@ -168,6 +168,11 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
             f"run.outer.inner_steps ({run.outer.inner_steps}) is not below the run's {inner_steps} inner steps: "
             "replicas would average only at the end"
         )
+    if run.guard_copies and run.stages == 1:
+        lines.append(
+            f"run.guard_copies is {run.guard_copies}, and does nothing with one stage: nodes of other stages keep the "
+            "copies; here each replica of the stage holds all of it"
+        )
     if run.outer.alpha + run.outer.beta > 1.0 + 1e-9:
         lines.append(
             f"run.outer.beta / (1 - run.outer.alpha) is {run.outer.beta / (1 - run.outer.alpha):.2f}: above 1 the "
