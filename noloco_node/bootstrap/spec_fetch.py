@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -26,6 +27,8 @@ from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, Rep
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.headers import first_problem
 from noloco_node.transport.interface import Transport
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 20.0
 PROGRESS_SECONDS = 10.0
@@ -73,8 +76,12 @@ async def fetch_run_spec(
             failures[address] = _reason(error, hello)
         else:
             log_passed_over(failures)
-            if not brings_state and said_to_be_over(hellos.values()):
-                raise run_has_ended(spec, f"so say the peers that were named, {_of_all(hellos.values())}")
+            if said_to_be_over(hellos.values()):
+                said = _of_all(hellos.values())
+                if not brings_state:
+                    raise run_has_ended(spec, f"so say the peers that were named, {said}")
+                # Before it waits for others who train, and shows a swarm of which nobody is left to say how far it is.
+                logger.warning("the run has come to its end, say %s of the peers that were named", said)
             return with_own_data(spec, own, reads_text=reads_text)
     lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())
     raise UserError(

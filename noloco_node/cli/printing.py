@@ -129,13 +129,16 @@ def print_run(run: RunSpec, outlook: SwarmSummary, say: Say = print_now) -> None
     waits = "not known yet: nobody says how fast it is"
     if empty:
         waits = f"not known: {as_stages(empty)} {'has' if len(empty) == 1 else 'have'} no node"
+    how_far = f"{as_trained(outlook.clock, outlook.target_tokens)} ({share:.0f} %)"
+    if not any(outlook.replicas):  # also when the run has ended and its nodes have left: 0 % would be a claim
+        how_far = "not known: no node of the run is there to say it"
     to_go = waits if left is None else f"about {as_long(left)} at this speed"
     lines = [
         *plan_lines(run, plan_run(run)),
         f"  model             {run.model.config['model_type']}",
         f"  data              {source}, {windows}",
         f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s",
-        f"  progress          {as_trained(outlook.clock, outlook.target_tokens)} ({share:.0f} %)",
+        f"  progress          {how_far}",
         f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}",
     ]
     say("\n".join(lines))

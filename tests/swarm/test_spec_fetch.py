@@ -132,8 +132,9 @@ async def test_a_joiner_gets_the_run_that_its_peer_serves() -> None:
         assert await made.fetch() == SPEC
 
 
-async def test_who_comes_after_the_runs_end_is_told_before_it_waits() -> None:
-    """Where most of the peers that it named remember it; who has been in a run may have something to go on from."""
+async def test_who_comes_after_the_runs_end_is_told_before_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    """Where most of the peers that it named remember it; who has been in a run may have something to go on from, and
+    is warned."""
     async with swarm() as made:
         made.sound(over=True)
         with pytest.raises(UserError, match=r"has come to its end: so say the peers that were named, 1 of 1") as caught:
@@ -141,7 +142,9 @@ async def test_who_comes_after_the_runs_end_is_told_before_it_waits() -> None:
         assert caught.value.exit_code is ExitCode.NO_DONOR
         assert "Going on after the end" in caught.value.remedy
         assert "target_tokens" not in caught.value.remedy, "its folder would refuse that run"
+        assert not caplog.text
         assert await made.fetch() == SPEC
+        assert "the run has come to its end, say 1 of 1 of the peers" in caplog.text
         made.sound()
         assert await fetch_run_spec(made.joiner, made.addresses, OwnData(), reads_text=True, brings_state=False) == SPEC
 
