@@ -29,7 +29,6 @@ from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import Part
 from noloco_node.participant import ReplicaContext
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.stage_worker import Commit
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import TensorSpec
 
@@ -60,7 +59,7 @@ class Side:
         self.contract = worker.contract
         self.arithmetic = Arithmetic(transport, worker)
         self.engagement = Engagement()
-        self._applying: asyncio.Task[Commit] | None = None
+        self._applying: asyncio.Task[None] | None = None
         self.back_off = BackOff()
         self.visits = Visits()
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
@@ -126,7 +125,12 @@ class Side:
         self.free_since_step = steps
 
     async def commit(self, session: Session) -> None:
-        """Clip, apply between two device operations, and report. Once begun it is carried to its end."""
+        """Clip, apply between two device operations, report, and close the session. Once begun it is carried to its
+        end, also where nobody waits for it any more: the partner commits, too."""
+        self._applying = asyncio.ensure_future(self._apply(session))
+        await asyncio.shield(self._applying)
+
+    async def _apply(self, session: Session) -> None:
         snapshot = session.snapshot
         assert snapshot is not None
         outer, bound = self.worker.outer, self.bounds[session.part]
@@ -139,10 +143,9 @@ class Side:
         # knows.
         share = 1.0 if self.standing.newcomer else 0.5
         shift = share * (session.partner_clock - snapshot.progress.clock) if session.paired else 0.0
-        self._applying = asyncio.ensure_future(
-            self.worker.commit(snapshot, scale=judgement.scale, clock_shift=shift, on_host=self.arithmetic.do)
+        commit = await self.worker.commit(
+            snapshot, scale=judgement.scale, clock_shift=shift, on_host=self.arithmetic.do
         )
-        commit = await asyncio.shield(self._applying)
         if session.paired:
             bound.accept(session.partner, judgement)
             if stage_peers > 1:
@@ -153,6 +156,7 @@ class Side:
             meeting = Meeting(judgement.norm, largest, self.standing.loss.mean, session.stage_peer_loss)
             self.standing.met(meeting, commit.progress.steps)
         self._on_outer_step(commit_event(session, snapshot, commit, judgement))
+        self.close(session)
 
     async def measure(self, session: Session) -> None:
         """The end of a weightless exchange on the side that gave: it only looks how far the newcomer is away."""
@@ -182,4 +186,6 @@ class Side:
         """Wait for a commit that is being applied, and end the thread of the arithmetic."""
         if self._applying is not None:
             await asyncio.wait((self._applying,))
+            if not self._applying.cancelled() and (failure := self._applying.exception()) is not None:
+                logger.error("an outer step could not be applied: %r", failure)
         self.arithmetic.stop()

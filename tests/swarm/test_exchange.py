@@ -21,16 +21,17 @@ from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.node.replica import Replica
 from noloco_node.outer import clipping
+from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
-from noloco_node.outer.replica import Part
+from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 from tests.outer.groups import ERRORS
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually, nothing_left_behind, one_turn
 from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, trainer_of, world
 
 RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="fp32")
@@ -48,7 +49,8 @@ async def trained_replicas(
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=patience, record_seconds=3, grace_seconds=1),
     )
     async with world(spec, replicas=len(microbatches)) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
+        runs = [replica.averaging.exchanger.run() for replica in made.replicas]
+        running = [group.create_task(each, name=f"exchanger {number}") for number, each in enumerate(runs)]
         for replica, count in zip(made.replicas, microbatches, strict=True):
             replica.averaging.open()
             assert replica.pipeline.origin is not None
@@ -199,6 +201,34 @@ async def test_a_commit_is_waited_for_however_often_its_owner_is_told_to_end(mon
         await eventually(begun.is_set, what="the commit is worked out")
         await aio.cancel_and_wait(tasks)
         assert left.worker.progress.outer_rounds == 1
+
+
+async def test_who_leaves_as_a_complete_exchange_is_judged_commits_it_as_its_partner_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It left the exchange open, told of no outer step, and had moved nothing, where the other side had (hunt seed
+    2243)."""
+    async with two_replicas() as (_, left, right):
+        exchanger, begun, go_on = right.averaging.exchanger, threading.Event(), threading.Event()
+        bound = next(b for part, b in exchanger.bounds.items() if part == right.worker.outer.whole)
+        judge = bound.judge
+
+        def slowly(outer: OuterReplica, partner: str, *, stage_peers: int) -> Judgement:
+            begun.set()
+            assert go_on.wait(20)
+            return judge(outer, partner, stage_peers=stage_peers)
+
+        monkeypatch.setattr(bound, "judge", slowly)
+        running = next(task for task in asyncio.all_tasks() if task.get_name() == "exchanger 1")
+        dialling = asyncio.create_task(left.averaging.exchanger.dial(peer_name(0, 1)))
+        await eventually(begun.is_set, what="it is judged")
+        running.cancel()
+        await one_turn()
+        go_on.set()
+        await aio.cancel_and_wait([running])
+        assert await dialling
+        assert not exchanger.engaged
+        assert [replica.worker.progress.outer_rounds for replica in (left, right)] == [1, 1]
 
 
 async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> None:
