@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from noloco_node.accounting.surroundings import surroundings
 from noloco_node.aio import LoopLag
 from noloco_node.directory.membership import Membership
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.participant import Pipeline
 from noloco_node.placement.start_barrier import MissingStages
-from noloco_node.telemetry.events import Account, Strangers, Warned, bytes_by_kind
+from noloco_node.telemetry.events import Account, Strangers, Warned
 from noloco_node.telemetry.state import Surroundings
 
 
@@ -54,8 +56,8 @@ class NodeStats:
                 repeated=ledger.repeated,
                 served=ledger.served,
                 refused={reason.value: count for reason, count in self._transport.refusals_given.items()},
-                bytes_sent=bytes_by_kind(traffic.sent),
-                bytes_received=bytes_by_kind(traffic.received),
+                bytes_sent=_bytes_by_kind(traffic.sent),
+                bytes_received=_bytes_by_kind(traffic.received),
                 nodes_per_stage=self._membership.nodes_per_stage(),
                 replicas_error=self._membership.replicas().error,
                 missing_stages=self._missing.stages,
@@ -81,3 +83,13 @@ class NodeStats:
                 ),
             )
         )
+
+
+def _bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
+    """Traffic by what it carries instead of by method: microbatches, exchange, state (copies of it too), other."""
+    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state", "copy": "state"}
+    totals: dict[str, int] = {}
+    for method, count in by_method.items():
+        kind = kinds.get(method.split(".")[0], "other")
+        totals[kind] = totals.get(kind, 0) + count
+    return totals

@@ -206,6 +206,9 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     reached = events.last(Reachability)
     if reached is not None:
         yield f"  reached           {reached.words}"
+    invited = events.warning("invitation_ends")
+    if invited is not None and (started is None or invited.time >= started.time):
+        yield f"  invitation        {_ago(now - invited.time)} ago: {invited.detail}"
     joins = doing is not None and doing.what == "joining"  # then it writes of what it copies or waits for alone
     if events.time and silent > SILENT_SECONDS and not joins:  # one that starts has written nothing yet
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"

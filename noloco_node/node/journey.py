@@ -30,6 +30,7 @@ from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.directory.summary import SwarmSummary, outlook_of
+from noloco_node.errors import UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node import start_checks
@@ -85,6 +86,8 @@ class _Place:
     stays: StageLifecycle
     saved: Checkpoint | None
     """What the first stay goes on from."""
+    refused: UserError | None = None
+    """Why this node leaves, where its invitation has ended."""
 
     @property
     def emit(self) -> Callable[[AnyEvent], None]:
@@ -166,7 +169,7 @@ async def _choose(place: _Place, show: Show | None) -> int:
     stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
     if show is not None and view is not None:
         await ambient.elsewhere(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
-    stays.emit = place.emit
+    stays.emit = net.invitation.emit = place.emit
     checks = partial(start_checks.for_a_stage, net.spec, net.settings, stage, place.folder, moves=stays.may_move)
     start_checks.report(await ambient.elsewhere(checks))
     net.reach.tell(lambda now: place.emit(Reachability(way=now.way.value, words=now.words())))
@@ -225,7 +228,8 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 replica.serve()
                 holders = net.known.holders(spec.run_id, stage_index)
                 try:
-                    origin = await net.beside(obtain_state(replica, stays, clock, place.checkpoints, holders))
+                    obtaining = obtain_state(replica, stays, clock, place.checkpoints, holders)
+                    origin = await net.beside(obtaining, net.invitation.raised_at_its_end())
                 except RunHasEnded:
                     await _save_what_was_not(place, replica, clock)
                     raise
@@ -242,16 +246,26 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
     leaving = (PeerState.FINISHING, PeerState.DRAINING)
     work = stay.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
     farewell = _say_if_last(place, replica, interrupts)
-    companions = (stay.keeper.run(), place.stays.accompany(replica), farewell, place.thread.ends_when_lost())
+    companions = (
+        stay.keeper.run(),
+        place.stays.accompany(replica),
+        farewell,
+        place.thread.ends_when_lost(),
+        _stop_when_refused(place, replica, interrupts),
+    )
     life = place.net.beside(work, *companions)
     await run_and_save(life, _saving(place, stay, interrupts))
 
 
 async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: float) -> NodeStopped | None:
-    """How the node ends; None where it only moves on to another stage."""
-    if _moves_on(place.stays, interrupts):
+    """How the node ends; None where it only moves on to another stage. Raises UserError (NOT_ADMITTED) where it leaves
+    since its invitation has ended: the run goes on without it, so that nothing is marked as ended."""
+    if _moves_on(place, interrupts):
         return None
     await place.stays.give_up_move()
+    if place.refused is not None and not interrupts.asked:
+        interrupts.leaves(place.refused.exit_code)
+        raise place.refused
     replica, folder, spec = stay.replica, place.folder, place.net.spec
     reason = "interrupted" if replica.stop.is_set() else "target_reached"
     if reason == "target_reached":
@@ -273,6 +287,15 @@ def _ended_between_two_stages(place: _Place, started: float) -> NodeStopped:
     return stopped_event(
         "target_reached", "the run has come to its end while this node was between two stages", started
     )
+
+
+async def _stop_when_refused(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
+    """Leave in order once the node's invitation has ended and peers refuse it: alone it would train to an end that is
+    none of the run's."""
+    place.refused = error = await place.net.invitation.ends()
+    logger.warning("%s: leaving, with everything saved", error.message)
+    interrupts.leaves(error.exit_code)
+    replica.stop.set()
 
 
 async def _say_if_last(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
@@ -328,8 +351,8 @@ async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]
     await save()
 
 
-def _moves_on(stays: StageLifecycle, interrupts: Interrupts) -> bool:
-    return stays.move is not None and not interrupts.asked
+def _moves_on(place: _Place, interrupts: Interrupts) -> bool:
+    return place.stays.move is not None and place.refused is None and not interrupts.asked
 
 
 def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], Awaitable[None]]:
@@ -337,7 +360,7 @@ def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], 
     with its stage peers."""
 
     async def save() -> None:
-        if not _moves_on(place.stays, interrupts):
+        if not _moves_on(place, interrupts):
             await stay.keeper.save()
             await _save_weights(place, stay.replica)
 

@@ -34,6 +34,7 @@ from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.trust.admission import Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.own_invitation import OwnInvitation
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Network:
     known: KnownPeers
     supervisor: Supervisor
     reach: ReachWatch
+    invitation: OwnInvitation
 
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
         """The result of `work`; meanwhile p2pd is started again where it dies, the node is kept in reach, the peers met
@@ -163,6 +165,7 @@ async def network(
                 known,
                 watch,
                 reach,
+                OwnInvitation(access, door.transport, directory, spec.name),
             )
             await known.last_look(daemon, spec.run_id, peers_met(directory.view, daemon.own_id))
         finally:

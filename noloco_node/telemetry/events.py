@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -330,11 +330,18 @@ class Warned(Event):
 
     event: Literal["warned"] = "warned"
     what: Literal[
-        "checkpoints_unusable", "stage_lost", "state_elsewhere", "last_of_stage", "memory_short", "text_damaged"
+        "checkpoints_unusable",
+        "stage_lost",
+        "state_elsewhere",
+        "last_of_stage",
+        "memory_short",
+        "text_damaged",
+        "invitation_ends",
     ]
     """`checkpoints_unusable`: all of its checkpoints are damaged; `stage_lost`: its stage begins anew;
     `state_elsewhere`: a peer that is away held the state of its stage; `last_of_stage`: it leaves, and no other replica
-    is known; `memory_short`: the system may soon kill it; `text_damaged`: a shard of the text is passed over."""
+    is known; `memory_short`: the system may soon kill it; `text_damaged`: a shard of the text is passed over;
+    `invitation_ends`: peers deal with it until its invitation ends, soon or just now."""
     detail: str
     """What it means and what can be done, for a person."""
 
@@ -488,13 +495,3 @@ def parse_event(line: bytes) -> AnyEvent:
 def read_events(path: Path) -> list[AnyEvent]:
     """All complete events of a file."""
     return list(EventReader(path).new_events())
-
-
-def bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
-    """Traffic by what it carries instead of by method: microbatches, exchange, state (copies of it too), other."""
-    kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state", "copy": "state"}
-    totals: dict[str, int] = {}
-    for method, count in by_method.items():
-        kind = kinds.get(method.split(".")[0], "other")
-        totals[kind] = totals.get(kind, 0) + count
-    return totals

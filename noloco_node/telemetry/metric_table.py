@@ -18,6 +18,7 @@ WARNINGS = (
     "last_of_stage",
     "memory_short",
     "text_damaged",
+    "invitation_ends",
 )
 ROUNDS = ("paired", "alone", "caught_up")
 BLOCK_OUTCOMES = ("claimed", "finished", "given_back", "yielded")

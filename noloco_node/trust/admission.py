@@ -61,9 +61,15 @@ class Access:
 
     def admits(self, peer: PeerId) -> bool:
         """Whether `peer` is known to be a member now."""
+        return self._by_name(peer) or self._until.get(peer, 0) > self._now()
+
+    def as_guest(self, peer: PeerId) -> bool:
+        """Whether `peer` takes part by invitation only, as long as that lasts."""
+        return self._rule.mode == "invited" and not self._by_name(peer)
+
+    def _by_name(self, peer: PeerId) -> bool:
         rule = self._rule
-        by_name = rule.mode == "open" or peer == rule.owner or peer in rule.peers
-        return by_name or self._until.get(peer, 0) > self._now()
+        return rule.mode == "open" or peer == rule.owner or peer in rule.peers
 
     def shown(self, peer: PeerId, proof: Proof) -> bool:
         """Take in what `peer` shows; whether its signatures hold. A proof is not checked again as long as it is known
@@ -94,10 +100,12 @@ class Access:
 
     def deals(self, peer: PeerId, row: LiveRecord) -> bool:
         """Whether a directory record is a member's."""
-        if self.admits(peer):
-            return True
+        return self.admits(peer) or (self.has_let_in(peer, row) and self.admits(peer))
+
+    def has_let_in(self, peer: PeerId, row: LiveRecord) -> bool:
+        """Whether a directory record is of one whom the owner has invited, be it that this has ended."""
         proof = row.record.invitation
-        return self._rule.mode == "invited" and proof is not None and self.shown(peer, proof) and self.admits(peer)
+        return self._rule.mode == "invited" and proof is not None and self.shown(peer, proof)
 
     def serve(self, transport: Transport) -> None:
         """From now on answer members only, and let guests show their proofs."""

@@ -10,13 +10,41 @@ import pytest
 
 from noloco_node.errors import ExitCode
 from noloco_node.identity.keys import load_or_create_identity
-from noloco_node.telemetry.events import InnerStep, NodeStarted, OuterStep
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import (
+    CheckpointTaken,
+    InnerStep,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+    Warned,
+    read_events,
+)
 from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import program
 from tests.daemons.test_bad_input import command, refused
 from tests.daemons.test_join import ENDLESS, MICRO, node
 from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(600)]
+
+
+async def invited(*arguments: str | Path) -> str:
+    """What `noloco-node invite` prints."""
+    made = await asyncio.to_thread(
+        subprocess.run, command("invite", *arguments), capture_output=True, text=True, timeout=120
+    )
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def settings_of(owner: PeerId) -> list[str]:
+    """A run of one stage without end, by invitations of `owner`."""
+    settings = [str(MICRO)]
+    for setting in (ENDLESS, "run.access.mode=invited", f"run.access.owner={owner}", "run.model.stages=1"):
+        settings += ["--set", setting]
+    return settings
 
 
 async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
@@ -27,20 +55,15 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
     monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a run without end leaves its guests and the commands something
     key = tmp_path / "owner.key"
     owner = load_or_create_identity(key).peer_id
-    settings = [str(MICRO)]
-    for setting in (ENDLESS, "run.access.mode=invited", f"run.access.owner={owner}", "run.model.stages=1"):
-        settings += ["--set", setting]
+    settings = settings_of(owner)
     founder, guest, file = tmp_path / "founder", tmp_path / "guest", tmp_path / "invitation"
-    made = await asyncio.to_thread(
-        subprocess.run, command("invite", *settings, "--key", key), capture_output=True, text=True, timeout=120
-    )
-    assert made.returncode == 0, made.stderr
-    file.write_text(made.stdout)
+    made = await invited(*settings, "--key", key)
+    file.write_text(made)
     async with node(founder, "run", *settings, "--stage", "0", "--identity", str(key)) as events:
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 180, "it is up"))[0]
         for given, code, words in (
             ([], ExitCode.NOT_ADMITTED, owner),
-            (["--invitation", made.stdout.strip()[:-9]], ExitCode.CONFIG, "cut off or changed"),
+            (["--invitation", made.strip()[:-9]], ExitCode.CONFIG, "cut off or changed"),
         ):
             arguments = ("join", first.addresses[0], "--run-folder", str(tmp_path / "outsider"), *given)
             found, complaint = await asyncio.to_thread(refused, *arguments)
@@ -65,3 +88,39 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
             )
             spoken = await said
             assert (spoken.returncode, spoken.stdout[:7]) == (0, "import "), spoken.stderr
+
+
+async def test_a_guest_whose_invitation_ends_is_warned_and_leaves_with_everything_saved(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not train on alone to an end that is none, and goes on from its checkpoint with a new invitation."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.08")
+    key, file = tmp_path / "owner.key", tmp_path / "invitation"
+    settings = settings_of(load_or_create_identity(key).peer_id)
+    async with node(tmp_path / "founder", "run", *settings, "--stage", "0", "--identity", str(key)) as events:
+        first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 180, "it is up"))[0]
+        file.write_text(await invited(*settings, "--key", key, "--hours", "0.01"))
+        folder = RunFolder(tmp_path / "guest")
+        join = ("join", first.addresses[0], "--invitation", file, "--run-folder", folder.path)
+        left = await asyncio.to_thread(
+            subprocess.run, [*program(), *map(str, join)], capture_output=True, text=True, timeout=170
+        )
+        assert left.returncode == ExitCode.NOT_ADMITTED, left.stderr
+        complaint = left.stderr.rpartition("noloco-node: ")[2]
+        assert "the invitation to run 'micro' ended on" in complaint
+        assert "--invitation FILE" in complaint
+        seen = read_events(folder.events)
+        assert [e for e in seen if isinstance(e, OuterStep) and e.kind == "paired"]
+        warned = [e for e in seen if isinstance(e, Warned) and e.what == "invitation_ends"]
+        assert "ends in" in warned[0].detail
+        assert [e.reason for e in seen if isinstance(e, NodeStopped)] == ["failed"]
+        saved = [e for e in seen if isinstance(e, CheckpointTaken)][-1]
+        assert saved.step == [e for e in seen if isinstance(e, InnerStep)][-1].step
+        assert folder.final.is_dir()
+        assert not folder.ended
+        file.write_text(await invited(*settings, "--key", key))
+        async with node(folder.path, *map(str, join[:4])) as joined:
+            lives = await eventually(
+                lambda: [e for e in joined if isinstance(e, NodeStarted)][1:], 180, "the same command with a new one"
+            )
+    assert lives[0].resumed
