@@ -159,7 +159,8 @@ def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
             yield f"fails: node {node.number} of stage {node.stage}: {node.error}"
         owes_all = node.stage == 0 and not (node.late or node.slept or _left_behind(run, node) or _outlived(run, node))
         short = run.target - _furthest(node) > (0.0 if owes_all else run.max_lag)
-        if node.condition == "ended" and short and not run.lost_stage:
+        of_a_twin = run.hostile and node.late  # what it copied may have been trained by half of two with one identity
+        if node.condition == "ended" and short and not run.lost_stage and not of_a_twin:
             yield f"short: node {node.number} of stage {node.stage} ends at {node.clock:.0f} of {run.target:.0f}"
 
 

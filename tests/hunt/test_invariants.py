@@ -151,6 +151,14 @@ def test_who_owes_nothing_may_wait_for_as_long_as_it_likes(ended_at: float, agai
     assert [line.partition(":")[0] for line in found] == against
 
 
+@pytest.mark.parametrize(("late", "short"), [(False, True), (True, False)])
+def test_who_comes_late_to_a_run_with_a_twin_owes_no_more_than_that_has_trained(late: bool, short: bool) -> None:
+    """Two with one identity share the work of one, and are the only donors at the run's end (seed 3314)."""
+    nodes = told(0, 0, "ended", 100.0), told(1, 1, "ended", 50.0, late=late)
+    found = breaches(replace(run(*nodes), hostile=True))
+    assert any(line.startswith("short: node 1") for line in found) == short
+
+
 @pytest.mark.parametrize(("other", "against"), [(100.0, []), (95.0, ["in vain", "fails"])])
 def test_who_was_cut_off_at_the_end_may_wait_for_others_where_one_came_to_it(other: float, against: list[str]) -> None:
     """It has not seen them leave: they may have died, and others come in their place."""
