@@ -53,6 +53,19 @@ def test_show_says_who_where_how_safe_and_in_use(key: Path, capsys: pytest.Captu
         assert words in shown
 
 
+def test_one_that_is_made_before_the_first_start_is_the_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An owner who invites by name needs the peer id before the node has ever run. Made once, whoever asks again."""
+    path = tmp_path / "new" / "identity.key"
+    assert identity("create", path) == 0
+    made = capsys.readouterr().out
+    assert load_or_create_identity(path).peer_id in made
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert identity("create", path) == 0
+    assert capsys.readouterr().out == made
+
+
 def test_where_no_file_is_named_it_is_the_one_of_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

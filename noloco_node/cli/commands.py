@@ -15,6 +15,7 @@ from noloco_node.cli.folders import report_arguments, status_arguments
 from noloco_node.cli.help_texts import (
     COMPLETION_HELP,
     CONFIG_HELP,
+    CREATE_IDENTITY_HELP,
     DATA_HELP,
     DESCRIPTION,
     DOCTOR_HELP,
@@ -121,7 +122,9 @@ def _fill(top: argparse.ArgumentParser) -> None:
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
     lab.set_defaults(call=handlers.lab)
     simulate_arguments(_command(commands, "simulate", "run a swarm in virtual time", SIMULATE_HELP))
-    _identity_commands(_command(commands, "identity", "look at, back up or bring back an identity", IDENTITY_HELP))
+    _identity_commands(
+        _command(commands, "identity", "make, look at, back up or bring back an identity", IDENTITY_HELP)
+    )
     invite = _command(commands, "invite", "invite somebody to a run that you own", INVITE_HELP)
     _config_arguments(invite)
     invite.add_argument("--key", metavar="FILE", type=Path, required=True, help="the owner's private key")
@@ -163,6 +166,9 @@ def _identity_commands(identity: argparse.ArgumentParser) -> None:
     show = _command(actions, "show", "print peer id, permissions, and who uses it", IDENTITY_SHOW_HELP)
     show.add_argument("file", metavar="FILE", type=Path, nargs="?", help="identity file")
     show.set_defaults(call=handlers.identity_show)
+    create = _command(actions, "create", "make one before a node's first start", CREATE_IDENTITY_HELP)
+    create.add_argument("file", metavar="FILE", type=Path, nargs="?", help="identity file")
+    create.set_defaults(call=handlers.identity_create)
     export = _command(actions, "export", "write an encrypted copy", EXPORT_IDENTITY_HELP)
     export.add_argument("file", metavar="FILE", type=Path, help="identity file")
     export.add_argument("--to", metavar="BACKUP", type=Path, required=True, help="the copy, a file that does not exist")

@@ -190,6 +190,14 @@ def identity_show(options: argparse.Namespace) -> int:
     return int(ExitCode.OK)
 
 
+def identity_create(options: argparse.Namespace) -> int:
+    """Make an identity, and show it."""
+    from noloco_node.cli.identity import create_identity, default_identity
+
+    print("\n".join(create_identity(options.file or default_identity(os.environ))))
+    return int(ExitCode.OK)
+
+
 def identity_export(options: argparse.Namespace) -> int:
     """Back an identity up."""
     from noloco_node.cli.identity import export_identity

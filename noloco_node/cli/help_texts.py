@@ -153,9 +153,10 @@ examples:
   noloco-node config validate consumer-24gb --device "RTX 4090" --uplink 20Mbit --round-trip 100ms"""
 
 IDENTITY_HELP = """\
-Look at a node's identity, back it up, bring it back. An identity is the private key file behind a node's peer id; one
-running node at a time may use it. Where no file is named it is runs/node/identity.key: the one that `noloco-node run`
-uses when given neither --run-folder nor --identity; NOLOCO_NODE_RUN_FOLDER and NOLOCO_NODE_IDENTITY hold here, too.
+Make a node's identity, look at it, back it up, bring it back. An identity is the private key file behind a node's peer
+id; one running node at a time may use it. Where no file is named it is runs/node/identity.key: the one that
+`noloco-node run` uses when given neither --run-folder nor --identity; NOLOCO_NODE_RUN_FOLDER and NOLOCO_NODE_IDENTITY
+hold here, too.
 
 example:
   noloco-node identity show runs/node/identity.key
@@ -169,6 +170,13 @@ FILE is runs/node/identity.key where not given: the one that `noloco-node run` u
 
 example:
   noloco-node identity show"""
+
+CREATE_IDENTITY_HELP = """\
+Make an identity before a node's first start, and print its peer id: what an owner invites by name, or admits in
+run.access.peers. FILE is runs/node/identity.key where not given. One that is there already is left as it is, and shown.
+
+example:
+  noloco-node identity create"""
 
 EXPORT_IDENTITY_HELP = """\
 Write an encrypted copy of an identity file: PKCS#8 in PEM form, which other tools read too. The passphrase (12

@@ -1,4 +1,4 @@
-"""`noloco-node identity`: look at a node's identity file, take an encrypted backup of it, bring one back."""
+"""`noloco-node identity`: make a node's identity file, look at it, take an encrypted backup of it, bring one back."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def show_identity(path: Path) -> list[str]:
         f"permissions  {_permissions(path)}",
         f"in use       {_in_use(path)}",
     ]
+
+
+def create_identity(path: Path) -> list[str]:
+    """Make an identity file where none is, and say of it what `show_identity` does. UserError: RUN_FOLDER where it
+    cannot be written, CONFIG where something else is there."""
+    from noloco_node.identity.keys import load_or_create_identity
+
+    try:
+        load_or_create_identity(path)
+    except OSError as error:
+        raise _not_writable(path, error) from None
+    return show_identity(path)
 
 
 def export_identity(path: Path, target: Path, passphrase_file: Path | None) -> str:

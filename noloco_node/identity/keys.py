@@ -98,7 +98,8 @@ def load_identity(path: Path) -> Identity:
         raise UserError(
             ExitCode.CONFIG,
             f"node.identity: {path} does not exist",
-            "name the identity file of a node; a node makes one at its first start, in its run folder",
+            "name the identity file of a node; a node makes one at its first start, in its run folder, and noloco-node "
+            "identity create before that",
         )
     return _load(path, created=False)
 
