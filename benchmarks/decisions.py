@@ -106,6 +106,11 @@ def of_a_bucket(count: int) -> Callable[[], object]:
 
 def handed(count: int) -> HandedPoint:
     """Every decision, given so many."""
+    return HandedPoint(peers=count, **{name: median_us(call) for name, call in decisions_of(count).items()})
+
+
+def decisions_of(count: int) -> dict[str, Callable[[], object]]:
+    """Each decision by its name, to be taken once more with each call, given so many."""
     peers, rng = names_of(count), random.Random(3)
     candidates = [Candidate(peer, 0, rng.randrange(4)) for peer in peers]
     window = Window(inner_steps=8, min_inner_steps=4)
@@ -115,7 +120,7 @@ def handed(count: int) -> HandedPoint:
     servers = [Server(peer, number % 2, 400.0 + rng.random()) for number, peer in enumerate(peers)]
     supply = supply_of(servers, WORK)
     offers = {peer: StateOffer(clock=1e6, outer_rounds=3, readers=0, places=2) for peer in peers}
-    calls: dict[str, Callable[[], object]] = for_each_microbatch(count, peers) | {
+    return for_each_microbatch(count, peers) | {
         "choose_peer": lambda: choose_peer("balanced", candidates, own_rank=0, now=1000.0, rng=rng),
         "decide": lambda: decide(pairing, window, now=1000.0, rng=rng),
         "answer_proposal": lambda: answer_proposal(
@@ -123,6 +128,7 @@ def handed(count: int) -> HandedPoint:
             dialler=peers[-1],
             dialling=None,
             exchange_open=False,
+            too_often=False,
             steps_since_outer=9,
             window=window,
             last_round=False,
@@ -135,7 +141,6 @@ def handed(count: int) -> HandedPoint:
         "rank_donors": lambda: rank_donors(offers, 1e5, rng),
         "bucket": of_a_bucket(count),
     }
-    return HandedPoint(peers=count, **{name: median_us(call) for name, call in calls.items()})
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.decisions import for_each_microbatch, median_us, names_of, of_a_bucket
+from benchmarks.decisions import HandedPoint, decisions_of, for_each_microbatch, median_us, names_of, of_a_bucket
 from benchmarks.hop import Processes
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.messages import Message
@@ -36,6 +36,14 @@ def test_decisions_for_each_microbatch_cost_the_same_among_many() -> None:
 
         few, many = cost(FEW), cost(MANY)
         assert many < MOST_BY_SIZE * few, f"{name}: {few:.1f} µs among {FEW}, {many:.1f} µs among {MANY}"
+
+
+def test_every_decision_that_is_measured_can_be_taken() -> None:
+    """One had got an argument more, and for a day no decision was measured any more."""
+    calls = decisions_of(10)
+    for call in calls.values():
+        call()
+    assert {"peers", *calls} == set(HandedPoint.__annotations__)
 
 
 async def test_a_hop_takes_little_more_than_p2pd_does(tmp_path: Path) -> None:
