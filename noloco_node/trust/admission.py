@@ -10,13 +10,12 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import LiveRecord
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.identity.invitations import PREFIX, BadInvitation, Invitation, Proof, read_invitation
+from noloco_node.identity.invitations import Invitation, Proof, named_invitation
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.telemetry.words import as_utc
@@ -150,7 +149,7 @@ def own_access(spec: RunSpec, setting: str | None, own: PeerId) -> Access:
     Raises UserError: CONFIG where that is no invitation, WRONG_RUN where it is for another run, NOT_ADMITTED where the
     run does not admit this node.
     """
-    invitation = None if setting is None else _read(setting)
+    invitation = None if setting is None else named_invitation(setting)
     if invitation is not None:
         _check_run(spec, invitation)
     access = Access(spec, None if invitation is None else invitation.proof_for(own))
@@ -165,27 +164,6 @@ def own_access(spec: RunSpec, setting: str | None, own: PeerId) -> Access:
             "use the identity that is listed (--identity), or ask whoever owns the run to list this one",
         )
     raise _not_invited(spec, invitation, own)
-
-
-def _read(setting: str) -> Invitation:
-    text = setting
-    if not setting.lstrip().startswith(PREFIX):
-        try:
-            text = Path(setting).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            raise UserError(
-                ExitCode.CONFIG,
-                f"node.invitation is '{setting[:60]}', which is neither an invitation nor a file that can be read",
-                f"pass the word that begins with {PREFIX}, or the name of a file that holds it",
-            ) from None
-    try:
-        return read_invitation(text)
-    except BadInvitation as error:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"node.invitation is no invitation: {error}",
-            "copy it whole, as the owner of the run sent it",
-        ) from None
 
 
 def _check_run(spec: RunSpec, invitation: Invitation) -> None:
