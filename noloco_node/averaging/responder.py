@@ -67,7 +67,6 @@ class Responder:
                 self.give_up_if_stalled(limit)
                 continue
             await (side.measure(session) if session.gives_only else side.commit(session))
-            side.close(session)
 
     def give_up_if_stalled(self, limit: float) -> None:
         """End an exchange in which nothing has moved for `limit` seconds, or too little."""

@@ -159,12 +159,14 @@ class Side:
         self.close(session)
 
     async def measure(self, session: Session) -> None:
-        """The end of a weightless exchange on the side that gave: it only looks how far the newcomer is away."""
+        """The end of a weightless exchange on the side that gave: it only looks how far the newcomer is away, and
+        closes the session."""
         norm, largest = await self.arithmetic.do(self.worker.outer.difference_norm), session.bound
         assert largest is not None, "measured when the exchange was opened"
         self.standing.measured(session.partner, Meeting(norm, largest))
         self.back_off.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
+        self.close(session)
 
     def report_abort(self, session: Session, reason: str) -> None:
         """Tell of an exchange that came to nothing."""

@@ -73,7 +73,7 @@ def health_address(
         if named is None:
             message = f"no node that shows itself runs in {options.run_folder}"
             raise UserError(none_there, message, NAME_FOLDER)
-        return _EVERY_ADDRESS.get(named[0], named[0]), named[1]
+        return named
     host: str = options.metrics_host or environ.get(HOST_VARIABLE, "").strip()
     if options.metrics_port is not None:
         return _EVERY_ADDRESS.get(host, host), options.metrics_port
@@ -81,7 +81,7 @@ def health_address(
     if text in ("", "0") and not options.metrics_host:
         told = address_told(Path(environ.get(FOLDER_VARIABLE, "").strip() or DEFAULT_RUN_FOLDER))
         if told is not None:
-            return _EVERY_ADDRESS.get(told[0], told[0]), told[1]
+            return told
     text = text or str(DEFAULT_METRICS_PORT)
     if not text.isascii() or not text.isdigit():
         message = f"{PORT_VARIABLE}: '{text}' is no port"
@@ -90,8 +90,8 @@ def health_address(
 
 
 def address_told(run_folder: Path) -> tuple[str, int] | None:
-    """Host and port of the pages of the node that uses this run folder now, as it has written down at its start; None
-    where none does, or where it has none. Reads the end of the event file first, however long that is."""
+    """Where the pages of the node that uses this run folder now answer, as it has written down at its start; None where
+    none does, or where it has none. Reads the end of the event file first, however long that is."""
     try:
         if lock_holder(run_folder / NODE_LOCK) is None:
             return None
@@ -104,7 +104,8 @@ def address_told(run_folder: Path) -> tuple[str, int] | None:
                 return None
             line = text[text.rfind(b"\n", 0, found) + 1 : max(0, text.find(b"\n", found))]
         host, _, port = json.loads(line)["metrics_address"].rpartition(":")
-        return host.strip("[]"), int(port)
+        address: str = host.strip("[]")
+        return _EVERY_ADDRESS.get(address, address), int(port)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # a folder may hold anything
         return None
 

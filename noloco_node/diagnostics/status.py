@@ -164,12 +164,16 @@ def _member(member: Path, now: float) -> tuple[str, str]:
     folder, events = RunFolder(member), Events(RunFolder(member).events)
     started, moved, account = events.last(NodeStarted), events.last(NodeMoved), events.last(Account)
     run = "" if started is None else f"{started.run_name} ({started.run_id})"
-    stage = moved.stage if moved and started and moved.time > started.time else started and started.stage
-    where = "not up yet" if stage is None else f"stage {stage}"
+    where = "not up yet" if started is None else f"stage {_at(started, moved).stage}"
     share = "" if account is None else f", {_share(account)}"
     loss = events.last(InnerStep)
     trained = "" if loss is None else f", training loss {loss.loss:.4f}"
     return run, f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
+
+
+def _at(started: NodeStarted, moved: NodeMoved | None) -> NodeStarted | NodeMoved:
+    """What has told last at which stage a node is: its start, or its last move in that life."""
+    return moved if moved is not None and moved.time > started.time else started
 
 
 def _node(path: Path, folder: RunFolder, started: NodeStarted | None, moved: NodeMoved | None) -> Iterator[str]:
@@ -179,7 +183,7 @@ def _node(path: Path, folder: RunFolder, started: NodeStarted | None, moved: Nod
         return
     yield f"  peer id           {started.peer_id}"
     yield f"  run               {started.run_name} ({started.run_id})"
-    at = started if moved is None or moved.time < started.time else moved
+    at = _at(started, moved)
     yield f"  stage             {at.stage} of {started.stages}, {at.parameters:,} parameters"
     if folder.log.exists():
         yield f"  log               {folder.log}"

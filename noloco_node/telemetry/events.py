@@ -325,19 +325,22 @@ class Doing(Event):
     """Wall time at which it began."""
 
 
+WarningKind = Literal[
+    "checkpoints_unusable",
+    "stage_lost",
+    "state_elsewhere",
+    "last_of_stage",
+    "memory_short",
+    "text_damaged",
+    "invitation_ends",
+]
+
+
 class Warned(Event):
     """Whoever runs this node should know it, and may do something about it."""
 
     event: Literal["warned"] = "warned"
-    what: Literal[
-        "checkpoints_unusable",
-        "stage_lost",
-        "state_elsewhere",
-        "last_of_stage",
-        "memory_short",
-        "text_damaged",
-        "invitation_ends",
-    ]
+    what: WarningKind
     """`checkpoints_unusable`: all of its checkpoints are damaged; `stage_lost`: its stage begins anew;
     `state_elsewhere`: a peer that is away held the state of its stage; `last_of_stage`: it leaves, and no other replica
     is known; `memory_short`: the system may soon kill it; `text_damaged`: a shard of the text is passed over;

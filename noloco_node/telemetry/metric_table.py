@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from noloco_node.telemetry.events import WarningKind
 
 _Kind = Literal["counter", "gauge", "histogram", "info"]
 
 HOP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Bounds of the buckets of `noloco_hop_duration_seconds`."""
 EXCHANGE_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-WARNINGS = (
-    "checkpoints_unusable",
-    "stage_lost",
-    "state_elsewhere",
-    "last_of_stage",
-    "memory_short",
-    "text_damaged",
-    "invitation_ends",
-)
+WARNINGS: tuple[str, ...] = get_args(WarningKind)
 ROUNDS = ("paired", "alone", "caught_up")
 BLOCK_OUTCOMES = ("claimed", "finished", "given_back", "yielded")
 NO_ROOM = ("signer", "places", "bringer", "checks")
