@@ -22,6 +22,10 @@ def address_space_left() -> int | None:
     return max(0, limit - int(psutil.Process().memory_info().vms))
 
 
+class NoMemory(RuntimeError):
+    """Memory was asked for, of the machine or of a device, and not given. Who asked is as before."""
+
+
 def refused_memory(error: BaseException) -> BaseException | None:
     """What says that memory was asked for and not given: this error, or one of a group; None where nothing does."""
     if isinstance(error, BaseExceptionGroup):

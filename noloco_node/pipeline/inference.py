@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.address_space import NoMemory
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
+from noloco_node.pipeline.messages import NO_MEMORY
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.stage_worker import StageWorker
@@ -134,6 +136,8 @@ class InferenceServer:
             return Reply(NOTHING, (await self._forward(inputs, turn),))
         except MicrobatchNotFinite as error:
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
+        except NoMemory as error:
+            raise Refused(Refusal.BUSY, NO_MEMORY) from error
 
     async def _forward(self, inputs: Tensor, turn: QueueTurn) -> Tensor:
         given = inputs.to(torch.int64) if self._cut.is_first else inputs

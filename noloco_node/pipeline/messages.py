@@ -50,6 +50,8 @@ Mode = Literal["train", "evaluate"]
 COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
 """Refusals that say nothing against who gives them."""
 
+NO_MEMORY = "there is no memory for this microbatch here now"
+
 
 class MicrobatchHeader(WireModel):
     """Goes with the activations and labels of a microbatch, from one stage to the next."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.directory.peer_clocks import FarBehind
@@ -30,6 +31,7 @@ from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
 from noloco_node.pipeline.messages import (
     COME_BACK,
     MICROBATCH,
+    NO_MEMORY,
     HopFailed,
     Ledger,
     MicrobatchAnswer,
@@ -406,6 +408,9 @@ class PipelineServer:
         except MicrobatchNotFinite as error:
             self._repeats.unmark(name)
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
+        except NoMemory as error:
+            self._repeats.unmark(name)
+            raise Refused(Refusal.BUSY, NO_MEMORY) from error
 
     def _check_scale(self, peer: PeerId, scale: float) -> None:
         if not math.isfinite(scale) or self._scales.factor(peer, scale) < 1.0:

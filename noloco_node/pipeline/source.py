@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end, some_at_a_time
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, by_source, inputs_and_labels
 from noloco_node.marks import positions_of
 from noloco_node.pauses import Doubling
 from noloco_node.pipeline.in_flight import InFlight
-from noloco_node.pipeline.messages import HopFailed, Ledger, Mode, Outgoing, Sample
+from noloco_node.pipeline.messages import NO_MEMORY, HopFailed, Ledger, Mode, Outgoing, Sample
 from noloco_node.pipeline.passing import Downstream
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
@@ -129,6 +130,10 @@ class MicrobatchSource:
             self._ended(sample)
             self._put_back(sample, HopFailed(Refusal.NOT_FINITE, str(error), reached=True))
             return False
+        except NoMemory:
+            self._ended(sample)
+            self._put_back(sample, HopFailed(Refusal.BUSY, NO_MEMORY, reached=False))
+            return False
         except asyncio.CancelledError:
             self._ended(sample)
             self._waiting.appendleft(sample)
@@ -205,6 +210,8 @@ class MicrobatchSource:
             outputs = await self._worker.evaluate(inputs, positions_of(labels))
         except MicrobatchNotFinite as error:
             raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
+        except NoMemory:
+            raise HopFailed(Refusal.BUSY, NO_MEMORY, reached=False) from None
         drawn = self._drawn(self._downstream, labels.numel())
         outgoing = self._outgoing("evaluate", drawn, outputs, labels)
         result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)

@@ -70,6 +70,12 @@ class StageMemory:
     ahead: int
     """Inputs of calls whose turn on the device is to come, sent there before it; as much again of the host's, which is
     never paged out. Only where the device has memory of its own."""
+    correction: int
+    """What an outer step changes, brought to the device before it is added. Only where the device has memory of its
+    own."""
+    rounding: int
+    """By how much the host's memory for the snapshot is larger than the snapshot, since torch takes what is never paged
+    out in powers of two. Only where the device has memory of its own."""
     outer: int
     """Slow weights and what else an outer step needs, on the host."""
     exchange: int
@@ -86,7 +92,7 @@ class StageMemory:
     @property
     def on_device(self) -> int:
         """Bytes where the model is computed."""
-        return self.weights + self.gradient + self.moments + self.versions + self.held + self.at_work + self.ahead
+        return self._computing + self.ahead + self.correction
 
     @property
     def on_host(self) -> int:
@@ -103,8 +109,12 @@ class StageMemory:
 
     def _divided(self, host: int, *, own_memory: bool) -> Memory:
         if own_memory:
-            return Memory(self.on_device, host + self.ahead)
-        return Memory(0, self.on_device - self.ahead + host)
+            return Memory(self.on_device, host + self.ahead + self.rounding)
+        return Memory(0, self._computing + host)
+
+    @property
+    def _computing(self) -> int:
+        return self.weights + self.gradient + self.moments + self.versions + self.held + self.at_work
 
 
 def program_bytes(node: NodeSettings) -> int:
@@ -168,6 +178,8 @@ def _stage_memory(
         held=max(0, held - 1) * left,
         at_work=max(worked_on, precision.published.itemsize * count),
         ahead=MOST_AHEAD * _inputs(run, footprint, stage),
+        correction=FP32 * math.ceil(count / run.outer.fragments),
+        rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,
         outer=(OUTER_VECTORS + trail) * FP32 * count,
         exchange=codec.wire_bytes(count) if codec.modulo else 0,
         checkpoint=(CHECKPOINT_VECTORS + trail) * FP32 * count,

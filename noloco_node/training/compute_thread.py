@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import logging
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -17,16 +18,21 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from noloco_node import ambient
-from noloco_node.address_space import refused_memory
+from noloco_node.address_space import NoMemory, refused_memory
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.training.fair_queue import OWN, FairQueue, QueueTurn
 from noloco_node.training.host_copies import Ahead
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 C = TypeVar("C")
 
 MOST_AHEAD = 2
 """Calls whose inputs are sent before their turn: the next one, and one that was the next until another overtook it."""
+
+STARVED_CALLS, STARVED_SECONDS = 8, 60.0
+"""A device that has had no memory for so many calls of a kind in a row, and for so long, is of no use to anybody."""
 
 
 class Priority(IntEnum):
@@ -113,6 +119,7 @@ class ComputeThread(Compute):
         self._loop = asyncio.get_running_loop()
         self._queue = _Waiting()
         self._stopping = False
+        self._starving = Starving()
         self._sender: threading.Thread | None = None
         """Sends what calls need ahead of them; made for the first that needs anything."""
         self.lost: asyncio.Future[UserError] = self._loop.create_future()
@@ -177,13 +184,16 @@ class ComputeThread(Compute):
         started = ambient.monotonic()
         result, error = attempt(work)
         self._worked(priority, ambient.monotonic() - started)
-        if isinstance(error, torch.AcceleratorError) and refused_memory(error) is None:
-            error = _lost_by(error)
-            self._loop.call_soon_threadsafe(self._is_lost, error)
+        starved = self._starving.after(priority, error, ambient.monotonic())
+        if isinstance(error, torch.AcceleratorError):
+            starved = error = _lost_by(error)
+        if starved is not None:
+            self._loop.call_soon_threadsafe(self._is_lost, starved)
         self._loop.call_soon_threadsafe(settle, future, result, error)
 
     async def ends_when_lost(self) -> None:
-        """Raises UserError (CHECK_FAILED) once the device is lost: a node that serves others would refuse all.
+        """Raises UserError (CHECK_FAILED) once the device is lost, or has no memory for anything: a node that serves
+        others would refuse all.
         Whoever is cancelled as it waits here leaves it to the next: a thread outlives the stays of its node."""
         raise await asyncio.shield(self.lost)
 
@@ -205,6 +215,35 @@ class ComputeThread(Compute):
         while (ahead := self._queue.next_ahead()) is not None:
             ahead.begin()
             del ahead
+
+
+class Starving:
+    """How often in a row a device had no memory for calls of one kind. Belongs to the compute thread."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[Priority, tuple[int, float]] = {}
+        """So many, and since when."""
+
+    def after(self, kind: Priority, error: Exception | None, now: float) -> UserError | None:
+        """What a call of this kind came to. Why the device is of no use any more, once that is so."""
+        if kind not in (Priority.BACKWARD, Priority.FORWARD, Priority.DRAW):
+            return None
+        if not isinstance(error, NoMemory):
+            if error is None:
+                self._in_a_row.pop(kind, None)
+            return None
+        count, since = self._in_a_row.get(kind, (0, now))
+        self._in_a_row[kind] = count + 1, since
+        if count == 0:
+            logger.warning("there is no memory for a microbatch now, so it is refused: %s", error)
+        if count + 1 < STARVED_CALLS or now - since < STARVED_SECONDS:
+            return None
+        return UserError(
+            ExitCode.CHECK_FAILED,
+            f"the device has had no memory for a microbatch for {now - since:.0f} s ({error})",
+            "close what else computes on it, let fewer microbatches be under way (node.in_flight at the first stage, "
+            "node.max_pending at the others), or serve a smaller stage with --stage",
+        )
 
 
 class CallOrder(Generic[C]):
@@ -312,12 +351,13 @@ def _leave() -> None:
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """What `work` returns, or raises: for `settle`, perhaps on another thread. What raised holds nothing any more of
-    what it worked with."""
+    what it worked with. Memory that was asked for in vain is NoMemory, whoever refused it."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - not hidden: it is raised where the call was made
         _let_go(error)
-        return None, error
+        refused = isinstance(error, RuntimeError | MemoryError) and refused_memory(error) is not None
+        return None, NoMemory(str(error).partition("\n")[0] or type(error).__name__) if refused else error
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -29,6 +29,10 @@ class FlatAdamW:
             parameter.grad = gradient[part]
             groups.append({"params": [parameter], "weight_decay": decay})
         self.torch = torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
+        for _, parameter in self._by_part():
+            state = self.torch.state[parameter]  # from the start on, so that no step ever asks a device for memory
+            state["step"] = torch.zeros((), device=master.device)
+            state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
 
     def step(self, learning_rate: float) -> None:
         """One step on the gradient as it is."""
@@ -46,20 +50,16 @@ class FlatAdamW:
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
         """Fill zeroed host tensors with what `state()` gives."""
         for part, parameter in self._by_part():
-            state = self.torch.state.get(parameter)
-            if state:
-                room["optimizer_steps"].fill_(int(state["step"]))
-                for name in MOMENTS:
-                    room[name][part].copy_(state[name])
+            state = self.torch.state[parameter]
+            room["optimizer_steps"].copy_(state["step"])
+            for name in MOMENTS:
+                room[name][part].copy_(state[name])
 
-    def load(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Replace moments and step count, as `state()` gives them, by copies on `device`. Those that are there are
-        written over: beside them a device may have no memory for others."""
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Replace moments and step count, as `state()` gives them. Those that are there are written over: beside them a
+        device may have no memory for others."""
         for part, parameter in self._by_part():
             own = self.torch.state[parameter]
-            if not own:
-                own["step"] = torch.zeros((), device=device)
-                own.update({name: torch.empty_like(parameter, device=device) for name in MOMENTS})
             own["step"].copy_(state["optimizer_steps"])
             for name in MOMENTS:
                 own[name].copy_(state[name][part])

@@ -130,7 +130,16 @@ class HostCopies:
         if self._streams is None:
             room.copy_(source)
             return None
-        return self._beside([(room, source)], self._long)
+        if room.dtype == source.dtype:
+            return self._beside([(room, source)], self._long)
+        narrow = self.room(source.shape, source.dtype)  # what is made wider there takes as much of the device's memory
+        crossed = self._beside([(narrow, source)], self._long)
+
+        def wait() -> None:
+            crossed()
+            room.copy_(narrow)
+
+        return wait
 
     def before_writing(self) -> None:
         """What the device is given from now on may write to vectors that are on their way to the host: it waits for
@@ -139,11 +148,14 @@ class HostCopies:
             self._streams.current_stream(self._device).wait_stream(self._long)
 
     def bring(self, vector: Tensor) -> Tensor:
-        """A long host vector on the device, when it is there; itself where it needs no way. For any thread but the one
-        that keeps the device at work."""
+        """A long host vector on the device, when it is there; itself where it needs no way, or where the device has no
+        memory for it. For any thread but the one that keeps the device at work."""
         if self._streams is None:
             return vector.to(self._device)
-        there = torch.empty_like(vector, device=self._device)
+        try:
+            there = torch.empty_like(vector, device=self._device)
+        except torch.OutOfMemoryError:
+            return vector
         self._beside([(there, vector)], self._long)()
         return there
 

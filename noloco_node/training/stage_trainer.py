@@ -228,7 +228,7 @@ class StageTrainer(Trainer):
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
         """See `Trainer.load`."""
         super().load(fast, optimizer_state)
-        self._optimizer.load(optimizer_state, self.device)
+        self._optimizer.load(optimizer_state)
 
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
         """See `Trainer.copy_into`."""

@@ -18,6 +18,9 @@ from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
 from noloco_node.training.versions import Version, VersionStore
 
+PIECE = 1 << 24
+"""Numbers of a correction that are added at once: so many are brought to a device that had no memory for all."""
+
 
 class MicrobatchNotFinite(ValueError):
     """A microbatch's loss, one of its gradients or what would travel of it is NaN or infinite; nothing was
@@ -205,8 +208,11 @@ class Trainer(ABC):
         """θ ← θ + correction (flat, fp32, as `bring` gives it) in that part of the vector, rounded once, and
         publish."""
         self.copies.before_writing()
+        own = self.master[part]
         with torch.no_grad():
-            self.master[part].add_(correction)
+            for begin in range(0, len(correction), PIECE):
+                piece = slice(begin, begin + PIECE)
+                own[piece].add_(correction[piece].to(own.device))
         self._publish()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:

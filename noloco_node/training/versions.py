@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noloco_node.address_space import refused_memory
 from noloco_node.training.layout import FlatLayout
 
 
@@ -25,6 +26,9 @@ class VersionStore:
 
     Not thread-safe: it belongs to the compute thread. Versions alive are bounded by the microbatches that hold one,
     plus the current one.
+
+    Where there is no memory for one more, whoever holds the current one finishes with it first: new work is refused
+    until its memory is free for the next.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
@@ -33,6 +37,8 @@ class VersionStore:
         self._free: list[Version] = []
         self._held: set[Version] = set()
         self._current: Version | None = None
+        self._late: Tensor | None = None
+        """Master weights that are newer than the current version, and have had no memory yet."""
         self._published = 0
 
     @property
@@ -42,12 +48,24 @@ class VersionStore:
 
     @property
     def current(self) -> Version:
-        """The version that new work takes."""
+        """The version that new work takes. Raises what refuses memory where there is none for what is late."""
+        self._publish_late()
         assert self._current is not None, "publish() comes first"
         return self._current
 
     def publish(self, master: Tensor) -> None:
-        """Copy the master weights [size] into a fresh version and make it current."""
+        """Copy the master weights [size] into a fresh version and make it current: now, or where there is no memory for
+        it before the next work begins. `master` must be the same tensor each time."""
+        self._late = master
+        try:
+            self._publish_late()
+        except (MemoryError, RuntimeError) as refusal:
+            if self._current is None or refused_memory(refusal) is None:
+                raise
+
+    def _publish_late(self) -> None:
+        if (master := self._late) is None:
+            return
         previous = self._current
         if previous is not None and previous.users == 0:
             self._free.append(previous)
@@ -56,7 +74,7 @@ class VersionStore:
             version.flat.copy_(master)
         self._published += 1
         version.number = self._published
-        self._current = version
+        self._current, self._late = version, None
 
     def acquire(self) -> Version:
         """The current version, held until `release`."""

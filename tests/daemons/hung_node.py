@@ -18,7 +18,9 @@ from noloco_node.cli import main as cli
 from noloco_node.directory.dht import DhtDirectory
 from noloco_node.node import journey
 from noloco_node.node.replica import Replica
+from noloco_node.training import compute_thread
 from noloco_node.training.compute_thread import Priority
+from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
 
 PART = "NOLOCO_CHAOS_HANGS"
@@ -49,6 +51,11 @@ async def on_a_lost_device(self: StageWorker, *_: object, **__: object) -> NoRet
     raise AssertionError
 
 
+def on_a_full_device(*_: object, **__: object) -> NoReturn:
+    """As a GPU on which something else has taken what was left."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def main() -> None:
     """The command line of `noloco-node`."""
     match os.environ[PART]:
@@ -62,6 +69,9 @@ def main() -> None:
             DhtDirectory.close = in_a_task
         case "device":
             StageWorker.loss = on_a_lost_device
+        case "memory":
+            StageTrainer.loss = on_a_full_device
+            compute_thread.STARVED_SECONDS = 2.0
         case part:
             raise ValueError(part)
     cli.entry()

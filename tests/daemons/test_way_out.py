@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -88,6 +89,18 @@ async def test_a_node_whose_device_is_lost_ends_by_itself(tmp_path: Path, tempor
         assert await asyncio.wait_for(process.wait(), 60) == ExitCode.CHECK_FAILED
     said = (folder / "printed").read_text()
     assert "the device answers nothing any more: CUDA error: unspecified launch failure" in said
+    sweep_dead_folders()
+
+
+async def test_a_node_whose_device_has_no_memory_for_long_ends_by_itself(tmp_path: Path, temporary: Path) -> None:
+    """It says so once as it begins, and what to do as it ends; the text goes on where it was. No defect is told of."""
+    async with hung_node("memory", folder := tmp_path / "node") as process:
+        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.CHECK_FAILED
+    said = (folder / "printed").read_text()
+    assert said.count("there is no memory for a microbatch now, so it is refused: CUDA out of memory") == 1
+    assert re.search(r"the device has had no memory for a microbatch for \d+ s \(CUDA out of memory", said)
+    assert "serve a smaller stage with --stage" in said
+    assert "Traceback" not in said
     sweep_dead_folders()
 
 

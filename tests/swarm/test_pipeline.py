@@ -150,6 +150,34 @@ async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -
     assert (account.put_back, account.dropped, account.trained) == (2, 1, 12)
 
 
+@pytest.mark.parametrize("call", ["forward", "backward", "loss", "evaluate", "evaluate_loss"])
+async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
+    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the first, a middle or the last stage: the microbatch goes to another or is drawn again, an evaluation is made
+    at the next occasion, and the node stays. With no word of a defect in its log."""
+    refused, done, times = 0, getattr(StageTrainer, call), 2 if call.startswith("evaluate") else 9
+
+    def now_and_then(self: StageTrainer, *given: Any, **more: Any) -> Any:
+        nonlocal refused
+        if self.tokens_accumulated == 0 and refused < times:
+            refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return done(self, *given, **more)
+
+    monkeypatch.setattr(StageTrainer, call, now_and_then)
+    pipeline = PipelineSpec(budget_seconds=4.0, progress_seconds=2.0, put_backs=0)
+    async with world(micro_spec(stages=3, layers=3, steps=12, pipeline=pipeline)) as made:
+        await run_to_the_end(made)
+        account = closed_account(made)
+        evaluations = [event for event in made.events[0] if isinstance(event, Evaluation)]
+    assert evaluations[-1].final
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert refused == times
+    assert account.trained == 12
+    assert account.dropped == account.held_at_end == 0
+
+
 async def test_an_outage_drops_no_sample() -> None:
     """The only next-stage peer cannot be reached for a while: samples wait with growing pauses, none is dropped."""
     pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, put_backs=1)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from noloco_node.model.stage import build_stage
+from noloco_node.training.stage_trainer import StageTrainer
 from tests.inside import optimizer_of
 from tests.training.made_trainers import flat_gradient, make_trainer
 from tests.worlds import WINDOWS, micro_spec, window_batch
@@ -42,12 +43,11 @@ def test_a_stage_with_tied_embeddings_trains_like_the_plain_module() -> None:
     assert not torch.equal(trainer.master, before)
 
 
-def test_loaded_optimizer_state_lies_on_the_stage_device() -> None:
+def test_the_optimizers_state_lies_on_the_stages_device() -> None:
     """The step count as well: fused AdamW refuses one that lies elsewhere."""
-    trainer = make_trainer(micro_spec(stages=1), 0)
-    state = trainer.optimizer_state()
-    trainer.device = torch.device("meta")  # a device that every machine has and that is not the host's
-    trainer.load(trainer.master.clone(), state)
+    spec = micro_spec(stages=1)
+    device = "meta"  # one that every machine has and that is not the host's
+    trainer = StageTrainer(build_stage(spec.model, 0), spec.inner, device=device, wire_dtype=torch.float32)
     parts = [part for parameter_state in optimizer_of(trainer).state.values() for part in parameter_state.values()]
     assert len(parts) == 6
     assert {part.device.type for part in parts} == {"meta"}
