@@ -17,7 +17,7 @@ from noloco_node.node.journey import run_and_save
 from noloco_node.node.network import out_of_reach
 from noloco_node.sizing.preflight import plan
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.training.compute_device import check_device, describe_device, resolve_device
+from noloco_node.training.compute_device import check_device, describe_device, idle_gpu, resolve_device
 from tests.support import one_turn
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
@@ -62,6 +62,40 @@ def test_the_default_device_is_the_gpu_where_there_is_one(
     assert words in describe_device("auto")
     assert ("--gpus all" in describe_device("auto")) == (built is not None and not gpus), "a torch without has no use"
     assert "\n" not in describe_device("auto")
+
+
+@pytest.mark.parametrize(
+    ("files", "built", "said"),
+    [
+        ([], "12.8", None),
+        (["dev/nvidiactl", "dev/nvidia-uvm"], "12.8", None),
+        (["dev/nvidia0"], None, "is built without CUDA"),
+        (["proc/driver/nvidia/gpus/0000:01:00.0"], "12.8", "not shown to this container"),
+        (["dev/nvidia0", "proc/driver/nvidia/gpus/0000:01:00.0"], "12.8", "driver on your system is too old"),
+    ],
+)
+def test_a_gpu_that_the_default_device_leaves_idle_is_told_of(
+    files: list[str], built: str | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With why, and what to do: whoever rents it would train on the processor. Not where the processor was named."""
+
+    def fails() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    for file in files:
+        (tmp_path / file).mkdir(parents=True)
+    found = idle_gpu("auto", tmp_path)
+    assert (found is None) == (said is None)
+    assert idle_gpu("cpu", tmp_path) is None
+    if found and said:
+        assert said in found[0]
+        assert "\n" not in "".join(found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert idle_gpu("auto", tmp_path) is None
 
 
 @pytest.mark.parametrize(

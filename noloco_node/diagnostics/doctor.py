@@ -35,7 +35,7 @@ from noloco_node.node.checks import (
 from noloco_node.node.network import Entrance, entrance, out_of_reach
 from noloco_node.node.start_checks import check_reached, dialled_back, judge_peers, own_ports, relayed_instead
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.training.compute_device import check_device, resolve_device
+from noloco_node.training.compute_device import check_device, idle_gpu, resolve_device
 
 ADDRESS_SECONDS = 5.0
 MOST_ASKED = 5
@@ -101,6 +101,9 @@ def _device(name: str) -> Check:
         check_device(name)
     except UserError as error:
         return _failed("device", error)
+    if idle := idle_gpu(name):
+        why, remedy = idle
+        return Check("device", CheckOutcome.WARN, f"{found}; this machine's GPU lies idle: {why}", remedy)
     if gpus and name == "cpu":
         return Check("device", CheckOutcome.WARN, found, "a GPU lies idle: --set node.device=cuda uses it")
     return Check("device", CheckOutcome.PASS, found)

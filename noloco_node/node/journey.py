@@ -48,7 +48,13 @@ from noloco_node.storage.weights import save_stage
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability
 from noloco_node.telemetry.of_node import Telemetry
 from noloco_node.telemetry.words import as_trained
-from noloco_node.training.compute_device import check_device, describe_device, device_name, peak_flop_per_second
+from noloco_node.training.compute_device import (
+    check_device,
+    describe_device,
+    device_name,
+    idle_gpu,
+    peak_flop_per_second,
+)
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
 
@@ -131,6 +137,8 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
     settings, folder, emit = departure.settings, departure.folder, telemetry.emit
     check_device(settings.device)
     logger.info("%s", describe_device(settings.device))
+    if idle := idle_gpu(settings.device):
+        logger.warning("THIS MACHINE'S GPU LIES IDLE, and the processor trains: %s; %s", *idle)
     torch.set_num_threads(settings.torch_threads)
     checkpoints = CheckpointFolder(folder.checkpoints, settings.checkpoints_kept)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,26 @@ def describe_device(name: str) -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return "node.device auto: cpu, since this torch is built without CUDA; for a GPU install a torch with CUDA"
     return "node.device auto: cpu, since torch finds no CUDA device; in a container, --gpus all shows it the GPUs"
+
+
+def idle_gpu(name: str, root: Path = Path("/")) -> tuple[str, str] | None:
+    """Why `auto` computes on the processor of a machine that has an NVIDIA GPU, and what to do; None where it does not,
+    or where there is none to be seen. `root` of the system's files."""
+    if name != AUTO or resolve_device(name) != "cpu":
+        return None
+    shown = any(root.glob("dev/nvidia[0-9]*"))
+    if not shown and not any(root.glob("proc/driver/nvidia/gpus/*")):
+        return None
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA", "install a torch with CUDA"
+    if not shown:
+        return "it is not shown to this container", "start the container with --gpus all"
+    built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        built = f"{str(error).splitlines()[0]} ({built})"
+    return built, "update the machine's driver, or install a torch that is built for an older CUDA"
 
 
 PEAK_TFLOP_PER_SECOND = {
