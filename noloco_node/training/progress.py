@@ -7,6 +7,10 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
+MOST_TAKEN_OVER = 1 << 31
+"""Outer rounds with which a state is taken over: far more than a run has, and half of those with which one may be given
+away (`transport.headers.Rounds`), so that whoever has copied a liar can still give its own."""
+
 
 class LastTrained(NamedTuple):
     """When a replica last trained."""
@@ -94,5 +98,5 @@ class Progress:
         """A stage peer's state has been taken over: its clock and round. Own counts go on, those of the fragments
         staggered over `inner_steps` (H) as at the start."""
         marks = staggered(len(self.marks), inner_steps, steps=self.steps, tokens=self.tokens)
-        taken_over = outer_rounds - self.own_rounds
-        return replace(self, clock=clock, outer_rounds=outer_rounds, marks=marks, taken_over=taken_over)
+        rounds = min(outer_rounds, MOST_TAKEN_OVER)
+        return replace(self, clock=clock, outer_rounds=rounds, marks=marks, taken_over=rounds - self.own_rounds)

@@ -167,6 +167,25 @@ async def test_rounds_with_which_a_joiner_could_say_nothing_more_are_refused(mon
         assert "bad manifest" in await join_until_the_first_has_failed(made, joiner)
 
 
+async def test_who_has_copied_as_many_rounds_as_go_in_gives_its_own_state_after_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It could say nothing of its state any more: nobody could join it, and no guard kept a copy."""
+    sign = state_donor.sign_manifest
+
+    def lying(transport: Transport, manifest: StateManifest, digests: torch.Tensor) -> Reply[SignedManifest]:
+        lies = {"outer_rounds": 1 << 32} if transport.peer_id == FIRST else {}
+        return sign(transport, manifest.model_copy(update=lies), digests)
+
+    monkeypatch.setattr(state_donor, "sign_manifest", lying)
+    async with donors_and_joiner() as (made, joiner):
+        victim = made.replicas[1]
+        await victim.state_transfer.copier.copy_from(FIRST, [FIRST])
+        await victim.averaging.exchanger.step_alone()
+        await joiner.state_transfer.copier.copy_from(SECOND, [SECOND])
+        assert await is_copy_of(joiner, victim)
+
+
 async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one chunk; the donor is named with the reason."""
     async with donors_and_joiner() as (made, joiner):
