@@ -112,6 +112,22 @@ async def test_who_joins_nobody_waits_for_nobody_and_is_not_warned(
     assert STARTS_ALONE not in caplog.text
 
 
+async def test_who_trains_knows_that_the_run_goes_on_and_nobody_else_does() -> None:
+    """Of two that came home to an ended run the second asked the first, which was still on its way: it did not say that
+    the run is over, so that the seed, which did, was no majority, and both began the run again."""
+    async with world(micro_spec(stages=1)) as made:
+        stays, replica = stays_in(made, NodeSettings()), made.replicas[0]
+        assert not stays.trains()
+        beside = asyncio.create_task(stays.accompany(replica))
+        await one_turn()
+        for state in (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING):
+            await replica.membership.announce(state)
+            assert stays.trains() is (state is PeerState.TRAINING)
+        await replica.membership.announce(PeerState.TRAINING)
+        await cancel_and_wait([beside])
+        assert not stays.trains()
+
+
 async def test_a_look_ends_with_the_first_other_node_and_the_own_former_record_is_none() -> None:
     """What this node left in the directory before it was restarted must not be taken for company."""
     async with world(micro_spec(stages=2)) as made:

@@ -55,7 +55,8 @@ class Hello(WireModel):
     over: bool = False
     """The run has come to its end, as a seed remembers its records."""
     unaware: bool = False
-    """A seed that has seen no node of the run at work yet: it does not know whether that has come to its end."""
+    """It does not know whether the run has come to its end: a seed that has seen no node of it at work yet, and a node
+    that does not train."""
     held_out: HeldOutLoss | None = None
     """None where this node has measured none."""
 
@@ -72,8 +73,8 @@ def serve_hello(
     held_out: Callable[[], HeldOutLoss | None] = lambda: None,
 ) -> Withdraw:
     """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
-    and need not know of any run; `over` says whether it remembers the run's end, `unaware` whether it has seen nobody
-    at work in it yet, `held_out` what a node of stage 0 has measured last."""
+    and need not know of any run; `over` says whether it remembers the run's end, `unaware` whether it does not
+    know of that, `held_out` what a node of stage 0 has measured last."""
     run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _request: Nothing) -> Hello:
@@ -159,7 +160,8 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
 
 def said_to_be_over(hellos: Collection[Hello]) -> bool:
     """Whether most of these peers say that the run has come to its end, of those that can know."""
-    return 2 * _overs(hellos) > sum(not hello.unaware for hello in hellos)
+    aware = [hello for hello in hellos if not hello.unaware]
+    return 2 * _overs(aware) > len(aware)
 
 
 def _overs(hellos: Collection[Hello]) -> int:

@@ -183,7 +183,12 @@ async def _choose(place: _Place, show: Show | None) -> int:
     net.reach.tell(lambda now: place.emit(Reachability(way=now.way.value, words=now.words())))
     net.supervisor.on_restart = lambda cause: place.emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
     serve_hello(
-        net.transport, net.spec, lambda: stays.stage, held_out=lambda: held_out_loss(place.telemetry.evaluation)
+        net.transport,
+        net.spec,
+        lambda: stays.stage,
+        # Else those that come home together outvote the seed that knows of the run's end.
+        unaware=lambda: not stays.trains(),
+        held_out=lambda: held_out_loss(place.telemetry.evaluation),
     )
     serve_spec(net.transport, net.spec)
     return stage

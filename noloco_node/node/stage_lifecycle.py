@@ -15,7 +15,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.directory.membership import Membership
-from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerRecord
+from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerRecord, PeerState
 from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
@@ -88,6 +88,8 @@ class StageLifecycle:
         """An earlier life of this node has come to the run's end."""
         self.may_be_over = False
         """The run may have come to it since that life saved its state (`custody.may_be_over`)."""
+        self.trains = _not_yet
+        """Whether this node trains now."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
         """Takes what whoever runs the node should know."""
 
@@ -215,12 +217,14 @@ class StageLifecycle:
     async def accompany(self, replica: Replica) -> None:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
         keep = self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take_patiently)
+        self.trains = lambda: replica.membership.state is PeerState.TRAINING
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(keep)
                 if self.may_move:
                     group.create_task(self._watch(replica))
         finally:
+            self.trains = _not_yet  # and lets go of the replica
             self.left, self.heard = replica.end.look(), replica.end.last_heard
 
     @property
@@ -296,6 +300,10 @@ async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, 
     """Count the run's stages, off the event loop, and prepare for the first stay."""
     footprint = await ambient.elsewhere(footprint_of, spec)
     return StageLifecycle(spec, settings, footprint, transport, directory)
+
+
+def _not_yet() -> bool:
+    return False
 
 
 def _is_under_way(answering: Iterable[PeerRecord]) -> bool:

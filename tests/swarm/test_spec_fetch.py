@@ -18,7 +18,7 @@ import torch
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.bootstrap import hello, spec_fetch
-from noloco_node.bootstrap.hello import Hello, check_same_run, serve_hello
+from noloco_node.bootstrap.hello import Hello, check_same_run, said_to_be_over, serve_hello
 from noloco_node.bootstrap.spec_fetch import MAX_SPEC_BYTES, fetch_run_spec, read_agreed, serve_spec
 from noloco_node.config.canonical import canonical_json
 from noloco_node.config.data_spec import NOT_READ
@@ -147,6 +147,17 @@ async def test_who_comes_after_the_runs_end_is_told_before_it_waits(caplog: pyte
         assert "the run has come to its end, say 1 of 1 of the peers" in caplog.text
         made.sound()
         assert await fetch_run_spec(made.joiner, made.addresses, OwnData(), reads_text=True, brings_state=False) == SPEC
+
+
+@pytest.mark.parametrize(
+    ("votes", "over"),
+    [("o", True), ("", False), ("og", False), ("oog", True), ("ou", True), ("u", False), ("Og", False), ("O", False)],
+)
+def test_the_words_of_those_that_cannot_know_of_the_runs_end_do_not_count(votes: str, over: bool) -> None:
+    """`o`: it is over; `g`: it goes on; `u`: the peer does not know; `O`: it is, but the peer does not know."""
+    usual = Hello(run=SPEC.run_id, name="micro", protocol=PROTOCOL_VERSION, version="1", stage=0)
+    said = [usual.model_copy(update={"over": vote in "oO", "unaware": vote in "uO"}) for vote in votes]
+    assert said_to_be_over(said) is over
 
 
 async def test_who_brings_the_runs_file_is_warned_that_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
