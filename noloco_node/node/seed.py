@@ -27,6 +27,8 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.swarm_pages import SwarmPages
 from noloco_node.telemetry.web import WebServer
+from noloco_node.trust.admission import Access
+from noloco_node.trust.filtered_directory import ScreenedDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +142,7 @@ async def _serve(
 
 
 def last_words(directory: Directory, folder: RunFolder, spec: RunSpec) -> LastWords:
-    """Follows whether the run is over, and keeps that in the seed's folder, for its next life."""
+    """Follows whether the run is over, as its members say, and keeps that in the seed's folder, for its next life."""
 
     def changed(over: bool) -> None:
         logger.info("run '%s' %s", spec.name, "has come to its end" if over else "goes on after all")
@@ -149,7 +151,7 @@ def last_words(directory: Directory, folder: RunFolder, spec: RunSpec) -> LastWo
         except UserError as error:
             logger.warning("it is not written down that the run's end has come or gone: %s", error.message)
 
-    return LastWords(directory, _ended_before(folder, spec), changed)
+    return LastWords(ScreenedDirectory(directory, Access(spec)), _ended_before(folder, spec), changed)
 
 
 def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:

@@ -9,9 +9,12 @@ import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.load import load_config
+from noloco_node.config.run_spec import AccessSpec
 from noloco_node.directory.last_words import is_over
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.identity.invitations import invite
+from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.seed import last_words
 from noloco_node.storage.run_folder import MARK, RunFolder
@@ -95,3 +98,25 @@ async def test_a_seed_remembers_the_end_when_all_records_are_gone_and_when_it_co
     assert not last_words(MemoryDirectory(hub), folder, SPEC).over
     (tmp_path / MARK).write_text(json.dumps({"run_id": "another", "run_name": "x", "ended": True}), encoding="utf-8")
     assert not last_words(MemoryDirectory(hub), folder, SPEC).over
+
+
+async def test_strangers_tell_the_seed_of_an_invited_run_nothing(tmp_path: Path) -> None:
+    """Any key made it say that the run is over, or forget that it is, to everybody who came."""
+    owner = load_or_create_identity(tmp_path / "owner.key")
+    access = AccessSpec(mode="invited", owner=owner.peer_id)
+    spec = SPEC.model_copy(update={"access": access})
+    hub = MemoryDirectoryHub(2, lambda: 1000.0)
+    nodes = MemoryDirectory(hub)
+    last = last_words(MemoryDirectory(hub), RunFolder.create(tmp_path / "seed"), spec)
+    await nodes.publish(record(0, GONE, finished=True), LIFE)
+    await last.look()
+    assert not last.over
+    assert not last.knows
+    guest = record(1, GONE, finished=True)
+    proof = invite(owner, spec.run_id, 1 << 40, PeerId(guest.peer_id)).proof_for(PeerId(guest.peer_id))
+    await nodes.publish(guest.model_copy(update={"invitation": proof}), LIFE)
+    await last.look()
+    assert last.over
+    await nodes.publish(record(2, TRAINING), LIFE)
+    await last.look()
+    assert last.over
