@@ -18,6 +18,7 @@ from noloco_node.node.interrupts import interruptible
 from noloco_node.node.journey import Departure, Show, stopped_event, travel
 from noloco_node.node.network import Agree, Entrance
 from noloco_node.node.way_out import WayOut
+from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import NodeStopped
 from noloco_node.telemetry.of_node import telemetry_of
@@ -55,7 +56,7 @@ async def join_node(
             own.data,
             reads_text=reads_text,
             met_in=door.known.run,
-            brings_state=RunFolder(settings.run_folder).checkpoints.is_dir(),
+            brings_state=await ambient.elsewhere(_has_a_checkpoint, settings),
         )
         spec = await ambient.elsewhere(with_own_weights, spec, own.model.from_pretrained)
         if reads_text:
@@ -107,3 +108,7 @@ async def _run(
             raise
         last_word(stopped)
         return stopped
+
+
+def _has_a_checkpoint(settings: NodeSettings) -> bool:
+    return CheckpointFolder(RunFolder(settings.run_folder).checkpoints, settings.checkpoints_kept).holds_any

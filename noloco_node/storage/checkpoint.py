@@ -212,6 +212,11 @@ class CheckpointFolder:
                 found.append((manifest.written, manifest.standing.progress.clock))
         return found
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is one, as far as manifests say: a write that was cut short leaves none."""
+        return any(_stage_of(path) is not None for path in self._paths())
+
     def any_sound(self, run_id: str) -> bool:
         """Whether one of this run is whole, of whatever stage. Says nothing of those that are not."""
         for path in reversed(self._paths()):

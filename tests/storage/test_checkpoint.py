@@ -241,6 +241,17 @@ def test_where_none_is_left_there_is_none(folder: CheckpointFolder, tmp_path: Pa
     assert CheckpointFolder(tmp_path / "nowhere", keep=1).newest(RUN, 1) is None
 
 
+def test_what_a_killed_write_left_is_no_checkpoint(tmp_path: Path) -> None:
+    """Who had that alone passed for one that goes on, and began a run anew that had come to its end."""
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=3)
+    assert not folder.holds_any
+    (folder.path / ".00000001.partial").mkdir(parents=True)
+    (folder.path / "00000001").mkdir()
+    assert not folder.holds_any
+    folder.write(standing(1.0), tensors(1.0))
+    assert folder.holds_any
+
+
 def test_what_a_killed_write_left_is_removed_by_the_next_one(folder: CheckpointFolder) -> None:
     """It is never read, and does not stay on the disk."""
     left = folder.path / ".00000003.partial"
