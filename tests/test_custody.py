@@ -20,7 +20,13 @@ from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.node import custody
-from noloco_node.node.custody import has_come_to_the_end, last_of_stage, may_be_over, unusable_checkpoints
+from noloco_node.node.custody import (
+    final_lacks,
+    has_come_to_the_end,
+    last_of_stage,
+    may_be_over,
+    unusable_checkpoints,
+)
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
@@ -30,6 +36,7 @@ from noloco_node.storage.weights import MANIFEST
 from noloco_node.telemetry.display import LocalSwarmView, plain_line, screen
 from noloco_node.telemetry.events import Warned
 from tests.storage.test_checkpoint import RUN, standing, tensors
+from tests.storage.test_weights import save
 from tests.support import eventually
 from tests.test_revival import lose, trained_world
 from tests.worlds import World, micro_spec, peer_name, world
@@ -188,6 +195,17 @@ def test_whether_a_run_may_be_over_since_a_node_saved_its_state(
 ) -> None:
     """One token a second before, two at most since: 850 are left. Where no pace is told it may."""
     assert may_be_over(saved, 1000.0, now) is found
+
+
+def test_final_weights_of_an_earlier_stay_are_none_of_the_runs_end(tmp_path: Path) -> None:
+    """Those of who was once stopped by hand stayed for good where it was killed at the end, or found its disk full."""
+    assert final_lacks(tmp_path / "final", 0.0)
+    save(tmp_path / "final", clock=500.0)
+    assert final_lacks(tmp_path / "final", 1000.0)
+    save(tmp_path / "final", clock=1000.0)
+    assert not final_lacks(tmp_path / "final", 1000.0)
+    (tmp_path / "final" / MANIFEST).write_text("{}")
+    assert final_lacks(tmp_path / "final", 1000.0)
 
 
 @pytest.mark.parametrize(("clock", "found"), [(None, True), (899.0, False), (900.0, True), (1001.0, True)])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, PeerState
+from noloco_node.errors import UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.storage.weights import read_manifest
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_long
 
@@ -31,6 +34,15 @@ def has_come_to_the_end(clock: float | None, target: float, max_lag: float) -> b
     last checkpoint tells (None: it has none); all in tokens. Who is left without the first stage in the last tenth of a
     run ends as at its end, and must come back where that stage does."""
     return clock is None or clock >= target - max_lag
+
+
+def final_lacks(final: Path, clock: float) -> bool:
+    """Whether the weights in `final` are none, or older than a checkpoint of this `clock` (tokens): each stay that is
+    ended by hand leaves some, and one that is killed at the run's end, or finds its disk full, leaves those."""
+    try:
+        return read_manifest(final).clock < clock
+    except UserError:
+        return True
 
 
 def may_be_over(saved: Sequence[tuple[float, float]], target: float, now: float) -> bool:

@@ -36,7 +36,13 @@ from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node import start_checks
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.claiming import open_run
-from noloco_node.node.custody import has_come_to_the_end, last_of_stage, may_be_over, unusable_checkpoints
+from noloco_node.node.custody import (
+    final_lacks,
+    has_come_to_the_end,
+    last_of_stage,
+    may_be_over,
+    unusable_checkpoints,
+)
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.interrupts import Interrupts
 from noloco_node.node.network import Agree, Entrance, Network, network
@@ -384,13 +390,13 @@ async def _save_what_was_not(place: _Place, replica: Replica, clock: float | Non
     """The run has come to its end without this node, or just as its disk was full: its last checkpoint, at that `clock`
     (None: there is none), is all that it has of the run's end."""
     target, final = place.net.spec.inner.target_tokens, place.folder.final
-    if clock is None or final.exists():
+    if clock is None or not final_lacks(final, clock):
         return
     if has_come_to_the_end(clock, target, place.net.spec.max_lag_tokens):
         await _save_weights(place, replica)
         logger.info("the final weights were not here yet: those of the last checkpoint were saved to %s", final)
     else:
-        logger.warning("there are no final weights here; the last checkpoint stands at %s", as_trained(clock, target))
+        logger.warning("the final weights are not here; the last checkpoint stands at %s", as_trained(clock, target))
 
 
 async def _save_weights(place: _Place, replica: Replica) -> None:
