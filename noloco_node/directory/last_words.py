@@ -15,9 +15,10 @@ def is_over(view: DirectoryView, now: float, before: bool) -> bool:
     """Whether a run has come to its end, as records at DHT time `now` say; `before`: whether it had at the last look.
 
     While anybody of the first stage says that it trains the run goes on, and what was remembered is forgotten. Where
-    others say so alone it stays as it was: they can train nothing by themselves. Else most of the first stage's last
-    words decide, of those that are left as of those that are leaving, and where there are none it stays as it was. Who
-    has only just come says nothing, nor who went before it had trained: it was told that the run is over.
+    others say so alone it stays as it was: they can train nothing by themselves. Else it is over where half of the
+    first stage's last words say so, of those that are left as of those that are leaving: of two, one may be told to
+    leave just before the end. Where there are none it stays as it was. Who has only just come says nothing, nor who
+    went before it had trained: it was told that the run is over.
     """
     training = [
         any(not record.finished for record in view.live(stage, now, PeerState.TRAINING))
@@ -27,7 +28,7 @@ def is_over(view: DirectoryView, now: float, before: bool) -> bool:
         return before and not training[0]
     records = [r for r in view.live(0, now, *PeerState) if r.state is not PeerState.JOINING]
     words = [r.finished for r in records if r.finished or r.clock > 0.0]
-    return before if not words else 2 * sum(words) > len(words)
+    return before if not words else 2 * sum(words) >= len(words)
 
 
 class LastWords:

@@ -10,7 +10,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import AccessSpec
-from noloco_node.directory.last_words import is_over
+from noloco_node.directory.last_words import LOOKS_A_LIFE, is_over
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.invitations import invite
@@ -50,6 +50,8 @@ def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = Fa
         ((record(1, FINISHING, finished=True), record(2, GONE, finished=True)), False, True),
         ((record(1, FINISHING, finished=True), record(2, TRAINING)), False, False),
         ((record(1, GONE), record(2, GONE), record(3, GONE, finished=True)), True, False),
+        ((record(1, GONE), record(2, GONE, finished=True)), False, True),
+        ((record(1, GONE), record(2, GONE)), True, False),
         ((record(1, GONE, finished=True, stage=1),), False, False),
         ((record(1, GONE, clock=0.0), record(2, GONE, clock=0.0)), True, True),
         ((record(1, GONE, clock=0.0), record(2, GONE, finished=True, clock=0.0)), False, True),
@@ -65,6 +67,21 @@ def test_the_last_words_of_the_first_stage_decide(records: tuple[PeerRecord, ...
     for each in records:
         rows[each.stage][PeerId(each.peer_id)] = LiveRecord(each, 100.0)
     assert is_over(DirectoryView(rows), 50.0, before) is after
+
+
+async def test_who_leaves_by_hand_as_the_run_ends_does_not_hide_its_end_from_the_seed(tmp_path: Path) -> None:
+    """Of two at the first stage. The other's last word stands alone for two seconds, between two looks of the seed."""
+    now = 1000.0
+    hub = MemoryDirectoryHub(2, lambda: now)
+    nodes = MemoryDirectory(hub)
+    last = last_words(MemoryDirectory(hub), RunFolder.create(tmp_path), SPEC)
+    await nodes.publish(record(1, GONE), LIFE)
+    now += 2.0
+    await nodes.publish(record(2, GONE, finished=True), LIFE)
+    for _ in range(30):
+        await last.look()
+        now += LIFE / LOOKS_A_LIFE
+    assert last.over
 
 
 async def test_a_seed_remembers_the_end_when_all_records_are_gone_and_when_it_comes_back(tmp_path: Path) -> None:
