@@ -318,9 +318,10 @@ async def _stop_when_refused(place: _Place, replica: Replica, interrupts: Interr
 
 
 async def _say_if_last(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
-    """Once this node is told to leave: say so where its stage is left without a replica."""
+    """Once this node is told to leave, or its invitation has ended: say so where its stage is left without a
+    replica."""
     await replica.stop.wait()
-    if interrupts.asked:
+    if interrupts.asked or place.refused is not None:
         warning = last_of_stage(
             replica.membership, place.net.transport.acquaintances.answers, place.net.spec.guard_copies
         )

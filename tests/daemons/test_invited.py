@@ -39,10 +39,10 @@ async def invited(*arguments: str | Path) -> str:
     return made.stdout
 
 
-def settings_of(owner: PeerId) -> list[str]:
-    """A run of one stage without end, by invitations of `owner`."""
+def settings_of(owner: PeerId, stages: int = 1) -> list[str]:
+    """A run without end, by invitations of `owner`."""
     settings = [str(MICRO)]
-    for setting in (ENDLESS, "run.access.mode=invited", f"run.access.owner={owner}", "run.model.stages=1"):
+    for setting in (ENDLESS, "run.access.mode=invited", f"run.access.owner={owner}", f"run.model.stages={stages}"):
         settings += ["--set", setting]
     return settings
 
@@ -88,6 +88,26 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
             )
             spoken = await said
             assert (spoken.returncode, spoken.stdout[:7]) == (0, "import "), spoken.stderr
+
+
+async def test_a_guest_that_is_the_last_of_its_stage_says_so_as_its_invitation_ends(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is told to leave does: its checkpoint is all that is left of the stage but for copies."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.02")
+    key, file = tmp_path / "owner.key", tmp_path / "invitation"
+    settings = settings_of(load_or_create_identity(key).peer_id, stages=2)
+    async with node(tmp_path / "founder", "run", *settings, "--stage", "0", "--identity", str(key)) as events:
+        first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 180, "it is up"))[0]
+        file.write_text(await invited(*settings, "--key", key, "--hours", "0.012"))
+        join = ("join", first.addresses[0], "--invitation", file, "--run-folder", tmp_path / "guest", "--stage", "1")
+        left = await asyncio.to_thread(
+            subprocess.run, [*program(), *map(str, join)], capture_output=True, text=True, timeout=170
+        )
+        assert left.returncode == ExitCode.NOT_ADMITTED, left.stderr
+        seen = read_events(RunFolder(tmp_path / "guest").events)
+        assert [e for e in seen if isinstance(e, InnerStep)]
+        assert [e for e in seen if isinstance(e, Warned) and e.what == "last_of_stage"]
 
 
 async def test_a_guest_whose_invitation_ends_is_warned_and_leaves_with_everything_saved(
