@@ -49,9 +49,10 @@ def may_be_over(saved: Sequence[tuple[float, float]], target: float, now: float)
     """Whether a run may have come to its `target` (tokens) since a node saved its state, as fast as the clock went
     between the first and the last of its checkpoints (`saved`: wall time and clock of each, in turn) and twice that.
     No word that it has is believed where it cannot be so: else strangers' words could keep a run from going on. Whose
-    checkpoints tell no pace, as after a stay of minutes, believes it: a run that goes on has others to do so."""
+    checkpoints tell no pace, as after a stay of minutes, believes it: a run that goes on has others to do so. So does
+    who has none: it has nothing to go on from, and would begin the run anew."""
     if not saved:
-        return False
+        return True
     (began, first), (ended, last) = saved[0], saved[-1]
     if last >= target or ended <= began or last <= first:
         return True
