@@ -35,6 +35,11 @@ def host_of(transport: Transport) -> Any:
     return cast("Any", transport)._host
 
 
+def incoming_streams_of(transport: Transport) -> int:
+    """Streams that peers hold open to a node."""
+    return cast("Any", transport)._incoming.total()
+
+
 def thread_of(worker: StageWorker) -> Compute:
     """What computes for a worker."""
     return cast("Any", worker)._thread

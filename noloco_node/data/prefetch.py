@@ -68,11 +68,6 @@ class Prefetch:
         """Time in which at least one draw waited."""
         return self._waited + (ambient.monotonic() - self._waits_since if self._waiters else 0.0)
 
-    @property
-    def ready_bytes(self) -> int:
-        """Of windows that were read ahead."""
-        return self._bytes
-
     async def draw(self) -> Tensor:
         """The next windows; returns at once where some were read ahead. What ended the reading is raised here, after
         everything that was read before it has been drawn: UserError (DATA) of a text that cannot be read."""

@@ -54,11 +54,6 @@ class Windows:
         """Windows to train on."""
         return self._training.count
 
-    @property
-    def validation_count(self) -> int:
-        """Windows held out."""
-        return self._validation.count
-
     def rows(self, indices: Sequence[int]) -> Tensor:
         """Training windows as they are, int32 [len(indices), sequence_length + 1]."""
         return _rows(self._training.windows(indices))

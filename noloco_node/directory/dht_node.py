@@ -174,8 +174,6 @@ class DhtNode:
         self._intake, self._records = intake, records
         self.node_id: Any = node_id_of(self._p2p.peer_id)
         self.table: Any = BoundedTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
-        self.impostors = 0
-        """Claims of a node id that is not the peer's, so far."""
         self._info: Any = _pb.NodeInfo(node_id=b"" if only_asks else self.node_id.to_bytes())
         self._calls = asyncio.Semaphore(MOST_CALLS)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -369,7 +367,6 @@ class DhtNode:
         """Whether the node id that a peer claims is its own; it claims none where it only asks."""
         itself = claimed == node_id_of(peer).to_bytes()
         if claimed and not itself:
-            self.impostors += 1
             logger.debug("%s claims a node id that is not its own", peer)
         return itself
 

@@ -127,12 +127,6 @@ class World:
     def _outfit(self, node: Node) -> None:
         """Give a node what else it needs before it lives."""
 
-    def populate(self, replicas: int) -> None:
-        """Start so many replicas of every stage at once, those of stage 0 first."""
-        for stage in range(self.spec.stages):
-            for _ in range(replicas):
-                self.start(stage)
-
     def stop(self, node: Node) -> None:
         """Ask a node to leave in order, as SIGINT does."""
         if node.replica is not None:

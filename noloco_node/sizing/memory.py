@@ -87,7 +87,6 @@ class StageMemory:
     host."""
     given: int
     """A copy of the state that a joiner reads, and a minute longer, on the host."""
-    held_count: int
 
     @property
     def on_device(self) -> int:
@@ -185,7 +184,6 @@ def _stage_memory(
         checkpoint=(CHECKPOINT_VECTORS + trail) * FP32 * count,
         copies=guards,
         given=(GIVEN_VECTORS + trail) * FP32 * count,
-        held_count=held,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -58,20 +57,6 @@ class WeightsManifest(Sealed):
     outer_rounds: Annotated[int, Field(ge=0)]
     files: dict[Literal["slow.safetensors", "fast.safetensors"], Sha256]
 
-    @property
-    def cut(self) -> StageCut:
-        """The stage's place in the model."""
-        return StageCut(self.stage, self.stages, self.first_layer, self.end_layer)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStage:
-    """A stage read back: tensors by full Hugging Face names, fp32, on the CPU."""
-
-    manifest: WeightsManifest
-    slow: dict[str, Tensor]
-    fast: dict[str, Tensor]
-
 
 def save_stage(
     folder: Path,
@@ -104,12 +89,6 @@ def save_stage(
     return manifest
 
 
-def load_stage(folder: Path) -> SavedStage:
-    """Read what `save_stage` wrote. Raises UserError (RUN_FOLDER) when a file is missing, torn or altered."""
-    manifest = read_manifest(folder)
-    return SavedStage(manifest, _read_tensors(folder, SLOW_FILE, manifest), _read_tensors(folder, FAST_FILE, manifest))
-
-
 def read_manifest(folder: Path) -> WeightsManifest:
     """What `save_stage` wrote about its files. Raises UserError (RUN_FOLDER) when it is missing, torn or altered."""
     try:
@@ -123,8 +102,14 @@ def read_manifest(folder: Path) -> WeightsManifest:
 
 def load_slow(folder: Path) -> dict[str, Tensor]:
     """The slow weights alone: full Hugging Face name -> fp32 tensor, on the CPU. The file with the fast ones may be
-    missing. Raises UserError (RUN_FOLDER) as `load_stage` does."""
-    return _read_tensors(folder, SLOW_FILE, read_manifest(folder))
+    missing. Raises UserError (RUN_FOLDER) when its own file or the manifest is missing, torn or altered."""
+    manifest = read_manifest(folder)
+    try:
+        if file_sha256(folder / SLOW_FILE) != manifest.files[SLOW_FILE]:
+            raise _damaged(folder, f"{SLOW_FILE} does not match the hash in its {MANIFEST}")
+        return load_file(folder / SLOW_FILE)
+    except (OSError, KeyError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
 
 
 def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: dict[str, str]) -> WeightsManifest:
@@ -147,17 +132,6 @@ def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
     return file_sha256(path)
-
-
-def _read_tensors(
-    folder: Path, name: Literal["slow.safetensors", "fast.safetensors"], manifest: WeightsManifest
-) -> dict[str, Tensor]:
-    try:
-        if file_sha256(folder / name) != manifest.files[name]:
-            raise _damaged(folder, f"{name} does not match the hash in its {MANIFEST}")
-        return load_file(folder / name)
-    except (OSError, KeyError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
 
 
 def file_sha256(path: Path) -> str:

@@ -90,11 +90,6 @@ class Libp2pTransport(CommonTransport):
         """This node's own id."""
         return self._host.own_id
 
-    @property
-    def incoming_streams(self) -> int:
-        """Streams that peers hold open to this node."""
-        return self._incoming.total()
-
     def sign(self, statement: bytes) -> bytes:
         """See `Transport.sign`."""
         assert self._identity is not None, "a transport that signs needs an identity"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import Document
 from noloco_node.data.sources import divided, held_out_of
+from noloco_node.data.windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +29,8 @@ def split_documents(documents: Sequence[Document], holdout: float) -> Split:
     """Of documents in memory."""
     keys = held_out_of(documents, holdout)
     return Split(*(tuple(each for each in documents if (each.key in keys) is part) for part in (False, True)))
+
+
+def held_out_count(windows: Windows) -> int:
+    """Windows held out, of all sources."""
+    return len(windows.validation_indices(10**6))

@@ -18,6 +18,7 @@ from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import write_table
+from tests.data.splits import held_out_count
 from tests.data.test_sources import text_spec
 from tests.data.test_windows import save_word_tokenizer
 
@@ -42,7 +43,7 @@ def padded(rows: list[list[int]], width: int) -> dict[str, object]:
 def laid_out(windows: Windows) -> tuple[list[int], list[int]]:
     """All tokens to train on, and all that are held out."""
     parts: list[list[int]] = []
-    for count, get in ((windows.train_count, windows.train), (windows.validation_count, windows.validation)):
+    for count, get in ((windows.train_count, windows.train), (held_out_count(windows), windows.validation)):
         inputs, labels = get(range(count))
         parts.append(torch.cat([inputs, labels[:, -1:]], dim=1).flatten().tolist())
     return parts[0], parts[1]
@@ -87,8 +88,8 @@ def test_few_long_rows_are_cut_so_that_some_are_held_out(tmp_path: Path) -> None
     pq.write_table(pa.table({"input_ids": [ids[:4000].tolist(), ids[4000:].tolist()]}), tmp_path / "rows.parquet")
     windows = load_windows(tokens_spec(tmp_path / "rows.parquet"), 256)
     assert windows.train_count > 100
-    assert windows.validation_count > 20
-    assert (windows.train_count + windows.validation_count + 2) * 17 > 5000
+    assert held_out_count(windows) > 20
+    assert (windows.train_count + held_out_count(windows) + 2) * 17 > 5000
 
 
 @pytest.mark.parametrize("with_statistics", [True, False])

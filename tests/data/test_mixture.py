@@ -156,7 +156,9 @@ async def test_stage_0_draws_each_sources_share_and_its_next_life_goes_on(mixed:
     assert tuple(drawn[letter] for letter in LETTERS) == QUOTAS
     windows = load_windows(spec, 256)
     assert [held_out[letter] for letter in LETTERS] == [3, 12, 9]
-    assert letters_of(windows.validation(windows.validation_indices(10**6))[0]).total() == windows.validation_count
+    held = windows.validation_indices(10**6)
+    assert sorted(held) == list(range(len(held)))
+    assert letters_of(windows.validation(held)[0]).total() == len(held)
     rows, _ = windows.train([windows.train_count - 1, 0, windows.train_count - 1])
     assert [letters_of(rows[number : number + 1]).most_common(1)[0][0] for number in range(3)] == ["c", "a", "c"]
 

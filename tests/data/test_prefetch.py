@@ -34,6 +34,26 @@ def numbered(most: int = 1 << 30, end: Exception | None = None) -> Portions:
         raise end
 
 
+class Ahead:
+    """Counts the portions that are made. When one more is under way, all before it are kept."""
+
+    def __init__(self) -> None:
+        self._made = 0
+
+    def portions(self) -> Portions:
+        """Each counted as it is made."""
+        for self._made, each in enumerate(numbered(), 1):
+            yield each
+
+    def of(self, drawn: int) -> int:
+        """Kept ahead of those that were drawn, where one more waits for room."""
+        return self._made - 1 - drawn
+
+    async def comes_to(self, kept: int, drawn: int) -> None:
+        """Return once so many are kept."""
+        await eventually(lambda: self.of(drawn) == kept, what="the thread has read ahead")
+
+
 class Gate:
     """Portions that come only as they are let through."""
 
@@ -65,9 +85,10 @@ async def draw(prefetch: Prefetch) -> int:
 
 async def test_portions_come_in_order_and_the_position_is_that_of_what_was_drawn() -> None:
     """However far the thread has read ahead."""
-    with opened(numbered()) as prefetch:
+    ahead = Ahead()
+    with opened(ahead.portions()) as prefetch:
         for number in range(50):
-            await eventually(lambda: prefetch.ready_bytes == 4 * SIZE, what="the thread has read ahead")
+            await ahead.comes_to(4, number)
             assert prefetch.position == SamplerPosition(offset=number)
             assert await draw(prefetch) == number
     assert prefetch.position == SamplerPosition(offset=50)
@@ -76,27 +97,30 @@ async def test_portions_come_in_order_and_the_position_is_that_of_what_was_drawn
 @pytest.mark.parametrize(("limit", "held"), [(4 * SIZE, 4), (4 * SIZE - 1, 3), (SIZE, 1), (1, 1)])
 async def test_what_is_read_ahead_is_bounded_and_at_least_one_microbatch(limit: int, held: int) -> None:
     """In bytes."""
-    with opened(numbered(), limit) as prefetch:
+    ahead = Ahead()
+    with opened(ahead.portions(), limit) as prefetch:
         for number in range(20):
-            await eventually(lambda: prefetch.ready_bytes == held * SIZE, what="the thread has read ahead")
+            await ahead.comes_to(held, number)
             assert await draw(prefetch) == number
-            assert prefetch.ready_bytes <= held * SIZE
+            assert ahead.of(number + 1) <= held
 
 
 async def test_small_portions_are_bounded_by_their_number() -> None:
     """Each takes time to make and memory beside its bytes."""
-    with opened(numbered(), 1 << 30) as prefetch:
+    ahead = Ahead()
+    with opened(ahead.portions(), 1 << 30) as prefetch:
         for number in range(3):
-            await eventually(lambda: prefetch.ready_bytes == MOST_PORTIONS * SIZE, what="the thread has read ahead")
+            await ahead.comes_to(MOST_PORTIONS, number)
             assert await draw(prefetch) == number
-            assert prefetch.ready_bytes <= MOST_PORTIONS * SIZE
+            assert ahead.of(number + 1) <= MOST_PORTIONS
 
 
 async def test_who_draws_never_waits_once_enough_is_read_ahead() -> None:
     """Not one turn of the event loop, and no time is counted."""
-    with opened(numbered()) as prefetch:
-        for _ in range(50):
-            await eventually(lambda: prefetch.ready_bytes == 4 * SIZE, what="the thread has read ahead")
+    ahead = Ahead()
+    with opened(ahead.portions()) as prefetch:
+        for number in range(50):
+            await ahead.comes_to(4, number)
             drawing = prefetch.draw()
             with pytest.raises(StopIteration):
                 drawing.send(None)
@@ -136,14 +160,14 @@ async def test_what_ends_the_reading_is_told_to_everybody_who_draws_after_what_w
 async def test_each_portion_says_when_it_was_drawn() -> None:
     """Not when it was read."""
     drawn: list[int] = []
+    ahead = Ahead()
 
     def telling() -> Portions:
-        for number in range(10):
-            each = portion(number)
+        for number, each in enumerate(ahead.portions()):
             yield Portion(each.windows, each.position, lambda number=number: drawn.append(number))
 
     with opened(telling()) as prefetch:
-        await eventually(lambda: prefetch.ready_bytes == 4 * SIZE, what="the thread has read ahead")
+        await ahead.comes_to(4, 0)
         assert drawn == []
         await draw(prefetch)
         assert drawn == [0]

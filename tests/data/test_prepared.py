@@ -19,6 +19,7 @@ from noloco_node.data.windows import Windows, load_windows
 from noloco_node.errors import ExitCode, UserError
 from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.data.made_files import write_texts
+from tests.data.splits import held_out_count
 from tests.data.test_sources import text_spec
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
@@ -42,7 +43,7 @@ def spec(tmp_path: Path) -> DataSpec:
 
 def everything(windows: Windows) -> list[torch.Tensor]:
     """All windows of both parts."""
-    return [*windows.train(range(windows.train_count)), *windows.validation(range(windows.validation_count))]
+    return [*windows.train(range(windows.train_count)), *windows.validation(range(held_out_count(windows)))]
 
 
 def same(one: Windows, other: Windows) -> bool:

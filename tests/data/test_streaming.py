@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
@@ -34,6 +35,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.pauses import Doubling
 from noloco_node.sizing.preflight import note_on_blocks
 from tests.data.made_files import lines, write_texts
+from tests.data.splits import held_out_count
 from tests.data.test_sources import text_spec
 from tests.support import eventually
 
@@ -116,8 +118,9 @@ def test_blocks_hold_each_training_document_once_and_none_that_is_held_out(tmp_p
         assert parts == [every[part::3] for part in range(3)]
         held_out = [bytes(tokens) for tokens in reading.held_out(shard)]
         assert Counter(every + held_out) == Counter(story.encode() + b"\n" for story in STORIES[shard::SHARDS])
-    validation = load_windows(whole.model_copy(update={"streaming": False}), 256)
-    rows = validation._validation.windows(range(validation.validation_count)).astype(np.uint8)
+    windows = load_windows(whole.model_copy(update={"streaming": False}), 256)
+    inputs, labels = windows.validation(range(held_out_count(windows)))
+    rows = torch.cat([inputs, labels[:, -1:]], dim=1).numpy().astype(np.uint8)
     held = held_out_windows(whole, 256, 1000).numpy().astype(np.uint8)
     assert np.array_equal(held, rows), "the same documents, in the same order"
     assert np.array_equal(held_out_windows(whole, 256, 3), held[:3])

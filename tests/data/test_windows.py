@@ -18,7 +18,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.tokenizers import ByteTokenizer, load_tokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
-from tests.data.splits import load_split
+from tests.data.splits import held_out_count, load_split
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_windows_are_the_text_in_order_without_overlap_or_gap(story: DataSpec) -
     windows, split = load_windows(story, 256), load_split(story)
     for documents, count, get in (
         (split.training, windows.train_count, windows.train),
-        (split.validation, windows.validation_count, windows.validation),
+        (split.validation, held_out_count(windows), windows.validation),
     ):
         text = "".join(document.text + "\n" for document in documents)
         inputs, labels = get(range(count))
@@ -64,17 +64,17 @@ def test_validation_windows_are_fixed_distinct_and_spread(story: DataSpec) -> No
     assert chosen == load_windows(story, 256).validation_indices(20)
     assert chosen[:5] == windows.validation_indices(5)
     assert len(set(chosen)) == 20
-    assert max(chosen) > windows.validation_count * 2 // 3
-    assert min(chosen) < windows.validation_count // 3
+    assert max(chosen) > held_out_count(windows) * 2 // 3
+    assert min(chosen) < held_out_count(windows) // 3
     assert chosen != load_windows(story.model_copy(update={"seed": 1}), 256).validation_indices(20)
     everything = windows.validation_indices(10**6)
-    assert sorted(everything) == list(range(windows.validation_count))
+    assert sorted(everything) == list(range(held_out_count(windows)))
 
 
 def test_validation_windows_do_not_depend_on_the_machine(story: DataSpec) -> None:
     """The first choices, written down: a change of library or code that moves them splits a swarm's gauge."""
     windows = load_windows(story, 256)
-    assert windows.validation_count == 218
+    assert held_out_count(windows) == 218
     assert windows.validation_indices(6) == [11, 31, 20, 87, 136, 23]
 
 

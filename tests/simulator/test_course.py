@@ -37,6 +37,7 @@ from noloco_node.training.activation_codec import encode
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
+from tests.simulator.populated import populate
 from tests.worlds import micro_spec
 
 PATIENT = "run.limits.exchange_progress_seconds=80"
@@ -200,7 +201,7 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
             seed=1,
         ) as world:
             watcher = Watcher(world, 6)
-            world.populate(3)
+            populate(world, 3)
             await asyncio.sleep(30.0)
             for node in world.running[3:]:
                 world.kill(node)

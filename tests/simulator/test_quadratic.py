@@ -17,6 +17,7 @@ from noloco_node.simulator.quadratic import BEST_LOSS, Landscape, Quadratic, Qua
 from noloco_node.simulator.world import World
 from noloco_node.telemetry.events import InnerStep
 from noloco_node.training.trainer import ForwardContext
+from tests.simulator.populated import populate
 from tests.simulator.test_crowd import crowd_of
 from tests.worlds import micro_spec
 
@@ -30,7 +31,7 @@ async def small_swarm(seed: int) -> tuple[str, float]:
     """Two stages of four replicas to the end of their run: its trace, and the mean of the losses that were met last."""
     settings = NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
     async with World(SPEC, settings, learning=Quadratic(seed, NOISE), seed=seed) as world:
-        world.populate(4)
+        populate(world, 4)
         await world.ended(3600.0)
         assert [node.condition for node in world.nodes] == ["ended"] * 8
         steps = [[event for event in events if isinstance(event, InnerStep)] for events in world.events]

@@ -25,6 +25,7 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, OuterStep, StateDownload
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import Fault, FaultKind
+from tests.simulator.populated import populate
 from tests.worlds import micro_spec
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def simulated(
         async with World(
             spec, settings, learning=learning or Quadratic(), links=Links(PlainWay(link)), seed=seed
         ) as world:
-            world.populate(REPLICAS)
+            populate(world, REPLICAS)
             result = await course(world)
         assert threading.active_count() <= threads, "something works on a thread of its own"
         return result
@@ -196,7 +197,7 @@ def test_an_exchange_takes_the_time_of_its_arithmetic_on_either_side() -> None:
     async def work() -> list[OuterStep]:
         settings = NodeSettings(in_flight=2, drain_seconds=1, seed=1)
         async with World(SPEC, settings, learning=Quadratic(), seed=1) as world:
-            world.populate(REPLICAS)
+            populate(world, REPLICAS)
             await world.ended(600.0)
             return [event for event in told(world) if isinstance(event, OuterStep)]
 

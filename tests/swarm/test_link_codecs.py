@@ -15,6 +15,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import peer_of
 from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.world import World as SimulatedWorld
+from tests.simulator.populated import populate
 from tests.worlds import micro_spec
 
 ALLOWED: tuple[ActivationCodec, ...] = ("fp32", "bf16", "int8")
@@ -110,7 +111,7 @@ def test_in_a_swarm_the_slow_link_carries_int8_and_the_quick_one_does_not(monkey
         async with SimulatedWorld(
             spec, settings, learning=Quadratic(), links=Links(PlainWay(seconds)), seed=1
         ) as world:
-            world.populate(2)
+            populate(world, 2)
             await world.ended(3600.0)
             return [node.stage for node in world.nodes]
 

@@ -30,6 +30,7 @@ from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.server import TransportLimits
 from noloco_node.transport.streams import FramedStream
+from tests.inside import incoming_streams_of
 from tests.support import eventually
 from tests.swarm.hostile_dht import PING, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
@@ -138,22 +139,22 @@ async def test_streams_that_a_few_keys_hold_open_shut_nobody_out(tmp_path: Path)
     await transport.start()
     transport.acquaintances.worked(PeerId("works-here"))
     worker = await host.open("works-here")
-    await eventually(lambda: transport.incoming_streams == 1)
+    await eventually(lambda: incoming_streams_of(transport) == 1)
     held: list[FramedStream] = []
     for number in range(15):
         held.append(await host.open(f"stranger-{number % 2}"))
         held[-1]._writer.write(b"N" * (number % 3 == 0))
-        await eventually(lambda: transport.incoming_streams == len(held) + 1)
+        await eventually(lambda: incoming_streams_of(transport) == len(held) + 1)
     newcomer = await host.open("newcomer")
     for peer, stream in (("newcomer", newcomer), ("works-here", worker)):
         await stream.write_message(encode_envelope("hello", {}, ()), (), 5.0)
         assert (await stream.read_prefix(5.0, 5.0)).kind is FrameKind.HEADER, peer
-    assert transport.incoming_streams <= limits.max_streams
+    assert incoming_streams_of(transport) <= limits.max_streams
     extra = await host.open("stranger-0")
     await eventually(lambda: extra._reader.at_eof(), what="who holds most gets no more")
     for stream in (worker, newcomer, extra, *held):
         stream.abort()
-    await eventually(lambda: transport.incoming_streams == 0)
+    await eventually(lambda: incoming_streams_of(transport) == 0)
     await transport.close()
 
 
