@@ -27,6 +27,10 @@ KINDS = ("gaussian", "heavy tails", "uneven rows")
 SPREAD = 1e-3
 ROW = 128
 CHUNK_BYTES = 1 << 20
+EXCHANGES = 4
+"""Over which the error is taken."""
+REPEATS = 10
+"""Exchanges of which the quickest counts."""
 
 
 def noise(kind: str, size: int, generator: torch.Generator) -> Tensor:
@@ -77,16 +81,16 @@ def exchange(
     return sending, taking
 
 
-def error_share(codec: Codec, kind: str, size: int, exchanges: int = 4) -> float:
+def error_share(codec: Codec, kind: str, size: int) -> float:
     """Mean square of (what was committed − the exact half difference) over that of the half difference."""
     total = 0.0
-    for number in range(exchanges):
+    for number in range(EXCHANGES):
         own, other = pair(codec, kind, size)
         exact = (contribution(other) - contribution(own)) / 2
         alone = own.slow.double() - own.snapshot.double() + contribution(own) - RULE.gamma * own.slow.double()
         exchange([own, other], str(number))
         found = own.commit().double() - alone
-        total += float((found - exact).square().mean() / exact.square().mean()) / exchanges
+        total += float((found - exact).square().mean() / exact.square().mean()) / EXCHANGES
     return total
 
 
@@ -96,13 +100,13 @@ def contribution(replica: OuterReplica) -> Tensor:
     return RULE.beta * (replica.snapshot.double() - slow) + RULE.gamma * slow
 
 
-def nanoseconds(codec: Codec, size: int, threads: int, repeats: int = 10) -> dict[str, float]:
+def nanoseconds(codec: Codec, size: int, threads: int) -> dict[str, float]:
     """Least time for a weight over some exchanges: sent (sketch included) and taken in, on the host. With one thread
     its CPU time, so that other processes on the machine do not count; with more, the time that passes."""
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     replicas = pair(codec, "gaussian", size)
-    times = [exchange(replicas, str(number), clock) for number in range(repeats)]
+    times = [exchange(replicas, str(number), clock) for number in range(REPEATS)]
     send, take = (min(column) / size * 1e9 for column in zip(*times, strict=True))
     return {"send_ns": round(send, 2), "take_in_ns": round(take, 2)}
 

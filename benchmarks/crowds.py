@@ -109,14 +109,14 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def recovered(moments: list[dict[str, Any]], at: float, share: float = 0.9) -> float | None:
-    """Seconds from an event until so large a part of what those that serve could do, beside the part before, is
+def recovered(moments: list[dict[str, Any]], at: float) -> float | None:
+    """Seconds from an event until 90 % of what those that serve could do, beside the part before, is
     trained again and stays so for two samples; None where it is not."""
     before = [m["trained"] / m["best"] for m in moments if at - 300 <= m["at"] <= at]
     usual = sum(before) / len(before)
     after = [m for m in moments if m["at"] > at]
     for one, two in itertools.pairwise(after):
-        if min(one["trained"] / one["best"], two["trained"] / two["best"]) >= share * usual:
+        if min(one["trained"] / one["best"], two["trained"] / two["best"]) >= 0.9 * usual:
             return one["at"] - at
     return None
 

@@ -44,10 +44,10 @@ from tests.worlds import World, micro_spec, peer_name, world
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
 
-def damaged(path: Path, run: str = RUN, count: int = 2) -> CheckpointFolder:
+def damaged(path: Path, run: str = RUN) -> CheckpointFolder:
     """A folder whose checkpoints have lost the half of their state."""
-    folder = CheckpointFolder(path, keep=count)
-    for clock in range(count):
+    folder = CheckpointFolder(path, keep=2)
+    for clock in range(2):
         folder.write(standing(float(clock), run_id=run), tensors(1.0))
     for state in path.rglob(STATE):
         state.write_bytes(state.read_bytes()[: state.stat().st_size // 2])

@@ -9,7 +9,6 @@ from noloco_node.errors import ExitCode
 from noloco_node.laboratory.experiment import Finished
 from noloco_node.laboratory.result import Result
 from noloco_node.launch.local_run import SwarmResult
-from noloco_node.telemetry.summary import summarize
 from noloco_node.telemetry.words import as_duration, as_lag
 from tests.telemetry import made_events as made
 
@@ -17,7 +16,7 @@ from tests.telemetry import made_events as made
 def test_the_speed_of_a_swarm_is_told_with_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
     """`61,440 tokens in 59 s, 1,033 tokens/s`: who divides gets 1,041, since the first step's tokens are no part of
     it."""
-    summary = summarize(made.whole_run())
+    summary = made.summarize(made.whole_run())
     print_result(SwarmResult(summary, ExitCode.OK, {}, {}))
     printed = capsys.readouterr().out
     assert "61,440 tokens; from the first inner step on 1,033 tokens/s, over 59 s\n" in printed

@@ -391,7 +391,6 @@ def record_of(
     clock: float = 0.0,
     stage: int = 0,
     state: PeerState = PeerState.TRAINING,
-    outer_rounds: int = 1,
 ) -> PeerRecord:
     """Who says that it keeps a copy, or serves a stage."""
     return PeerRecord(
@@ -400,7 +399,7 @@ def record_of(
         state=state,
         clock=clock,
         tokens_per_second=1.0,
-        outer_rounds=outer_rounds,
+        outer_rounds=1,
         protocol=PROTOCOL_VERSION,
         version="0",
         sequence=1,

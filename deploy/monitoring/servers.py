@@ -38,9 +38,9 @@ class Watchers:
     prometheus: str
     alertmanager: str
 
-    def range(self, expression: str, start: float, end: float, step: float = 5.0) -> Points:
-        """Its series from `start` to `end`, seconds since 1970."""
-        query = urllib.parse.urlencode({"query": expression, "start": start, "end": end, "step": step})
+    def range(self, expression: str, start: float, end: float) -> Points:
+        """Its series from `start` to `end`, seconds since 1970, every 5 seconds."""
+        query = urllib.parse.urlencode({"query": expression, "start": start, "end": end, "step": 5.0})
         found = _get(f"http://{self.prometheus}/api/v1/query_range?{query}")["data"]["result"]
         return {
             tuple(sorted(each["metric"].items())): [(float(at), float(value)) for at, value in each["values"]]

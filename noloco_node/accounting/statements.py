@@ -85,8 +85,7 @@ class Received:
 
 @dataclass(slots=True)
 class Contribution:
-    """A file in sum. `refused` counts lines that are no statement of whom they name; `torn` says that the last line is
-    cut off, as after a crash."""
+    """A file in sum. `refused` counts lines that are no statement of whom they name."""
 
     owner: PeerId
     tokens: int = 0
@@ -97,7 +96,6 @@ class Contribution:
     first: float | None = None
     receipts: dict[PeerId, Received] = field(default_factory=dict[PeerId, Received])
     refused: int = 0
-    torn: bool = False
 
 
 def statement_text(statement: Work | Receipt) -> str:
@@ -162,7 +160,6 @@ def read_contribution(path: Path, owner: PeerId, check: SignedBy = signed_by) ->
                     _add_receipt(total, signer, receipt)
             case _:
                 total.refused += 1
-    total.torn = _is_torn(path)
     return total
 
 
@@ -194,11 +191,3 @@ def _verified(line: bytes, check: SignedBy) -> Entry | None:
     if not isinstance(signer, str) or not check(PeerId(signer), seal, text.encode()):
         return None
     return Entry(PeerId(signer), statement)
-
-
-def _is_torn(path: Path) -> bool:
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

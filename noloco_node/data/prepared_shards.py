@@ -67,7 +67,7 @@ class PreparedSoFar:
 
 
 def prepare_shards(
-    spec: DataSpec, vocab_size: int, folder: Path, told: Callable[[PreparedSoFar], None], processes: int | None = None
+    spec: DataSpec, vocab_size: int, folder: Path, told: Callable[[PreparedSoFar], None]
 ) -> list[PreparedShard]:
     """Write the tokens of every shard to a folder of its own below `folder`, each by a process, as many at once as
     there are cores; those that are there already are kept.
@@ -83,7 +83,7 @@ def prepare_shards(
     missing = [number for number in range(len(files)) if number not in shards]
     _clear(folder)
     if missing:
-        _in_processes(spec, vocab_size, folder, files, shards, missing, told, processes or cores())
+        _in_processes(spec, vocab_size, folder, files, shards, missing, told)
     return [shards[number] for number in range(len(files))]
 
 
@@ -95,7 +95,6 @@ def _in_processes(
     shards: dict[int, PreparedShard],
     missing: Sequence[int],
     told: Callable[[PreparedSoFar], None],
-    processes: int,
 ) -> None:
     """Fill `shards`. An error of one ends the others after the shard that they are at."""
     spawn = multiprocessing.get_context("spawn")
@@ -106,7 +105,7 @@ def _in_processes(
         so_far = (size if number in shards else min(passed[number], size) for number, size in enumerate(sizes))
         told(PreparedSoFar(sum(so_far), sum(sizes), sum(sum(shard.tokens) for shard in shards.values())))
 
-    with ProcessPoolExecutor(min(processes, len(missing)), spawn, _begin, (passed,)) as pool:
+    with ProcessPoolExecutor(min(cores(), len(missing)), spawn, _begin, (passed,)) as pool:
         made, text = partial(_prepare_shard, vocab_size=vocab_size, folder=folder), spec.model_dump_json()
         work: dict[Future[PreparedShard], int] = {pool.submit(made, text, number): number for number in missing}
         try:

@@ -57,9 +57,9 @@ class Sheet:
                 list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False
             )
 
-    def save(self, path: Path, *, dpi: int = 150) -> None:
+    def save(self, path: Path) -> None:
         """Write a PNG. Raises OSError where `path` cannot be written."""
-        self._figure.savefig(path, dpi=dpi)
+        self._figure.savefig(path, dpi=150)
 
 
 def legend_beside(panel: Axes) -> None:

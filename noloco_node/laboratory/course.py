@@ -13,7 +13,7 @@ from noloco_node import __version__
 from noloco_node.config.load import Config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import check_points, expand
-from noloco_node.laboratory.experiment import Experiment, OnFinished, Train, planned, train
+from noloco_node.laboratory.experiment import Experiment, OnFinished, planned
 from noloco_node.laboratory.journal import Journal
 from noloco_node.laboratory.report import markdown
 from noloco_node.laboratory.result import Result, Results
@@ -35,7 +35,7 @@ def plan_lab(config: Config) -> LabPlan:
     return LabPlan(sum(phase.trainings for phase in phases), sum(phase.tokens for phase in phases))
 
 
-def run_lab(config: Config, out: Path, command: str, progress: OnFinished, work: Train = train) -> dict[str, Path]:
+def run_lab(config: Config, out: Path, command: str, progress: OnFinished) -> dict[str, Path]:
     """Run the experiment, or what is missing of it, and write its results; returns the files by name.
 
     `command` repeats it. Raises UserError: CONFIG before anything is trained, RUN_FOLDER where `out` cannot be written,
@@ -44,7 +44,7 @@ def run_lab(config: Config, out: Path, command: str, progress: OnFinished, work:
     cells = expand(config)
     check_points(cells)
     _create(out)
-    results = Experiment(config.lab, cells, Journal(out / "runs.jsonl"), progress, work).run()
+    results = Experiment(config.lab, cells, Journal(out / "runs.jsonl"), progress).run()
     return write_results(config, results, out, command)
 
 

@@ -132,14 +132,14 @@ class SwarmNode:
         meaning = EXIT_MEANINGS[ExitCode(code)] if code in set(ExitCode) else "no exit code of noloco-node"
         return f"exit code {code}: {meaning}"
 
-    def last_lines(self, count: int = LOG_LINES_SHOWN) -> str:
+    def last_lines(self) -> str:
         """The end of its log, indented."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
             text = file.read().decode(errors="replace")
-        return "\n".join("    " + line for line in text.splitlines()[-count:])
+        return "\n".join("    " + line for line in text.splitlines()[-LOG_LINES_SHOWN:])
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the daemon and its children; nothing where all are gone."""

@@ -65,21 +65,12 @@ def contraction_factor(
     paired_share: float = 1.0,
 ) -> float:
     """Factor by which the variance across replicas changes per outer step in the long run (below 1: it shrinks)."""
-    return _radius(contraction_matrix(alpha, gamma, mixing_share(group_size, replicas, paired_share), momentum))
-
-
-def _radius(matrix: npt.NDArray[np.float64]) -> float:
-    """The spectral radius."""
-    return float(np.max(np.abs(np.linalg.eigvals(matrix))))
+    matrix = contraction_matrix(alpha, gamma, mixing_share(group_size, replicas, paired_share), momentum)
+    return float(np.max(np.abs(np.linalg.eigvals(matrix))))  # the spectral radius
 
 
 def admissible_gamma(
-    alpha: float,
-    *,
-    group_size: int = 2,
-    replicas: int | None = None,
-    momentum: Momentum = "averaged",
-    paired_share: float = 1.0,
+    alpha: float, *, group_size: int = 2, replicas: int | None = None, momentum: Momentum = "averaged"
 ) -> tuple[float, float]:
     """The open interval of γ for which the spread shrinks.
 
@@ -88,13 +79,13 @@ def admissible_gamma(
     """
     if not 0.0 <= alpha < 1.0:
         raise ValueError(f"alpha must be in [0, 1), got {alpha}")
-    c = mixing_share(group_size, replicas, paired_share)
     if momentum == "local":
+        c = mixing_share(group_size, replicas)
         return 0.0, 2 * (1 - alpha * alpha) / (1 + alpha - 2 * alpha * c)
     low, high = 0.0, 4.0  # at γ = 4 the first diagonal entry alone exceeds 1 for every c > 0
     while high - low > _RESOLUTION:
         middle = (low + high) / 2
-        shrinks = _radius(contraction_matrix(alpha, middle, c, momentum)) < 1.0
+        shrinks = contraction_factor(alpha, middle, group_size=group_size, replicas=replicas, momentum=momentum) < 1.0
         low, high = (middle, high) if shrinks else (low, middle)
     return 0.0, low
 

@@ -41,6 +41,8 @@ from noloco_node.simulator.strikes import Strikes
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.training.compute_thread import Priority
 
+MOST_TRIES = 200
+"""Runs at most in which a failing schedule is made shorter."""
 DEADLINE_SECONDS = 3 * 3600.0
 """Virtual seconds after which a run that is not over will never be: a node waits an hour at the longest, for a stage
 that has no replica."""
@@ -137,7 +139,7 @@ def carry_out(schedule: Schedule, *, real_tensors: bool = False) -> HuntOutcome:
         package.removeHandler(complaints)
 
 
-def shrunk(outcome: HuntOutcome, most_tries: int = 200, *, real_tensors: bool = False) -> HuntOutcome:
+def shrunk(outcome: HuntOutcome, *, real_tensors: bool = False) -> HuntOutcome:
     """The shortest part of a failing schedule that fails in a like way: in the first word of one of its breaches."""
     ways = {line.partition(":")[0] for line in outcome.breaches}
     found = {outcome.schedule.faults: outcome}
@@ -147,7 +149,7 @@ def shrunk(outcome: HuntOutcome, most_tries: int = 200, *, real_tensors: bool = 
         found[tried.schedule.faults] = tried
         return any(line.partition(":")[0] in ways for line in tried.breaches)
 
-    return found[tuple(shortest_failing(outcome.schedule.faults, fails, most_tries))]
+    return found[tuple(shortest_failing(outcome.schedule.faults, fails, MOST_TRIES))]
 
 
 async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:

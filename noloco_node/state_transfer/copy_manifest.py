@@ -146,7 +146,7 @@ def choose_copy(
     strangers: Sequence[StageCopy],
     own: tuple[Tensor, float] | None,
     first: Tensor,
-    reached: float = math.inf,
+    reached: float,
 ) -> tuple[StageCopy | None, bool]:
     """Which of some strangers' copies to take, and whether anything speaks for it: what this node has of the stage
     (`own`: weights and clock) where it has that, and the others. None where it has something of its own that none goes

@@ -221,9 +221,9 @@ class NodeState:
             return doing.what, f"waiting for {doing.detail}"
         return ("ending" if doing.what == "draining" else doing.what), doing.detail
 
-    def document(self, around: Surroundings | None, *, now: float | None = None, lag: float = 0.0) -> _Document:
-        """Everything at wall time `now`, as JSON can say it. `lag`: seconds since the event loop last came round."""
-        now = ambient.wall() if now is None else now
+    def document(self, around: Surroundings | None, *, lag: float = 0.0) -> _Document:
+        """Everything as it is now, as JSON can say it. `lag`: seconds since the event loop last came round."""
+        now = ambient.wall()
         figures = self._view.figures(now)
         with self._lock:
             made = {

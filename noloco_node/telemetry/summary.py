@@ -12,13 +12,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from noloco_node.config.data_spec import MOST_SOURCES
-from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.history import NodeHistory, summed
 
 TRAINING_LOSS_SHARE = 0.05
 """The reported training loss is the mean over this last share of the clock: one step alone is noise."""
-
-
+CURVE_POINTS = 200
 STEPS_A_POINT = 5
 """Of the curve of speed, at least: a single step says how long it took, not how fast the swarm is."""
 
@@ -143,11 +142,6 @@ class Summary(Frozen):
         return self.model_dump(mode="json")
 
 
-def summarize(events: Mapping[str, Sequence[AnyEvent]], merged_loss: float | None = None) -> Summary:
-    """The figures of a run from the events of its nodes, by node name."""
-    return summarize_histories([NodeHistory.of(name, rows) for name, rows in events.items()], merged_loss)
-
-
 def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | None = None) -> Summary:
     """The figures of a run from its nodes' histories. Nodes that died count with what they wrote."""
     started = next((history.started for history in histories if history.started), None)
@@ -199,15 +193,15 @@ def training_loss(heads: Sequence[NodeHistory]) -> float | None:
     return sum(step.loss * step.tokens for step in late) / total if total else None
 
 
-def training_curve(heads: Sequence[NodeHistory], points: int = 200) -> list[LossPoint]:
-    """Training loss of all first-stage replicas along the clock, averaged by tokens within `points` equal bins."""
+def training_curve(heads: Sequence[NodeHistory]) -> list[LossPoint]:
+    """Training loss of all first-stage replicas along the clock, averaged by tokens within CURVE_POINTS equal bins."""
     steps = [s for history in heads for s in history.inner if isfinite(s.loss) and s.tokens > 0]
-    width = max((step.clock for step in steps), default=0.0) / points
+    width = max((step.clock for step in steps), default=0.0) / CURVE_POINTS
     if width <= 0.0:
         return []
     bins: dict[int, list[InnerStep]] = {}
     for step in steps:
-        bins.setdefault(min(int(step.clock / width), points - 1), []).append(step)
+        bins.setdefault(min(int(step.clock / width), CURVE_POINTS - 1), []).append(step)
     return [
         LossPoint(
             clock=fmean(step.clock for step in rows),

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from noloco_node.launch.local_swarm import SwarmNode
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 
+WINDOW_SECONDS = 3.0
+"""In which a swarm shows that it trains again."""
+
 
 def tokens_between(nodes: Iterable[SwarmNode], start: float, end: float) -> int:
     """Tokens in the inner steps that these nodes took from wall time `start` to `end`."""
@@ -23,14 +26,12 @@ def stage_rate(nodes: Sequence[SwarmNode], start: float, end: float) -> float:
     return rate([node for node in nodes if node.stage == 0], start, end)
 
 
-def seconds_to_recover(
-    nodes: Sequence[SwarmNode], after: float, until: float, wanted: float, window: float = 3.0
-) -> float | None:
+def seconds_to_recover(nodes: Sequence[SwarmNode], after: float, until: float, wanted: float) -> float | None:
     """Seconds from `after` to the start of the first window in which the swarm trained `wanted` tokens per second;
     None where it has none before `until`."""
     start = after
-    while start + window <= until:
-        if stage_rate(nodes, start, start + window) >= wanted:
+    while start + WINDOW_SECONDS <= until:
+        if stage_rate(nodes, start, start + WINDOW_SECONDS) >= wanted:
             return start - after
         start += 0.25
     return None

@@ -162,11 +162,11 @@ class Swarm:
         until = time.monotonic() + seconds
         await self.until(lambda: time.monotonic() > until, seconds + margin, "time passes")
 
-    async def until_training(self, within: float = START_SECONDS, steps: int = 3) -> None:
+    async def until_training(self, steps: int = 3) -> None:
         """Wait until every live node has taken `steps` inner steps."""
         await self.until(
             lambda: all(sum(isinstance(e, InnerStep) for e in node.events) >= steps for node in self.live),
-            within,
+            START_SECONDS,
             f"all nodes have taken {steps} inner steps",
         )
 

@@ -172,16 +172,16 @@ class ClaimSwarm:
                 node.turns.finished(node.turn.slot)
                 node.turn = None
 
-    def coverage(self, number: int = 0) -> float:
-        """Share of a pass's windows that were drawn."""
+    def coverage(self) -> float:
+        """Share of the first pass's windows that were drawn."""
         shape = self.shape
-        slots = range(number * shape.row, (number + 1) * shape.row)
+        slots = range(shape.row)
         return sum(bool(n) for slot in slots for n in self.drawn.get(slot, ())) / (shape.row * shape.block)
 
-    def overlap(self, number: int = 0) -> float:
-        """Windows of a pass that were drawn again, over all of the pass."""
+    def overlap(self) -> float:
+        """Windows of the first pass that were drawn again, over all of the pass."""
         shape = self.shape
-        slots = range(number * shape.row, (number + 1) * shape.row)
+        slots = range(shape.row)
         again = sum(n - 1 for slot in slots for n in self.drawn.get(slot, ()) if n > 1)
         return again / (shape.row * shape.block)
 

@@ -92,9 +92,9 @@ def blocks_of(spec: DataSpec) -> StreamedBlocks:
     return StreamedBlocks(TextShards(spec, ByteTokenizer()), spec.parts_per_shard, spec.sequence_length + 1)
 
 
-def windows_in(blocks: StreamedBlocks, block: int, start: int = 0) -> list[bytes]:
+def windows_in(blocks: StreamedBlocks, block: int) -> list[bytes]:
     """The windows of a block."""
-    return [bytes(window) for window in blocks.read(Turn(0, block, 0, start))]
+    return [bytes(window) for window in blocks.read(Turn(0, block, 0, 0))]
 
 
 def test_windows_are_the_documents_tokens_one_after_the_other() -> None:

@@ -54,11 +54,10 @@ def replica_of(
     fast: Tensor | None = None,
     momentum: Tensor | None = None,
     codec: CodecName = "fp32",
-    chunk_blocks: int = 1,
     fragments: int = 1,
 ) -> OuterReplica:
     """A replica with copies of these weights; fast = slow and no momentum where they are not given."""
-    chunk_bytes = chunk_blocks * BLOCK * CODECS[codec].bits // 8  # `dct` and `sign` make it 16 blocks
+    chunk_bytes = BLOCK * CODECS[codec].bits // 8  # `dct` and `sign` make it 16 blocks
     replica = OuterReplica(rule, slow.clone(), codec=CODECS[codec], chunk_bytes=chunk_bytes, fragments=fragments)
     replica.snapshot.copy_(slow if fast is None else fast)
     if momentum is not None:

@@ -29,7 +29,7 @@ from noloco_node.report.pictures import MARKS
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
 from noloco_node.telemetry.history import NodeHistory
-from noloco_node.telemetry.summary import summarize, throughput_curve, token_counters
+from noloco_node.telemetry.summary import throughput_curve, token_counters
 from tests.telemetry import made_events as made
 
 NOW = 1121.0
@@ -75,7 +75,7 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
     """A local swarm's nodes lie in `nodes`, those of a machine's devices side by side."""
     swarm_in(tmp_path / below)
     told = read_folder(tmp_path, NOW)
-    assert told.summary == summarize(made.whole_run())
+    assert told.summary == made.summarize(made.whole_run())
     shown, lines = page(told), status_lines(tmp_path, NOW)
     for tile in (f"{told.summary.tokens:,}", f"{told.summary.tokens_per_second:,.0f}"):
         assert f"<b>{tile}</b>" in shown
@@ -105,7 +105,9 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
 def test_the_merged_loss_of_a_finished_run_is_that_of_its_summary(tmp_path: Path) -> None:
     """No event tells it; a summary that is torn or another's tells nothing."""
     swarm_in(tmp_path / "nodes")
-    (tmp_path / "summary.json").write_text(json.dumps(summarize(made.whole_run(), 1.6).as_json()), encoding="utf-8")
+    (tmp_path / "summary.json").write_text(
+        json.dumps(made.summarize(made.whole_run(), 1.6).as_json()), encoding="utf-8"
+    )
     told = read_folder(tmp_path, NOW)
     assert told.summary.as_json() == json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert "1.6000" in page(told)
@@ -120,7 +122,7 @@ def test_speeds_along_the_time_have_the_mean_of_the_summary() -> None:
     later += [made.inner_step(step, time=1700.0 + 1.5 * step) for step in range(1, 30)]
     events["s0-r0"] = [*events["s0-r0"][:-1], *later]
     histories = [NodeHistory.of(name, rows) for name, rows in events.items()]
-    summary = summarize(events)
+    summary = made.summarize(events)
     for points in (1, 7, 120):
         curve = throughput_curve(token_counters(histories), points)
         assert sum(point.seconds for point in curve) == pytest.approx(summary.seconds)

@@ -46,10 +46,10 @@ def run_of(owner: Identity, mode: str = "invited", **changes: object) -> RunSpec
     return micro_spec(stages=1).model_copy(update={"access": access})
 
 
-def complaint(spec: RunSpec, setting: str | None, own: PeerId = GUEST) -> tuple[ExitCode, str]:
+def complaint(spec: RunSpec, setting: str | None) -> tuple[ExitCode, str]:
     """Exit code and words of a node that is not let in."""
     with pytest.raises(UserError) as raised:
-        own_access(spec, setting, own)
+        own_access(spec, setting, GUEST)
     assert raised.value.remedy
     return raised.value.exit_code, raised.value.message
 

@@ -47,9 +47,9 @@ RUN_ID_OF_FIXED = {3: "4adb5d8856c8d47ae25977b158ee36f1"}
 file: then raise PROTOCOL_VERSION, unless this one was not released yet, and put the new id here."""
 
 
-def other_version(made: Swarm, protocol: int, run: str = SPEC.run_id) -> None:
+def other_version(made: Swarm, protocol: int) -> None:
     """One more peer, of a release that speaks `protocol`."""
-    claim(made.peer(), Hello(run=run, name="micro", protocol=protocol, version="9.9", stage=0))
+    claim(made.peer(), Hello(run=SPEC.run_id, name="micro", protocol=protocol, version="9.9", stage=0))
 
 
 @pytest.mark.parametrize("theirs", ADJACENT)

@@ -336,9 +336,9 @@ def uneven(rng: random.Random) -> float:
     return 2.0 ** rng.uniform(0.0, 3.0)
 
 
-def town(nodes: int, *, churn: bool, seed: int, work: tuple[float, ...] = (0.7, 1.0, 0.9, 1.4)) -> Town:
+def town(nodes: int, *, churn: bool, seed: int) -> Town:
     """Nodes spread at random: some stages have far too many."""
-    made = Town(nodes, work, random.Random(seed), churn)
+    made = Town(nodes, (0.7, 1.0, 0.9, 1.4), random.Random(seed), churn)
     made.nodes = [made.settle(made.rng.choice((0, 0, 1, 2, 3)), 0.0, uneven(made.rng)) for _ in range(nodes)]
     return made
 

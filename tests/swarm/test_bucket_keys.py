@@ -39,11 +39,11 @@ async def swarm_of(many: int) -> list[Member]:
     return members
 
 
-async def live_for_a_while(members: list[Member], looks: int, state: PeerState = PeerState.TRAINING) -> None:
+async def live_for_a_while(members: list[Member], looks: int) -> None:
     """Everybody publishes and looks, in turn."""
     for sequence in range(looks):
         for member in members:
-            await member.directory.publish(record_of(member.peer, state=state, sequence=sequence), LIFE)
+            await member.directory.publish(record_of(member.peer, state=PeerState.TRAINING, sequence=sequence), LIFE)
             await member.directory.refresh()
 
 

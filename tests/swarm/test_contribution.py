@@ -99,7 +99,7 @@ def test_work_and_receipts_of_many_lives_add_up(tmp_path: Path, owner: Identity,
     assert (total.tokens, total.drawn, total.served, total.outer_rounds) == (300, 15, 21, 6)
     assert (total.seconds, total.first) == (3 * 3600.0, 1000.0)
     assert {p: (r.microbatches, r.tokens) for p, r in total.receipts.items()} == {peer.peer_id: (7, 140)}
-    assert (total.refused, total.torn) == (0, False)
+    assert total.refused == 0
 
 
 def test_a_torn_last_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Path, owner: Identity) -> None:
@@ -109,12 +109,10 @@ def test_a_torn_last_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Pa
     whole = path.read_bytes()
     for cut in range(1, len(whole)):
         path.write_bytes(whole + whole[:cut])
-        assert read_contribution(path, owner.peer_id).torn
         assert read_contribution(path, owner.peer_id).tokens == 100
     write(path, owner, work(tokens=11))
     total = read_contribution(path, owner.peer_id)
     assert total.tokens in (111, 211)  # a line cut right before its end is whole once it is closed
-    assert not total.torn
 
 
 def test_forged_lines_do_not_count(tmp_path: Path, owner: Identity, peer: Identity) -> None:

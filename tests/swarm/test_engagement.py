@@ -43,9 +43,9 @@ ALLOWED = {
 }
 
 
-def session(name: str = THEIRS) -> Session:
+def session() -> Session:
     """Of some partner."""
-    return Session(name, SMALLER, "dialled", None, None)  # type: ignore[arg-type]
+    return Session(THEIRS, SMALLER, "dialled", None, None)  # type: ignore[arg-type]
 
 
 def engaged_in(phase: Phase, present: Session) -> Engagement:

@@ -20,14 +20,14 @@ stands still itself."""
 AVERAGING = OuterSpec(inner_steps=4)
 
 
-def haunt(made: World, stage: int, count: int, state: PeerState = PeerState.TRAINING) -> None:
+def haunt(made: World, stage: int, count: int) -> None:
     """Put `count` records into the directory, valid for an hour, that nobody stands behind."""
     for number in range(count):
-        peer = PeerId(f"ghost-{stage}-{state}-{number:04d}")
+        peer = PeerId(f"ghost-{stage}-{number:04d}")
         record = PeerRecord(
             peer_id=peer,
             stage=stage,
-            state=state,
+            state=PeerState.TRAINING,
             clock=GHOST_CLOCK,
             tokens_per_second=1e9,
             capacity=1e12,

@@ -189,11 +189,11 @@ def test_the_recent_loss_is_weighted_by_tokens_and_forgets() -> None:
 
 
 @contextlib.asynccontextmanager
-async def veterans_and_newcomer(veterans: int = 1) -> AsyncIterator[tuple[World, list[Replica]]]:
+async def veterans_and_newcomer() -> AsyncIterator[tuple[World, list[Replica]]]:
     """Replicas that have trained and can be dialled; the last one has just come and says so, all others are settled."""
     limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=20, grace_seconds=1)
     spec = micro_spec(stages=1, outer=OUTER, limits=limits)
-    async with world(spec, replicas=veterans + 1) as made, asyncio.TaskGroup() as group:
+    async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
         for replica in made.replicas:
             replica.averaging.open()

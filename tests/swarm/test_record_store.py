@@ -62,10 +62,10 @@ def store_of(
     )
 
 
-def fill(store: RecordStore, count: int, storer: Callable[[int], str], now: float = 0.0, first: int = 0) -> None:
+def fill(store: RecordStore, count: int, storer: Callable[[int], str], first: int = 0) -> None:
     """Ghosts, each brought by `storer` of its number."""
     for number in range(first, first + count):
-        store.put(KEY, PeerId(f"ghost-{number}"), held(storer(number)), now)
+        store.put(KEY, PeerId(f"ghost-{number}"), held(storer(number)), 0.0)
 
 
 def names(store: RecordStore, now: float = 0.0, key: bytes = KEY) -> set[str]:

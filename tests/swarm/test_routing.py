@@ -193,9 +193,9 @@ class Counted(frozenset[PeerId]):
         return False
 
 
-def book_of(strategy: RoutingName, many: int, seed: int = 1) -> tuple[RoutingBook, list[PeerId]]:
+def book_of(strategy: RoutingName, many: int) -> tuple[RoutingBook, list[PeerId]]:
     """A book with so many peers; its time stands still."""
-    book, peers = RoutingBook(strategy, random.Random(seed), lambda: 100.0), [PeerId(f"p{n:05}") for n in range(many)]
+    book, peers = RoutingBook(strategy, random.Random(1), lambda: 100.0), [PeerId(f"p{n:05}") for n in range(many)]
     book.update(peers, own_rank=7)
     return book, peers
 

@@ -57,7 +57,7 @@ def short_run(**changes: object) -> RunSpec:
     return micro_spec(**(settings | changes))  # pyright: ignore[reportArgumentType]
 
 
-async def haunt(made: World, state: PeerState, *, stage: int = 0, name: str = "ghost-gggg", **says: object) -> None:
+async def haunt(made: World, state: PeerState, *, name: str = "ghost-gggg", **says: object) -> None:
     """Put a ghost's record into the directory."""
     figures: dict[str, object] = {
         "clock": 320.0,
@@ -66,7 +66,7 @@ async def haunt(made: World, state: PeerState, *, stage: int = 0, name: str = "g
         "protocol": PROTOCOL_VERSION,
         "version": "0",
     }
-    record = PeerRecord.model_validate({"peer_id": name, "stage": stage, "state": state, **figures, **says})
+    record = PeerRecord.model_validate({"peer_id": name, "stage": 0, "state": state, **figures, **says})
     await MemoryDirectory(made.hub).publish(record, 3600.0)
 
 

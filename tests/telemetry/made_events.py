@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from noloco_node.telemetry.events import (
     Account,
@@ -16,6 +16,8 @@ from noloco_node.telemetry.events import (
     NodeStopped,
     OuterStep,
 )
+from noloco_node.telemetry.history import NodeHistory
+from noloco_node.telemetry.summary import Summary, summarize_histories
 
 NAMES = ("s0-r0", "s0-r1", "s1-r0", "s1-r1")
 STEPS = 60
@@ -184,3 +186,8 @@ def node_events(name: str) -> Iterator[AnyEvent]:
 def whole_run() -> dict[str, list[AnyEvent]]:
     """Events of all nodes by name."""
     return {name: list(node_events(name)) for name in NAMES}
+
+
+def summarize(events: Mapping[str, Sequence[AnyEvent]], merged_loss: float | None = None) -> Summary:
+    """The figures of a run from the events of its nodes, by node name."""
+    return summarize_histories([NodeHistory.of(name, rows) for name, rows in events.items()], merged_loss)

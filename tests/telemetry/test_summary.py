@@ -11,7 +11,6 @@ from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import (
     Summary,
     spread_curve,
-    summarize,
     token_counters,
     training_curve,
 )
@@ -29,7 +28,7 @@ def last_fifth_killed() -> dict[str, list[AnyEvent]]:
 
 def test_a_whole_run_is_summed_up_right() -> None:
     """Each figure against the made-up run, which was made so that they are known."""
-    summary = summarize(made.whole_run(), merged_loss=1.6)
+    summary = made.summarize(made.whole_run(), merged_loss=1.6)
     assert (summary.run_name, summary.stages, summary.nodes, summary.died) == ("made-up", 2, 4, [])
     assert summary.tokens == 2 * 60 * 512
     assert summary.seconds == 59.0
@@ -46,7 +45,7 @@ def test_a_whole_run_is_summed_up_right() -> None:
 
 def test_the_books_are_summed_over_the_first_stage_and_close() -> None:
     """Only stage 0 draws; retries and repeats may happen at any stage."""
-    books = summarize(made.whole_run()).microbatches
+    books = made.summarize(made.whole_run()).microbatches
     assert (books.drawn, books.trained, books.dropped, books.held_at_end, books.put_back) == (120, 116, 0, 4, 6)
     assert books.drawn == books.trained + books.dropped + books.held_at_end
     assert (books.retried, books.repeated) == (16, 4)
@@ -55,18 +54,18 @@ def test_the_books_are_summed_over_the_first_stage_and_close() -> None:
 def test_who_has_left_stage_0_counts_with_what_it_did_there() -> None:
     """A node that moved was left out of tokens and books as if it had never drawn; what it trains elsewhere is none."""
     events = made.whole_run()
-    whole = summarize(events)
+    whole = made.summarize(events)
     *rows, _ = events["s0-r1"]
     moved = made.moved(time=1060.5, from_stage=0, stage=1)
     events["s0-r1"] = [*rows, moved, made.inner_step(61), made.account(time=1070.0, drawn=0, trained=0, held_at_end=0)]
-    summary = summarize(events)
+    summary = made.summarize(events)
     assert (summary.tokens, summary.tokens_per_second) == (whole.tokens, whole.tokens_per_second)
     assert summary.microbatches.drawn == whole.microbatches.drawn
     assert summary.per_node["s0-r1"].tokens == whole.per_node["s0-r1"].tokens + made.TOKENS
     events["s0-r1"].append(made.moved(time=1080.0, from_stage=1, stage=0))
-    assert summarize(events).tokens == whole.tokens
+    assert made.summarize(events).tokens == whole.tokens
     again = [made.inner_step(62), made.account(time=1090.0, drawn=3, trained=3, held_at_end=0)]
-    summary = summarize({**events, "s0-r1": [*events["s0-r1"], *again]})
+    summary = made.summarize({**events, "s0-r1": [*events["s0-r1"], *again]})
     assert summary.tokens == whole.tokens + made.TOKENS
     assert summary.microbatches.drawn == whole.microbatches.drawn + 3
 
@@ -75,7 +74,7 @@ def test_of_one_node_alone_all_counts_wherever_it_was() -> None:
     """A volunteer's own report: its node alone, which has moved."""
     rows = made.whole_run()["s0-r0"][:-1]
     moved = made.moved(time=1060.5, from_stage=0, stage=1)
-    assert summarize({"node": [*rows, moved, made.inner_step(61)]}).tokens == 61 * made.TOKENS
+    assert made.summarize({"node": [*rows, moved, made.inner_step(61)]}).tokens == 61 * made.TOKENS
 
 
 def test_what_each_process_counts_anew_is_counted_over_all_of_them() -> None:
@@ -91,7 +90,7 @@ def test_what_each_process_counts_anew_is_counted_over_all_of_them() -> None:
     for events in ([*first, *second], [*first, *second, without], [*first, without, *second]):
         history = NodeHistory.of("s0-r0", events)
         assert history.received == {"gradients": 900, "exchange": 7}
-        summary = summarize({"s0-r0": events})
+        summary = made.summarize({"s0-r0": events})
         assert summary.bytes_sent == {"s0-r0": {"state": 1, "exchange": 42}}
         assert (summary.per_node["s0-r0"].refused, summary.per_node["s0-r0"].busy_seconds) == ({"busy": 10}, 84.0)
     assert NodeHistory.of("s0-r0", []).sent == {}
@@ -101,7 +100,7 @@ def test_the_worst_lag_is_that_of_all_accounts() -> None:
     """Each says the worst since the one before: the last alone was taken for the worst of all."""
     events = made.whole_run()
     events["s0-r0"].insert(1, made.account(time=1000.5, loop_lag_seconds=9.0))
-    assert summarize(events).per_node["s0-r0"].worst_loop_lag_seconds == 9.0
+    assert made.summarize(events).per_node["s0-r0"].worst_loop_lag_seconds == 9.0
 
 
 def test_training_loss_is_the_mean_by_tokens_of_the_last_part_of_the_clock() -> None:
@@ -111,12 +110,12 @@ def test_training_loss_is_the_mean_by_tokens_of_the_last_part_of_the_clock() -> 
     events["s0-r0"][place] = made.inner_step(60, loss=5.0, tokens=3 * made.TOKENS)
     losses = [made.loss_at(step * 1024) for step in (57, 58, 59)]
     expected = (2 * sum(losses) + made.loss_at(60 * 1024) + 3 * 5.0) / (2 * 3 + 1 + 3)
-    assert summarize(events).training_loss == pytest.approx(expected)
+    assert made.summarize(events).training_loss == pytest.approx(expected)
 
 
 def test_a_killed_node_counts_with_what_it_wrote() -> None:
     """Its last account is what there is; it is named as died, and the others' figures stand."""
-    summary = summarize(last_fifth_killed())
+    summary = made.summarize(last_fifth_killed())
     assert summary.died == ["s0-r1"]
     assert summary.per_node["s0-r1"].ended == "died"
     assert summary.per_node["s0-r0"].ended == "target_reached"
@@ -130,11 +129,11 @@ def test_a_killed_node_counts_with_what_it_wrote() -> None:
 def test_a_node_that_never_came_up_is_only_named() -> None:
     """No event at all is no reason to fail."""
     events = made.whole_run() | {"s1-r1": []}
-    summary = summarize(events)
+    summary = made.summarize(events)
     assert summary.died == ["s1-r1"]
     assert summary.per_node["s1-r1"].stage is None
     assert summary.per_node["s1-r0"].partners == {made.peer_of("s1-r1"): 6}
-    assert summarize({"s0-r0": []}).tokens == 0
+    assert made.summarize({"s0-r0": []}).tokens == 0
 
 
 def test_only_paired_outer_steps_count_as_partners_and_aborted_ones_as_no_round() -> None:
@@ -148,7 +147,7 @@ def test_only_paired_outer_steps_count_as_partners_and_aborted_ones_as_no_round(
             made.outer_step(3, "s1-r1", kind="caught_up", spread=None),
         ]
     }
-    summary = summarize(events)
+    summary = made.summarize(events)
     assert summary.outer_rounds == {"s0-r0": 3}
     assert summary.distinct_partners == {"s0-r0": 1}
     assert summary.per_node["s0-r0"].outer_steps == {"aborted": 1, "alone": 1, "caught_up": 1, "paired": 1}
@@ -177,7 +176,7 @@ def test_a_step_that_was_not_finite_does_not_poison_the_curve() -> None:
 
 def test_the_summary_is_plain_json_and_reads_back() -> None:
     """`summary.json` loads as the same summary."""
-    summary = summarize(made.whole_run(), merged_loss=1.6)
+    summary = made.summarize(made.whole_run(), merged_loss=1.6)
     text = json.dumps(summary.as_json(), allow_nan=False)
     assert Summary.model_validate_json(text) == summary
 
@@ -188,7 +187,7 @@ def test_a_node_that_was_interrupted_did_not_die() -> None:
     last = events["s1-r0"][-1]
     assert isinstance(last, NodeStopped)
     events["s1-r0"][-1] = last.model_copy(update={"reason": "interrupted"})
-    summary = summarize(events)
+    summary = made.summarize(events)
     assert summary.died == []
     assert summary.per_node["s1-r0"].ended == "interrupted"
 
@@ -200,7 +199,7 @@ def test_the_time_in_which_a_swarm_was_down_is_no_training_time() -> None:
         + [made.inner_step(step, time=begun + step) for step in range(1, 11)]
         for begun in (1000.0, 50_000.0)
     ]
-    summary = summarize({"s0-r0": [event for life in lives for event in life]})
+    summary = made.summarize({"s0-r0": [event for life in lives for event in life]})
     assert summary.tokens == 20 * made.TOKENS
     assert summary.seconds == pytest.approx(18.0)
     assert summary.tokens_per_second == pytest.approx(made.TOKENS)
@@ -211,7 +210,7 @@ def test_averages_after_the_training_are_no_part_of_the_spread() -> None:
     events = made.whole_run()
     for name, rows in events.items():
         rows.insert(-2, made.outer_step(7, made.stage_peer_of(name), step=60, spread=1e-11, clock=70_000.0))
-    curve = summarize(events).spread
+    curve = made.summarize(events).spread
     assert [point.round for point in curve] == [1, 2, 3, 4, 5, 6]
     assert max(point.clock for point in curve) <= max(step.clock for step in NodeHistory.of("a", events["s0-r0"]).inner)
     resumed = [made.outer_step(1, "s0-r1", step=10), made.outer_step(2, "s0-r1", step=8), made.outer_step(3, "s0-r1")]

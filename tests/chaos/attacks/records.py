@@ -168,8 +168,8 @@ async def endless_records(life: Life) -> None:
     await _haunt(life, "endless records", make)
 
 
-def padded(life: Life, stage: int, expires: float, size: int = 4000) -> Stored:
-    """A ghost with an unknown field that fills it up to about `size` bytes."""
+def padded(life: Life, stage: int, expires: float) -> Stored:
+    """A ghost with an unknown field that fills it up to about 4,000 bytes."""
     identity = throw_away_key()
     record = PeerRecord(
         peer_id=identity.peer_id,
@@ -179,7 +179,7 @@ def padded(life: Life, stage: int, expires: float, size: int = 4000) -> Stored:
         version=__version__,
     )
     text = record.model_dump_json()
-    filler = "x" * max(0, size - len(text) - 250)
+    filler = "x" * max(0, 4000 - len(text) - 250)
     payload = f'{text[:-1]},"filler":"{filler}"}}'
     return signed(identity, life.key(stage), payload.encode(), expires)
 
