@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -90,7 +90,7 @@ def node() -> None:
     path, opened = Path(os.environ[COUNTED]), DhtNode.__init__
 
     def counting(self: DhtNode, p2p: Any, *args: Any, **options: Any) -> None:
-        opened(self, WritingP2P(p2p, path), *args, **options)
+        opened(self, cast("Any", WritingP2P(p2p, path)), *args, **options)
 
     DhtNode.__init__ = counting  # type: ignore[method-assign]
     paced_node.main()

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import hivemind
 import torch
+from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 
 STEP_SECONDS = 120.0
@@ -32,7 +33,6 @@ class Group:
         self._peers, self._parameters = peers, parameters
         self._dhts: list[Any] = []
         self._averagers: list[Any] = []
-        self._rounds = 0
 
     def __enter__(self) -> Self:
         entrance: Any = None
@@ -40,7 +40,7 @@ class Group:
             dht = hivemind.DHT(initial_peers=entrance, start=True)
             self._dhts.append(dht)
             entrance = entrance or [str(address) for address in dht.get_visible_maddrs()]
-            averager = hivemind.averaging.DecentralizedAverager(
+            averager = DecentralizedAverager(
                 [torch.full((self._parameters,), float(number))],
                 dht,
                 start=True,

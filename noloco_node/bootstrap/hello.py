@@ -142,7 +142,7 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
     answers = [hello for hello in asked if hello is not None and hello.run]
     same = [a for a in answers if a.run == spec.run_id and a.protocol == PROTOCOL_VERSION]
     if said_to_be_over(same):
-        logger.warning("the run has come to its end, say %d of %d peers that serve it", _overs(same), len(same))
+        logger.warning("the run has come to its end, say %s peers that serve it", share_over(same))
     if same or not answers:
         return
     other = answers[0]
@@ -162,6 +162,11 @@ def said_to_be_over(hellos: Collection[Hello]) -> bool:
     """Whether most of these peers say that the run has come to its end, of those that can know."""
     aware = [hello for hello in hellos if not hello.unaware]
     return 2 * _overs(aware) > len(aware)
+
+
+def share_over(hellos: Collection[Hello]) -> str:
+    """How many of these peers say that the run has come to its end: `2 of 3`."""
+    return f"{_overs(hellos)} of {len(hellos)}"
 
 
 def _overs(hellos: Collection[Hello]) -> int:

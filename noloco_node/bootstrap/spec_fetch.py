@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over
+from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over, share_over
 from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ, MixedSource
 from noloco_node.config.load import OwnData
 from noloco_node.config.own_paths import key_of, named_in_words, not_own, numbered
@@ -77,7 +77,7 @@ async def fetch_run_spec(
         else:
             log_passed_over(failures)
             if said_to_be_over(hellos.values()):
-                said = _of_all(hellos.values())
+                said = share_over(hellos.values())
                 if not brings_state:
                     raise run_has_ended(spec, f"so say the peers that were named, {said}")
                 # Before it waits for others who train, and shows a swarm of which nobody is left to say how far it is.
@@ -239,10 +239,6 @@ def check_own_word(spec: RunSpec, name: str, value: str | None, named: str | Non
         )
     if reads and named is None and value is not None and _is_local(value):
         raise _local(spec, name, value)
-
-
-def _of_all(hellos: Collection[Hello]) -> str:
-    return f"{sum(hello.over for hello in hellos)} of {len(hellos)}"
 
 
 def _words(value: object) -> Iterator[str]:

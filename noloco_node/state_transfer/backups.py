@@ -191,6 +191,8 @@ class StageCopies:
             return None
 
     async def renew(self, membership: Membership) -> bool:
+        """Take a newer copy of the stage that this node is to guard, where it is to guard one; False where it got none
+        that may take the place of what it keeps."""
         stage = guarded_stage(membership.stage, guard_rank(membership), self._spec.stages, self._spec.guard_copies)
         if self.kept is not None and self.kept.stage != stage and membership.there(self.kept.stage, PeerState.TRAINING):
             self.kept = None  # never that of a stage which only this copy may be left of
