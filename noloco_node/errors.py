@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 
@@ -73,3 +75,13 @@ def version_remedy(protocol: int, others: int, their_release: str) -> str:
     if others > protocol:
         return f"the peers are newer: {install}, or a newer one that speaks protocol version {others}"
     return f"the peers are older: {install}, or have all nodes of the run upgraded to this node's version"
+
+
+def near_words(word: str, known: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """What may have been meant by a word that is none of the known ones, the nearest first."""
+    return difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
+
+
+def suggestion(meant: Sequence[str], between: str = "or") -> str:
+    """`did you mean …?`, for the end of a sentence; nothing where nothing is near."""
+    return f"did you mean {f' {between} '.join(meant)}?" if meant else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn, cast
+
+from noloco_node.errors import near_words, suggestion
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -47,5 +48,5 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def _did_you_mean(words: Iterable[str], known: Sequence[str]) -> str:
-    found = [close for word in words for close in get_close_matches(word, known, n=1)]
-    return f"; did you mean {' and '.join(found)}?" if found else ""
+    asked = suggestion([near for word in words for near in near_words(word, known)], "and")
+    return f"; {asked}" if asked else ""

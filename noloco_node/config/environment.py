@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ import yaml
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.yaml_text import parse_yaml
+from noloco_node.errors import near_words, suggestion
 
 PREFIX = "NOLOCO_NODE_"
 _FAMILY = "NOLOCO_"
@@ -69,8 +69,8 @@ def _unknown(variable: str, known: list[str]) -> str:
     if variable.upper().startswith("NOLOCO_RUN_") and variable.upper().replace("RUN", "NODE", 1) not in known:
         return "no variable stands for a setting of run:, which all nodes of a run share; it goes into the file"
     own_part = variable.upper().removeprefix(_FAMILY).removeprefix("NODE_")
-    close = difflib.get_close_matches(own_part, [name.removeprefix(PREFIX) for name in known], n=1)
-    return "there is no such variable; " + (f"did you mean {PREFIX}{close[0]}?" if close else "leave it out")
+    near = near_words(own_part, (name.removeprefix(PREFIX) for name in known))
+    return "there is no such variable; " + (suggestion([PREFIX + name for name in near]) or "leave it out")
 
 
 def _value(setting: str, text: str) -> object:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 from importlib.resources import files
 from pathlib import Path
 
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 
 _FOLDER = Path(str(files("noloco_node"))) / "configs"
 
@@ -34,9 +33,8 @@ def find_config(path: Path) -> Path:
 def nearest_config(path: Path) -> str:
     """What to name instead of a configuration file that is not there."""
     names = list(shipped_configs())
-    close = difflib.get_close_matches(path.with_suffix("").as_posix().removeprefix("configs/"), names, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return f"{meant}name a YAML file, or one that comes with noloco-node: {', '.join(names)}"
+    meant = suggestion(near_words(path.with_suffix("").as_posix().removeprefix("configs/"), names))
+    return f"{meant + ' ' if meant else ''}name a YAML file, or one that comes with noloco-node: {', '.join(names)}"
 
 
 def shipped_config(name: str) -> Path:

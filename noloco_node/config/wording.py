@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 from collections.abc import Iterable, Sequence
 
 from pydantic_core import ErrorDetails
 
 from noloco_node.config.run_spec import ED25519_PEER_ID, RUN_NAME
+from noloco_node.errors import near_words, suggestion
 
 MAX_SHOWN = 60
 SUGGESTIONS = 3
@@ -67,13 +67,13 @@ def did_you_mean(setting: str, siblings: Sequence[str], known: Iterable[str]) ->
     same = [name for name in names if name == setting or name.endswith(f".{setting}")]
     same += [name for name in names if name.rpartition(".")[2] == leaf and name not in same]
     slips, close = (
-        [f"{group}.{name}" if group else name for name in difflib.get_close_matches(leaf, siblings, n=2, cutoff=cutoff)]
+        [f"{group}.{name}" if group else name for name in near_words(leaf, siblings, most=2, cutoff=cutoff)]
         for cutoff in (0.8, 0.6)
     )
     meant = slips + same + close
     if not meant:
         leaves = {name.rpartition(".")[2]: name for name in reversed(names)}
-        meant = [leaves[near] for near in difflib.get_close_matches(leaf, leaves, n=2, cutoff=0.75)]
+        meant = [leaves[near] for near in near_words(leaf, leaves, most=2, cutoff=0.75)]
     if meant:
-        return f"did you mean {' or '.join(dict.fromkeys(meant[:SUGGESTIONS]))}?"
+        return suggestion(list(dict.fromkeys(meant[:SUGGESTIONS])))
     return f"known here: {', '.join(siblings)}" if siblings else ""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.pretrained import setting_names
 from noloco_node.config.wording import value_in_words
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -200,15 +199,11 @@ def _check_keys(model_type: str, values: dict[str, Any], config: PretrainedConfi
     known = {field.name for field in fields(config)}
     unknown = sorted(values.keys() - (setting_names(model_type) or frozenset()))
     if unknown:
+        meant = suggestion(near_words(unknown[0], known))
         raise _config_error(
             f"run.model.config.{unknown[0]} is not a setting of the '{model_type}' architecture",
-            f"{_nearest(unknown[0], known)}correct or remove it; the architecture has: {', '.join(sorted(known))}",
+            f"{meant + ' ' if meant else ''}correct or remove it; the architecture has: {', '.join(sorted(known))}",
         )
-
-
-def _nearest(key: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]}? " if close else ""
 
 
 def _check_activation(values: dict[str, Any]) -> None:
