@@ -155,7 +155,7 @@ class QuadraticTrainer(Trainer):
         norm = math.sqrt(math.fsum(number * number for number in _numbers(mean)))
         self.master.sub_(mean.mul(learning_rate))
         self._publish()
-        self._used()
+        self.clear_gradient()
         return StepResult(tokens, loss, norm, skipped=False)
 
     def optimizer_state(self) -> dict[str, Tensor]:

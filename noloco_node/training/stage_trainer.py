@@ -218,7 +218,7 @@ class StageTrainer(Trainer):
             self.copies.before_writing()
             self._optimizer.step(learning_rate)
             self._publish()
-        self._used()
+        self.clear_gradient()
         return StepResult(tokens, loss, norm, skipped)
 
     def optimizer_state(self) -> dict[str, Tensor]:

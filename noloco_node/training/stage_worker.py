@@ -405,10 +405,11 @@ class StageWorker:
 
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
         """Become a copy of a stage peer: its state as `full_state()` gives it, its clock and round. Own counts start
-        anew from where they are, those of the fragments staggered as at the start."""
+        anew from where they are, those of the fragments staggered; what gathered for the next inner step is dropped."""
 
         def work() -> None:
             self._trainer.load(state["fast"], state)
+            self._trainer.clear_gradient()
             self.outer.load(state["slow"], state["momentum"], state.get(TRAIL))
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
             self.origins_lead, self.copied_at = None, ambient.monotonic()
@@ -469,9 +470,8 @@ class StageWorker:
     def state_sizes(self) -> _Sizes:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""
         vector = (torch.float32, (self._trainer.layout.size,))
-        names = ["fast", "slow", "momentum", "exp_avg", "exp_avg_sq"]
-        if self.outer.trail is not None:
-            names.append(TRAIL)
+        trail = [] if self.outer.trail is None else [TRAIL]
+        names = ["fast", "slow", "momentum", "exp_avg", "exp_avg_sq", *trail]
         return {**dict.fromkeys(names, vector), "optimizer_steps": (torch.int64, ())}
 
     async def named_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -239,8 +239,8 @@ class Trainer(ABC):
         self.loss_accumulated += loss_sum
         self.tokens_accumulated += tokens
 
-    def _used(self) -> None:
-        """A step has used what had gathered."""
+    def clear_gradient(self) -> None:
+        """What had gathered is used, or of weights that are no more."""
         self.gradient.zero_()
         self.tokens_accumulated, self.loss_accumulated = 0, 0.0
 

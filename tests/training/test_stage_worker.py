@@ -201,6 +201,26 @@ async def test_a_copied_state_starts_the_fragments_counts_anew() -> None:
         assert worker.progress.outer_rounds == 7
 
 
+async def test_a_copied_state_takes_no_gradient_of_the_weights_before_it() -> None:
+    """What had gathered towards the next inner step goes with them: that step is of what is trained on the copy."""
+    spec = micro_spec(stages=1, microbatches_a_step=2)
+    after: list[torch.Tensor] = []
+    for gathers in (True, False):
+        async with lone_worker(spec) as (worker, trainer, reports):
+            _, state = await worker.full_state()
+            copied = {**state, "fast": state["fast"] + 0.1, "slow": state["slow"] + 0.1}
+            if gathers:
+                await worker.loss(*window_batch(range(WINDOWS)))
+            await worker.load_full_state(5000.0, 7, copied)
+            assert (trainer.tokens_accumulated, trainer.loss_accumulated) == (0, 0.0)
+            assert worker.trained_tokens == worker.progress.tokens
+            for first in (WINDOWS, 2 * WINDOWS):
+                await worker.loss(*window_batch(range(first, first + WINDOWS)))
+            assert [report.result.tokens for report in reports] == [2 * MICROBATCH]
+            after.append(trainer.master.clone())
+    assert torch.equal(*after)
+
+
 async def test_the_contract_names_everything_that_two_replicas_must_share_to_average() -> None:
     """Another codec, momentum, number of fragments or chunk size is another contract."""
     contracts: set[str] = set()
