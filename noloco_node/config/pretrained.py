@@ -36,6 +36,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*)/[\w-][\w.-]*")
 """OWNER/NAME: a bare name is that of a folder, and what a folder here begins is a path."""
+_BARE_NAME = re.compile(r"[\w-][\w.-]*")
 _AGAIN = "get the file again from where the model comes from"
 _WANTED = ("config.json", "*.safetensors", _INDEX)
 
@@ -193,7 +194,11 @@ def _folder(name: str) -> Path:
         if not path.is_absolute():
             why += f": there is no folder {_looked_at(name)}; a relative path counts from where the command is started"
             why += ", not from its configuration file"
-        raise _unusable(Path(name), why, "name a folder of a transformers model, or OWNER/NAME of the hub")
+        remedy = "name a folder of a transformers model, or OWNER/NAME of the hub"
+        if _BARE_NAME.fullmatch(name):
+            why += "; and it is no model of the hub, whose names begin with their owner's"
+            remedy += ", such as openai-community/gpt2"
+        raise _unusable(Path(name), why, remedy)
     return _fetched(name)
 
 

@@ -335,6 +335,14 @@ def test_a_model_must_be_named(model: dict[str, Any], code: ExitCode, words: str
     assert words in caught.value.message
 
 
+def test_the_bare_name_of_a_hubs_model_is_refused_with_how_it_is_named() -> None:
+    """A bare name is that of a folder; the hub's own old names without an owner are no exception."""
+    with pytest.raises(UserError, match=r"'gpt2': it does not exist: .*no model of the hub") as caught:
+        validate({"run": {**RUN, "model": {"from_pretrained": "gpt2"}}}, "test")
+    assert caught.value.exit_code is ExitCode.DATA
+    assert "OWNER/NAME of the hub, such as openai-community/gpt2" in caught.value.remedy
+
+
 def test_another_architecture_than_the_folders_is_refused(tmp_path: Path) -> None:
     """Whoever gives a config with weights gives that of these weights."""
     saved("llama", tmp_path)
