@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
@@ -34,11 +34,14 @@ def _under_way(config: Config) -> str:
 
 
 def memory_lines(config: Config, footprint: Footprint) -> list[str]:
-    """A replica of each stage, in GiB. The first row of numbers is the device's, the last ones the host's."""
+    """A replica of each stage, in GiB, or in MiB where all stages are small. The first row of numbers is the device's,
+    the last ones the host's."""
     run, node = config.run, config.node
     needs = planned_memory(config, footprint)
-    head = f"  memory in GiB     {'':9}{''.join(f'{name:>10}' for name in NAMES)}{'= device':>10}{'host':>8}"
-    rows = [_row(f"stage {stage}", need) for stage, need in _shown(needs)]
+    unit = "GiB" if max(max(need.on_device, need.on_host) for need in needs) >= GIB else "MiB"
+    shown = _gib if unit == "GiB" else _mib
+    head = f"  memory in {unit}     {'':9}{''.join(f'{name:>10}' for name in NAMES)}{'= device':>10}{'host':>8}"
+    rows = [_row(f"stage {stage}", need, shown) for stage, need in _shown(needs)]
     most = max(needs, key=lambda need: need.on_host)
     rest = most.exchange + most.copies
     return [
@@ -46,19 +49,19 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
         f"{run.microbatch_tokens:,} tokens, {_under_way(config)} under way of each first-stage replica",
         head,
         *rows,
-        f"                    host: outer step {_gib(most.outer)}, a checkpoint while it is written "
-        f"{_gib(most.checkpoint)},",
-        f"                    a copy that a joiner reads {_gib(most.given)}, codes and other stages' {_gib(rest)}; and "
-        f"{_gib(program_bytes(node))} for the program",
-        *_compiler_line(node),
+        f"                    host: outer step {shown(most.outer)}, a checkpoint while it is written "
+        f"{shown(most.checkpoint)},",
+        f"                    a copy that a joiner reads {shown(most.given)}, codes and other stages' {shown(rest)}; "
+        f"and {shown(program_bytes(node))} for the program",
+        *_compiler_line(node, shown),
         "                    without a GPU both are the machine's memory",
     ]
 
 
-def _compiler_line(node: NodeSettings) -> list[str]:
+def _compiler_line(node: NodeSettings, shown: Callable[[float], str]) -> list[str]:
     if not node.compile:
         return []
-    return [f"                    node.compile: compilers beside it take {_gib(COMPILER_BYTES)} while it starts"]
+    return [f"                    node.compile: compilers beside it take {shown(COMPILER_BYTES)} while it starts"]
 
 
 def expectation_lines(
@@ -136,9 +139,9 @@ def _shown(needs: Sequence[StageMemory]) -> list[tuple[int, StageMemory]]:
     return [(stage, needs[stage]) for stage in sorted({0, 1, largest, len(needs) - 1})]
 
 
-def _row(name: str, need: StageMemory) -> str:
-    parts = "".join(f"{_gib(getattr(need, part)):>10}" for part in PARTS)
-    return f"                    {name:9}{parts}{_gib(need.on_device):>10}{_gib(need.on_host):>8}"
+def _row(name: str, need: StageMemory, shown: Callable[[float], str]) -> str:
+    parts = "".join(f"{shown(getattr(need, part)):>10}" for part in PARTS)
+    return f"                    {name:9}{parts}{shown(need.on_device):>10}{shown(need.on_host):>8}"
 
 
 def _percent(share: float) -> str:
@@ -147,6 +150,10 @@ def _percent(share: float) -> str:
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f}"
+
+
+def _mib(count: float) -> str:
+    return f"{1024 * count / GIB:,.1f}"
 
 
 def _bytes(count: float) -> str:

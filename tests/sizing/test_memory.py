@@ -14,7 +14,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.machine import free_memory
-from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of
+from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of, planned_memory
 from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread
@@ -92,9 +92,19 @@ def test_compiling_takes_more_of_the_program_and_compilers_beside_it() -> None:
     footprint = footprint_of(config.run)
     told = ["\n".join(memory_lines(load_config(MICRO, [f"node.compile={on}"]), footprint)) for on in ("false", "true")]
     assert "compilers" not in told[0]
-    assert "node.compile: compilers beside it take 0.50" in told[1]
-    assert "0.68 for the program" in told[0]
-    assert "0.78 for the program" in told[1]
+    assert "node.compile: compilers beside it take 512.0" in told[1]
+    assert "700.0 for the program" in told[0]
+    assert "800.0 for the program" in told[1]
+
+
+def test_small_stages_are_told_in_mib_and_large_ones_in_gib() -> None:
+    """Each number that is told shows what it is of: 0.02 GiB could be half as much."""
+    small, large = (load_config(name) for name in (MICRO, Path("consumer-8gb")))
+    for config, unit, size in ((small, "MiB", 1 << 20), (large, "GiB", 1 << 30)):
+        footprint = footprint_of(config.run)
+        told = memory_lines(config, footprint)
+        assert f"memory in {unit}" in told[1]
+        assert f"{planned_memory(config, footprint)[0].on_device / size:,.1f}" in told[2]
 
 
 def test_microbatches_under_way_hold_graphs_or_inputs() -> None:
