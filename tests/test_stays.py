@@ -11,21 +11,24 @@ from pathlib import Path
 import pytest
 
 from noloco_node.aio import cancel_and_wait
+from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory import first_look, membership
 from noloco_node.directory.first_look import look_for_others
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState
+from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
 from noloco_node.node.checkpointing import CheckpointKeeper
-from noloco_node.node.first_state import STARTS_ALONE, obtain_state
+from noloco_node.node.first_state import BEGINS_THE_RUN, STARTS_ALONE, obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually, one_turn
 from tests.worlds import NAMED, World, micro_spec, peer_name, world
 
@@ -87,6 +90,24 @@ async def test_who_is_alone_waits_for_others_once(
         assert looks == [SECONDS, 0.0]
         assert await obtain_state(made.replicas[0], stays, None, checkpoints) == "seed"
         assert looks == [SECONDS, 0.0, SECONDS], "a later stay looks anew"
+
+
+@pytest.mark.parametrize("aware", [False, True])
+async def test_who_begins_a_run_beside_a_new_seed_is_not_warned(
+    aware: bool, looks: list[float], caplog: pytest.LogCaptureFixture, checkpoints: CheckpointFolder
+) -> None:
+    """It is the order in which an owner starts them; a seed that has seen nodes at work says that there are others."""
+    caplog.set_level(logging.INFO)
+    async with world(micro_spec(stages=1), settings=JOINS) as made:
+        (peer,) = peers_at(JOINS.initial_peers)
+        seed = MemoryTransport(made.network, peer)
+        serve_hello(seed, made.replicas[0].context.spec, lambda: None, unaware=lambda: not aware)
+        assert await obtain_state(made.replicas[0], stays_in(made, JOINS), None, checkpoints) == "seed"
+        await seed.close()
+    said = {STARTS_ALONE: logging.WARNING, BEGINS_THE_RUN: logging.INFO}
+    found = {r.getMessage(): r.levelno for r in caplog.records if r.getMessage() in said}
+    assert found == ({STARTS_ALONE: logging.WARNING} if aware else {BEGINS_THE_RUN: logging.INFO})
+    assert looks == [SECONDS]
 
 
 async def test_who_saw_others_looks_for_them_again(

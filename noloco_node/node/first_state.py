@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.bootstrap.hello import hello_or_none, said_to_be_over
+from noloco_node.bootstrap.hello import Hello, hello_or_none, said_to_be_over
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
@@ -45,6 +45,11 @@ STARTS_ALONE = (
     "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
     "The first node of a run starts like this. If others train already, this one cannot reach them, and what it learns "
     "alone is thrown away once it does: stop it, set its clock right, and name nodes that train as initial peers"
+)
+
+BEGINS_THE_RUN = (
+    "begins the run from the first weights: the seeds that this node has joined by have seen nobody train in it yet. "
+    "Others come by the same seeds, or by this node's address"
 )
 
 
@@ -252,7 +257,10 @@ class FirstState:
             raise run_has_ended(self._spec, begin.why)
         logger.info("begins from %s: %s", BEGINNINGS[begin.source], begin.why)
         if begin.source == "seed" and joined and not there:
-            logger.warning(STARTS_ALONE)
+            if await self._is_the_first():
+                logger.info(BEGINS_THE_RUN)
+            else:
+                logger.warning(STARTS_ALONE)
         lacking = own_clock is None and lacks_first_weights(self._spec)
         if begin.source != "peer" and not lacking:
             return None
@@ -293,10 +301,20 @@ class FirstState:
             return "this node has trained it to its end, and saved its weights"
         if not self._may_be_over:
             return ""
+        over = said_to_be_over(await self._told())
+        return "so say most of the peers that this node was told to join" if over else ""
+
+    async def _is_the_first(self) -> bool:
+        """Whether it came in by seeds of this run alone, of which none has seen anybody at work in it: a run that is
+        begun beside a seed begins like this."""
+        told = await self._told()
+        return bool(told) and all(hello.stage is None and hello.unaware for hello in told)
+
+    async def _told(self) -> list[Hello]:
+        """What those of its entrances say of themselves that answer and are of this run."""
         transport = self._replica.context.transport
         told = await asyncio.gather(*(hello_or_none(transport, peer) for peer in self._entrances))
-        same = [hello for hello in told if hello is not None and hello.run == self._spec.run_id]
-        return "so say most of the peers that this node was told to join" if said_to_be_over(same) else ""
+        return [hello for hello in told if hello is not None and hello.run == self._spec.run_id]
 
     def _said_to_be_over(self) -> bool:
         return any(record.finished for record in self._membership.others(*PeerState))
