@@ -14,6 +14,7 @@ class ChartLine:
     """A curve. `colour` is a name that the page and the pictures know: first, second, third, quiet."""
 
     label: str
+    """Empty where it is one of several that are named once."""
     colour: str
     points: tuple[ChartPoint, ...]
     dashed: bool = False

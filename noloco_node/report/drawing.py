@@ -117,7 +117,7 @@ def _joined(spots: Sequence[ChartPoint]) -> str:
 
 
 def _legend(lines: Sequence[ChartLine]) -> str:
-    rows = (f'<span><i class="key {line.colour}"></i>{escape(line.label)}</span>' for line in lines)
+    rows = (f'<span><i class="key {line.colour}"></i>{escape(line.label)}</span>' for line in lines if line.label)
     return f'<div class="legend">{"".join(rows)}</div>'
 
 

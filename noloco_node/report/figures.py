@@ -17,7 +17,7 @@ from noloco_node.telemetry.summary import (
     throughput_curve,
     token_counters,
     training_curve,
-    validation_curve,
+    validation_curves,
 )
 from noloco_node.telemetry.words import one_line
 
@@ -95,14 +95,16 @@ def losses(told: ReportedRun) -> Curves:
     """Losses by tokens."""
     histories = [chronicle.history for chronicle in told.chronicles]
     training = tuple((p.clock, p.loss) for p in training_curve(token_counters(histories)))
-    held_out = tuple((p.clock, p.loss) for p in validation_curve(histories))
+    held_out = [tuple((p.clock, p.loss) for p in curve) for curve in validation_curves(histories)]
+    through = f"validation{' of each replica' if len(held_out) > 1 else ''}, through the swarm"
     lines = [
         ChartLine("training", "first", training),
-        ChartLine("validation, through the swarm", "second", held_out, dots=True),
+        *(ChartLine("" if n else through, "second", curve, dots=True) for n, curve in enumerate(held_out)),
     ]
     merged = told.summary.validation_loss_merged
     if merged is not None and held_out:
-        lines.append(ChartLine("validation, merged", "third", ((held_out[-1][0], merged),), dots=True))
+        end = max(curve[-1][0] for curve in held_out)
+        lines.append(ChartLine("validation, merged", "third", ((end, merged),), dots=True))
     return Curves("Loss", "tokens trained by the swarm", "nats per token", _drawn(lines))
 
 

@@ -23,7 +23,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def page(told: ReportedRun) -> str:
     """The whole page."""
     style = files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
-    title = f"{told.summary.run_name or 'a run'}: report"
+    title = _title(told)
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -32,6 +32,10 @@ def page(told: ReportedRun) -> str:
         f"<title>{escape(words(title))}</title><style>{style}</style></head>"
     )
     return head + f"<body><main>{''.join(_sections(told))}</main></body></html>\n"
+
+
+def _title(told: ReportedRun) -> str:
+    return f"Report of run {told.summary.run_name}" if told.summary.run_name else "Report of a run"
 
 
 def _sections(told: ReportedRun) -> Iterator[str]:
@@ -68,7 +72,7 @@ def _header(told: ReportedRun) -> Iterator[str]:
     s = told.summary
     axis = figures.TimeAxis.of(told.chronicles)
     versions = sorted({version for chronicle in told.chronicles for version in chronicle.versions})
-    yield f"<h1>{escape(words(s.run_name) or 'a run')}</h1>"
+    yield f"<h1>{escape(words(_title(told)))}</h1>"
     yield (
         f'<p class="dim">run {escape(words(s.run_id))} · {s.stages} stages · {figures.nodes_told(s.nodes)} · '
         f"noloco-node {escape(', '.join(map(words, versions)))} · {_day(axis.since)} to {_day(axis.until)}, "

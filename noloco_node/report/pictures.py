@@ -46,7 +46,7 @@ DPI = 130
 def draw(told: ReportedRun, folder: Path) -> list[Path]:
     """Write the pictures into a folder that is there; their paths. Raises OSError where it cannot be written."""
     nodes = figures.nodes_told(told.summary.nodes)
-    title = _plain(f"{told.summary.run_name}: {told.summary.stages} stages, {nodes}")
+    title = _plain(f"Run {told.summary.run_name}: {told.summary.stages} stages, {nodes}")
     losses = folder / "losses.png"
     histories = [chronicle.history for chronicle in told.chronicles]
     plot_run(histories, losses, title=title, merged_loss=told.summary.validation_loss_merged, dpi=DPI)

@@ -18,7 +18,7 @@ from noloco_node.telemetry.summary import (
     spread_curve,
     token_counters,
     training_curve,
-    validation_curve,
+    validation_curves,
 )
 
 BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9622b", "#3a8f5c", "#8a8a8a"
@@ -48,16 +48,16 @@ def plot_run(
 
 def _losses(axes: Axes, histories: Sequence[NodeHistory], merged_loss: float | None) -> None:
     training = training_curve(token_counters(histories))
-    validation = validation_curve(histories)
+    validation = validation_curves(histories)
     if training:
         axes.plot([p.clock for p in training], [p.loss for p in training], color=BLUE, lw=1.1, label="training")
-    if validation:
-        clocks, held_out = [p.clock for p in validation], [p.loss for p in validation]
-        axes.plot(clocks, held_out, color=ORANGE, lw=1.6, marker="o", ms=4, label="validation (through the swarm)")
+    for number, curve in enumerate(validation):
+        clocks, held_out = [p.clock for p in curve], [p.loss for p in curve]
+        label = "" if number else f"validation{' of each replica' if len(validation) > 1 else ''} (through the swarm)"
+        axes.plot(clocks, held_out, color=ORANGE, lw=1.0, marker="o", ms=3, label=label)
     if merged_loss is not None and validation:
-        axes.plot(
-            [validation[-1].clock], [merged_loss], color=GREEN, marker="D", ms=6, ls="none", label="validation, merged"
-        )
+        end = max(curve[-1].clock for curve in validation)
+        axes.plot([end], [merged_loss], color=GREEN, marker="D", ms=6, ls="none", label="validation, merged")
     axes.set_ylabel("loss (nats per token)")
     _tidy(axes)
     if axes.get_legend_handles_labels()[0]:

@@ -217,6 +217,12 @@ def validation_curve(histories: Iterable[NodeHistory]) -> list[LossPoint]:
     return [LossPoint(clock=row.clock, loss=row.loss) for row in sorted(rows, key=lambda row: row.clock)]
 
 
+def validation_curves(histories: Iterable[NodeHistory]) -> list[list[LossPoint]]:
+    """The evaluations of each replica that took any: one line through all of them would go up and down between
+    replicas, which is nobody's course."""
+    return [curve for history in histories if (curve := validation_curve([history]))]
+
+
 def validation_loss(histories: Sequence[NodeHistory]) -> float | None:
     """Mean over nodes of the last evaluation; where any node took its final one, only final ones count."""
     chosen = _last_evaluations(histories)

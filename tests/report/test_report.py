@@ -158,6 +158,22 @@ def test_where_nobody_trained_or_looked_no_line_goes_on(tmp_path: Path) -> None:
     assert speed.points[-1][1] > 0.0, "who runs may train on"
 
 
+def test_evaluations_of_each_replica_are_a_line_of_their_own(tmp_path: Path) -> None:
+    """One through all would join what two replicas found; they are named once."""
+    swarm_in(tmp_path / "nodes")
+    told = read_folder(tmp_path, NOW)
+    lines = [line for line in figures.losses(told).lines if line.colour == "second"]
+    found = [
+        tuple((e.clock, e.loss) for e in chronicle.history.evaluations)
+        for chronicle in told.chronicles
+        if chronicle.history.evaluations
+    ]
+    assert [line.points for line in lines] == found
+    assert len(found) == 2
+    assert [line.label for line in lines] == ["validation of each replica, through the swarm", ""]
+    assert page(told).count("validation of each replica, through the swarm</span>") == 1
+
+
 def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
     """A volunteer's folder holds one node, seldom of stage 0."""
     write(tmp_path, list(made.node_events("s1-r0")))
