@@ -195,13 +195,10 @@ class Links:
         self._together = Pulse()
 
     def part(self, *sides: Iterable[PeerId]) -> None:
-        """Cut all links between the peers of different `sides`; those that no side names are together."""
+        """Cut all links between the peers of different `sides`; those that no side names are together, so where none is
+        named everybody reaches everybody again."""
         self._side = {peer: number for number, side in enumerate(sides, 1) for peer in side}
         self._together.fire()
-
-    def heal(self) -> None:
-        """Everybody reaches everybody again."""
-        self.part()
 
     def apart(self, one: PeerId, other: PeerId) -> bool:
         """Whether nothing goes between them now."""

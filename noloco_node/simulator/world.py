@@ -154,10 +154,6 @@ class World:
         self.links.part(*([node.peer for node in side] for side in sides))
         self.network.stall(self.links.apart)
 
-    def heal(self) -> None:
-        """Undo `part`."""
-        self.links.heal()
-
     def slow(self, node: Node, times: float) -> None:
         """All that goes to and from a node takes so many times as long; 1 is as it was."""
         self.links.way.slow(node.peer, times)

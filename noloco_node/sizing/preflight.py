@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from noloco_node.config.load import Config
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
-
-if TYPE_CHECKING:
-    from noloco_node.sizing.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,6 @@ class Plan:
     """Bytes that a replica of each stage sends in one exchange, but for the last of the run."""
     microbatch_bytes: tuple[float, ...]
     """Bytes that a replica of each stage sends for a microbatch: on to the next stage and back to the one before."""
-    footprint: Footprint
     warnings: tuple[str, ...]
     """What is allowed but seldom meant."""
     weights: tuple[str, ...] = ()
@@ -84,7 +79,6 @@ def plan_run(run: RunSpec) -> Plan:
         outer_bytes=tuple(each.outer_step for each in traffic),
         peak_bytes=tuple(max(each.fragments) for each in traffic),
         microbatch_bytes=tuple(each.microbatch for each in traffic),
-        footprint=footprint,
         warnings=(),
         weights=tuple(pretrained_lines(run.model)),
     )

@@ -105,7 +105,7 @@ def test_a_side_that_is_cut_off_reads_and_writes_among_itself() -> None:
             await every[5].publish(record(peer_of(5)), 3600.0)
             assert set((await every[1].refresh()).stages[0]) == {peer_of(0)}
             assert set((await every[4].refresh()).stages[0]) == {peer_of(5)}
-            members.links.heal()
+            members.links.part()
             await asyncio.sleep(60.0)
             for number in (0, 5):
                 await every[number].publish(record(peer_of(number)), 3600.0)

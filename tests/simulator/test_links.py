@@ -134,7 +134,7 @@ def test_what_is_slowed_takes_so_many_times_as_long_and_what_is_parted_waits() -
         loop.call_later(1.01, links.way.slow, A, 2.0)
         done = await when_done(links.way.carry(A, B, 2 * MEGABYTE))
         links.part([A], [B])
-        loop.call_later(10.0, links.heal)
+        loop.call_later(10.0, links.part)
         return done + await when_done(links.open(A, B))
 
     assert in_virtual_time(work) == [pytest.approx(3.01), pytest.approx(13.01)]

@@ -167,7 +167,7 @@ def test_nothing_goes_between_sides_that_are_apart_and_all_again_once_they_are_t
         since = world.events[0][-1].time + 5.0  # what was under way has come to its deadline
         await asyncio.sleep(15.0)
         until = world.events[0][-1].time
-        world.heal()
+        world.part()
         await world.ended(600.0)
         assert [node.condition for node in world.nodes] == ["ended"] * 8
         met = [
