@@ -59,7 +59,7 @@ class SharedTurns:
     `position` is gone on from where it is one of the same row.
 
     `heard` brings the stage peers' words, `claims` is what the own record is to say, `published` that it has said so.
-    Thread-safe.
+    Waits go by `clock`, which is monotonic; by `wall` only what a next life must know. Thread-safe.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class SharedTurns:
         life: float,
         rng: random.Random,
         position: object = None,
-        clock: Callable[[], float] = ambient.wall,
+        clock: Callable[[], float] = ambient.monotonic,
+        wall: Callable[[], float] = ambient.wall,
     ) -> None:
-        self._count, self._seed, self._life, self._rng, self._clock = count, seed, life, rng, clock
+        self._count, self._seed, self._life, self._rng = count, seed, life, rng
+        self._clock, self._wall = clock, wall
         self._book = SlotBook(own, PATIENCE_LIVES * life, count)
         self._lock = threading.Lock()
         self._own: dict[int, Claim] = {}
@@ -128,7 +130,7 @@ class SharedTurns:
     def position(self) -> SharedPosition:
         """Where drawing goes on, for a checkpoint."""
         with self._lock:
-            return self._book.kept(self._own.values(), self._clock(), left=self._leaving)
+            return self._book.kept(self._own.values(), self._wall(), left=self._leaving)
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -191,7 +193,7 @@ class SharedTurns:
         if kept is None:
             return
         newest = self._book.restore(kept)
-        if newest or (not kept.left and self._clock() - kept.time <= self._book.patience):
+        if newest or (not kept.left and self._wall() - kept.time <= self._book.patience):
             for slot, start in kept.own:
                 if slot not in self._book.holders:
                     self._claim(slot, start)

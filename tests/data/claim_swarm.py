@@ -79,12 +79,14 @@ class ClaimSwarm:
             self.add()
         self.lying = {node.name for node in self.nodes[: self.shape.liars]}
 
+    def _time(self) -> float:
+        return float(self.now)
+
     def add(self, position: SharedPosition | None = None, name: str | None = None) -> Modelled:
         name = name or f"peer{self._born}"
         self._born += 1
-        turns = SharedTurns(
-            self.shape.row, 0, name, LIFE, random.Random(f"{self.seed}/{name}"), position, clock=lambda: float(self.now)
-        )
+        rng = random.Random(f"{self.seed}/{name}")
+        turns = SharedTurns(self.shape.row, 0, name, LIFE, rng, position, self._time, self._time)
         low, high = self.shape.speeds
         speed = min(high, max(low, self.rng.lognormvariate(0.0, 0.5)))
         node = Modelled(name, turns, speed, self.rng.randrange(LOOK))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noloco_node import ambient
 from noloco_node.data.claims import FURTHEST, MOST_CLAIMS, REACH_AT_LEAST, Claim, Said, SharedPosition, SlotBook
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.directory.records import PeerRecord, PeerState
@@ -30,7 +32,7 @@ class Clock:
 
 def turns_of(own: str, clock: Clock, row: int = 64, **kept: object) -> SharedTurns:
     position = kept.get("position")
-    return SharedTurns(row, 0, own, LIFE, random.Random(own), position, clock)  # pyright: ignore[reportArgumentType]
+    return SharedTurns(row, 0, own, LIFE, random.Random(own), position, clock, clock)  # pyright: ignore[reportArgumentType]
 
 
 def say(turns: SharedTurns, own: str) -> Said:
@@ -249,6 +251,28 @@ def test_a_node_that_starts_again_goes_on_with_its_own_slot_unless_another_took_
     late = turns_of("one", clock, position=kept)
     late.heard([other, Said("third", (Claim(turn.slot, 9, begun=True),))], 3)
     assert turn.slot not in {claim.slot for claim in late.claims}
+
+
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+def test_a_wall_clock_that_is_set_neither_stops_the_reading_nor_gives_away_what_others_read(
+    monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    """NTP sets it while a node runs: what has been waited for has been waited for, and nobody has vanished by it."""
+    monotonic, wall = Clock(), Clock()
+    monkeypatch.setattr(ambient, "time", SimpleNamespace(monotonic=monotonic, time=wall))
+    one = SharedTurns(64, 0, "one", LIFE, random.Random("one"))
+    other = Said("other", (Claim(0, 3, begun=True), Claim(1)), overdue=True)
+    one.heard([other], 2)
+    one.published(one.claims)
+    wall.now += step
+    for clock in (monotonic, wall):
+        clock.now += LIFE
+    one.heard([], 2)
+    turn = one.take()
+    assert turn is not None, "its claim has stood for long enough"
+    one.reached(turn.slot, 1)
+    assert one.position.time == wall.now
+    assert 0 not in {slot for slot, _ in one.position.open}, "the other has not been silent for long"
 
 
 def test_a_swarm_that_starts_again_as_a_whole_reads_nothing_twice() -> None:
