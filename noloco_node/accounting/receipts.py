@@ -85,7 +85,8 @@ def _say_if_it_failed(keeping: asyncio.Task[None]) -> None:
 class Receipts:
     """Keeps this node's contribution file: its own work, and the receipts of the peers that it serves.
 
-    `progress()` gives the replica's counts. Times are wall times.
+    `progress()` gives the replica's counts. Times in statements are wall times; how far they lie apart is measured by
+    the monotonic clock, since the wall's may be set meanwhile.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Receipts:
         """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
         self._last = False
         self._writing = asyncio.Lock()
-        self._since = ambient.wall()
+        self._written = ambient.monotonic()
         self._counted = (0, 0, 0, 0)
         self._withdraw: Withdraw | None = None
 
@@ -189,16 +190,20 @@ class Receipts:
         progress = self._progress()
         return progress.tokens, self._ledger.drawn, self._ledger.served, progress.own_rounds
 
+    def _since(self) -> float:
+        """When the own work was written down last, as the wall's clock would have said it had it not been set since."""
+        return ambient.wall() - (ambient.monotonic() - self._written)
+
     async def _write_work(self) -> None:
-        now, counts = ambient.wall(), self._counts()
+        now, counts = ambient.monotonic(), self._counts()
         tokens, drawn, served, rounds = (max(0, new - old) for new, old in zip(counts, self._counted, strict=True))
         if not any((tokens, drawn, served, rounds)):
             return
         work = Work(
             run=self._run,
             stage=self._stage,
-            since=self._since,
-            until=now,
+            since=self._since(),
+            until=ambient.wall(),
             tokens=tokens,
             drawn=drawn,
             served=served,
@@ -206,7 +211,7 @@ class Receipts:
         )
         text = statement_text(work)
         seal = self._transport.sign(text.encode())
-        self._since, self._counted = now, counts  # before it is written: whoever is cancelled meanwhile, it will be
+        self._written, self._counted = now, counts  # before it is written: whoever is cancelled meanwhile, it will be
         await self._append(self._transport.peer_id, text, seal)
 
     def _make_receipts(self, *, due_only: bool) -> None:
@@ -218,7 +223,7 @@ class Receipts:
             self._receipted[peer] = (first, now)
             receipt = Receipt(
                 run=self._run,
-                since=self._since,
+                since=self._since(),
                 until=ambient.wall(),
                 server=peer,
                 session=self._session,

@@ -293,6 +293,25 @@ async def test_who_begins_to_leave_settles_at_once_and_who_leaves_at_once_does_n
                 await beside
 
 
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+async def test_a_clock_that_is_set_makes_nobodys_time_at_work_longer_or_shorter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    now, wall = 500.0, 9000.0
+    monkeypatch.setattr(receipts_module.ambient, "monotonic", lambda: now)
+    monkeypatch.setattr(receipts_module.ambient, "wall", lambda: wall)
+    owner, progress = load_or_create_identity(tmp_path / "key"), Progress()
+    transport = MemoryTransport(MemoryNetwork(), owner.peer_id)
+    monkeypatch.setattr(transport, "sign", lambda text: sign_statement(owner, text))
+    keeper = Receipts(RUN, 1, transport, Ledger(), lambda: progress, ContributionFile(tmp_path / "file"))
+    for _ in range(2):
+        now, wall = now + 60.0, wall + 60.0 + step
+        progress = replace(progress, tokens=progress.tokens + 100)
+        await keeper.settle()
+    await transport.close()
+    assert read_contribution(tmp_path / "file", owner.peer_id).seconds == pytest.approx(120.0)
+
+
 async def test_work_that_is_being_written_as_the_node_leaves_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
