@@ -51,7 +51,8 @@ E = TypeVar("E", bound=Event)
 
 
 class Events:
-    """The last event of each kind in an event file, and the last warning of each."""
+    """The last event of each kind in an event file, and the last warning of each, in the file's order: by their times
+    a machine whose clock was set back would look as it did before for as long as that."""
 
     def __init__(self, path: Path) -> None:
         lines: dict[bytes, bytes] = {}
@@ -59,7 +60,9 @@ class Events:
             while line := file.readline(MAX_LINE_BYTES):
                 kind = _KIND.search(line)
                 if kind and line.endswith(b"\n"):
-                    lines[kind.group(1) + _warned_of(kind.group(1), line)] = line
+                    name = kind.group(1) + _warned_of(kind.group(1), line)
+                    lines.pop(name, None)
+                    lines[name] = line
         self._last = [event for line in lines.values() if (event := _parsed(line)) is not None]
 
     def last(self, kind: type[E]) -> E | None:
@@ -73,7 +76,14 @@ class Events:
     @property
     def time(self) -> float:
         """Wall time of the very last."""
-        return max((event.time for event in self._last), default=0.0)
+        return self._last[-1].time if self._last else 0.0
+
+    def follows(self, event: Event | None, *earlier: Event | None) -> bool:
+        """Whether there is such an event, and it stands behind all of these that there are."""
+        return event is not None and all(self._place(one) <= self._place(event) for one in earlier if one is not None)
+
+    def _place(self, event: Event) -> int:
+        return next(place for place, one in enumerate(self._last) if one is event)
 
 
 def _warned_of(kind: bytes, line: bytes) -> bytes:
@@ -98,7 +108,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
     events = Events(folder.events)
     started = events.last(NodeStarted)
     lines = [
-        *_node(path, folder, started, events.last(NodeMoved)),
+        *_node(path, folder, started, events),
         *_now(folder, events, started, now),
         *_text(events, started, now),
         *_training(events, started),
@@ -162,28 +172,29 @@ def _swarm(path: Path, members: Sequence[Path], now: float) -> Iterator[str]:
 def _member(member: Path, now: float) -> tuple[str, str]:
     """The run of one of several nodes, empty where it was never up, and its line."""
     folder, events = RunFolder(member), Events(RunFolder(member).events)
-    started, moved, account = events.last(NodeStarted), events.last(NodeMoved), events.last(Account)
+    started, account = events.last(NodeStarted), events.last(Account)
     run = "" if started is None else f"{started.run_name} ({started.run_id})"
-    where = "not up yet" if started is None else f"stage {_at(started, moved).stage}"
+    where = "not up yet" if started is None else f"stage {_at(events, started).stage}"
     share = "" if account is None else f", {_share(account)}"
     loss = events.last(InnerStep)
     trained = "" if loss is None else f", training loss {loss.loss:.4f}"
     return run, f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
 
 
-def _at(started: NodeStarted, moved: NodeMoved | None) -> NodeStarted | NodeMoved:
+def _at(events: Events, started: NodeStarted) -> NodeStarted | NodeMoved:
     """What has told last at which stage a node is: its start, or its last move in that life."""
-    return moved if moved is not None and moved.time > started.time else started
+    moved = events.last(NodeMoved)
+    return moved if moved is not None and events.follows(moved, started) else started
 
 
-def _node(path: Path, folder: RunFolder, started: NodeStarted | None, moved: NodeMoved | None) -> Iterator[str]:
+def _node(path: Path, folder: RunFolder, started: NodeStarted | None, events: Events) -> Iterator[str]:
     yield f"node in {path}"
     if started is None:
         yield "  it has not been up yet"
         return
     yield f"  peer id           {started.peer_id}"
     yield f"  run               {started.run_name} ({started.run_id})"
-    at = _at(started, moved)
+    at = _at(events, started)
     yield f"  stage             {at.stage} of {started.stages}, {at.parameters:,} parameters"
     if folder.log.exists():
         yield f"  log               {folder.log}"
@@ -192,8 +203,7 @@ def _node(path: Path, folder: RunFolder, started: NodeStarted | None, moved: Nod
 def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
     """Whether it runs, and what it does or waits for, and for how long."""
     stopped, doing = events.last(NodeStopped), events.last(Doing)
-    begun = max((event.time for event in (started, doing) if event is not None), default=0.0)
-    ended = stopped is not None and stopped.time >= begun
+    ended = events.follows(stopped, started, doing)
     if not ended and not folder.in_use:
         if not events.time:
             yield f"now                 not known: nothing in {folder.events} can be read"
@@ -211,7 +221,7 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     if reached is not None:
         yield f"  reached           {reached.words}"
     invited = events.warning("invitation_ends")
-    if invited is not None and (started is None or invited.time >= started.time):
+    if invited is not None and events.follows(invited, started):
         yield f"  invitation        {_ago(now - invited.time)} ago: {invited.detail}"
     joins = doing is not None and doing.what == "joining"  # then it writes of what it copies or waits for alone
     if events.time and silent > SILENT_SECONDS and not joins:  # one that starts has written nothing yet
@@ -234,7 +244,7 @@ def _share(account: Account) -> str:
 def _p2pd(events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
     """How often p2pd had to be started again in this life of the node."""
     last = events.last(P2pdRestarted)
-    if last is not None and (started is None or last.time >= started.time):
+    if last is not None and events.follows(last, started):
         often, ago = "once" if last.restarts == 1 else f"{last.restarts} times", _ago(now - last.time)
         yield f"  p2pd              started again {often}, last {ago} ago: it {_CAUSES[last.cause]}"
 
@@ -242,7 +252,7 @@ def _p2pd(events: Events, started: NodeStarted | None, now: float) -> Iterator[s
 def _text(events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
     """What of it could not be read in this life of the node."""
     last = events.warning("text_damaged")
-    if last is not None and (started is None or last.time >= started.time):
+    if last is not None and events.follows(last, started):
         yield f"  text              {_ago(now - last.time)} ago: {last.detail}"
 
 
@@ -262,7 +272,7 @@ def _activity(events: Events, doing: Doing | None, now: float) -> str:
 def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
     account, step, loss = events.last(Account), events.last(InnerStep), events.last(Evaluation)
     stopped = events.last(NodeStopped)
-    if stopped is not None and (stopped.reason != "target_reached" or (started and started.time > stopped.time)):
+    if stopped is not None and (stopped.reason != "target_reached" or not events.follows(stopped, started)):
         stopped = None
     if account is not None and stopped is not None:
         # A replica's clock is its own: that of one which was behind stands still where its stage peers end the run.

@@ -117,7 +117,7 @@ def now_line(folder: Path) -> str:
 def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, identity: Identity) -> None:
     """Whoever holds the run folder's lock runs."""
     wait = Doing(time=940.0, what="waiting_for_peers", detail="a replica of stage 0: none is known", since=940.0)
-    write(folder, started(identity), account(), wait)
+    write(folder, started(identity), wait, account())
     assert now_line(folder).startswith("gone without a last word 10 s ago")
     with RunFolder(folder).lock():
         assert now_line(folder) == "waiting for 60 s for a replica of stage 0: none is known"
@@ -159,6 +159,21 @@ def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, id
     write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
     with RunFolder(folder).lock():
         assert now_line(folder) == "looking for the nodes of the run, for 1 s"
+
+
+def test_who_runs_is_shown_so_though_its_former_life_had_a_clock_that_was_ahead(
+    folder: Path, identity: Identity
+) -> None:
+    """An hour ahead, and set right before the new start: the line that was written last counts."""
+    now, hour = NOW, 3600.0
+    earlier = [started(identity), account(), stopped()]
+    write(folder, *(event.model_copy(update={"time": now + hour}) for event in earlier))
+    write(folder, started(identity).model_copy(update={"time": now - 60.0}))
+    with RunFolder(folder).lock():
+        write(folder, Doing(time=now - 50.0, what="training", detail="training", since=now - 50.0))
+        assert "training, for 5" in now_line(folder)
+        assert not any("the run is over" in line for line in status_lines(folder, now))
+        assert any("silent" in line for line in status_lines(folder, now + hour))
 
 
 def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path, identity: Identity) -> None:
