@@ -220,9 +220,10 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     reached = events.last(Reachability)
     if reached is not None:
         yield f"  reached           {reached.words}"
-    invited = events.warning("invitation_ends")
-    if invited is not None and events.follows(invited, started):
-        yield f"  invitation        {_ago(now - invited.time)} ago: {invited.detail}"
+    for what, name in (("invitation_ends", "invitation"), ("clock_wrong", "clock")):
+        warned = events.warning(what)
+        if warned is not None and events.follows(warned, started):
+            yield f"  {name:<16}  {_ago(now - warned.time)} ago: {warned.detail}"
     joins = doing is not None and doing.what == "joining"  # then it writes of what it copies or waits for alone
     if events.time and silent > SILENT_SECONDS and not joins:  # one that starts has written nothing yet
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"

@@ -36,6 +36,7 @@ from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node import start_checks
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.claiming import open_run
+from noloco_node.node.clock_watch import ClockWatch
 from noloco_node.node.custody import (
     final_lacks,
     has_come_to_the_end,
@@ -270,6 +271,7 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
         place.stays.accompany(replica),
         farewell,
         place.thread.ends_when_lost(),
+        ClockWatch(place.net.transport, place.emit).keep(),
         _stop_when_refused(place, replica, interrupts),
     )
     life = place.net.beside(work, *companions)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from noloco_node import ambient
+from noloco_node.telemetry.warning_kinds import WarningKind
 
 logger = logging.getLogger(__name__)
 
@@ -325,17 +326,6 @@ class Doing(Event):
     """Wall time at which it began."""
 
 
-WarningKind = Literal[
-    "checkpoints_unusable",
-    "stage_lost",
-    "state_elsewhere",
-    "last_of_stage",
-    "memory_short",
-    "text_damaged",
-    "invitation_ends",
-]
-
-
 class Warned(Event):
     """Whoever runs this node should know it, and may do something about it."""
 
@@ -344,7 +334,8 @@ class Warned(Event):
     """`checkpoints_unusable`: all of its checkpoints are damaged; `stage_lost`: its stage begins anew;
     `state_elsewhere`: a peer that is away held the state of its stage; `last_of_stage`: it leaves, and no other replica
     is known; `memory_short`: the system may soon kill it; `text_damaged`: a shard of the text is passed over;
-    `invitation_ends`: peers deal with it until its invitation ends, soon or just now."""
+    `invitation_ends`: peers deal with it until its invitation ends, soon or just now; `clock_wrong`: its machine's
+    clock is not that of others, and they lose sight of it."""
     detail: str
     """What it means and what can be done, for a person."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from noloco_node.telemetry.events import WarningKind
+from noloco_node.telemetry.warning_kinds import WarningKind
 
 _Kind = Literal["counter", "gauge", "histogram", "info"]
 
