@@ -38,6 +38,8 @@ from noloco_node.telemetry.events import (
 from noloco_node.telemetry.words import as_long, as_nodes, one_line, printable
 
 SHOWN_PEERS = 8
+SHOWN_WARNINGS = (("invitation_ends", "invitation"), ("clock_wrong", "clock"), ("identity_shared", "identity"))
+"""By what line of a node's present each is shown."""
 SILENT_SECONDS = AT_LAST_SECONDS + 15.0
 """A node that trains writes its account once in `AT_LAST_SECONDS` at least; one that is silent for longer is stuck or
 frozen."""
@@ -220,7 +222,7 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
     reached = events.last(Reachability)
     if reached is not None:
         yield f"  reached           {reached.words}"
-    for what, name in (("invitation_ends", "invitation"), ("clock_wrong", "clock")):
+    for what, name in SHOWN_WARNINGS:
         warned = events.warning(what)
         if warned is not None and events.follows(warned, started):
             yield f"  {name:<16}  {_ago(now - warned.time)} ago: {warned.detail}"

@@ -15,6 +15,7 @@ from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.directory.headcount import SAMPLE, Headcount, is_there, share_error, unasked_share
 from noloco_node.directory.records import SERVING, Directory, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
+from noloco_node.directory.twin import TwinWatch
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
 
@@ -87,6 +88,8 @@ class Membership:
         self._on_change = on_change
         self._ask = ask
         self._sequence = int(directory.now() * 1000)
+        earlier = directory.now() + 2.0 * record_seconds + WITHDRAWAL_MARGIN_SECONDS
+        self.twin = TwinWatch(own, self._sequence, earlier)
         self._announced_speed = 0.0
         self._announced_newcomer = False
         self.state = PeerState.JOINING
@@ -362,6 +365,7 @@ class Membership:
 
     def _take_in(self) -> None:
         self._read_at = ambient.monotonic()
+        self.twin.look(self._directory.view, self._sequence)
         stage_peers = [record for record in self.live(self.stage, PeerState.TRAINING) if record.peer_id != self._own]
         sampled = self.scale(self.stage) > 1.0
         self._heads.look(stage_peers, self._describe().steps, self._record_seconds, sampled=sampled)

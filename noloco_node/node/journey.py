@@ -52,7 +52,7 @@ from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_o
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability
+from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability, Warned
 from noloco_node.telemetry.of_node import Telemetry
 from noloco_node.telemetry.words import as_trained
 from noloco_node.training.compute_device import (
@@ -272,6 +272,7 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
         farewell,
         place.thread.ends_when_lost(),
         ClockWatch(place.net.transport, place.emit).keep(),
+        _say_if_shared(place, replica),
         _stop_when_refused(place, replica, interrupts),
     )
     life = place.net.beside(work, *companions)
@@ -317,6 +318,18 @@ async def _stop_when_refused(place: _Place, replica: Replica, interrupts: Interr
     logger.warning("%s: leaving, with everything saved", error.message)
     interrupts.leaves(error.exit_code)
     replica.stop.set()
+
+
+async def _say_if_shared(place: _Place, replica: Replica) -> None:
+    """Say so where another node turns out to run with this one's identity."""
+    await replica.membership.twin.seen.wait()
+    key = place.net.settings.identity or place.folder.identity
+    detail = (
+        f"ANOTHER NODE RUNS WITH THIS NODE'S IDENTITY ({place.net.daemon.own_id}), as where a folder or a disk was "
+        "copied: each of them takes what was meant for the other, and one may get no work at all. Stop one of them, "
+        f"remove its key (here {key}), and start it again: it makes one of its own"
+    )
+    place.emit(Warned(what="identity_shared", detail=detail))
 
 
 async def _say_if_last(place: _Place, replica: Replica, interrupts: Interrupts) -> None:

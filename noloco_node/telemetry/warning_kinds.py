@@ -13,4 +13,5 @@ WarningKind = Literal[
     "text_damaged",
     "invitation_ends",
     "clock_wrong",
+    "identity_shared",
 ]

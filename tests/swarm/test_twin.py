@@ -1,0 +1,76 @@
+"""Two nodes with one identity that met at no start, since neither can be dialled: both are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from noloco_node.directory.membership import Membership, OwnFigures
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.acquaintance import Acquaintances
+
+COPIED, LIFE = PeerId("12D3KooW-of-a-copied-folder"), 60.0
+
+
+class Days:
+    """A directory whose time a test moves, and lives of one identity in it."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+        self.hub = MemoryDirectoryHub(2, lambda: self.now)
+
+    async def begins(self, stage: int = 0) -> Membership:
+        figures = OwnFigures(clock=0.0, tokens_per_second=1.0, outer_rounds=0)
+        directory, known = MemoryDirectory(self.hub), Acquaintances()
+        life = Membership(directory, known, COPIED, stage, 2, LIFE, lambda: figures, lambda: None)
+        await life.announce(PeerState.TRAINING)
+        return life
+
+    async def pass_by(self, *lives: Membership, renewals: int = 12) -> None:
+        """Each of them renews its record in turn, and looks."""
+        for _ in range(renewals):
+            for life in lives:
+                self.now += LIFE / 3 / len(lives)
+                await life.announce(PeerState.TRAINING)
+            for life in lives:
+                await life.refresh()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("later", [0.01, 20.0])
+async def test_two_lives_of_one_identity_find_out_about_each_other(stage: int, later: float) -> None:
+    """At one stage, or at two: where each chooses its stage, they may differ."""
+    days = Days()
+    one = await days.begins()
+    days.now += later
+    two = await days.begins(stage)
+    await days.pass_by(one, two)
+    found = [life.twin.seen.is_set() for life in (one, two)]
+    assert any(found) if stage == 0 else all(found)
+
+
+@pytest.mark.parametrize("farewell", [PeerState.GONE, PeerState.DRAINING, None])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("away", [0.0, 30.0])
+async def test_an_earlier_life_is_no_twin(farewell: PeerState | None, stage: int, away: float) -> None:
+    """Nor is an earlier stay at another stage: whether it said farewell, or was killed."""
+    days = Days()
+    earlier = await days.begins()
+    await days.pass_by(earlier)
+    if farewell is not None:
+        await earlier.announce(farewell)
+    days.now += away
+    life = await days.begins(stage)
+    await days.pass_by(life)
+    assert not life.twin.seen.is_set()
+
+
+async def test_one_record_of_a_life_whose_clock_was_ahead_is_no_twin() -> None:
+    days = Days()
+    days.now += 250.0
+    await days.begins(stage=1)
+    days.now -= 250.0
+    life = await days.begins()
+    await days.pass_by(life)
+    assert not life.twin.seen.is_set()
