@@ -444,8 +444,10 @@ async def test_a_disk_that_refuses_is_named_once_and_training_goes_on(
             tried = [event for event in node.events if isinstance(event, CheckpointTaken)]
             assert [cause in event.error for event in tried] == [True] * 3
             assert left_half_written(unmounted) == []
+            assert node.keeper.failing
         assert folder.newest(spec.run_id, 0) is None
         await node.keeper.save()
+        assert not node.keeper.failing
         assert folder.newest(spec.run_id, 0) is not None
         assert node.replica.pipeline.ledger.trained == 6
     lines = [record.getMessage() for record in caplog.records]

@@ -114,6 +114,11 @@ async def test_who_leaves_a_stage_alone_is_told_as_far_as_answers_tell() -> None
         kept = last_of_stage(leaver.membership, lambda peer: peer not in stage_peers, 1)
         assert kept is not None
         assert "copies that nodes of other stages keep" in kept.detail
+        assert "checkpoint holds everything" in kept.detail
+        full = last_of_stage(leaver.membership, lambda peer: peer not in stage_peers, 1, kept=False)
+        assert full is not None
+        assert "holds everything" not in full.detail, "its disk is full"
+        assert "make room" in full.detail
 
 
 def stays_of(made: World, replica: Replica, warnings: list[Warned]) -> StageLifecycle:

@@ -105,6 +105,11 @@ class CheckpointKeeper:
         self._replica.averaging.exchanger.free_since(standing.progress.steps)
         self._round = standing.progress.outer_rounds
 
+    @property
+    def failing(self) -> bool:
+        """Whether the last one was not taken."""
+        return self._failing
+
     async def run(self) -> None:
         """Take a checkpoint whenever one is due, until cancelled."""
         while True:

@@ -78,9 +78,11 @@ def unusable_checkpoints(checkpoints: CheckpointFolder) -> Warned | None:
     )
 
 
-def last_of_stage(membership: Membership, answers: Callable[[PeerId], bool], guard_copies: int) -> Warned | None:
+def last_of_stage(
+    membership: Membership, answers: Callable[[PeerId], bool], guard_copies: int, *, kept: bool = True
+) -> Warned | None:
     """What to say to whoever stops a node that leaves a stage without a replica while others train: as far as is known
-    by who has answered this node."""
+    by who has answered this node. `kept`: its disk has taken the last checkpoint."""
     others = [PeerId(record.peer_id) for record in membership.others(*SERVING)]
     stage_peers = membership.stage_peers(*SERVING)
     if not any(map(answers, others)) or any(map(answers, stage_peers)):
@@ -90,10 +92,16 @@ def last_of_stage(membership: Membership, answers: Callable[[PeerId], bool], gua
         if guard_copies
         else "Nobody keeps a copy of it (run.guard_copies is 0): whoever serves it next begins from the first weights"
     )
+    own = (
+        "This node's checkpoint holds everything: start it again soon, with the same command"
+        if kept
+        else "THIS NODE'S DISK HAS TAKEN NO CHECKPOINT OF LATE: make room on it at once, or what the stage has learnt "
+        "since the last one is lost"
+    )
     return Warned(
         what="last_of_stage",
         detail=f"THE LAST REPLICA OF STAGE {membership.stage} LEAVES: this node knows of no other that answers. "
-        f"{copies}. This node's checkpoint holds everything: start it again soon, with the same command",
+        f"{copies}. {own}",
     )
 
 

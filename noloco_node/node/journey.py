@@ -265,7 +265,7 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
     replica.on_leaving = interrupts.leaves
     leaving = (PeerState.FINISHING, PeerState.DRAINING)
     work = stay.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
-    farewell = _say_if_last(place, replica, interrupts)
+    farewell = _say_if_last(place, stay, interrupts)
     companions = (
         stay.keeper.run(),
         place.stays.accompany(replica),
@@ -332,13 +332,17 @@ async def _say_if_shared(place: _Place, replica: Replica) -> None:
     place.emit(Warned(what="identity_shared", detail=detail))
 
 
-async def _say_if_last(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
+async def _say_if_last(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
     """Once this node is told to leave, or its invitation has ended: say so where its stage is left without a
     replica."""
+    replica = stay.replica
     await replica.stop.wait()
     if interrupts.asked or place.refused is not None:
         warning = last_of_stage(
-            replica.membership, place.net.transport.acquaintances.answers, place.net.spec.guard_copies
+            replica.membership,
+            place.net.transport.acquaintances.answers,
+            place.net.spec.guard_copies,
+            kept=not stay.keeper.failing,
         )
         if warning is not None:
             place.emit(warning)
