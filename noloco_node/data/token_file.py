@@ -90,15 +90,31 @@ class TokenFile:
         os.fsync(self._fd)
 
     def read(self, begin: int, count: int) -> Tokens:
-        """So many tokens from `begin` on."""
+        """So many tokens from `begin` on. Raises UserError (DATA) where they are not there any more."""
         size = self._dtype.itemsize
-        return np.frombuffer(os.pread(self._fd, count * size, begin * size), dtype=self._dtype)
+        return np.frombuffer(self._read(count * size, begin * size), dtype=self._dtype)
+
+    def _read(self, octets: int, begin: int) -> bytes:
+        """A prepared text lies where others may write: it may be cut, or its disk be gone, while a node reads it."""
+        try:
+            data = os.pread(self._fd, octets, begin)
+        except OSError as error:
+            raise self._gone(error.strerror or str(error)) from None
+        if len(data) < octets:
+            raise self._gone(f"a file of tokens has become shorter than the {self.count:,} tokens that it held")
+        return data
+
+    def _gone(self, why: str) -> UserError:
+        return data_error(
+            f"the tokens of the text in '{self._where}' can no longer be read: {why}",
+            "leave a prepared text as it is while nodes read it; copy or prepare it again, and start this node again",
+        )
 
     def windows(self, indices: Sequence[int], length: int) -> NDArray[np.int64]:
         """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length. Where the file
-        is marked, so is the first id of each document in them (`marks.BEGINS`)."""
+        is marked, so is the first id of each document in them (`marks.BEGINS`). Raises as `read`."""
         size = length * self._dtype.itemsize
-        data = b"".join(os.pread(self._fd, size, index * size) for index in indices)
+        data = b"".join(self._read(size, index * size) for index in indices)
         rows = np.frombuffer(data, dtype=self._dtype).astype(np.int64).reshape(len(indices), length)
         if self._marked:
             begins = rows >= self._vocab_size

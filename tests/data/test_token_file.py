@@ -41,6 +41,21 @@ def test_what_is_appended_comes_back_window_by_window(
     assert np.array_equal(rows, whole[:130].reshape(13, 10)[[3, 0, 3, 12]])
 
 
+def test_a_text_that_is_cut_while_it_is_read_is_said_with_its_folder(tmp_path: Path) -> None:
+    """Whoever writes to a prepared text under a running node finds out what it was."""
+    written = TokenFile.at(tmp_path / "training.tokens", 256, write=True)
+    written.append(np.arange(100) % 256)
+    written.flush()
+    read = TokenFile.at(tmp_path / "training.tokens", 256)
+    os.truncate(tmp_path / "training.tokens", 55)
+    assert read.windows([4], 10)[0][-1] == 49
+    for reading in (lambda: read.windows([4, 5], 10), lambda: read.windows([9], 10), lambda: read.read(50, 10)):
+        with pytest.raises(UserError, match="become shorter than the 100 tokens") as refused:
+            reading()
+        assert refused.value.exit_code is ExitCode.DATA
+        assert str(tmp_path) in refused.value.message
+
+
 def test_the_file_has_no_name_and_is_closed_when_nobody_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
