@@ -91,7 +91,12 @@ class StageMemory:
     @property
     def on_device(self) -> int:
         """Bytes where the model is computed."""
-        return self._computing + self.ahead + self.correction
+        return self._computing + self.arriving
+
+    @property
+    def arriving(self) -> int:
+        """Bytes of what is brought to a device before it is its turn."""
+        return self.ahead + self.correction
 
     @property
     def on_host(self) -> int:

@@ -17,7 +17,7 @@ from noloco_node.sizing.utilisation import Link
 
 STAGES_SHOWN = 6
 SETTINGS_WIDTH = 100
-PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "ahead")
+PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "arriving")
 NAMES = ("weights", "gradient", "Adam", "versions", "waiting", "at work", "ahead")
 LIMITS = {
     "device": "the device",

@@ -100,11 +100,13 @@ def test_compiling_takes_more_of_the_program_and_compilers_beside_it() -> None:
 def test_small_stages_are_told_in_mib_and_large_ones_in_gib() -> None:
     """Each number that is told shows what it is of: 0.02 GiB could be half as much."""
     small, large = (load_config(name) for name in (MICRO, Path("consumer-8gb")))
-    for config, unit, size in ((small, "MiB", 1 << 20), (large, "GiB", 1 << 30)):
+    for config, unit, size, digits in ((small, "MiB", 1 << 20, 1), (large, "GiB", 1 << 30, 2)):
         footprint = footprint_of(config.run)
         told = memory_lines(config, footprint)
         assert f"memory in {unit}" in told[1]
-        assert f"{planned_memory(config, footprint)[0].on_device / size:,.1f}" in told[2]
+        parts = [float(each.replace(",", "")) for each in told[2].split()[2:]]
+        assert parts[-2] == round(planned_memory(config, footprint)[0].on_device / size, digits)
+        assert sum(parts[:-2]) == pytest.approx(parts[-2], abs=0.05), "the row adds up"
 
 
 def test_microbatches_under_way_hold_graphs_or_inputs() -> None:
