@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def spoil(tensor: Tensor) -> None:
     """What memory holds that nobody has written yet: NaN, and where there is none a number that is no token's."""
-    tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    tensor.detach().fill_(torch.nan if tensor.is_floating_point() else -1)
 
 
 class LateStream:
