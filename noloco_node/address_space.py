@@ -32,4 +32,4 @@ def refused_memory(error: BaseException) -> BaseException | None:
         group = cast("BaseExceptionGroup[BaseException]", error)
         return next((cause for each in group.exceptions if (cause := refused_memory(each)) is not None), None)
     told = isinstance(error, RuntimeError | OSError | ImportError) and any(word in str(error) for word in _REFUSED)
-    return error if isinstance(error, MemoryError) or told else None
+    return error if isinstance(error, MemoryError | NoMemory) or told else None

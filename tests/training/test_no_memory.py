@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from noloco_node.address_space import NoMemory
+from noloco_node.address_space import NoMemory, refused_memory
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.errors import ExitCode
 from noloco_node.training import trainer as trainers
@@ -145,6 +145,7 @@ async def test_refused_memory_has_one_name_whoever_refuses_it() -> None:
         with pytest.raises(NoMemory) as refused:
             await thread.run(Priority.FORWARD, partial(fails, error))
         assert str(refused.value) == (str(error).partition("\n")[0] or "MemoryError")
+        assert refused_memory(refused.value) is refused.value, "also to who catches it further up"
     with pytest.raises(RuntimeError, match="shapes") as other:
         await thread.run(Priority.FORWARD, partial(fails, RuntimeError("shapes do not fit")))
     assert not isinstance(other.value, NoMemory)
