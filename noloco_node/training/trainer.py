@@ -210,9 +210,12 @@ class Trainer(ABC):
         self.copies.before_writing()
         own = self.master[part]
         with torch.no_grad():
-            for begin in range(0, len(correction), PIECE):
-                piece = slice(begin, begin + PIECE)
-                own[piece].add_(correction[piece].to(own.device))
+            if len(correction) <= PIECE:
+                own.add_(correction.to(own.device))
+            else:
+                for begin in range(0, len(correction), PIECE):
+                    piece = slice(begin, begin + PIECE)
+                    own[piece].add_(correction[piece].to(own.device))
         self._publish()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
