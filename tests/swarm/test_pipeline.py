@@ -156,7 +156,7 @@ async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
 ) -> None:
     """At the first, a middle or the last stage: the microbatch goes to another or is drawn again, an evaluation is made
     at the next occasion, and the node stays. With no word of a defect in its log."""
-    refused, done, times = 0, getattr(StageTrainer, call), 2 if call.startswith("evaluate") else 9
+    refused, done, times = 0, getattr(StageTrainer, call), 2 if call.startswith("evaluate") else 5
 
     def now_and_then(self: StageTrainer, *given: Any, **more: Any) -> Any:
         nonlocal refused
