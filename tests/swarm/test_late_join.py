@@ -154,15 +154,20 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
         assert "not signed by the donor" in await join_until_the_first_has_failed(made, joiner)
 
 
-async def test_rounds_with_which_a_joiner_could_say_nothing_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Signed by the donor itself: after one outer step more they would not go into the joiner's record."""
+def first_claims(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first donor signs so many outer rounds from now on."""
     sign = state_donor.sign_manifest
 
     def lying(transport: Transport, manifest: StateManifest, digests: torch.Tensor) -> Reply[SignedManifest]:
-        lies = {"outer_rounds": 1 << 40} if transport.peer_id == FIRST else {}
+        lies = {"outer_rounds": rounds} if transport.peer_id == FIRST else {}
         return sign(transport, manifest.model_copy(update=lies), digests)
 
     monkeypatch.setattr(state_donor, "sign_manifest", lying)
+
+
+async def test_rounds_with_which_a_joiner_could_say_nothing_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signed by the donor itself: after one outer step more they would not go into the joiner's record."""
+    first_claims(1 << 40, monkeypatch)
     async with donors_and_joiner() as (made, joiner):
         assert "bad manifest" in await join_until_the_first_has_failed(made, joiner)
 
@@ -171,13 +176,7 @@ async def test_who_has_copied_as_many_rounds_as_go_in_gives_its_own_state_after_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It could say nothing of its state any more: nobody could join it, and no guard kept a copy."""
-    sign = state_donor.sign_manifest
-
-    def lying(transport: Transport, manifest: StateManifest, digests: torch.Tensor) -> Reply[SignedManifest]:
-        lies = {"outer_rounds": 1 << 32} if transport.peer_id == FIRST else {}
-        return sign(transport, manifest.model_copy(update=lies), digests)
-
-    monkeypatch.setattr(state_donor, "sign_manifest", lying)
+    first_claims(1 << 32, monkeypatch)
     async with donors_and_joiner() as (made, joiner):
         victim = made.replicas[1]
         await victim.state_transfer.copier.copy_from(FIRST, [FIRST])
