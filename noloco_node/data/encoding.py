@@ -11,40 +11,69 @@ from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import ends_of_ids, load
 from noloco_node.data.mixture import naming_part
 from noloco_node.data.places import find_files
-from noloco_node.data.tokenizers import NoTokenizer, Tokenizer, Tokens, load_tokenizer, no_tokenizer
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.data.sources import read_documents
+from noloco_node.data.tokenizers import (
+    NoTokenizer,
+    PretrainedTokenizer,
+    Tokenizer,
+    Tokens,
+    load_tokenizer,
+    no_tokenizer,
+)
+from noloco_node.marks import BEGINS
+
+BEGINNING_LENGTH = 1 << 20
+"""Characters, or ids, of the first documents that are looked at before anything starts."""
 
 
 def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
-    """The run's tokenizer; for `none` what stands for one. Raises UserError (DATA) where there is none such, and where
-    it has more tokens than the model's vocabulary."""
+    """The run's tokenizer; for `none` what stands for one. It may have more tokens than the model: `encode` looks at
+    those that occur. Raises UserError (DATA) where there is none such, where it is `bytes` and the model has fewer
+    tokens, and where the model lacks the token between documents."""
+    vocab_size = min(vocab_size, BEGINS)
     if spec.tokenizer == NO_TOKENIZER:
         return NoTokenizer(vocab_size)
-    tokenizer = load_tokenizer(spec)
-    if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            ExitCode.DATA,
+    tokenizer = load_tokenizer(spec, vocab_size)
+    if tokenizer.vocab_size > vocab_size:  # of bytes each may occur
+        raise data_error(
             f"run.data.tokenizer '{spec.tokenizer}' has {tokenizer.vocab_size} tokens, "
             f"more than run.model.config.vocab_size ({vocab_size})",
             f"set run.model.config.vocab_size to {tokenizer.vocab_size} or more",
         )
+    check_of_text(tokenizer.separator, "it puts between documents", tokenizer)
     return tokenizer
 
 
 def encode(document: Document, tokenizer: Tokenizer, spec: DataSpec) -> Tokens:
     """The document's tokens and the separator after them; token ids that others made may end with it already.
 
-    Raises UserError (DATA) for ids that the run's tokenizer does not have.
+    Raises UserError (DATA) for ids that the run's tokenizer or its model does not have.
     """
     separator = tokenizer.separator
-    if document.ids is None:
-        return np.concatenate([tokenizer.encode(document.text), separator])
-    ids = document.ids
     where = f"{spec.path}{document.key}" if document.key.startswith(":") else document.key  # of one file: the row alone
+    if document.ids is None:
+        ids = tokenizer.encode(document.text)
+        check_of_text(ids, f"it makes of '{where or spec.path}'", tokenizer)
+        return np.concatenate([ids, separator])
+    ids = document.ids
     check_ids(int(ids.min()), int(ids.max()), f"'{where}'", tokenizer, spec)
     if len(separator) and np.array_equal(ids[-len(separator) :], separator):
         return ids
     return np.concatenate([ids, separator])
+
+
+def check_of_text(ids: Tokens, what: str, tokenizer: Tokenizer) -> None:
+    """Raise UserError (DATA) where ids that the tokenizer made are not the model's. `what` goes on "that"."""
+    if not len(ids) or int(ids.max()) < tokenizer.vocab_size or not isinstance(tokenizer, PretrainedTokenizer):
+        return
+    bad = int(ids.max())
+    raise data_error(
+        f"run.data.tokenizer '{tokenizer.name}' has ids up to {tokenizer.bound - 1}, and a token that {what} is {bad} "
+        f"({tokenizer.word(bad)!r}), outside the model's vocabulary: run.model.config.vocab_size is "
+        f"{tokenizer.vocab_size}",
+        f"set run.model.config.vocab_size to {tokenizer.bound} or more; for weights that are there already, take the "
+        "tokenizer that they were trained with",
+    )
 
 
 def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: DataSpec) -> None:
@@ -52,6 +81,8 @@ def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: 
     if least >= 0 and largest < tokenizer.vocab_size:
         return
     bad = least if least < 0 else largest
+    if isinstance(tokenizer, PretrainedTokenizer) and 0 <= bad < tokenizer.bound:
+        check_of_text(np.array([bad]), f"stands in {where}", tokenizer)
     if spec.tokenizer == NO_TOKENIZER:
         raise data_error(
             f"run.data.text_field '{spec.text_field}' holds the token id {bad} in {where}, outside the model's "
@@ -76,6 +107,8 @@ def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
 def _check_made(spec: DataSpec, tokenizer: Tokenizer) -> None:
     if spec.source != "text" or spec.path is None or spec.prepared is not None:
         return
+    if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.vocab_size < tokenizer.bound:
+        _check_beginning(spec, tokenizer)
     for file in find_files(spec.path, spec.split).files:
         beginning = islice(load(file, spec.text_field), 1 if spec.tokenizer == NO_TOKENIZER else 0)
         if any(document.ids is None for document in beginning):
@@ -83,3 +116,14 @@ def _check_made(spec: DataSpec, tokenizer: Tokenizer) -> None:
         ends = ends_of_ids(file, spec.text_field)
         if ends is not None:
             check_ids(*ends, f"'{file.name}'", tokenizer, spec)
+
+
+def _check_beginning(spec: DataSpec, tokenizer: Tokenizer) -> None:
+    """Of a tokenizer that is larger than the model: one that does not belong to it shows in the first documents."""
+    left = BEGINNING_LENGTH
+    for document in read_documents(spec):
+        if not document.is_blank:
+            encode(document, tokenizer, spec)
+        left -= len(document)
+        if left <= 0:
+            return

@@ -27,8 +27,8 @@ JSON_CHARACTERS = 1 << 20
 _KINDS = {"int": "whole numbers", "float": "numbers", "bool": "true and false", "dict": "groups of fields"}
 _BETWEEN = re.compile(r"[\s,]*")
 
-Value = tuple[int, object, object]
-"""Of a row: its number in the file, what the wanted column holds, and what the mask beside it holds."""
+_LEAST, _LARGEST = -(1 << 63), (1 << 63) - 1
+"""Of int64."""
 
 
 def load(file: SourceFile, field: str) -> Iterator[Document]:
@@ -106,15 +106,24 @@ def no_column(field: str, where: str, columns: Sequence[str]) -> UserError:
 
 
 def _whole_numbers(value: object) -> Tokens | None:
+    """As int64; what is larger becomes the largest of these, which no vocabulary has."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
     elif isinstance(value, list):
-        if not all(type(number) is int for number in cast(list[object], value)):
+        numbers = cast(list[object], value)
+        if not all(type(number) is int for number in numbers):
             return None
-        array = np.asarray(value, dtype=np.int64)
+        try:
+            array = np.asarray(numbers, dtype=np.int64)
+        except OverflowError:
+            array = np.asarray([min(max(cast(int, number), _LEAST), _LARGEST) for number in numbers], dtype=np.int64)
     else:
         return None
-    return array.astype(np.int64, copy=False) if array.ndim == 1 and array.dtype.kind in "iu" else None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        return None
+    if array.dtype == np.uint64:
+        array = np.minimum(array, np.uint64(_LARGEST))
+    return array.astype(np.int64, copy=False)
 
 
 def _kind(value: object) -> str:

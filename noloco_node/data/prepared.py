@@ -355,7 +355,7 @@ def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> TextManifest:
 
 def _check_vocabulary(manifest: TextManifest, folder: Path, vocab_size: int) -> None:
     if manifest.vocab_size != vocab_size:
-        raise _another(folder, f"of a tokenizer with {manifest.vocab_size} tokens, not {vocab_size}")
+        raise _another(folder, f"made for token ids below {manifest.vocab_size}, not below {vocab_size}")
 
 
 def _check_same(spec: DataSpec, manifest: TextManifest, folder: Path) -> None:

@@ -55,7 +55,10 @@ class TokenFile:
         return cls(os.open(path, flags | os.O_CLOEXEC, 0o644), vocab_size, str(path.parent), marked=marked)
 
     def append(self, ids: Tokens) -> None:
-        """Add the tokens of a document at the end. Raises UserError (DATA) where the disk is full."""
+        """Add the tokens of a document at the end. Raises UserError (DATA) where the disk is full, ValueError for an id
+        outside the vocabulary, which would become another one or a mark."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise ValueError(f"ids from {ids.min()} to {ids.max()}, outside a vocabulary of {self._vocab_size}")
         written = ids.astype(self._dtype)
         if self._marked and len(written):
             written[0] += self._vocab_size

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -22,7 +23,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below this."""
+        """Ids that a run may train on are below this."""
         ...
 
     @property
@@ -80,15 +81,19 @@ class NoTokenizer:
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers, from the hub, where a `revision` of it may be meant, or a folder."""
+    """A tokenizer of transformers, from the hub, where a `revision` of it may be meant, or a folder. Of one that has
+    more ids than `most`, only those below it may be trained on; who trains looks at what `encode` gives."""
 
-    def __init__(self, name: str, revision: str | None = None) -> None:
-        self.backend = _load_backend(name, revision)
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids, added tokens included."""
-        return len(self.backend)
+    def __init__(self, name: str, revision: str | None = None, most: int | None = None) -> None:
+        self.name, self.backend = name, _load_backend(name, revision)
+        self.bound: int = max(self.backend.get_vocab().values(), default=-1) + 1
+        """All ids are below this, added tokens included; there may be fewer tokens, since ids may have gaps."""
+        self.vocab_size = self.bound if most is None else min(self.bound, most)
+        """See `Tokenizer`."""
+        self._marks = _marks_of(self.backend)
+        self._mark_ids = np.array(sorted(self._marks), dtype=np.int64)
+        written = sorted((mark for mark in self._marks.values() if len(mark) > 1), key=len, reverse=True)
+        self._written = re.compile("|".join(map(re.escape, written))) if written else None
 
     @property
     def separator(self) -> Tokens:
@@ -97,9 +102,23 @@ class PretrainedTokenizer:
         return self.encode("\n") if end is None else np.array([end], dtype=np.int64)
 
     def encode(self, text: str) -> Tokens:
-        """Ids without special tokens around them; a lone surrogate becomes a question mark."""
-        ids: list[int] = self.backend.encode(encodable(text), add_special_tokens=False, verbose=False)
+        """Ids without special tokens: neither around the text, nor for marks that are written in it, such as
+        `<|endoftext|>`. A lone surrogate becomes a question mark."""
+        text = encodable(text)
+        ids = self._ids(text)
+        if self._written is None or not np.isin(ids, self._mark_ids).any():
+            return ids
+        cuts = [match.start() + 1 for match in self._written.finditer(text)]  # some models hold marks as ordinary words
+        pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return np.concatenate([self._ids(piece) for piece in pieces])
+
+    def _ids(self, text: str) -> Tokens:
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return np.asarray(ids, dtype=np.int64)
+
+    def word(self, token: int) -> str:
+        """What stands for the token in the vocabulary."""
+        return str(self.backend.convert_ids_to_tokens(token))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, special tokens included."""
@@ -115,15 +134,23 @@ def encodable(text: str) -> str:
     return text
 
 
-def load_tokenizer(spec: DataSpec) -> Tokenizer:
-    """The run's. Raises UserError (DATA) where there is none such, where it is not the one that the run means, and for
-    `none`."""
+def _marks_of(backend: Any) -> Mapping[int, str]:
+    """The special tokens of a tokenizer of transformers; that for unknown characters is one that texts may have."""
+    marks = {token: str(added.content) for token, added in backend.added_tokens_decoder.items() if added.special}
+    marks |= dict(zip(backend.all_special_ids, backend.all_special_tokens, strict=True))
+    marks.pop(backend.unk_token_id, None)
+    return marks
+
+
+def load_tokenizer(spec: DataSpec, most: int | None = None) -> Tokenizer:
+    """The run's; of one that has more ids than `most`, those below it. Raises UserError (DATA) where there is none,
+    where it is not the one that the run means, and for `none`."""
     if spec.tokenizer == NO_TOKENIZER:
         raise no_tokenizer("there is nothing that turns text into tokens, or back")
     if spec.tokenizer == BYTES:
         return ByteTokenizer()
     check_tokenizer(spec)
-    return PretrainedTokenizer(spec.tokenizer, spec.tokenizer_revision)
+    return PretrainedTokenizer(spec.tokenizer, spec.tokenizer_revision, most)
 
 
 def tokenizer_words(spec: DataSpec) -> str | None:

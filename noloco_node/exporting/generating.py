@@ -15,7 +15,7 @@ from noloco_node.bootstrap.spec_fetch import with_own_tokenizer
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.encoding import fitting_tokenizer
+from noloco_node.data.encoding import check_of_text, fitting_tokenizer
 from noloco_node.data.tokenizers import NoTokenizer, PretrainedTokenizer, Tokenizer
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.errors import ExitCode, UserError
@@ -73,7 +73,9 @@ async def continue_text(
 def _ids_of(prompt: str, tokenizer: Tokenizer) -> list[int]:
     """Where the run has no tokenizer the prompt names token ids."""
     if not isinstance(tokenizer, NoTokenizer):
-        return [int(token) for token in tokenizer.encode(prompt)]
+        ids = tokenizer.encode(prompt)
+        check_of_text(ids, "it makes of --prompt", tokenizer)
+        return [int(token) for token in ids]
     words = prompt.split()
     if not all(word.isascii() and word.isdigit() and int(word) < tokenizer.vocab_size for word in words):
         raise UserError(
