@@ -236,6 +236,20 @@ async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path, mon
     assert len(list((tmp_path / "spool").iterdir())) == 2, "what came of the dead one's copy is gone"
 
 
+async def test_one_replica_that_says_any_clock_is_no_part_of_the_model(tmp_path: Path) -> None:
+    """Its weights may be worse than they look: it was the whole of its stage, and the three honest ones were none."""
+    async with trained(replicas=4) as swarm:
+        liar = swarm.made.replicas[1]
+        _, slow = await liar.worker.slow_weights()
+        await liar.worker.load_slow_weights(1e15, 1, slow)
+        gathered = await swarm.gather(tmp_path / "spool")
+        expected = await mean_slow(swarm.made, liar.stage, leave_out=(1,))
+    kept = gathered.kept()
+    assert {stage: len(found) for stage, found in kept.items()} == {0: 3, 1: 4}
+    assert same(mean_of(kept[liar.stage]), expected)
+    assert gathered.clock == 100.0
+
+
 async def test_one_that_is_leaving_gives_where_its_stage_has_no_other(tmp_path: Path) -> None:
     """Else those that stay are asked, and they alone."""
     async with trained() as swarm:
@@ -338,7 +352,18 @@ def test_of_three_the_odd_one_out_is_no_part_of_the_model() -> None:
     first, draw = torch.zeros(4096), torch.Generator().manual_seed(0)
     way = torch.randn(4096, generator=draw)
     near = [way + 0.1 * torch.randn(4096, generator=draw) for _ in range(2)]
-    for odd in (torch.randn(4096, generator=draw), -way, 100.0 * way):
+    across = torch.randn(4096, generator=draw)
+    for odd in (across, -way, 100.0 * way, way + 3.8 * across, way + across, way + 0.5 * across):
         assert of_one_mind([near[0], odd, near[1]], first) == [0, 2]
         assert of_one_mind([near[0], odd], first) == [0, 1]
     assert of_one_mind([first, first.clone(), first.clone()], first) == [0, 1, 2]
+
+
+def test_replicas_that_differ_as_much_as_they_have_come_are_all_taken() -> None:
+    """As in a young run; noise of four times their way is none of them, and two that agree outvote nobody."""
+    first, draw = torch.zeros(4096), torch.Generator().manual_seed(0)
+    young = [torch.randn(4096, generator=draw) for _ in range(4)]
+    assert of_one_mind(young, first) == [0, 1, 2, 3]
+    loud = young[0] + 3.8 * torch.randn(4096, generator=draw)
+    assert of_one_mind([*young, loud], first) == [0, 1, 2, 3]
+    assert of_one_mind([*young[:3], loud, loud.clone()], first) == [0, 1, 2]

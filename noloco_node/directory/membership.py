@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
@@ -280,9 +281,10 @@ class Membership:
         """Replicas of each stage that are there, this one included; of a large one an estimate."""
         return self._counts(*SERVING, own=1)
 
-    def furthest_clock(self) -> float:
-        """The largest clock in the record of any other node that is there."""
-        return max((record.clock for record in self.others_there()), default=0.0)
+    def usual_clock(self) -> float:
+        """The lower median clock in the records of other nodes that are there, newcomers aside; 0 where there is none.
+        One of them that claims any clock moves it no further than to another's."""
+        return median_low([record.clock for record in self.others_there() if not record.newcomer] or [0.0])
 
     def nodes_per_stage(self) -> list[int]:
         """Nodes of each stage that are there; this one counts even where its record has not been read back."""

@@ -55,8 +55,8 @@ class Gathered:
                 f"there are no weights of {as_stages(lost)} of {self.run.stages}, and every stage is needed",
                 "name the run folder of a node that served it, too: who trained at your run can send you theirs",
             )
-        lag = self.run.max_lag_tokens
-        return {stage: in_time(self.replicas[stage], lag) for stage in range(self.run.stages)}
+        lag, target = self.run.max_lag_tokens, self.run.inner.target_tokens
+        return {stage: in_time(self.replicas[stage], lag, target) for stage in range(self.run.stages)}
 
 
 class Shapes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median_low
+from statistics import median_low, mode
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
-from noloco_node.exporting.merge import SavedReplica
+from noloco_node.exporting.merge import SavedReplica, agreeing
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import build_stage
 from noloco_node.node.interrupts import interruptible
@@ -138,6 +138,7 @@ class Gatherer:
                 break
             self._asked.clear()
             await asyncio.sleep(self._pause)
+        copies = self._of_one_time(copies)
         replicas = {stage: await self._sound(stage, copies) for stage in range(self._run.stages)}
         lost = [stage for stage, found in replicas.items() if not found]
         if lost:
@@ -146,9 +147,9 @@ class Gatherer:
                 f"no replica of {as_stages(lost)} of run '{self._run.name}' gave its weights",
                 "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
             )
-        hellos = await self._hellos([copy.peer for copy in copies if copy.stage == 0])
-        reported = reported_by(hellos, self._run.max_lag_tokens)
-        return Gathered(self._run, replicas, reported, hellos[0].version if hellos else "")
+        hellos = await self._hellos([PeerId(replica.peer) for replica in replicas[0]])
+        reported, versions = reported_by(hellos, self._run.max_lag_tokens), [hello.version for hello in hellos]
+        return Gathered(self._run, replicas, reported, mode(versions) if versions else "")
 
     async def _hellos(self, peers: Sequence[PeerId]) -> list[Hello]:
         """What those say of themselves that answer for this run."""
@@ -213,6 +214,24 @@ class Gatherer:
             file.unlink(missing_ok=True)
             return None
         return _Copy(stage, peer, manifest.clock, weights)
+
+    def _of_one_time(self, copies: Sequence[_Copy]) -> list[_Copy]:
+        """Of each stage those whose clocks most of its replicas bear out: all of them train at this moment."""
+        lag, kept = self._run.max_lag_tokens, list[_Copy]()
+        middle = median_low([copy.clock for copy in copies]) if copies else 0.0
+        for stage in range(self._run.stages):
+            own = [copy for copy in copies if copy.stage == stage]
+            agreed = agreeing([copy.clock for copy in own], lag, middle)
+            for place, copy in enumerate(own):
+                if place in agreed:
+                    kept.append(copy)
+                else:
+                    logger.warning(
+                        "stage %d of %s says clock %s, more than %s tokens from what the others say, and is no part of "
+                        "the model",
+                        *(stage, copy.peer, f"{copy.clock:,.0f}", f"{lag:,.0f}"),
+                    )
+        return kept
 
     async def _sound(self, stage: int, copies: Sequence[_Copy]) -> list[SavedReplica]:
         own = [copy for copy in copies if copy.stage == stage]

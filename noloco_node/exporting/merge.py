@@ -61,10 +61,19 @@ def mean_of(replicas: Sequence[SavedReplica]) -> dict[str, Tensor]:
         ) from None
 
 
-def in_time(replicas: Sequence[SavedReplica], max_lag: float) -> list[SavedReplica]:
+def agreeing(clocks: Sequence[float], within: float, near: float) -> list[int]:
+    """Places of the largest set of clocks that lie within so many tokens of each other. Of several sets as large it is
+    the one whose lowest clock is nearest to `near`. A clock is its owner's word: the largest one decides nothing."""
+    order = sorted(range(len(clocks)), key=lambda place: clocks[place])
+    sets = [[p for p in order[start:] if clocks[p] - clocks[first] <= within] for start, first in enumerate(order)]
+    return sorted(min(sets, key=lambda found: (-len(found), abs(clocks[found[0]] - near)))) if sets else []
+
+
+def in_time(replicas: Sequence[SavedReplica], max_lag: float, target: float) -> list[SavedReplica]:
     """Those of a stage's replicas that are at most `max_lag` tokens behind the furthest, as stage peers average: one
-    that left early, or came when the others had gone, would pull the model back."""
-    furthest = max(replica.clock for replica in replicas)
+    that left early, or came when the others had gone, would pull the model back. A clock beyond the run's `target`
+    counts as the target."""
+    furthest = min(target, max(replica.clock for replica in replicas))
     kept = [replica for replica in replicas if furthest - replica.clock <= max_lag]
     if len(kept) < len(replicas):
         logger.warning(

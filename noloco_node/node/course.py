@@ -98,9 +98,9 @@ class ReplicaCourse:
         if self._missing.stages or not self._missing.looked:
             return False
         if not self._begun:  # asked before every sample: the records are looked at only until then
-            up, furthest = self._membership.replicas_per_stage(), self._membership.furthest_clock()
-            furthest = max(self._context.worker.progress.clock, furthest)
-            self._begun = self._start.over(up, furthest, asyncio.get_running_loop().time())
+            up, others = self._membership.replicas_per_stage(), self._membership.usual_clock()
+            trained = self._context.worker.progress.clock > 0.0 or others > 0.0
+            self._begun = self._start.over(up, trained, asyncio.get_running_loop().time())
             if self._begun:
                 self._membership.hurry(False)
         return self._begun

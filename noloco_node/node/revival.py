@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from statistics import median, median_low
+from statistics import median, median_high, median_low
 from typing import Literal
 
 from torch import Tensor
@@ -94,8 +94,8 @@ async def revive(
             raise no_first_weights(spec, stage)
         return "seed"
     clock = min(copy.clock, max(beyond, median(record.clock for record in there))) if there else copy.clock
-    most = max((record.outer_rounds for record in there), default=copy.manifest.outer_rounds)
-    await worker.load_slow_weights(clock, min(most, copy.manifest.outer_rounds), copy.weights)
+    rounds = [record.outer_rounds for record in there] or [copy.manifest.outer_rounds]
+    await worker.load_slow_weights(clock, min(median_high(rounds), copy.manifest.outer_rounds), copy.weights)
     logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
     return "guard"
 

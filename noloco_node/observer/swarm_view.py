@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, median_low
+from statistics import median
 from typing import Literal
 
 from noloco_node import __version__
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.placement.balancing import CREDIBLE_STRENGTH
+from noloco_node.directory.summary import believed
 from noloco_node.telemetry.swarm_state import (
     HAPPENINGS,
     MOST_NODES,
@@ -124,13 +124,6 @@ def newest_records(directory: DirectoryView, now: float) -> dict[str, LiveRecord
             if row.expires > now and (peer not in newest or row.record.sequence > newest[peer].record.sequence):
                 newest[peer] = row
     return newest
-
-
-def believed(claimed: Iterable[float]) -> float:
-    """The sum of what nodes claim, tokens/s, each one's word believed up to a multiple of the median of those that say
-    anything."""
-    said = [value for value in claimed if value > 0.0]
-    return sum(min(value, CREDIBLE_STRENGTH * median_low(said)) for value in said)
 
 
 def _followed(before: Followed | None, claim: _Claim, window: float) -> Followed:

@@ -17,14 +17,12 @@ from statistics import NormalDist, median
 from noloco_node.directory.buckets import TARGET
 from noloco_node.directory.headcount import WELCOME_SHARE, is_there, sampled_share, unasked_share
 from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
+from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.acquaintance import Acquaintances
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 
-CREDIBLE_STRENGTH = 8.0
-"""A node of which this one has seen work counts at most for this many of the median one: what a record claims is only
-a claim. Of a node that has only answered, nothing beyond the median is believed."""
 SHORTAGE = 0.03
 """Nobody moves while the poorest stage is within this of what a perfect division would give every stage."""
 DAMPING = 0.5

@@ -21,13 +21,13 @@ class CommonStart:
         self._since: float | None = None
         self._over = replicas <= 1
 
-    def over(self, up: Sequence[int], furthest: float, now: float) -> bool:
+    def over(self, up: Sequence[int], trained: bool, now: float) -> bool:
         """Whether the first sample may be drawn at `now` (seconds): `up` are the live replicas of each stage,
-        `furthest` the largest clock that anybody has. Once over, it stays over."""
+        `trained` says whether this node, or half of the others, have trained. Once over, it stays over."""
         self._since = now if self._since is None else self._since
         if not self._over:
             late = now - self._since >= START_SECONDS
-            self._over = furthest > 0.0 or min(up) >= self._replicas or late
+            self._over = trained or min(up) >= self._replicas or late
             if late and min(up) < self._replicas:
                 logger.warning("begins with %s replicas of the stages: %d of each are not up", up, self._replicas)
         return self._over

@@ -28,9 +28,9 @@ ALIKE = 0.5
 way of the other behind it."""
 MOST_FURTHER = 4.0
 """And has come no more than so many times as far."""
-LEAST_COSINE = 0.3
-"""Of the ways of what a node has itself and of what goes on from it; 0.77 and 0.83 between states of a run at an eighth
-of its course and at its end."""
+LEAST_COSINE = 0.5
+"""Of the ways of two copies, or of what a node has itself and of what goes on from it; 0.77 and 0.83 between states of
+a run at an eighth of its course and at its end. Without it noise of four times the way passes for the same way."""
 PIECE = 1 << 20
 
 
@@ -120,7 +120,17 @@ def alike(one: Tensor, other: Tensor, first: Tensor) -> bool:
     """Whether two copies have come the same way from the run's first weights (all flat, of whatever precision), be it
     one further than the other."""
     product, *squares = _ways(one, other, first)
-    return product >= ALIKE * min(squares) and max(squares) <= MOST_FURTHER**2 * min(squares)
+    along = product >= max(ALIKE * min(squares), LEAST_COSINE * math.sqrt(math.prod(squares)))
+    return along and max(squares) <= MOST_FURTHER**2 * min(squares)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Euclidean, between two copies (flat)."""
+    square = 0.0
+    for start in range(0, one.numel(), PIECE):
+        between = one[start : start + PIECE].double() - other[start : start + PIECE].double()
+        square += float(torch.dot(between, between))
+    return math.sqrt(square)
 
 
 def goes_on(copy: Tensor, own: Tensor, first: Tensor, times: float) -> bool:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from statistics import median_low
 
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.copy_fetch import OPEN_COPY, ask_for_copy, chunks_of_copy
-from noloco_node.state_transfer.copy_manifest import CopyManifest, alike
+from noloco_node.state_transfer.copy_manifest import CopyManifest, distance
 from noloco_node.transport.calls import BadAnswer, judging
 from noloco_node.transport.interface import Transport
 
 CHUNK_ATTEMPTS = 3
 PATIENCE = 4.0
 """Progress deadlines that a chunk has, which the donor's own training comes before; and the taking of the copy."""
+TIMES_FURTHER = 2.0
+"""Of one moment's replicas one may be so many times as far from the others as these usually are from each other: noise
+of that length adds to the mean of four half of what the replicas differ by."""
+NEAR = 1 / 4
+"""Part of the way from the first weights that replicas may always differ by."""
 
 
 async def fetch_slow(
@@ -38,13 +44,21 @@ async def fetch_slow(
 
 
 def of_one_mind(copies: Sequence[Tensor], first: Tensor) -> list[int]:
-    """Which of some replicas' weights (all flat) have come the same way from the run's `first` ones as at least half of
-    the others; all of them where they are two or fewer, since one voice is none. Takes a while: off the event loop."""
-    if len(copies) < 3:
-        return list(range(len(copies)))
-    voices = [sum(alike(own, other, first) for other in _others(copies, own)) for own in copies]
-    return [index for index, count in enumerate(voices) if 2 * count >= len(copies) - 1]
+    """Which of some replicas' weights (all flat, of one moment) are as near to the others as these are to each other;
+    all of them where they are two or fewer, since one voice is none. Takes a while: off the event loop.
 
-
-def _others(copies: Collection[Tensor], own: Tensor) -> list[Tensor]:
-    return [other for other in copies if other is not own]
+    What decides is each one's median distance to the others, beside the median of all such distances, so that less than
+    half of them move it no further than to an honest one's. Replicas that hardly differ may differ by `NEAR` of the way
+    that they have come from the run's `first` weights.
+    """
+    count = len(copies)
+    if count < 3:
+        return list(range(count))
+    apart = [[0.0] * count for _ in copies]
+    for one in range(count):
+        for other in range(one):
+            apart[one][other] = apart[other][one] = distance(copies[one], copies[other])
+    usual = [median_low([apart[one][other] for other in range(count) if other != one]) for one in range(count)]
+    way = median_low([distance(copy, first) for copy in copies])
+    most = max(TIMES_FURTHER * median_low(usual), NEAR * way)
+    return [one for one in range(count) if usual[one] <= most]

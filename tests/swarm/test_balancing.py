@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import (
-    CREDIBLE_STRENGTH,
     Server,
     Supply,
     as_far_trained,

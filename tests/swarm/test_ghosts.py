@@ -57,7 +57,7 @@ async def test_four_hundred_ghosts_a_stage_change_neither_share_nor_clock_nor_pa
             for replica in made.replicas:
                 await replica.membership.refresh()
             await eventually(lambda: len(steps_of(made)) > before + 80, 100.0, "training goes on")
-            clocks = [replica.membership.furthest_clock() for replica in made.replicas]
+            clocks = [replica.membership.usual_clock() for replica in made.replicas]
             for replica in made.replicas:
                 replica.stop.set()
         steps = steps_of(made)
@@ -92,7 +92,7 @@ async def test_a_common_start_waits_for_those_that_answer_and_heeds_no_ghosts_cl
                 group.create_task(replica.run())
             await eventually(lambda: not made.replicas[0].missing.stages and made.replicas[0].missing.looked)
             membership = made.replicas[0].membership
-            assert (membership.replicas_per_stage(), membership.furthest_clock()) == ([1, 1], 0.0)
+            assert (membership.replicas_per_stage(), membership.usual_clock()) == ([1, 1], 0.0)
             assert membership.live_replicas() == 1
             assert not made.drawn[0].batches
             for replica in made.replicas:

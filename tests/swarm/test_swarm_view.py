@@ -10,9 +10,10 @@ from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec
 from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.summary import believed
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.observer.onlooker import Onlooker
-from noloco_node.observer.swarm_view import believed, nothing_seen, view_swarm
+from noloco_node.observer.swarm_view import nothing_seen, view_swarm
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.swarm_metrics import rows_of
 from noloco_node.telemetry.swarm_state import MOST_NODES, MOST_VERSIONS, SwarmView, document

@@ -13,30 +13,30 @@ from tests.worlds import micro_spec, world
 
 
 @pytest.mark.parametrize(
-    ("replicas", "up", "furthest", "seconds", "over"),
+    ("replicas", "up", "trained", "seconds", "over"),
     [
-        (1, [1, 1], 0.0, 0.0, True),
-        (3, [3, 2], 0.0, START_SECONDS - 1, False),
-        (3, [3, 3], 0.0, 0.0, True),
-        (3, [4, 3], 0.0, 0.0, True),
-        (3, [1, 1], 512.0, 0.0, True),
-        (3, [1, 1], 0.0, START_SECONDS, True),
+        (1, [1, 1], False, 0.0, True),
+        (3, [3, 2], False, START_SECONDS - 1, False),
+        (3, [3, 3], False, 0.0, True),
+        (3, [4, 3], False, 0.0, True),
+        (3, [1, 1], True, 0.0, True),
+        (3, [1, 1], False, START_SECONDS, True),
     ],
 )
 def test_the_first_sample_waits_for_the_others_but_not_for_ever_and_not_in_a_run_that_has_begun(
-    replicas: int, up: list[int], furthest: float, seconds: float, over: bool
+    replicas: int, up: list[int], trained: bool, seconds: float, over: bool
 ) -> None:
     """`seconds` after the first look."""
     start = CommonStart(replicas)
-    assert start.over([1, 1], 0.0, 100.0) is (replicas == 1)
-    assert start.over(up, furthest, 100.0 + seconds) is over
+    assert start.over([1, 1], False, 100.0) is (replicas == 1)
+    assert start.over(up, trained, 100.0 + seconds) is over
 
 
 def test_a_start_is_not_taken_back() -> None:
     """A replica that dies later holds nobody back."""
     start = CommonStart(2)
-    assert start.over([2, 2], 0.0, 0.0)
-    assert start.over([1, 2], 0.0, 1.0)
+    assert start.over([2, 2], False, 0.0)
+    assert start.over([1, 2], False, 1.0)
 
 
 async def test_replicas_begin_together() -> None:
