@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+from noloco_node.config.pointers import FETCH, POINTER, is_pointer
 from noloco_node.errors import ExitCode, UserError
 
 PREFIX = "weights-"
@@ -254,6 +255,9 @@ def _of_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if length <= min(_MOST_HEADER, size) else b""
+            file.seek(0)
+            if is_pointer(file.read(size if size < _SAMPLE_BYTES else 0)):
+                raise _unusable(path, POINTER, FETCH)
     base = 8 + length
     try:
         header = cast("dict[str, Any]", json.loads(text))
@@ -289,7 +293,8 @@ def _json(path: Path, remedy: str) -> dict[str, Any]:
     except OSError as error:
         raise _unusable(path, f"it cannot be read: {error.strerror or error}", remedy) from None
     except (ValueError, RecursionError):
-        raise _unusable(path, "it is no JSON", _AGAIN) from None
+        pointer = is_pointer(path.read_bytes())
+        raise _unusable(path, POINTER if pointer else "it is no JSON", FETCH if pointer else _AGAIN) from None
     if not isinstance(parsed, dict):
         raise _unusable(path, "it is no JSON object", _AGAIN)
     return cast("dict[str, Any]", parsed)

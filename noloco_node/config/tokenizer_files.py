@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from noloco_node.config.canonical import canonical_json
 from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ, DataSpec
+from noloco_node.config.pointers import FETCH, POINTER, is_pointer
 from noloco_node.errors import ExitCode, UserError
 
 _WHOLE = "tokenizer.json"
@@ -162,6 +163,8 @@ def _bytes(path: Path) -> bytes:
             read = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise _unusable(str(path), f"it cannot be read: {error.strerror or error}", _AGAIN) from None
+    if is_pointer(read):
+        raise _unusable(str(path), POINTER, FETCH)
     if len(read) > _MOST_BYTES:
         raise _unusable(str(path), f"it is larger than {_MOST_BYTES >> 20} MiB", "name the folder of a tokenizer")
     return read

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from noloco_node.config.pointers import FETCH, POINTER, is_pointer
 from noloco_node.data.documents import damaged, data_error, unreadable
 from noloco_node.errors import UserError
 
@@ -49,6 +50,7 @@ _NAMED = {
     ".feather": Format.ARROW,
 }
 """What a suffix promises; every other one promises text."""
+_TEXT_NAMES = frozenset({".txt", ".text", ".md", ""})
 _PACKED_NAMES = {".gz": Packing.GZIP, ".zst": Packing.ZSTD, ".zstd": Packing.ZSTD}
 _PACKED_MAGIC = {b"\x1f\x8b": Packing.GZIP, b"\x28\xb5\x2f\xfd": Packing.ZSTD}
 _MAGIC = {b"PAR1": Format.PARQUET, b"ARROW1": Format.ARROW, b"\xff\xff\xff\xff": Format.ARROW}
@@ -71,10 +73,20 @@ class Look:
     doubt: str = ""
     """What was seen, where there is no format."""
     empty: bool = False
+    is_pointer: bool = False
+    """Whether something else stands in place of the file."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether its name promises something to train on."""
+        suffix = self.path.suffix.lower()
+        return suffix in _NAMED or suffix in _PACKED_NAMES or suffix in _TEXT_NAMES
 
     @property
     def error(self) -> UserError:
         """What a person reads of a file that cannot be told."""
+        if self.is_pointer:
+            return data_error(f"run.data.path: '{self.path}' cannot be trained on: {POINTER}", FETCH)
         return data_error(
             f"run.data.path: it cannot be told what '{self.path}' holds: {self.doubt}",
             f"give {READABLE}; and name each file as what it is",
@@ -88,6 +100,8 @@ def look(path: Path) -> Look:
             size, head = path.stat().st_size, file.read(HEAD_BYTES)
     except OSError as error:
         raise unreadable(path, error) from None
+    if is_pointer(head):
+        return Look(path, size, None, doubt=POINTER, is_pointer=True)
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     packing = next((packing for magic, packing in _PACKED_MAGIC.items() if head.startswith(magic)), None)
     named = _PACKED_NAMES.get(suffixes[-1]) if suffixes else None

@@ -6,11 +6,12 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from noloco_node.data.documents import data_error, unreadable
+from noloco_node.data.documents import data_error
+from noloco_node.data.folders import Listed, glob_files, keys_of, rows_of_datasets, walk_files
 from noloco_node.data.formats import READABLE, Format, Look, Packing, ReadMeter, look
 from noloco_node.errors import UserError
 
@@ -58,6 +59,8 @@ class Found:
     files: tuple[SourceFile, ...]
     passed_over: tuple[str, ...] = ()
     """Names of files of other formats in the same folder."""
+    notes: tuple[str, ...] = ()
+    """What else is left out, a sentence each."""
 
 
 def find_files(path: str, split: str) -> Found:
@@ -84,25 +87,15 @@ def absent(path: str, remedy: str = "name an existing file or folder, or a glob 
     return data_error(f"run.data.path is '{path}', which does not exist", remedy)
 
 
-def walk_files(root: Path, skip: frozenset[str] = frozenset()) -> list[Path]:
-    """All regular files below a folder, in the order of their places; neither hidden ones nor those in hidden folders
-    or in folders of a name in `skip`."""
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        found.extend(Path(folder, name) for name in names if not name.startswith("."))
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
-
-
 def _of_folder(folder: Path, split: str) -> Found:
-    try:
-        paths = [path for path in walk_files(folder) if path.name not in _ABOUT]
-    except OSError as error:
-        raise unreadable(folder, error) from None
-    looks = [look(path) for path in paths]
+    listed = walk_files(folder)
+    own = rows_of_datasets(listed.paths, whole=True)
+    looks = [look(path) for path in own if path.name not in _ABOUT]
     sizes: Counter[Format | None] = Counter()
     for seen in looks:
         sizes[seen.format] += seen.size
+        if seen.is_pointer and seen.is_wanted:
+            raise seen.error
     if not looks or not sum(sizes.values()):
         raise data_error(f"run.data.path '{folder}' holds no text", "point it to text that is not empty")
     main, most = sizes.most_common(1)[0]
@@ -112,33 +105,43 @@ def _of_folder(folder: Path, split: str) -> Found:
         raise _mixed(str(folder), looks)
     others = tuple(seen.path.name for seen in looks if seen.format is not main)
     ours = [seen for seen in looks if seen.format is main]
-    return Found(_in_order(str(folder), folder, ours, split), others)
+    return Found(_in_order(str(folder), folder, ours, split), others, tuple(_notes(listed, own)))
 
 
 def _of_glob(pattern: str, split: str) -> Found:
-    looks = [look(path) for path in map(Path, glob.iglob(pattern, recursive=True)) if path.is_file()]
+    root, listed = glob_files(pattern)
+    own = rows_of_datasets(listed.paths, whole=False) or list(listed.paths)
+    looks = [look(path) for path in own]
     if not looks:
-        raise absent(pattern, "name files that are there; quote a glob so that the shell leaves it to noloco-node")
+        hint = "; in a glob `[` begins a set of characters, and `[[]` stands for itself" if "[" in pattern else ""
+        raise absent(pattern, f"name files that are there; quote a glob so that the shell leaves it alone{hint}")
     for seen in looks:
         if seen.format is None:
             raise seen.error
     if len({seen.format for seen in looks}) > 1:
         raise _mixed(pattern, looks)
-    return Found(_in_order(pattern, _root_of(pattern), looks, split))
+    return Found(_in_order(pattern, root, looks, split), notes=tuple(_notes(listed, own)))
 
 
-def _root_of(pattern: str) -> Path:
-    """The folder that the pattern's fixed beginning names: keys are places below it."""
-    fixed: list[str] = []
-    for part in Path(pattern).parts[:-1]:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    return Path(*fixed)
+def _notes(listed: Listed, own: Sequence[Path]) -> Iterator[str]:
+    """What is left out although it lies there, for a person."""
+    rest = sorted(path.name for path in set(listed.paths) - set(own))
+    if rest:
+        yield f"{_some(rest)}: results that the datasets library keeps beside its rows are left out"
+    if listed.astray:
+        yield f"{_some(listed.astray)}: links that lead nowhere are left out"
+    if listed.again:
+        yield f"{_some(listed.again)}: links to folders that are read already are left out"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _in_order(named: str, root: Path, looks: Sequence[Look], split: str) -> tuple[SourceFile, ...]:
-    keyed = sorted((seen.path.relative_to(root).as_posix(), seen) for seen in _of_split(named, root, looks, split))
+    chosen = _of_split(named, root, looks, split)
+    keys = keys_of(root, [seen.path for seen in chosen])
+    keyed = sorted(((keys[seen.path], seen) for seen in chosen), key=lambda each: each[0])
     found = [_taken(seen, key) for key, seen in keyed if not (seen.empty and seen.format is Format.TEXT)]
     if not found:
         raise data_error(f"run.data.path '{named}' holds no text", "point it to text that is not empty")

@@ -12,7 +12,7 @@ from noloco_node.data.encoding import encode
 from noloco_node.data.hub import ShardReader, hub_shards
 from noloco_node.data.loaders import load
 from noloco_node.data.places import SourceFile, find_files
-from noloco_node.data.sources import is_held_out
+from noloco_node.data.sources import is_held_out, warn_of_left_out
 from noloco_node.data.tokenizers import Tokenizer, Tokens
 
 ENDS_BYTES = 64 << 10
@@ -91,5 +91,7 @@ def _readers(spec: DataSpec) -> tuple[list[str], list[ShardReader]]:
     if spec.source == "huggingface":
         readers = hub_shards(spec)
         return [f"shard {number} of '{spec.path}'" for number in range(len(readers))], readers
-    files = shard_files(spec)
+    found = find_files(spec.path or "", spec.split)
+    warn_of_left_out(found, f"run.data.path '{spec.path}'")
+    files = found.files
     return [file.name for file in files], [lambda file=file: load(file, spec.text_field) for file in files]

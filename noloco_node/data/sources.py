@@ -14,11 +14,12 @@ from pathlib import Path
 from noloco_node.config.data_spec import TEXT, DataSpec
 from noloco_node.data.documents import Document, data_error, unreadable
 from noloco_node.data.fingerprint import Fingerprint
+from noloco_node.data.folders import walk_files
 from noloco_node.data.formats import Format, ReadMeter
 from noloco_node.data.hub import check_not_here, hub_documents
 from noloco_node.data.loaders import first_look, load
 from noloco_node.data.mixture import naming_part
-from noloco_node.data.places import find_files, walk_files
+from noloco_node.data.places import Found, find_files
 
 logger = logging.getLogger(__name__)
 
@@ -178,25 +179,32 @@ def _pieces(document: Document, length: int) -> Iterator[Document]:
 
 def _standard_library() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
-    for path in walk_files(root, skip=_NOT_OF_THE_LIBRARY):
+    for path in walk_files(root, skip=_NOT_OF_THE_LIBRARY).paths:
         if path.suffix == ".py":
             yield Document(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8", errors="replace"))
 
 
 def _local(spec: DataSpec, meter: ReadMeter | None) -> Iterator[Document]:
     found = find_files(spec.path or "", spec.split)
-    if found.passed_over:
-        logger.warning(
-            "%s is read as %s: %d files of other formats in it are passed over (%s)",
-            _setting(spec),
-            found.files[0].format,
-            len(found.passed_over),
-            ", ".join(found.passed_over[:3]) + (", …" if len(found.passed_over) > 3 else ""),
-        )
+    warn_of_left_out(found, _setting(spec))
     for file in found.files:
         yield from load(replace(file, meter=meter), spec.text_field)
         if meter is not None:
             meter.before, meter.passed = meter.before + file.size, 0
+
+
+def warn_of_left_out(found: Found, setting: str) -> None:
+    """Say what of a path is not read."""
+    if found.passed_over:
+        logger.warning(
+            "%s is read as %s: %d files of other formats in it are passed over (%s)",
+            setting,
+            found.files[0].format,
+            len(found.passed_over),
+            ", ".join(found.passed_over[:3]) + (", …" if len(found.passed_over) > 3 else ""),
+        )
+    for note in found.notes:
+        logger.warning("%s: %s", setting, note)
 
 
 def _setting(spec: DataSpec) -> str:
