@@ -15,6 +15,7 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.identity.addresses import parse_address
+from noloco_node.identity.births import BirthId
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Evaluation
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
@@ -59,6 +60,8 @@ class Hello(WireModel):
     that does not train."""
     held_out: HeldOutLoss | None = None
     """None where this node has measured none."""
+    birth: BirthId | None = None
+    """The life of the run in which it takes part; None for a seed of any run, and for older releases."""
 
 
 HELLO = Method("hello", Nothing, Hello, at_once=4)
@@ -71,10 +74,11 @@ def serve_hello(
     over: Callable[[], bool] = lambda: False,
     unaware: Callable[[], bool] = lambda: False,
     held_out: Callable[[], HeldOutLoss | None] = lambda: None,
+    birth: Callable[[], str | None] = lambda: None,
 ) -> Withdraw:
     """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
     and need not know of any run; `over` says whether it remembers the run's end, `unaware` whether it does not
-    know of that, `held_out` what a node of stage 0 has measured last."""
+    know of that, `held_out` what a node of stage 0 has measured last, `birth` in which life of the run it is."""
     run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _request: Nothing) -> Hello:
@@ -88,6 +92,7 @@ def serve_hello(
             over=over(),
             unaware=unaware(),
             held_out=held_out(),
+            birth=birth(),
         )
 
     return on(transport, HELLO, handle)

@@ -38,7 +38,12 @@ from noloco_node.telemetry.events import (
 from noloco_node.telemetry.words import as_long, as_nodes, one_line, printable
 
 SHOWN_PEERS = 8
-SHOWN_WARNINGS = (("invitation_ends", "invitation"), ("clock_wrong", "clock"), ("identity_shared", "identity"))
+SHOWN_WARNINGS = (
+    ("invitation_ends", "invitation"),
+    ("clock_wrong", "clock"),
+    ("identity_shared", "identity"),
+    ("another_life", "birth"),
+)
 """By what line of a node's present each is shown."""
 SILENT_SECONDS = AT_LAST_SECONDS + 15.0
 """A node that trains writes its account once in `AT_LAST_SECONDS` at least; one that is silent for longer is stuck or

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node.config.data_spec import MOST_ROWS
 from noloco_node.data.claims import MOST_CLAIMS
+from noloco_node.identity.births import BirthId
 from noloco_node.identity.invitations import Proof
 from noloco_node.identity.peer_id import PeerId
 
@@ -68,6 +69,8 @@ class PeerRecord(BaseModel):
     """Rises with each publication of a node: of two records the higher is newer."""
     invitation: Proof | None = None
     """Shows that the run's owner has invited the peer."""
+    birth: BirthId | None = None
+    """The life of the run in which it takes part; None for older releases."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,10 @@ class CheckpointKeeper:
         folder: CheckpointFolder,
         emit: Callable[[AnyEvent], None],
         settings: NodeSettings,
+        birth: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """`birth` gives the life of the run that is saved."""
+        self._birth = birth
         self._replica = replica
         self._folder = folder
         self._emit = emit
@@ -181,6 +184,7 @@ class CheckpointKeeper:
             walk=self._replica.pipeline.walk_position(),
             held=tuple(HeldSample(put_backs=sample.put_backs) for sample in self._replica.pipeline.held_samples),
             ledger=self._replica.pipeline.ledger.counts,
+            birth=self._birth(),
         )
 
     def _checked(self, windows: Tensor | None) -> Tensor:

@@ -23,6 +23,16 @@ def check_folder(folder: RunFolder, spec: RunSpec, settings: NodeSettings) -> No
         )
 
 
+def kept_birth(folder: RunFolder, run_id: str, run_name: str) -> str | None:
+    """The life of the run whose state lies in this folder: that of its newest checkpoint, else that of the folder where
+    the run has come to its end in it. None where there is no state, or an older release wrote it. Raises UserError
+    (RUN_FOLDER) where the folder belongs to another run."""
+    ended = folder.judge(run_id, run_name)
+    checkpoints = CheckpointFolder(folder.checkpoints, keep=1)
+    saved = checkpoints.birth(run_id)
+    return saved or (folder.birth(run_id) if ended or checkpoints.holds_any else None)
+
+
 def _whose_weights(spec: RunSpec) -> str:
     if spec.stages == 1:
         return "its weights are"
@@ -30,12 +40,14 @@ def _whose_weights(spec: RunSpec) -> str:
 
 
 def open_run(
-    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings
+    folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings, birth: str
 ) -> Checkpoint | None:
-    """Take the folder for this run; its newest checkpoint that can be gone on from. Raises UserError (RUN_FOLDER) where
-    it holds another run, or where the run has come to its end there and no peer to go on with is named."""
+    """Take the folder for this life of the run (`birth`); its newest checkpoint that can be gone on from. Raises
+    UserError (RUN_FOLDER) where it holds another run, or where the run has come to its end there and no peer to go on
+    with is named."""
     check_folder(folder, spec, settings)
     folder.claim(spec.run_id, spec.name)
+    folder.keep_birth(spec.run_id, spec.name, birth)
     folder.keep_spec(spec.agreed_json)
     if spec.data.own_tokenizer and spec.data.tokenizer != NOT_READ:
         folder.keep_tokenizer_place(Path(spec.data.tokenizer).expanduser().absolute())

@@ -158,7 +158,7 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
         _compute_thread() as thread,
     ):
         with interrupts.leaving():
-            saved = await ambient.elsewhere(open_run, folder, checkpoints, net.spec, net.settings)
+            saved = await ambient.elsewhere(open_run, folder, checkpoints, net.spec, net.settings, net.life.birth)
             departure.opened.set()
             if saved is None and (warning := unusable_checkpoints(checkpoints)) is not None:
                 emit(warning)
@@ -184,7 +184,7 @@ async def _choose(place: _Place, show: Show | None) -> int:
     stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
     if show is not None and view is not None:
         await ambient.elsewhere(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
-    stays.emit = net.invitation.emit = place.emit
+    stays.emit = net.invitation.emit = net.lives.emit = place.emit
     checks = partial(start_checks.for_a_stage, net.spec, net.settings, stage, place.folder, moves=stays.may_move)
     start_checks.report(await ambient.elsewhere(checks))
     net.reach.tell(lambda now: place.emit(Reachability(way=now.way.value, words=now.words())))
@@ -196,6 +196,7 @@ async def _choose(place: _Place, show: Show | None) -> int:
         # Else those that come home together outvote the seed that knows of the run's end.
         unaware=lambda: not stays.trains(),
         held_out=lambda: held_out_loss(place.telemetry.evaluation),
+        birth=lambda: net.life.birth,
     )
     serve_spec(net.transport, net.spec)
     return stage
@@ -230,7 +231,7 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 stack.callback(replica.close)
                 replica.heed_relays(lambda: net.reach.relayed)
                 stack.enter_context(place.telemetry.showing(replica.books.surroundings))
-                keeper = stack.enter_context(CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings))
+                keeper = stack.enter_context(_keeper(place, replica))
                 clock, resumed = None, saved is not None
                 if saved is not None:
                     clock = saved.standing.progress.clock
@@ -258,9 +259,15 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
             yield None if origin is None else _Stay(replica, keeper, receipts)
 
 
+def _keeper(place: _Place, replica: Replica) -> CheckpointKeeper:
+    net = place.net
+    return CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings, lambda: net.life.birth)
+
+
 async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
     """One stay, to its end, and what is kept of it."""
     replica = stay.replica
+    place.net.lives.worked = lambda: replica.worker.last_trained.at > 0.0
     interrupts.graceful(replica.stop)
     replica.on_leaving = interrupts.leaves
     leaving = (PeerState.FINISHING, PeerState.DRAINING)

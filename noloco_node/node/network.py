@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from noloco_node import ambient
 from noloco_node.bootstrap.dial_back import serve_dial_back
 from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
 from noloco_node.config.node_settings import NodeSettings
@@ -29,11 +30,13 @@ from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.libp2p.start import Doors, running_p2p
 from noloco_node.libp2p.supervisor import Supervisor
 from noloco_node.node import start_checks
+from noloco_node.node.claiming import kept_birth
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.trust.admission import Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
 from noloco_node.trust.own_invitation import OwnInvitation
 
 logger = logging.getLogger(__name__)
@@ -52,18 +55,20 @@ class Network:
     transport: Transport
     """Shows this node's invitation where peers ask for it."""
     directory: Directory
-    """Without outsiders."""
+    """Without outsiders, and without nodes of other lives of the run."""
     known: KnownPeers
     supervisor: Supervisor
     reach: ReachWatch
     invitation: OwnInvitation
+    life: OwnLife
+    lives: LifeWatch
 
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
         """The result of `work`; meanwhile p2pd is started again where it dies, the node is kept in reach, the peers met
         are written down, and `companions` run, which are cancelled at its end."""
         esteem = esteem_by(self.transport.acquaintances)
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders, esteem)
-        return await self.supervisor.beside(work, keeping, self.reach.keep(), *companions)
+        return await self.supervisor.beside(work, keeping, self.reach.keep(), self.lives.keep(), *companions)
 
     async def relayed(self, peer: PeerId) -> bool:
         """Whether this node is connected to a peer through relays only."""
@@ -136,6 +141,7 @@ async def network(
     async with entrance(settings, folder, run=run, may_found=run is not None) as door:
         daemon, known = door.daemon, door.known
         spec = await agree(door)
+        life = await _own_life(door, spec, folder)
         start_checks.report(await start_checks.among_peers(door.transport, daemon.joined_peers))
         reach = _reach_watch(daemon, door.transport, settings)
         await reach.first_look()
@@ -143,6 +149,7 @@ async def network(
             known.learn(parse_address(text).peer, [text])
         access = own_access(spec, settings.invitation, door.identity.peer_id)
         access.serve(door.transport)
+        door.transport.guard(lambda peer: access.admits(peer) and life.admits(peer))
         if access.proof is not None:
             door.transport.introduce_with(Introduction(door.transport, access.proof).show)
         directory = await join_directory(
@@ -161,15 +168,24 @@ async def network(
                 settings.model_copy(update={"initial_peers": daemon.joined_peers}),
                 daemon,
                 door.transport,
-                ScreenedDirectory(directory, access, access.proof),
+                ScreenedDirectory(directory, access, access.proof, life),
                 known,
                 watch,
                 reach,
                 OwnInvitation(access, door.transport, directory, spec.name),
+                life,
+                LifeWatch(life, door.transport, ScreenedDirectory(directory, access), spec),
             )
             await known.last_look(daemon, spec.run_id, peers_met(directory.view, daemon.own_id))
         finally:
             await directory.close()
+
+
+async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife:
+    kept = await ambient.elsewhere(kept_birth, folder, spec.run_id, spec.name)
+    life = await agree_birth(door.transport, spec, door.daemon.joined_peers, kept)
+    life.changed = partial(folder.keep_birth, spec.run_id, spec.name)
+    return life
 
 
 def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tuple[str, ...]:

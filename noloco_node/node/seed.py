@@ -29,6 +29,7 @@ from noloco_node.telemetry.swarm_pages import SwarmPages
 from noloco_node.telemetry.web import WebServer
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ async def _run(
         async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
             log.observe_seed(door.identity.peer_id)
             agreed = await _agree(spec, door)
+            life = None if agreed is None else await _own_life(door, agreed, folder)
             async with _directory(door, agreed) as directory:
                 last = None if agreed is None else last_words(directory, folder, agreed)
                 serve_hello(
@@ -81,13 +83,14 @@ async def _run(
                     lambda: None,
                     over=lambda: last is not None and last.over,
                     unaware=lambda: last is None or not last.knows,
+                    birth=lambda: None if life is None else life.birth,
                 )
                 if agreed is not None:
                     serve_spec(door.transport, agreed)
                 tell(agreed, door.daemon.visible_addresses())
                 pages.records = lambda: directory.records_held
                 with interrupts.leaving():
-                    await _serve(door, directory, agreed, settings, interrupts, pages, last)
+                    await _serve(door, directory, agreed, settings, interrupts, pages, last, life)
     finally:
         web.stop()
         heartbeat.stop()
@@ -101,6 +104,29 @@ async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:
     if not joined:
         return None
     return await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False, met_in=door.known.run)
+
+
+async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife:
+    """The life of the run that this seed serves: the one in which it has seen nodes train, else that of its peers."""
+    life = await agree_birth(door.transport, spec, door.daemon.joined_peers, _kept(folder, spec))
+
+    def changed(birth: str) -> None:
+        try:
+            folder.keep_birth(spec.run_id, spec.name, birth)
+        except UserError as error:
+            logger.warning("it is not written down which life of the run this seed serves: %s", error.message)
+
+    life.changed = changed
+    if life.settled:
+        changed(life.birth)
+    return life
+
+
+def _kept(folder: RunFolder, spec: RunSpec) -> str | None:
+    try:
+        return folder.birth(spec.run_id)
+    except UserError:  # it cannot be read
+        return None
 
 
 @contextlib.asynccontextmanager
@@ -127,13 +153,17 @@ async def _serve(
     interrupts: Interrupts,
     pages: SwarmPages,
     last: LastWords | None,
+    life: OwnLife | None,
 ) -> None:
     run = ANY_RUN if spec is None else spec.run_id
     companions: list[Coroutine[Any, Any, None]] = [door.known.keep(door.daemon, run, directory.neighbours)]
-    if spec is None or last is None:
+    if spec is None or last is None or life is None:
         pages.detail = NO_RUN
     else:
         companions.append(last.run(spec.limits.record_seconds))
+        lives = LifeWatch(life, door.transport, ScreenedDirectory(directory, Access(spec)), spec)
+        lives.worked = lambda: last.knows
+        companions.append(lives.keep())
         if settings.metrics_port is not None:
             pages.detail = "looking for the nodes of the run"
             companions.append(Onlooker(door.transport, directory, spec, over=last.over).run(pages.saw))

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
@@ -73,6 +80,14 @@ class KeptStanding(BaseModel):
     held: tuple[HeldSample, ...]
     ledger: dict[str, int]
     """Counts of microbatches. On stage 0: drawn = trained + dropped + samples held."""
+    birth: Annotated[str, Field(max_length=64)] | None = None
+    """The life of the run of which this is a state; None where an older release wrote it. It is not written then, so
+    that the seal of such a checkpoint holds."""
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        written: dict[str, object] = write(self)
+        return written if self.birth is not None else {k: v for k, v in written.items() if k != "birth"}
 
     @property
     def absurd(self) -> str | None:
@@ -211,6 +226,18 @@ class CheckpointFolder:
             if manifest.standing.run_id == run_id:
                 found.append((manifest.written, manifest.standing.progress.clock))
         return found
+
+    def birth(self, run_id: str) -> str | None:
+        """The life of the run whose state the newest readable checkpoint of this run is; None where there is none, or
+        an older release wrote it."""
+        for path in reversed(self._paths()):
+            try:
+                standing = _read_manifest(path).standing
+            except Unusable:
+                continue
+            if standing.run_id == run_id:
+                return standing.birth
+        return None
 
     @property
     def holds_any(self) -> bool:

@@ -29,6 +29,8 @@ class RunMark(BaseModel):
     run_id: str
     run_name: str
     ended: bool = False
+    birth: str | None = None
+    """The life of the run that this folder is of (`identity.births`); None where an older release wrote it."""
 
 
 class TokenizerPlace(BaseModel):
@@ -168,7 +170,17 @@ class RunFolder:
 
     def mark_ended(self, run_id: str, run_name: str, *, ended: bool = True) -> None:
         """Say that the run has come to its end here, or that it goes on after all. Raises as `claim`."""
-        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=ended))
+        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=ended, birth=self.birth(run_id)))
+
+    def keep_birth(self, run_id: str, run_name: str, birth: str) -> None:
+        """Write down which life of the run this folder is of. Raises as `claim`."""
+        if self.birth(run_id) != birth:
+            self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=self.ended_in(run_id), birth=birth))
+
+    def birth(self, run_id: str) -> str | None:
+        """The life of this run that the folder is of, as far as it was written down."""
+        mark = self._mark()
+        return mark.birth if mark is not None and mark.run_id == run_id else None
 
     def may_be_of(self, run_id: str | None) -> bool:
         """Whether it is no run's yet, or of this one and that has not ended. False where a run has it and `run_id` is
@@ -180,6 +192,11 @@ class RunFolder:
     def claimed(self) -> bool:
         """Whether it belongs to a run."""
         return self._mark() is not None
+
+    def ended_in(self, run_id: str) -> bool:
+        """Whether this run has come to its end here."""
+        mark = self._mark()
+        return mark is not None and mark.ended and mark.run_id == run_id
 
     @property
     def ended(self) -> bool:

@@ -335,7 +335,8 @@ class Warned(Event):
     `state_elsewhere`: a peer that is away held the state of its stage; `last_of_stage`: it leaves, and no other replica
     is known; `memory_short`: the system may soon kill it; `text_damaged`: a shard of the text is passed over;
     `invitation_ends`: peers deal with it until its invitation ends, soon or just now; `clock_wrong`: its machine's
-    clock is not that of others, and they lose sight of it; `identity_shared`: another node runs with its key."""
+    clock is not that of others, and they lose sight of it; `identity_shared`: another node runs with its key;
+    `another_life`: somebody else has begun the same run."""
     detail: str
     """What it means and what can be done, for a person."""
 

@@ -14,4 +14,5 @@ WarningKind = Literal[
     "invitation_ends",
     "clock_wrong",
     "identity_shared",
+    "another_life",
 ]

@@ -1,5 +1,5 @@
 """The directory without those whom this node does not deal with: banned peers, outsiders of the run, nodes of another
-protocol version."""
+life of it, nodes of another protocol version."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import Directory, DirectoryView, LiveRecord, PeerRecord, SignedRecord
 from noloco_node.identity.invitations import Proof
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.trust.lives import OwnLife
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +32,19 @@ class Screen(Protocol):
 
 class ScreenedDirectory:
     """Implements `Directory`: another one, in whose view only records of this protocol version appear that pass
-    `screen`.
+    `screen` and are of the same life of the run, where `life` is given.
 
     Who is left out is neither routed to, nor averaged or counted with, nor asked for its state, and its clock is heard
     by nobody here. A view is screened once, and again when the screen has changed: every microbatch may ask for it.
     """
 
-    def __init__(self, directory: Directory, screen: Screen, proof: Proof | None = None) -> None:
+    def __init__(
+        self, directory: Directory, screen: Screen, proof: Proof | None = None, life: OwnLife | None = None
+    ) -> None:
         self._directory = directory
         self._screen = screen
         self._proof = proof
+        self._life = life
         self._from: tuple[DirectoryView, int] | None = None
         self._view = DirectoryView(())
         self._another_seen = False
@@ -60,9 +64,12 @@ class ScreenedDirectory:
         return self._directory.now()
 
     async def publish(self, record: PeerRecord, life: float) -> bool:
-        """See `Directory.publish`. With the record goes this node's own proof that it is invited, if it has one."""
-        shown = record if self._proof is None else record.model_copy(update={"invitation": self._proof})
-        return await self._directory.publish(shown, life)
+        """See `Directory.publish`. With the record go this node's own proof that it is invited, and the birth of its
+        run, if it has them."""
+        shown: dict[str, object] = {} if self._proof is None else {"invitation": self._proof}
+        if self._life is not None:
+            shown["birth"] = self._life.birth
+        return await self._directory.publish(record.model_copy(update=shown) if shown else record, life)
 
     async def refresh(self) -> DirectoryView:
         """Read all stages anew; the view that it returns is screened."""
@@ -81,7 +88,7 @@ class ScreenedDirectory:
         return self._directory.told(teller, records)
 
     def _screened(self, view: DirectoryView) -> DirectoryView:
-        changes = self._screen.changes
+        changes = self._screen.changes + (0 if self._life is None else self._life.changes)
         if self._from is None or self._from[0] is not view or self._from[1] != changes:
             self._view = replace(view, stages=self._rows_that_pass(view.stages))
             self._from = (view, changes)
@@ -94,7 +101,7 @@ class ScreenedDirectory:
     def _passes(self, peer: PeerId, row: LiveRecord) -> bool:
         theirs = row.record.protocol
         if theirs == PROTOCOL_VERSION:
-            return self._screen.deals(peer, row)
+            return self._screen.deals(peer, row) and (self._life is None or self._life.deals(peer, row))
         if not self._another_seen:
             self._another_seen = True
             logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -128,6 +129,31 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
     assert "holds run 'micro'" in refused.stderr
     assert "remedy: name another folder with --run-folder" in refused.stderr
     assert (folder / "peers.json").read_text() == peers, "who is refused overwrites nothing of the other run"
+    await _comes_home_to_a_run_begun_anew(folder, alone)
+
+
+async def _comes_home_to_a_run_begun_anew(folder: Path, alone: list[str]) -> None:
+    """Somebody begins the same run again, from its first weights: the state of its first life stays out of it."""
+    anew, newest = folder.parent / "anew", CheckpointFolder(folder / "checkpoints", keep=2).birth
+    anew.mkdir()
+    async with daemon(*[str(anew) if part == str(folder) else part for part in alone], folder=anew) as (
+        process,
+        events,
+    ):
+        await eventually(lambda: of(InnerStep, events), 120, "the new life trains")
+        address = of(NodeStarted, events)[0].addresses[0]
+        home = [*alone, "--initial-peers", address]
+        refused = await asyncio.to_thread(subprocess.run, home, capture_output=True, text=True, timeout=120)
+        assert refused.returncode == ExitCode.RUN_FOLDER
+        assert "run 'micro' was begun anew: node.run_folder holds a state of the life" in refused.stderr
+        await eventually(lambda: of(CheckpointTaken, events), 60, "the new life keeps its state")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+    clocks = [event.clock for event in of(InnerStep, events)]
+    run = of(NodeStarted, events)[0].run_id
+    other = CheckpointFolder(anew / "checkpoints", keep=2).birth(run)
+    assert other == RunFolder(anew).birth(run) != newest(run) == RunFolder(folder).birth(run)
+    assert max(after - before for before, after in itertools.pairwise(clocks)) == 1024, "no old clock came in"
 
 
 async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_path: Path, temporary: Path) -> None:

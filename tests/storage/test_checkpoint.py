@@ -64,6 +64,17 @@ def test_what_was_written_comes_back(folder: CheckpointFolder) -> None:
     assert all(torch.equal(found.tensors[name], expected[name]) for name in expected)
 
 
+def test_a_checkpoint_says_of_which_life_of_the_run_it_is(folder: CheckpointFolder) -> None:
+    """One that an older release wrote says nothing of it, and is written as it was then."""
+    assert "birth" not in json.loads((folder.path / "00000002" / MANIFEST).read_text())["standing"]
+    assert folder.birth(RUN) is None
+    folder.write(standing(3.0).model_copy(update={"birth": "b" * 24}), tensors(3.0))
+    found = folder.newest(RUN, 1)
+    assert found is not None
+    assert found.standing.birth == folder.birth(RUN) == "b" * 24
+    assert folder.birth("another") is None
+
+
 def test_the_last_few_stay_and_numbers_never_come_twice(folder: CheckpointFolder) -> None:
     """Also where the newest ones were removed by hand in between."""
     for clock in (3.0, 4.0, 5.0):

@@ -213,6 +213,7 @@ def _bootstrap() -> list[Example]:
     node = hello.Hello(
         run=RUN, name="micro", protocol=3, version="0.1.0", stage=0, time=1_700_000_000.5,
         held_out=hello.HeldOutLoss(loss=3.25, clock=4096.0),
+        birth="6553f1000123456789abcdef",
     )  # fmt: skip
     seed = hello.Hello(run="", name="", protocol=3, version="0.1.0", stage=None, time=1_700_000_000.5, over=True)
     seen = dial_back.Dialled(seen_at=("192.0.2.7",), results={"192.0.2.7 7000": dial_back.Reached.YES})
