@@ -40,6 +40,11 @@ def unreadable(path: object, error: OSError) -> UserError:
 def damaged(path: object, error: BaseException) -> UserError:
     """A file that ends too early, or holds what its format does not allow."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "too much memory for decoding" in reason:  # as the library of zstd says it
+        return data_error(
+            f"run.data.path: '{path}' was compressed with a window above 128 MiB (`zstd --long`), which is not read",
+            "unpack it with `zstd -d --long=31`, and compress it again without --long",
+        )
     return data_error(
         f"run.data.path: '{path}' is cut off or damaged: {reason}",
         "copy or download it again; `gzip -t`, `zstd -t` or another reader of its format say the same",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import importlib
 import io
 import json
+import re
+import zlib
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -52,6 +55,8 @@ _NAMED = {
 """What a suffix promises; every other one promises text."""
 _TEXT_NAMES = frozenset({".txt", ".text", ".md", ""})
 _PACKED_NAMES = {".gz": Packing.GZIP, ".zst": Packing.ZSTD, ".zstd": Packing.ZSTD}
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+"""A frame of zstd that holds no text, but what a program has to say to itself."""
 _PACKED_MAGIC = {b"\x1f\x8b": Packing.GZIP, b"\x28\xb5\x2f\xfd": Packing.ZSTD}
 _MAGIC = {b"PAR1": Format.PARQUET, b"ARROW1": Format.ARROW, b"\xff\xff\xff\xff": Format.ARROW}
 _UNREAD_MAGIC = {b"PK\x03\x04": "a zip archive", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x04\x22\x4d\x18": "lz4"}
@@ -103,8 +108,10 @@ def look(path: Path) -> Look:
     if is_pointer(head):
         return Look(path, size, None, doubt=POINTER, is_pointer=True)
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    packing = next((packing for magic, packing in _PACKED_MAGIC.items() if head.startswith(magic)), None)
     named = _PACKED_NAMES.get(suffixes[-1]) if suffixes else None
+    packing = next((packing for magic, packing in _PACKED_MAGIC.items() if head.startswith(magic)), None)
+    if named is Packing.ZSTD and _SKIPPABLE.match(head):
+        packing = named
     if head and packing is not named:
         return Look(path, size, None, doubt=f"it is named '{path.name}', but begins with {_shown(head)}")
     if named is not None:
@@ -147,14 +154,32 @@ class _Metered(io.FileIO):
         return count
 
 
+class _Gzip(gzip.GzipFile):
+    """Goes over zeros after the end, as tapes and some servers leave them, and closes the file that it reads."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        super().__init__(fileobj=raw, mode="rb")
+        self._packed = raw
+
+    def close(self) -> None:
+        """Both."""
+        super().close()
+        self._packed.close()
+
+
 def open_unpacked(path: Path, packing: Packing | None, meter: ReadMeter | None = None) -> BinaryIO:
-    """The bytes of the file, decompressed as they are read. Reading raises OSError where they break off."""
-    raw = io.BufferedReader(_Metered(path, meter), 1 << 20) if meter else path.open("rb")
-    if packing is None:
-        return cast(BinaryIO, raw)
-    pa: Any = importlib.import_module("pyarrow")
-    source = pa.PythonFile(raw) if meter else pa.OSFile(str(path))
-    return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(source, packing.value), 1 << 20))
+    """The bytes of the file, decompressed as they are read. Reading raises OSError, EOFError or zlib.error where they
+    are damaged."""
+    if packing is Packing.ZSTD:
+        pa: Any = importlib.import_module("pyarrow")
+        source = pa.PythonFile(_raw(path, meter)) if meter else pa.OSFile(str(path))
+        return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(source, packing.value), 1 << 20))
+    raw = cast(BinaryIO, _raw(path, meter))
+    return raw if packing is None else cast(BinaryIO, io.BufferedReader(_Gzip(raw), 1 << 20))
+
+
+def _raw(path: Path, meter: ReadMeter | None) -> io.BufferedReader:
+    return io.BufferedReader(_Metered(path, meter) if meter else io.FileIO(path), 1 << 20)
 
 
 def _told(head: bytes, suffix: str, packing: Packing | None) -> tuple[Format | None, str]:
@@ -217,7 +242,7 @@ def _unpacked_head(path: Path, packing: Packing) -> bytes:
     try:
         with open_unpacked(path, packing) as stream:
             return stream.read(HEAD_BYTES)
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise damaged(path, error) from None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from noloco_node.config.data_spec import HUB_DATASET, REVISION, DataSpec
 from noloco_node.data.documents import Document, data_error
-from noloco_node.data.loaders import MASK, document_of, no_column
+from noloco_node.data.loaders import MASK, document_of, no_column, with_column
 from noloco_node.errors import UserError
 
 REMOTE = ("hf://", "https://", "http://")
@@ -81,9 +81,8 @@ def _shard_reader(spec: DataSpec, dataset: Any, number: int, count: int) -> Shar
 
     def read() -> Iterator[Document]:
         try:
-            for place, row in enumerate(dataset.shard(num_shards=count, index=number)):
-                if field not in row:
-                    raise no_column(field, name, list(row))
+            rows = enumerate(dataset.shard(num_shards=count, index=number))
+            for place, row in with_column(rows, field, lambda _: name, name):
                 yield document_of(f"{number}:{place}", f"row {place} of {name}", row[field], row.get(MASK), field)
         except _troubles() as error:
             raise data_error(

@@ -6,8 +6,10 @@ import csv
 import importlib
 import io
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
 import numpy as np
@@ -17,6 +19,8 @@ from noloco_node.data.formats import UTF_16, Format, open_unpacked
 from noloco_node.data.places import SourceFile, empty_shard
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 MASK = "attention_mask"
 """The column beside token ids that is 0 where they are padding."""
@@ -40,7 +44,7 @@ def load(file: SourceFile, field: str) -> Iterator[Document]:
         yield from _LOADERS[file.format](file, field)
     except PermissionError as error:
         raise unreadable(file.path, error) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise damaged(file.path, error) from None
 
 
@@ -105,6 +109,37 @@ def no_column(field: str, where: str, columns: Sequence[str]) -> UserError:
     )
 
 
+def two_columns(field: str, where: str) -> UserError:
+    """Two columns have that name, and nobody can tell which is meant."""
+    return data_error(
+        f"run.data.text_field: {where} has two columns '{field}'",
+        "give each column a name of its own, and name the one that is meant with run.data.text_field",
+    )
+
+
+def with_column(
+    rows: Iterable[tuple[int, Mapping[str, object]]], field: str, place: Callable[[int], str], where: str
+) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """The numbered rows that have the column; others hold no text, as those do whose column is empty. Raises UserError
+    (DATA) where none of the first has it, naming the first by its `place`."""
+    lacking: list[tuple[int, Mapping[str, object]]] = []
+    found, count = False, 0
+    for number, row in rows:
+        if field in row:
+            found = True
+            yield number, row
+            continue
+        count += 1
+        lacking.append((number, row))
+        if not found and count == BATCH_ROWS:
+            break
+        del lacking[1:]
+    if count and not found:
+        raise no_column(field, place(lacking[0][0]), list(lacking[0][1]))
+    if count:
+        logger.warning("%s: %d rows without the column '%s' are passed over", where, count, field)
+
+
 def _whole_numbers(value: object) -> Tokens | None:
     """As int64; what is larger becomes the largest of these, which no vocabulary has."""
     if isinstance(value, np.ndarray):
@@ -164,21 +199,30 @@ def _json(file: SourceFile, field: str) -> Iterator[Document]:
     with _decoded(file) as stream:
         rows = _json_list(file, stream) if beginning == "[" else _json_lines(file, stream)
         unit = "row" if beginning == "[" else "line"
-        seen = False
-        for number, row in rows:
-            seen = True
-            place = f"{unit} {number} of '{file.name}'"
-            if not isinstance(row, dict):
-                raise data_error(
-                    f"run.data.text_field is '{field}', but {place} has no columns: it is {_shown(row)}",
-                    'give rows such as {"text": "…"}',
-                )
-            columns = cast(dict[str, object], row)
-            if field not in columns:
-                raise no_column(field, place, list(columns))
-            yield document_of(f"{file.key}:{number}", place, columns[field], columns.get(MASK), field)
-        if not seen:
+
+        def place(number: int) -> str:
+            return f"{unit} {number} of '{file.name}'"
+
+        listed = list[int]()
+        columns = with_column(_columns(rows, file, field, unit, listed), field, place, f"'{file.name}'")
+        for number, row in columns:
+            yield document_of(f"{file.key}:{number}", place(number), row[field], row.get(MASK), field)
+        if not listed:
             raise empty_shard(file.path)
+
+
+def _columns(
+    rows: Iterator[tuple[int, object]], file: SourceFile, field: str, unit: str, listed: list[int]
+) -> Iterator[tuple[int, Mapping[str, object]]]:
+    for number, row in rows:
+        listed[:] = [number]
+        if not isinstance(row, dict):
+            raise data_error(
+                f"run.data.text_field is '{field}', but {unit} {number} of '{file.name}' has no columns: it is "
+                f"{_shown(row)}",
+                'give rows such as {"text": "…"}',
+            )
+        yield number, cast(dict[str, object], row)
 
 
 def _shown(row: object) -> str:
@@ -239,6 +283,8 @@ def _csv(file: SourceFile, field: str) -> Iterator[Document]:
             names = [name.removeprefix("\ufeff") for name in next(rows, list[str]())]
             if field not in names:
                 raise no_column(field, f"'{file.name}'", names)
+            if names.count(field) > 1:
+                raise two_columns(field, f"'{file.name}'")
             column, number = names.index(field), 0
             for number, row in enumerate(rows, start=1):
                 if len(row) != len(names):
@@ -295,6 +341,9 @@ def _column_of(schema: Any, field: str, file: SourceFile) -> None:
     names: list[str] = schema.names
     if field not in names:
         raise no_column(field, f"'{file.name}'", names)
+    for name in (field, MASK):
+        if names.count(name) > 1:
+            raise two_columns(name, f"'{file.name}'")
 
 
 def _of_batches(batches: Any, file: SourceFile, field: str, rows: int = 0) -> Iterator[Document]:

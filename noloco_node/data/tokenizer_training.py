@@ -29,6 +29,8 @@ _WORDS = (
 )
 """No token reaches over the end of one of these: a word with the space before it, up to three digits, signs, ends of
 lines, space. Every character belongs to one. It is what the tokenizers of Llama 3 and Qwen take."""
+LONGEST_TOKEN = 128
+"""Bytes of a token at the most: a text without spaces, or one that repeats itself, gives tokens as long as itself."""
 PIECE = 1 << 20
 """Characters that are handed over at once."""
 
@@ -160,6 +162,7 @@ def _learn(text: TextTaken, vocab_size: int) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[END],
         show_progress=False,
+        max_token_length=LONGEST_TOKEN,
     )
     made.train_from_iterator(iter(text), trainer=trainer)
     return PreTrainedTokenizerFast(
