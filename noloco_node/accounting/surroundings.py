@@ -51,6 +51,7 @@ def surroundings(
             under_way=under_way,
             load=load,
             passed_over=book.passed_over(peer),
+            name=record.shown.name,
         )
 
     peers = tuple(seen(record) for record in sorted(shown, key=lambda record: (record.stage, record.peer_id)))

@@ -72,6 +72,7 @@ def sizing_arguments(command: argparse.ArgumentParser) -> None:
 def node_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `run` and `join`."""
     add = command.add_argument
+    add("--name", metavar="NAME", help="what others are shown this node by, 32 plain letters at most")
     add("--stage", metavar="N|auto", help="stage to serve; auto: the one that needs this node most and fits its memory")
     add("--devices", metavar="all|LIST", help="one node on each GPU, or on cuda:0,cuda:1; one that dies stays dead")
     add("--metrics-port", metavar="N", help="show this node to a browser and to Prometheus on this port; 0: any")
@@ -105,7 +106,7 @@ def seed_arguments(command: argparse.ArgumentParser) -> None:
     add("--metrics-port", metavar="N", help="show the swarm to a browser and to Prometheus on this port; 0: any")
     add("--metrics-host", metavar="ADDR", help="address of that port; 0.0.0.0 shows it to other machines")
     network_arguments(command)
-    command.set_defaults(stage=None)
+    command.set_defaults(name=None, stage=None)
 
 
 def seed_settings(options: argparse.Namespace) -> tuple[RunSpec | None, NodeSettings]:
@@ -127,7 +128,7 @@ def doctor_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the checks as JSON")
     set_argument(command, "node.device=cuda")
     network_arguments(command)
-    command.set_defaults(stage=None, metrics_port=None, metrics_host=None)
+    command.set_defaults(name=None, stage=None, metrics_port=None, metrics_host=None)
 
 
 def doctor_settings(options: argparse.Namespace) -> NodeSettings:
@@ -139,6 +140,7 @@ def doctor_settings(options: argparse.Namespace) -> NodeSettings:
 
 NODE_OPTIONS = (
     "initial_peers",
+    "name",
     "stage",
     "run_folder",
     "host",

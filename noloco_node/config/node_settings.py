@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from noloco_node.config.settings import Positive, PositiveFloat, Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+NodeName = Annotated[str, Field(max_length=32, pattern=r"^[ -~]*$")]
+"""Printable ASCII: it neither speaks to a terminal nor turns the line around it, and no two letters look alike."""
 
 AUTO_MOST = 8
 """Microbatches under way that `node.in_flight: auto` keeps at the most."""
@@ -36,6 +38,9 @@ class NodeSettings(Settings):
 
     run_folder: Path = Path("runs/node")
     """Where events, checkpoints, final weights and the identity go; a node started there again goes on."""
+    name: NodeName = ""
+    """What others are shown this node by, on their screens and on a seed's page: your name or handle, at most 32 plain
+    letters. Empty: the end of its peer id."""
     identity: Path | None = None
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     stage: int | Literal["auto"] = "auto"

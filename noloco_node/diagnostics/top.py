@@ -21,6 +21,7 @@ from noloco_node.telemetry.words import (
     as_duration,
     as_lag,
     as_loss,
+    as_node,
     as_nodes,
     as_rate,
     as_scientific,
@@ -32,6 +33,7 @@ LOOK_SECONDS = 1.0
 BAR_WIDTH = 40
 LOG_LINES = 8
 MOST_PEERS = 24
+NAME_WIDTH = 24
 OTHER_LINES = 18
 """Of the screen, besides peers and log."""
 PAGES = "start the node with --metrics-port N, and name that port here; a node says where its pages are when it is up"
@@ -158,7 +160,7 @@ def _figures(state: ToldState) -> Table:
 
 def _peers(state: ToldState, most: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("peer")
+    table.add_column("peer", max_width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
     for name in ("stage", "state", "tokens/s", "behind by", "holds", "under way", "trained together"):
         table.add_column(name, justify="right")
     own = state.stage or 0
@@ -172,7 +174,7 @@ def _peers(state: ToldState, most: int) -> RenderableType:
 
 def _cells(peer: ToldPeer) -> tuple[str, ...]:
     return (
-        f"…{peer.peer_id[-6:]}",
+        as_node(peer.peer_id, peer.name),
         str(peer.stage),
         peer.state if peer.answers else "silent",
         as_rate(peer.tokens_per_second),

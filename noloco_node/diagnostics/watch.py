@@ -27,15 +27,27 @@ from noloco_node.node.observing import looking_on
 from noloco_node.observer.onlooker import Onlooker
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.state import LogTail
-from noloco_node.telemetry.swarm_state import Happening, NodeSeen, SwarmView, document
-from noloco_node.telemetry.words import as_clock_time, as_duration, as_lag, as_rate, as_stages, printable
+from noloco_node.telemetry.swarm_state import Departed, Happening, Middle, NodeSeen, SwarmView, document
+from noloco_node.telemetry.words import (
+    as_clock_time,
+    as_duration,
+    as_lag,
+    as_long,
+    as_loss,
+    as_node,
+    as_rate,
+    as_scientific,
+    as_stages,
+    printable,
+)
 
 LOOK_SECONDS = 1.0
 _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 """Awaits something while the swarm is looked at."""
 MOST_LISTED = 40
-OTHER_LINES = 18
+OTHER_LINES = 20
 """Of the screen, besides stages and nodes."""
+NAME_WIDTH = 24
 HAPPENINGS_SHOWN = 5
 WARNINGS_SHOWN = 2
 WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "moved to"}
@@ -160,6 +172,8 @@ def _figures(view: SwarmView) -> Table:
     speed = "tokens/s, as nodes say" if view.speed_from == "records" else "tokens/s, by their clocks"
     versions = ", ".join(f"{printable(version)}: {count}" for version, count in view.versions.items() if count)
     rows = [
+        ("training loss", _middle(view.training_loss, as_loss), "spread", _middle(view.spread, as_scientific)),
+        ("validation loss", _middle(view.validation_loss, as_loss), "", ""),
         (speed, as_rate(view.tokens_per_second), "nodes that answer", f"{view.present:,}"),
         ("came, moved", f"{view.joins:,}, {view.moves:,}", "claimed only", f"{claimed:,}"),
         ("left, vanished", f"{view.left:,}, {view.lost:,}", "versions", versions or "–"),
@@ -171,17 +185,35 @@ def _figures(view: SwarmView) -> Table:
     return table
 
 
+def _middle(middle: Middle | None, written: Callable[[float], str]) -> str:
+    """A median, and of how many nodes' words."""
+    if middle is None:
+        return "–"
+    return f"{written(middle.value)} ({'one node says' if middle.nodes == 1 else f'median of {middle.nodes:,} nodes'})"
+
+
 def _stages(view: SwarmView, most: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("stage")
-    for name in ("train", "join", "finish", "leave", "claimed only", "tokens/s they could", "clock", "last behind by"):
+    for name in (
+        "train",
+        "join",
+        "finish",
+        "leave",
+        "claimed only",
+        "could, tokens/s",
+        "clock",
+        "last behind",
+        "spread",
+    ):
         table.add_column(name, justify="right")
     many = len(view.stages) > most
     shown = [(n, stage) for n, stage in enumerate(view.stages) if not many or n < most or stage.missing]
     for number, stage in shown[: 2 * most]:
         states = (str(stage.nodes[state]) for state in ("training", "joining", "finishing", "draining"))
         clock, lag = ("–" if value is None else f"{value:,.0f}" for value in (stage.clock, stage.lag))
-        cells = (str(number), *states, str(stage.claimed), as_rate(stage.capacity), clock, lag)
+        spread = as_scientific(stage.spread and stage.spread.value)
+        cells = (str(number), *states, str(stage.claimed), as_rate(stage.capacity), clock, lag, spread)
         table.add_row(*cells, style="bold red" if stage.missing else "")
     left = len(view.stages) - min(len(shown), 2 * most)
     return Group(table, Text(f"and {_many(left, 'more stage')}", style="dim")) if left else table
@@ -189,19 +221,21 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
 
 def _nodes(view: SwarmView, most: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("node")
-    for name in ("stage", "state", "version", "tokens/s", "could", "behind by", "outer steps"):
+    table.add_column("node", max_width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
+    for name in ("stage", "state", "version", "tokens/s", "could", "behind by", "outer steps", "trained", "seen for"):
         table.add_column(name, justify="right")
     nodes = sorted(view.nodes, key=lambda node: (not node.answers, node.stage, node.peer_id))
     for node in nodes[:most]:
         table.add_row(*(Text(printable(cell), style="" if node.answers else "dim") for cell in _cells(node)))
+    for one in view.departed[: max(0, most - len(nodes))]:
+        table.add_row(*(Text(printable(cell), style="dim") for cell in _departed(one)))
     more = view.introduced - min(len(nodes), most)
     return Group(table, Text(f"and {more} more", style="dim")) if more > 0 else table
 
 
 def _cells(node: NodeSeen) -> tuple[str, ...]:
     return (
-        f"…{node.peer_id[-6:]}",
+        as_node(node.peer_id, node.name),
         str(node.stage),
         node.state if node.answers else "silent",
         node.version,
@@ -209,7 +243,14 @@ def _cells(node: NodeSeen) -> tuple[str, ...]:
         as_rate(node.capacity),
         as_lag(node.lag if node.answers else None),
         f"{node.outer_rounds:,}",
+        f"{node.tokens:,}",
+        as_long(node.seen_seconds),
     )
+
+
+def _departed(one: Departed) -> tuple[str, ...]:
+    name = as_node(one.peer_id, one.name)
+    return (name, str(one.stage), "gone", "", "–", "–", "–", "–", f"{one.tokens:,}", as_long(one.seen_seconds))
 
 
 def _happening(one: Happening) -> Text:

@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node.config.data_spec import MOST_ROWS
+from noloco_node.config.node_settings import NodeName
 from noloco_node.data.claims import MOST_CLAIMS
 from noloco_node.identity.births import BirthId
 from noloco_node.identity.invitations import Proof
@@ -39,6 +40,30 @@ class SlotClaim(NamedTuple):
     """Windows of its block that are drawn."""
     begun: bool
     """Whether it is being read; else it is the next."""
+
+
+MOST_SHOWN = 1e12
+_Figure = Annotated[float, Field(ge=0.0, le=MOST_SHOWN, allow_inf_nan=False)]
+
+
+class Shown(BaseModel):
+    """What a node lets others see of it, by its own word. Nothing is decided by it, and onlookers show medians."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: NodeName = ""
+    """The volunteer's name for it (`node.name`); others may bear the same."""
+    tokens: Annotated[int, Field(ge=0, le=1 << 60)] = 0
+    """Behind its inner steps, those of earlier lives included."""
+    training_loss: _Figure | None = None
+    """Of its last inner steps, nats per token."""
+    validation_loss: _Figure | None = None
+    """Of its last evaluation on the held-out text, nats per token; stage 0 alone takes one."""
+    spread: _Figure | None = None
+    """mean((θ_i − θ_j)²)/2 at its last averaging with a stage peer."""
+
+
+NOTHING_SHOWN = Shown()
 
 
 class PeerRecord(BaseModel):
@@ -71,6 +96,8 @@ class PeerRecord(BaseModel):
     """Shows that the run's owner has invited the peer."""
     birth: BirthId | None = None
     """The life of the run in which it takes part; None for older releases."""
+    shown: Shown = NOTHING_SHOWN
+    """One field, since an older release bears few that it does not know."""
 
 
 @dataclass(frozen=True, slots=True)

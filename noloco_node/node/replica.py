@@ -21,7 +21,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import OwnFigures
 from noloco_node.directory.peer_clocks import FarBehind, PeerClocks
-from noloco_node.directory.records import Directory, PeerState
+from noloco_node.directory.records import MOST_SHOWN, Directory, PeerState, Shown
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.course import ReplicaCourse
 from noloco_node.node.neighbourhood import Neighbourhood
@@ -34,6 +34,7 @@ from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.state_transfer.donor import nobody_relayed
 from noloco_node.state_transfer.participant import StateTransfer
 from noloco_node.telemetry.events import AnyEvent, InnerStep
+from noloco_node.telemetry.node_view import NodeView
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker
@@ -70,7 +71,13 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self.worker = StageWorker(spec, placed.trainer, placed.outer, thread, self._inner_step_taken)
         rng = random.Random(f"{settings.seed}/{transport.peer_id}")
-        self.context = context = ReplicaContext(spec, settings, stage.cut, transport, self.worker, rng, Pulse(), emit)
+        self._view = NodeView()
+
+        def tell(event: AnyEvent) -> None:
+            self._view.observe(event)
+            emit(event)
+
+        self.context = context = ReplicaContext(spec, settings, stage.cut, transport, self.worker, rng, Pulse(), tell)
         self._pace, self._capacity = Pace(), Capacity()
         self.guards = guards
         self.activity = Activity(emit)
@@ -240,6 +247,17 @@ class Replica:
             guards=self.guards(),
             steps=progress.steps,
             newcomer=self.averaging.standing.newcomer,
+            shown=self._shown(),
+        )
+
+    def _shown(self) -> Shown:
+        figures = self._view.figures(ambient.wall())
+        return Shown(
+            name=self.context.settings.name,
+            tokens=self.worker.progress.tokens,
+            training_loss=_in_record(figures.training_loss),
+            validation_loss=_in_record(figures.validation_loss),
+            spread=_in_record(figures.spread),
         )
 
     def _origins_lead(self) -> float | None:
@@ -284,3 +302,8 @@ class Replica:
             )
         )
         self.context.moved.fire()
+
+
+def _in_record(value: float | None) -> float | None:
+    """A loss or a spread in as few digits as a screen shows; None for what is no number."""
+    return None if value is None or not 0.0 <= value <= MOST_SHOWN else float(f"{value:.5g}")

@@ -63,7 +63,8 @@ class StageLifecycle:
         self._rng = random.Random(f"stays/{settings.seed}/{transport.peer_id}")
         self._known = transport.acquaintances
         self._roll = self._make_roll(transport)
-        self.arrival = Arrival(directory, self._own, spec.limits.record_seconds, self._known, self._ask_all)
+        life, name = spec.limits.record_seconds, settings.name
+        self.arrival = Arrival(directory, self._own, life, self._known, self._ask_all, name)
         self._needs = memory_of(spec, settings, footprint, spec.most_sharing)
         self._fitting = fitting_stages(self._needs, free or free_memory(settings.device))
         self._began = 0.0

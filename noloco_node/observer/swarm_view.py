@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
@@ -14,12 +14,15 @@ from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord,
 from noloco_node.directory.summary import believed
 from noloco_node.telemetry.swarm_state import (
     HAPPENINGS,
+    MOST_DEPARTED,
     MOST_NODES,
     OTHER_VERSIONS,
     SERVING,
     STATES,
+    Departed,
     Followed,
     Happening,
+    Middle,
     NodeChange,
     NodeSeen,
     StageSeen,
@@ -31,6 +34,8 @@ FOLLOWED_LIVES = 3.0
 """Lives of a record over which the motion of a clock is measured: nine renewals."""
 MOST_POINTS = 16
 FAREWELLS = ("finishing", "draining")
+
+_Said = Callable[[PeerRecord], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,11 @@ class _Claim:
     @property
     def trains(self) -> bool:
         return self.answers and self.record.state is PeerState.TRAINING
+
+    @property
+    def settled(self) -> bool:
+        """It trains, and others average with it."""
+        return self.trains and not self.record.newcomer
 
     @property
     def serves(self) -> bool:
@@ -81,12 +91,15 @@ def view_swarm(
         for peer, row in records.items()
         if row.record.state is not PeerState.GONE
     }
-    followed = {peer: _followed(before.get(peer), claim, FOLLOWED_LIVES * life) for peer, claim in claims.items()}
+    passed = min(life, now - earlier.looked) if earlier.time else 0.0
+    gone = {one.peer_id: one for one in earlier.departed}
+    followed = {
+        peer: _followed(before.get(peer), claim, FOLLOWED_LIVES * life, gone.get(peer), passed)
+        for peer, claim in claims.items()
+    }
     speed, speed_from = _speed(claims, followed)
     clocks = {peer: _present_clock(claim, now, life, speed or 0.0, target) for peer, claim in claims.items()}
-    origins = [clocks[peer] for peer, claim in claims.items() if claim.record.stage == 0 and claim.trains]
-    serving = [clocks[peer] for peer, claim in claims.items() if claim.serves]
-    clock = median(origins or serving) if serving else earlier.clock
+    clock, behind_since = _clock(claims, clocks, earlier, now, FOLLOWED_LIVES * life)
     over = _is_over(target, claims, records, before, was=earlier.over)
     happened = [Happening(time, *change) for change in _changes(before, followed, records)]
     seen = Counter(one.what for one in happened)
@@ -99,9 +112,14 @@ def view_swarm(
             _stage(claims, clocks, stage, clock, over=over, each=directory.scale(stage).each)
             for stage in range(spec.stages)
         ),
-        nodes=_nodes(claims, clocks, clock),
+        nodes=_nodes(claims, clocks, clock, followed),
         introduced=len(claims),
+        looked=now,
         clock=clock,
+        behind_since=behind_since,
+        training_loss=_middle(claims, _training_loss, spec.stages - 1) or earlier.training_loss,
+        validation_loss=_middle(claims, _validation_loss, 0) or earlier.validation_loss,
+        spread=_middle(claims, _spread) or earlier.spread,
         tokens_per_second=speed,
         speed_from=speed_from,
         versions=_versions(counted, labels),
@@ -112,6 +130,7 @@ def view_swarm(
         moves=earlier.moves + seen["moved"],
         happenings=(*earlier.happenings, *(happened if earlier.time else ()))[-HAPPENINGS:],
         over=over,
+        departed=_departed(earlier, followed, time),
         followed=followed,
     )
 
@@ -126,7 +145,47 @@ def newest_records(directory: DirectoryView, now: float) -> dict[str, LiveRecord
     return newest
 
 
-def _followed(before: Followed | None, claim: _Claim, window: float) -> Followed:
+def _clock(
+    claims: Mapping[str, _Claim], clocks: Mapping[str, float], earlier: SwarmView, now: float, window: float
+) -> tuple[float, float | None]:
+    """The swarm's clock, and since when those that train are behind it. A joiner, and a record that comes late, do not
+    turn it back; a swarm that goes on from older weights does, after so many seconds (`window`)."""
+    origins = [peer for peer, claim in claims.items() if claim.record.stage == 0 and claim.trains]
+    settled = [peer for peer in origins if claims[peer].settled]
+    timekeepers = settled or origins or [peer for peer, claim in claims.items() if claim.serves]
+    if not timekeepers:
+        return earlier.clock, None
+    middle = median(clocks[peer] for peer in timekeepers)
+    since = now if earlier.behind_since is None else earlier.behind_since
+    if middle >= earlier.clock or now - since >= window:
+        return middle, None
+    return earlier.clock, since
+
+
+def _training_loss(record: PeerRecord) -> float | None:
+    return record.shown.training_loss
+
+
+def _validation_loss(record: PeerRecord) -> float | None:
+    return record.shown.validation_loss
+
+
+def _spread(record: PeerRecord) -> float | None:
+    return record.shown.spread
+
+
+def _middle(claims: Mapping[str, _Claim], said: _Said, stage: int | None = None) -> Middle | None:
+    """The median of what those say that train at `stage`, or anywhere; newcomers only where nobody else trains."""
+    here = [claim for claim in claims.values() if claim.trains and stage in (None, claim.record.stage)]
+    speakers = [claim for claim in here if claim.settled] or here
+    values = [value for claim in speakers if (value := said(claim.record)) is not None]
+    return Middle(median(values), len(values)) if values else None
+
+
+def _followed(
+    before: Followed | None, claim: _Claim, window: float, departed: Departed | None, passed: float
+) -> Followed:
+    """`passed`: seconds since the last look."""
     record, points = claim.record, () if before is None else before.points
     same = before is not None and (before.stage, before.state) == (record.stage, record.state.value)
     if not same or (points and record.clock < points[-1][1]):
@@ -135,7 +194,24 @@ def _followed(before: Followed | None, claim: _Claim, window: float) -> Followed
         points = (*points, (claim.published, record.clock))
     recent = tuple(point for point in points if point[0] >= points[-1][0] - window)[-MOST_POINTS:]
     counted = claim.answers or (before is not None and before.counted)
-    return Followed(record.stage, record.state.value, record.finished, counted, recent)
+    known = before or departed
+    seen_seconds = (known.seen_seconds if known else 0.0) + (passed if claim.trains else 0.0)
+    shown = record.shown
+    return Followed(
+        record.stage, record.state.value, record.finished, counted, recent, shown.name, shown.tokens, seen_seconds
+    )
+
+
+def _departed(earlier: SwarmView, followed: Mapping[str, Followed], time: float) -> tuple[Departed, ...]:
+    """Those that were seen at work and have gone, with those that have gone since the last look."""
+    new = [
+        Departed(peer, was.stage, was.name, was.tokens, was.seen_seconds, time)
+        for peer, was in earlier.followed.items()
+        if was.counted and was.seen_seconds > 0.0 and peer not in followed
+    ]
+    still = [one for one in earlier.departed if one.peer_id not in followed]
+    kept = sorted((*new, *still), key=lambda one: -one.seen_seconds)[:MOST_DEPARTED]
+    return tuple(sorted(kept, key=lambda one: -one.until))
 
 
 def _speed(
@@ -221,6 +297,7 @@ def _stage(
         clock=median(serving) if serving else None,
         lag=max(0.0, swarm - min(training)) if training else None,
         missing=not serving and not over,
+        spread=_middle(claims, _spread, stage),
     )
 
 
@@ -229,7 +306,9 @@ def _versions(counted: Mapping[str, int], labels: Sequence[str]) -> dict[str, in
     return named | {OTHER_VERSIONS: sum(count for version, count in counted.items() if version not in named)}
 
 
-def _nodes(claims: Mapping[str, _Claim], clocks: Mapping[str, float], swarm: float) -> tuple[NodeSeen, ...]:
+def _nodes(
+    claims: Mapping[str, _Claim], clocks: Mapping[str, float], swarm: float, followed: Mapping[str, Followed]
+) -> tuple[NodeSeen, ...]:
     shown = sorted(claims, key=lambda peer: (not claims[peer].answers, peer))[:MOST_NODES]
     made: list[NodeSeen] = []
     for peer in sorted(shown, key=lambda peer: (claims[peer].record.stage, peer)):
@@ -247,6 +326,12 @@ def _nodes(claims: Mapping[str, _Claim], clocks: Mapping[str, float], swarm: flo
                 capacity=record.capacity,
                 outer_rounds=record.outer_rounds,
                 newcomer=record.newcomer,
+                name=record.shown.name,
+                tokens=record.shown.tokens,
+                training_loss=record.shown.training_loss,
+                validation_loss=record.shown.validation_loss,
+                spread=record.shown.spread,
+                seen_seconds=followed[peer].seen_seconds,
             )
         )
     return tuple(made)

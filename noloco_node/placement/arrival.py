@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Seq
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.membership import WITHDRAWAL_MARGIN_SECONDS
-from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.directory.records import Directory, PeerRecord, PeerState, Shown
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, choose_stage, servers_of, settle_among, supply_of
 from noloco_node.transport.acquaintance import Acquaintances
@@ -24,7 +24,7 @@ SETTLING_LOOKS = 8
 
 class Arrival:
     """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed. `ask` asks whoever the
-    directory shows whether it is there, and notes it in `known`."""
+    directory shows whether it is there, and notes it in `known`. `name` is what others are shown the node by."""
 
     def __init__(
         self,
@@ -33,12 +33,14 @@ class Arrival:
         record_seconds: float,
         known: Acquaintances,
         ask: Callable[[], Awaitable[None]],
+        name: str = "",
     ) -> None:
         self._directory = directory
         self._known = known
         self._ask = ask
         self._own = own
         self._record_seconds = record_seconds
+        self._shown = Shown(name=name)
 
     async def choose(self, work: Sequence[float], fitting: Collection[int], rng: random.Random) -> int:
         """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the
@@ -116,6 +118,7 @@ class Arrival:
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=int(self._directory.now() * 1000),
+            shown=self._shown,
         )
         life = self._record_seconds + (WITHDRAWAL_MARGIN_SECONDS if gone else 0.0)
         if not await self._directory.publish(record, life):

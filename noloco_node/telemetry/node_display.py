@@ -121,7 +121,7 @@ def _table(f: NodeFigures) -> Table:
         ("inner step", f"{f.step:,}", "training loss", as_loss(f.training_loss)),
         ("swarm, tokens/s", as_rate(f.swarm_rate), "validation loss", as_loss(f.validation_loss)),
         ("this node, tokens/s", as_rate(f.own_rate), "learning rate", as_scientific(f.learning_rate)),
-        ("outer steps", _outer_steps(f), "spread of weights", as_scientific(f.last_outer and f.last_outer.spread)),
+        ("outer steps", _outer_steps(f), "spread of weights", as_scientific(f.spread)),
         ("nodes it sees", as_nodes(f.nodes_per_stage) if f.nodes_per_stage else "–", "last averaged", _last(f)),
     ]
     for left, value, right, other in rows:

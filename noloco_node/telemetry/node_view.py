@@ -61,6 +61,8 @@ class NodeFigures:
     aborted: int = 0
     last_outer: OuterStep | None = None
     """The last one that was committed."""
+    spread: float | None = None
+    """Of the last outer step of this stage that measured one."""
     doing: Doing | None = None
     download: StateDownload | None = None
     """While a stage peer's state is copied."""
@@ -120,7 +122,7 @@ class NodeView:
                 )
             case NodeMoved():
                 self._steps.clear()
-                self._now = replace(was, stage=event.stage, clock=event.clock)
+                self._now = replace(was, stage=event.stage, clock=event.clock, spread=None)
             case InnerStep():
                 self._steps.remember(event)
                 self._now = replace(was, clock=event.clock, step=event.step, learning_rate=event.learning_rate)
@@ -148,7 +150,8 @@ class NodeView:
             case "aborted":
                 return replace(was, aborted=was.aborted + 1)
             case "paired":
-                return replace(was, paired=was.paired + 1, last_outer=event)
+                spread = was.spread if event.spread is None else event.spread
+                return replace(was, paired=was.paired + 1, last_outer=event, spread=spread)
             case "alone":
                 return replace(was, alone=was.alone + 1, last_outer=event)
             case "caught_up":

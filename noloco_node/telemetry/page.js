@@ -21,6 +21,8 @@ function element(name, kind, ...inside) {
 const known = value => value !== null && value !== undefined && Number.isFinite(value);
 const whole = value => known(value) ? Math.round(value).toLocaleString("en") : "–";
 const short = id => id ? "…" + id.slice(-6) : "–";
+// A name is its volunteer's word, and another node may bear the same: the end of the peer id always stands beside it.
+const called = node => node.name ? `${node.name} ${short(node.peer_id)}` : short(node.peer_id);
 function figure(value) {
   if (!known(value)) return "–";
   const size = Math.abs(value);

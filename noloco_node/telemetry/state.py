@@ -71,6 +71,8 @@ class PeerSeen:
     """Others' microbatches that it held at its last answer; None where it has not said so lately."""
     passed_over: bool
     """It gets no microbatch for a while, since it failed or was slow."""
+    name: str = ""
+    """Its volunteer's name for it; another may bear the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +275,6 @@ class NodeState:
 
     def _stands(self, figures: NodeFigures) -> _Document:
         last = figures.last_outer
-        met = next((step for step in reversed(self._exchanges) if step.spread is not None), None)
         return {
             "clock": figures.clock,
             "target": figures.target,
@@ -286,7 +287,7 @@ class NodeState:
             "training_loss": figures.training_loss,
             "validation_loss": figures.validation_loss,
             "learning_rate": figures.learning_rate,
-            "spread": met and met.spread,
+            "spread": figures.spread,
             "outer_rounds": last.round if last else 0,
             "outer_steps": {name: getattr(figures, name) for name in ("paired", "alone", "caught_up", "aborted")},
         }

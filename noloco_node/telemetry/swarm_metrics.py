@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from noloco_node import __version__
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.metrics import exposition
-from noloco_node.telemetry.swarm_state import SwarmView
+from noloco_node.telemetry.swarm_state import Middle, SwarmView
 from noloco_node.telemetry.web import Page
 
 _Rows = list[tuple[tuple[str, ...], float]]
@@ -65,11 +65,18 @@ def rows_of(view: SwarmView) -> dict[str, _Rows]:
         "noloco_swarm_clock_tokens": [((), view.clock)],
         "noloco_swarm_target_tokens": [((), view.target)],
         "noloco_swarm_tokens_per_second": [] if speed is None else [((), speed)],
+        "noloco_swarm_training_loss": _of(view.training_loss),
+        "noloco_swarm_validation_loss": _of(view.validation_loss),
+        "noloco_swarm_spread": [((n,), s.spread.value) for n, s in stages if s.spread is not None],
         "noloco_swarm_over": [((), float(view.over))],
         "noloco_swarm_joins_total": [((), view.joins)],
         "noloco_swarm_departures_total": [(("left",), view.left), (("lost",), view.lost)],
         "noloco_swarm_moves_total": [((), view.moves)],
     }
+
+
+def _of(middle: Middle | None) -> _Rows:
+    return [] if middle is None else [((), middle.value)]
 
 
 def _family(name: str, rows: _Rows) -> Metric:

@@ -12,7 +12,7 @@ from noloco_node.telemetry.node_pages import CACHED_SECONDS, Headers, liveness
 from noloco_node.telemetry.page import swarm_page
 from noloco_node.telemetry.state import Curve
 from noloco_node.telemetry.swarm_metrics import SwarmMetrics
-from noloco_node.telemetry.swarm_state import SwarmDocument, SwarmView, document
+from noloco_node.telemetry.swarm_state import Middle, SwarmDocument, SwarmView, document
 from noloco_node.telemetry.web import JSON, Page, PageMaker
 
 
@@ -25,7 +25,10 @@ class SwarmPages:
         self._since = ambient.wall()
         self._view: SwarmView | None = None
         self._seen_at: float | None = None
-        self._curves = {"nodes": Curve(), "tokens_per_second": Curve(), "clock": Curve()}
+        self._curves = {
+            name: Curve()
+            for name in ("nodes", "tokens_per_second", "clock", "training_loss", "validation_loss", "spread")
+        }
         self._metrics = SwarmMetrics(lambda: self._view, lambda: self.records(), lambda: self._age)
         self.made: tuple[float, Page] | None = None
         self.records: Callable[[], int] = lambda: 0
@@ -41,6 +44,10 @@ class SwarmPages:
             self._curves["clock"].add(view.time, view.clock)
             if view.speed_from == "clocks" and view.tokens_per_second is not None:
                 self._curves["tokens_per_second"].add(view.time, view.tokens_per_second)
+            for name in ("training_loss", "validation_loss", "spread"):
+                middle: Middle | None = getattr(view, name)
+                if middle is not None:
+                    self._curves[name].add(view.time, middle.value)
 
     def answers(self) -> dict[str, PageMaker]:
         """By path."""

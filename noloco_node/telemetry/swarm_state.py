@@ -15,6 +15,8 @@ MOST_VERSIONS = 8
 """Versions that are counted by their names, this program's own among them."""
 OTHER_VERSIONS = "other"
 HAPPENINGS = 16
+MOST_DEPARTED = 64
+"""Nodes that have gone and are still named: those that were seen at work for the longest time."""
 
 SwarmDocument = dict[str, Any]
 NodeChange = Literal["joined", "left", "lost", "moved"]
@@ -38,6 +40,38 @@ class NodeSeen:
     capacity: float
     outer_rounds: int
     newcomer: bool
+    name: str = ""
+    """Its volunteer's name for it; printable ASCII, and another may bear the same."""
+    tokens: int = 0
+    """Behind its inner steps."""
+    training_loss: float | None = None
+    validation_loss: float | None = None
+    spread: float | None = None
+    seen_seconds: float = 0.0
+    """For which it was seen to train; no word of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A node that has gone, as it was last seen."""
+
+    peer_id: str
+    stage: int
+    name: str
+    tokens: int
+    """Its last word."""
+    seen_seconds: float
+    until: float
+    """Wall time at which it was missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """The median of what nodes say."""
+
+    value: float
+    nodes: int
+    """That say anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +90,8 @@ class StageSeen:
     """Swarm tokens by which the last of them is behind the swarm's clock."""
     missing: bool
     """Nobody who answers serves it, and the run is not over."""
+    spread: Middle | None = None
+    """Of its weights across its replicas that train."""
 
     @property
     def serving(self) -> int:
@@ -90,6 +126,10 @@ class Followed:
     """It has answered, and was counted as a node."""
     points: tuple[tuple[float, float], ...]
     """Its clock (swarm tokens) at the times at which it published it, the oldest first."""
+    name: str = ""
+    tokens: int = 0
+    seen_seconds: float = 0.0
+    """For which it was seen to train."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +148,19 @@ class SwarmView:
     introduced: int = 0
     """Peers of whom there is a live record; more than `nodes` in a large swarm."""
     clock: float = 0.0
-    """Median of the first stage's nodes that train, swarm tokens; as it last was where nobody is there."""
+    """Median of the first stage's nodes that train, newcomers aside, swarm tokens; as it last was where nobody is
+    there. It runs back only where theirs stay behind it."""
+    looked: float = 0.0
+    """DHT time of this look."""
+    behind_since: float | None = None
+    """DHT time since which that median is behind `clock`."""
+    training_loss: Middle | None = None
+    """Of the last stage's nodes that train, nats per token; this and the next two as they last were where no node says
+    anything."""
+    validation_loss: Middle | None = None
+    """Of the first stage's nodes that train: their last evaluations on the held-out text."""
+    spread: Middle | None = None
+    """Of the weights across replicas, over the nodes of all stages that train."""
     tokens_per_second: float | None = None
     """Of the whole swarm; None where nothing is known."""
     speed_from: Literal["clocks", "records"] | None = None
@@ -129,6 +181,8 @@ class SwarmView:
     """The last ones, the oldest first."""
     over: bool = False
     """The run has come to its end."""
+    departed: tuple[Departed, ...] = ()
+    """`MOST_DEPARTED` at most, the last ones to go first."""
     followed: Mapping[str, Followed] = field(default_factory=dict[str, Followed])
     """For the next look."""
 
@@ -163,7 +217,9 @@ def document(view: SwarmView) -> SwarmDocument:
         "stages": [_stage(stage) for stage in view.stages],
         "versions": dict(view.versions),
         "departures": {"left": view.left, "lost": view.lost},
+        **{name: _middle(getattr(view, name)) for name in ("training_loss", "validation_loss", "spread")},
         "nodes": [asdict(node) for node in view.nodes],
+        "departed": [asdict(one) for one in view.departed],
         "happenings": [asdict(one) for one in view.happenings],
     }
 
@@ -188,4 +244,9 @@ def version_labels(known: Sequence[str], found: Mapping[str, int]) -> tuple[str,
 
 def _stage(stage: StageSeen) -> SwarmDocument:
     names = ("claimed", "capacity", "clock", "lag", "missing", "serving")
-    return {"nodes": dict(stage.nodes), **{name: getattr(stage, name) for name in names}}
+    told = {name: getattr(stage, name) for name in names}
+    return {"nodes": dict(stage.nodes), **told, "spread": _middle(stage.spread)}
+
+
+def _middle(middle: Middle | None) -> SwarmDocument | None:
+    return None if middle is None else asdict(middle)

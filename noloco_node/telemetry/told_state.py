@@ -38,6 +38,7 @@ class ToldPeer(_Told):
     tokens: int = 0
     under_way: int = 0
     load: int | None = None
+    name: str = ""
 
 
 class ToldLine(_Told):

@@ -94,6 +94,11 @@ def as_utc(when: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(when))
 
 
+def as_node(peer_id: str, name: str = "") -> str:
+    """A node by the end of its peer id, after the name that its volunteer gave it, which another may bear as well."""
+    return f"{name} …{peer_id[-6:]}" if name else f"…{peer_id[-6:]}"
+
+
 def printable(text: str) -> str:
     """What a stranger says, or writes into a run folder, does not speak to the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -6,7 +6,11 @@ import asyncio
 import json
 from collections.abc import Iterable
 
+import pytest
+from pydantic import ValidationError
+
 from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec
 from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
@@ -16,7 +20,7 @@ from noloco_node.observer.onlooker import Onlooker
 from noloco_node.observer.swarm_view import nothing_seen, view_swarm
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.swarm_metrics import rows_of
-from noloco_node.telemetry.swarm_state import MOST_NODES, MOST_VERSIONS, SwarmView, document
+from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_NODES, MOST_VERSIONS, Middle, SwarmView, document
 from noloco_node.transport.acquaintance import NOBODY
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually
@@ -90,6 +94,68 @@ def test_what_is_summed_is_bounded_by_the_median() -> None:
     assert believed([100.0, 0.0, 120.0, 400.0]) == 620.0
     assert believed([100.0, 100.0, 1e12]) == 1000.0
     assert believed([]) == 0.0
+
+
+def test_a_joiner_does_not_turn_the_swarms_clock_back_and_a_swarm_set_back_does() -> None:
+    """One of two that train the first stage has just come, with the clock of its donor's last outer step."""
+    view = seen([record("a", clock=143_000.0), record("b", 1, clock=143_000.0)])
+    joiner = record("c", clock=109_668.0, newcomer=True)
+    view = seen([record("a", clock=143_000.0), joiner, record("b", 1, clock=143_000.0)], view)
+    assert view.clock == 143_000.0
+    trained = record("c", 0, START + 1.0, clock=109_668.0)
+    view = seen([record("a", 0, START + 1.0, clock=143_100.0), trained], view, now=START + 1.0)
+    assert view.clock == 143_000.0, "nor does it once it counts, while the others are ahead"
+    late = START + 2.0 * LIFE
+    for _ in range(2):
+        late += 2.0 * LIFE
+        view = seen([record("a", 0, late, clock=50_000.0), record("c", 0, late, clock=50_000.0)], view, now=late)
+    assert (view.clock, view.behind_since) == (50_000.0, None), "all of them went on from older weights"
+
+
+def test_loss_and_spread_are_medians_over_those_that_train_and_one_liar_moves_neither() -> None:
+    """The training loss of the last stage, the held-out one of the first; a newcomer and a ghost are not asked."""
+
+    def shown(loss: float, spread: float, **more: float) -> dict[str, object]:
+        return {"training_loss": loss, "spread": spread, **more}
+
+    rows = [record(name, 1, shown=shown(2.0 + n / 8, 1e-5)) for n, name in enumerate("abc")]
+    rows += [
+        record("liar", 1, shown=shown(0.0, 1e12)),
+        record("newcomer", 1, newcomer=True, shown=shown(9.0, 1e6)),
+        record("ghost", 1, shown=shown(9.0, 1e6)),
+        record("silent-of-losses", 1),
+        record("origin", 0, shown=shown(7.0, 3e-5, validation_loss=2.5)),
+    ]
+    view = seen(rows)
+    assert view.training_loss == Middle(2.0625, 4)
+    assert view.validation_loss == Middle(2.5, 1)
+    assert view.spread == Middle(1e-5, 5)
+    assert [stage.spread for stage in view.stages] == [Middle(3e-5, 1), Middle(1e-5, 4)]
+    ended = seen([], view, now=START + 10 * LIFE)
+    assert (ended.training_loss, ended.spread) == (view.training_loss, view.spread), "as they last were"
+
+
+def test_names_are_plain_and_short_and_stand_beside_what_was_seen_of_a_node() -> None:
+    """Also of one that has gone; back again, it goes on from there. A name that speaks to a terminal is refused."""
+    rows = [record("a", shown={"name": "alice", "tokens": 512}), record("b", 1)]
+    view = seen(rows)
+    view = seen(rows, view, now=START + LIFE / 4)
+    named = {node.peer_id: (node.name, node.tokens, node.seen_seconds) for node in view.nodes}
+    assert named == {"a-peer-of-a": ("alice", 512, LIFE / 4), "a-peer-of-b": ("", 0, LIFE / 4)}
+    view = seen(rows[1:], view, now=START + LIFE / 2)
+    assert [(one.name, one.tokens, one.seen_seconds, one.until) for one in view.departed] == [
+        ("alice", 512, LIFE / 4, START + LIFE / 2)
+    ]
+    view = seen(rows, view, now=START + 3 * LIFE / 4)
+    assert (view.departed, view.nodes[0].seen_seconds) == ((), LIFE / 2)
+    for bad in ("a\x1b[2J", "a\nb", "\u202eb", "\u0430lice", "x" * 33):
+        with pytest.raises(ValidationError):
+            record("a", shown={"name": bad})
+        with pytest.raises(ValidationError):
+            NodeSettings(name=bad)
+    crowd = [record(f"n{n:03}") for n in range(MOST_DEPARTED + 20)]
+    full = seen([], seen(crowd, seen(crowd), now=START + LIFE / 4), now=START + LIFE / 2)
+    assert len(full.departed) == MOST_DEPARTED
 
 
 def test_four_hundred_ghosts_add_nothing_to_what_is_counted_and_little_to_what_is_shown() -> None:
@@ -168,7 +234,8 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
         assert origin is not None
         for _ in range(4):
             assert await origin.train_one()
-        await made.replicas[0].membership.announce(PeerState.TRAINING)
+        for replica in made.replicas:
+            await replica.membership.announce(PeerState.TRAINING)
         before = [dict(rows) for rows in made.hub.rows]
         eye = MemoryTransport(made.network, PeerId("who-only-looks-on"))
         onlooker = Onlooker(eye, MemoryDirectory(made.hub), spec)
@@ -189,6 +256,8 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
     assert view.versions[__version__] == 4
     assert max(node.clock for node in view.nodes) >= 4 * MICROBATCH
     assert view.happenings == ()
+    assert view.training_loss is not None
+    assert sum(node.tokens for node in view.nodes if node.stage == 0) == 4 * MICROBATCH
 
 
 async def test_of_an_invited_run_outsiders_are_not_shown() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from noloco_node.telemetry.swarm_state import STATES, Happening, NodeSeen, StageSeen, SwarmView
+from noloco_node.telemetry.swarm_state import STATES, Departed, Happening, Middle, NodeSeen, StageSeen, SwarmView
 
 
 def node(number: int, stage: int = 0, **changes: Any) -> NodeSeen:
@@ -21,6 +21,11 @@ def node(number: int, stage: int = 0, **changes: Any) -> NodeSeen:
         "capacity": 600.0,
         "outer_rounds": 3,
         "newcomer": False,
+        "name": f"volunteer {number}",
+        "tokens": 4096,
+        "training_loss": 2.25,
+        "spread": 1.5e-5,
+        "seen_seconds": 90.0,
     }
     return NodeSeen(**(values | changes))
 
@@ -34,6 +39,7 @@ def stage(training: int, **changes: Any) -> StageSeen:
         "clock": 900.0,
         "lag": 100.0,
         "missing": False,
+        "spread": Middle(1.5e-5, training) if training else None,
     }
     return StageSeen(nodes, **({"missing": False} | values | changes))
 
@@ -55,6 +61,10 @@ def swarm(**changes: Any) -> SwarmView:
         "joins": 3,
         "left": 0,
         "lost": 1,
+        "training_loss": Middle(2.25, 2),
+        "validation_loss": Middle(2.375, 1),
+        "spread": Middle(1.5e-5, 2),
+        "departed": (Departed("peer-000009", 1, "gone fishing", 2048, 45.0, 1_699_999_990.0),),
         "happenings": (Happening(1_699_999_990.0, "lost", "peer-000009", 1),),
     }
     return SwarmView(**(values | changes))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.swarm_pages import SwarmPages
-from noloco_node.telemetry.swarm_state import MOST_NODES
+from noloco_node.telemetry.swarm_state import MOST_NODES, Middle
 from noloco_node.telemetry.web import WebServer
 from tests.telemetry.browser import MISSING, browser
 from tests.telemetry.made_swarm import node, stage, swarm
@@ -76,10 +77,13 @@ async def test_a_seed_says_what_it_sees_and_a_scraper_reads_every_metric_of_the_
 @pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)} on this machine: apt-get install them")
 async def test_a_browser_shows_a_swarm_of_rude_strangers_at_any_width(tmp_path: Path) -> None:
     """At 1280 and 390 pixels: nothing beyond the edge, no complaint, a dot for each node, words as words."""
-    nodes = tuple(node(n, n % 2, version=RUDE, peer_id=f"{n:03}-{RUDE}", answers=n < 20) for n in range(MOST_NODES))
+    nodes = tuple(
+        node(n, n % 2, version=RUDE, peer_id=f"{n:03}-{RUDE}", answers=n < 20, name=RUDE) for n in range(MOST_NODES)
+    )
     view = swarm(nodes=nodes, introduced=400, stages=(stage(10, claimed=190), stage(10, claimed=190)))
     async with shown() as (pages, address):
         pages.saw(view)
+        pages.saw(replace(view, time=view.time + 60.0, training_loss=Middle(2.0, 2)))
 
         def look() -> None:
             with browser(tmp_path / "profile") as chrome:
@@ -92,6 +96,9 @@ async def test_a_browser_shows_a_swarm_of_rude_strangers_at_any_width(tmp_path: 
                     assert words.count("<script>alert(1)</script>") >= MOST_NODES
                     assert "144 more are known from records" in words
                     assert "vanished from stage 1" in words
+                    assert "validation loss, of one node" in words
+                    assert "gone fishing …000009" in words
+                    assert chrome.ask("document.querySelectorAll('#loss polyline').length") == 1
                     assert chrome.ask("document.querySelectorAll('#stages tr').length") == 3
                     assert chrome.complaints() == []
 
