@@ -30,17 +30,17 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     for words in ("made-up · 2 nodes of 2 stages", "no node that answers serves stage 1", "1,000 of 30,720 tokens"):
         assert words in text
     assert "? left" in text, "nothing moves while a stage is missing"
-    assert "by their clocks   640" in text
+    assert "640 (by clocks)" in text
     assert [line.split("…000002")[1].split()[:2] for line in text.splitlines() if "…000002" in line] == [
         ["1", "silent"]
     ]
     assert "…000009 vanished from stage 1" in text
-    for words in ("2.2500 (median of 2 nodes)", "2.3750 (one node says)", "1.50e-05", "volunteer 0 …000000"):
+    for words in ("2.2500 (2 nodes)", "2.3750 (1 node)", "1.50e-05", "volunteer 0 …000000"):
         assert words in text
     (gone,) = (line for line in text.splitlines() if "gone fishing …000009" in line)
     assert gone.split("…000009")[1].split()[:2] == ["1", "gone"]
     assert gone.split()[-4:-1] == ["2,048", "45", "s"]
-    assert "as nodes say" in drawn(swarm(speed_from="records"))
+    assert "as they say" in drawn(swarm(speed_from="records"))
     assert "the run is over" in drawn(swarm(over=True))
     nothing = drawn(nothing_seen(micro_spec()))
     assert "looking for the nodes of the run" in nothing

@@ -47,7 +47,7 @@ _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 MOST_LISTED = 40
 OTHER_LINES = 20
 """Of the screen, besides stages and nodes."""
-NAME_WIDTH = 24
+NAME_WIDTH = 22
 HAPPENINGS_SHOWN = 5
 WARNINGS_SHOWN = 2
 WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "moved to"}
@@ -169,16 +169,18 @@ def _progress(view: SwarmView) -> Iterator[RenderableType]:
 
 def _figures(view: SwarmView) -> Table:
     claimed = sum(stage.claimed for stage in view.stages)
-    speed = "tokens/s, as nodes say" if view.speed_from == "records" else "tokens/s, by their clocks"
+    speed = as_rate(view.tokens_per_second)
+    if view.speed_from is not None:
+        speed += " (as they say)" if view.speed_from == "records" else " (by clocks)"
     versions = ", ".join(f"{printable(version)}: {count}" for version, count in view.versions.items() if count)
     rows = [
-        ("training loss", _middle(view.training_loss, as_loss), "spread", _middle(view.spread, as_scientific)),
-        ("validation loss", _middle(view.validation_loss, as_loss), "", ""),
-        (speed, as_rate(view.tokens_per_second), "nodes that answer", f"{view.present:,}"),
+        ("median loss", _middle(view.training_loss, as_loss), "median spread", _middle(view.spread, as_scientific)),
+        ("validation loss", _middle(view.validation_loss, as_loss), "versions", versions or "–"),
+        ("tokens/s", speed, "nodes that answer", f"{view.present:,}"),
         ("came, moved", f"{view.joins:,}, {view.moves:,}", "claimed only", f"{claimed:,}"),
-        ("left, vanished", f"{view.left:,}, {view.lost:,}", "versions", versions or "–"),
+        ("left, vanished", f"{view.left:,}, {view.lost:,}", "", ""),
     ]
-    table = Table.grid(padding=(0, 3))
+    table = Table.grid(padding=(0, 1))
     for left, value, right, other in rows:
         cells = ((left, "dim"), (value, "bold"), (right, "dim"), (other, "bold"))
         table.add_row(*(Text(text, style=style) for text, style in cells))
@@ -189,7 +191,7 @@ def _middle(middle: Middle | None, written: Callable[[float], str]) -> str:
     """A median, and of how many nodes' words."""
     if middle is None:
         return "–"
-    return f"{written(middle.value)} ({'one node says' if middle.nodes == 1 else f'median of {middle.nodes:,} nodes'})"
+    return f"{written(middle.value)} ({_many(middle.nodes, 'node')})"
 
 
 def _stages(view: SwarmView, most: int) -> RenderableType:
@@ -200,11 +202,10 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
         "join",
         "finish",
         "leave",
-        "claimed only",
-        "could, tokens/s",
+        "claims",
+        "capacity",
         "clock",
-        "last behind",
-        "spread",
+        "behind",
     ):
         table.add_column(name, justify="right")
     many = len(view.stages) > most
@@ -212,8 +213,7 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
     for number, stage in shown[: 2 * most]:
         states = (str(stage.nodes[state]) for state in ("training", "joining", "finishing", "draining"))
         clock, lag = ("–" if value is None else f"{value:,.0f}" for value in (stage.clock, stage.lag))
-        spread = as_scientific(stage.spread and stage.spread.value)
-        cells = (str(number), *states, str(stage.claimed), as_rate(stage.capacity), clock, lag, spread)
+        cells = (str(number), *states, str(stage.claimed), as_rate(stage.capacity), clock, lag)
         table.add_row(*cells, style="bold red" if stage.missing else "")
     left = len(view.stages) - min(len(shown), 2 * most)
     return Group(table, Text(f"and {_many(left, 'more stage')}", style="dim")) if left else table
@@ -222,7 +222,7 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
 def _nodes(view: SwarmView, most: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("node", max_width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
-    for name in ("stage", "state", "version", "tokens/s", "could", "behind by", "outer steps", "trained", "seen for"):
+    for name in ("stage", "state", "tokens/s", "behind", "averaged", "trained", "seen"):
         table.add_column(name, justify="right")
     nodes = sorted(view.nodes, key=lambda node: (not node.answers, node.stage, node.peer_id))
     for node in nodes[:most]:
@@ -238,9 +238,7 @@ def _cells(node: NodeSeen) -> tuple[str, ...]:
         as_node(node.peer_id, node.name),
         str(node.stage),
         node.state if node.answers else "silent",
-        node.version,
         as_rate(node.tokens_per_second),
-        as_rate(node.capacity),
         as_lag(node.lag if node.answers else None),
         f"{node.outer_rounds:,}",
         f"{node.tokens:,}",
@@ -250,9 +248,9 @@ def _cells(node: NodeSeen) -> tuple[str, ...]:
 
 def _departed(one: Departed) -> tuple[str, ...]:
     name = as_node(one.peer_id, one.name)
-    return (name, str(one.stage), "gone", "", "–", "–", "–", "–", f"{one.tokens:,}", as_long(one.seen_seconds))
+    return (name, str(one.stage), "gone", "–", "–", "–", f"{one.tokens:,}", as_long(one.seen_seconds))
 
 
 def _happening(one: Happening) -> Text:
-    text = f"{as_clock_time(one.time)} …{printable(one.peer_id)[-6:]} {WHAT[one.what]} stage {one.stage}"
+    text = f"{as_clock_time(one.time)} {printable(as_node(one.peer_id, one.name))} {WHAT[one.what]} stage {one.stage}"
     return Text(text, style="yellow" if one.what == "lost" else "dim")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node import ambient
-from noloco_node.config.environment import without_settings
+from noloco_node.config.environment import variable_of, without_settings
 from noloco_node.config.load import Config, render
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.storage import atomic
@@ -328,7 +328,7 @@ class LocalSwarm:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**without_settings(os.environ), "TMPDIR": str(self._temporary)},
+                env={**without_settings(os.environ), variable_of("name"): node.name, "TMPDIR": str(self._temporary)},
             )
         self._exits[node.name] = asyncio.create_task(self._reap(node), name=f"exit of {node.name}")
 

@@ -263,17 +263,17 @@ def _is_over(
 
 def _changes(
     before: Mapping[str, Followed], followed: Mapping[str, Followed], records: Mapping[str, LiveRecord]
-) -> Iterator[tuple[NodeChange, str, int]]:
+) -> Iterator[tuple[NodeChange, str, int, str]]:
     """Who came, moved and went since the last look."""
     for peer, seen in followed.items():
         was = before.get(peer)
         if seen.counted and not (was and was.counted):
-            yield "joined", peer, seen.stage
+            yield "joined", peer, seen.stage, seen.name
         elif was and was.counted and was.stage != seen.stage:
-            yield "moved", peer, seen.stage
+            yield "moved", peer, seen.stage, seen.name
     for peer, was in before.items():
         if was.counted and peer not in followed:
-            yield ("left" if peer in records or was.state in FAREWELLS else "lost"), peer, was.stage
+            yield ("left" if peer in records or was.state in FAREWELLS else "lost"), peer, was.stage, was.name
 
 
 def _stage(

@@ -29,6 +29,7 @@ class SwarmPages:
             name: Curve()
             for name in ("nodes", "tokens_per_second", "clock", "training_loss", "validation_loss", "spread")
         }
+        self._evaluated: Middle | None = None
         self._metrics = SwarmMetrics(lambda: self._view, lambda: self.records(), lambda: self._age)
         self.made: tuple[float, Page] | None = None
         self.records: Callable[[], int] = lambda: 0
@@ -46,8 +47,10 @@ class SwarmPages:
                 self._curves["tokens_per_second"].add(view.time, view.tokens_per_second)
             for name in ("training_loss", "validation_loss", "spread"):
                 middle: Middle | None = getattr(view, name)
-                if middle is not None:
+                # Held-out losses are few: each is a point of its own.
+                if middle is not None and (name != "validation_loss" or middle != self._evaluated):
                     self._curves[name].add(view.time, middle.value)
+            self._evaluated = view.validation_loss
 
     def answers(self) -> dict[str, PageMaker]:
         """By path."""

@@ -113,6 +113,7 @@ class Happening:
     what: NodeChange
     peer_id: str
     stage: int
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
