@@ -34,14 +34,14 @@ def stage(training: int, **changes: Any) -> StageSeen:
     """One with so many nodes that train."""
     nodes = dict.fromkeys(STATES, 0) | {"training": training}
     values: dict[str, Any] = {
+        "missing": False,
         "claimed": 0,
         "capacity": 600.0 * training,
         "clock": 900.0,
         "lag": 100.0,
-        "missing": False,
         "spread": Middle(1.5e-5, training) if training else None,
     }
-    return StageSeen(nodes, **({"missing": False} | values | changes))
+    return StageSeen(nodes, **(values | changes))
 
 
 def swarm(**changes: Any) -> SwarmView:
