@@ -247,17 +247,7 @@ class Replica:
             guards=self.guards(),
             steps=progress.steps,
             newcomer=self.averaging.standing.newcomer,
-            shown=self._shown(),
-        )
-
-    def _shown(self) -> Shown:
-        figures = self._view.figures(ambient.wall())
-        return Shown(
-            name=self.context.settings.name,
-            tokens=self.worker.progress.tokens,
-            training_loss=_in_record(figures.training_loss),
-            validation_loss=_in_record(figures.validation_loss),
-            spread=_in_record(figures.spread),
+            shown=_shown(self._view, self.context.settings.name, progress.tokens),
         )
 
     def _origins_lead(self) -> float | None:
@@ -302,6 +292,17 @@ class Replica:
             )
         )
         self.context.moved.fire()
+
+
+def _shown(view: NodeView, name: str, tokens: int) -> Shown:
+    figures = view.figures(ambient.wall())
+    return Shown(
+        name=name,
+        tokens=tokens,
+        training_loss=_in_record(figures.training_loss),
+        validation_loss=_in_record(figures.validation_loss),
+        spread=_in_record(figures.spread),
+    )
 
 
 def _in_record(value: float | None) -> float | None:
