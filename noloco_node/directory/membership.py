@@ -14,7 +14,7 @@ from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.directory.headcount import SAMPLE, Headcount, is_there, share_error, unasked_share
-from noloco_node.directory.records import NOTHING_SHOWN, SERVING, Directory, PeerRecord, PeerState, Shown
+from noloco_node.directory.records import NOTHING_SHOWN, SERVING, Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.directory.twin import TwinWatch
 from noloco_node.identity.peer_id import PeerId
@@ -39,7 +39,7 @@ class OwnFigures:
     """Inner steps of this replica; not in the record."""
     newcomer: bool = False
     """It is on probation."""
-    shown: Shown = NOTHING_SHOWN
+    shown: OwnWord = NOTHING_SHOWN
 
 
 async def asked_already() -> None:

@@ -46,7 +46,7 @@ MOST_SHOWN = 1e12
 _Figure = Annotated[float, Field(ge=0.0, le=MOST_SHOWN, allow_inf_nan=False)]
 
 
-class Shown(BaseModel):
+class OwnWord(BaseModel):
     """What a node lets others see of it, by its own word. Nothing is decided by it, and onlookers show medians."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -63,7 +63,7 @@ class Shown(BaseModel):
     """mean((θ_i − θ_j)²)/2 at its last averaging with a stage peer."""
 
 
-NOTHING_SHOWN = Shown()
+NOTHING_SHOWN = OwnWord()
 
 
 class PeerRecord(BaseModel):
@@ -96,7 +96,7 @@ class PeerRecord(BaseModel):
     """Shows that the run's owner has invited the peer."""
     birth: BirthId | None = None
     """The life of the run in which it takes part; None for older releases."""
-    shown: Shown = NOTHING_SHOWN
+    shown: OwnWord = NOTHING_SHOWN
     """One field, since an older release bears few that it does not know."""
 
 

@@ -21,7 +21,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import OwnFigures
 from noloco_node.directory.peer_clocks import FarBehind, PeerClocks
-from noloco_node.directory.records import MOST_SHOWN, Directory, PeerState, Shown
+from noloco_node.directory.records import MOST_SHOWN, Directory, OwnWord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.course import ReplicaCourse
 from noloco_node.node.neighbourhood import Neighbourhood
@@ -294,9 +294,9 @@ class Replica:
         self.context.moved.fire()
 
 
-def _shown(view: NodeView, name: str, tokens: int) -> Shown:
+def _shown(view: NodeView, name: str, tokens: int) -> OwnWord:
     figures = view.figures(ambient.wall())
-    return Shown(
+    return OwnWord(
         name=name,
         tokens=tokens,
         training_loss=_in_record(figures.training_loss),

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Seq
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.membership import WITHDRAWAL_MARGIN_SECONDS
-from noloco_node.directory.records import Directory, PeerRecord, PeerState, Shown
+from noloco_node.directory.records import Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, choose_stage, servers_of, settle_among, supply_of
 from noloco_node.transport.acquaintance import Acquaintances
@@ -40,7 +40,7 @@ class Arrival:
         self._ask = ask
         self._own = own
         self._record_seconds = record_seconds
-        self._shown = Shown(name=name)
+        self._shown = OwnWord(name=name)
 
     async def choose(self, work: Sequence[float], fitting: Collection[int], rng: random.Random) -> int:
         """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the

@@ -26,7 +26,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.dht import join_directory
 from noloco_node.directory.dht_node import node_id_of
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import MOST_SAID, Directory, PeerRecord, PeerState, Shown, SlotClaim
+from noloco_node.directory.records import MOST_SAID, Directory, OwnWord, PeerRecord, PeerState, SlotClaim
 from noloco_node.directory.validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
 from noloco_node.identity.invitations import invite
 from noloco_node.identity.keys import Identity, load_or_create_identity
@@ -325,7 +325,7 @@ def test_the_fullest_record_that_a_guest_may_have_to_publish_is_valid(signer: Id
         version="10.10.10",
         sequence=10**6,
         invitation=invite(signer, run, 2 * 10**9, None).proof_for(signer.peer_id),
-        shown=Shown(name="W" * 32, tokens=10**12, training_loss=2.3456, validation_loss=2.3456, spread=1.2345e-05),
+        shown=OwnWord(name="W" * 32, tokens=10**12, training_loss=2.3456, validation_loss=2.3456, spread=1.2345e-05),
     )
     key = stage_key(run, 0)
     value = MSGPackSerializer.dumps(sign_record(signer, key, record, expires))
