@@ -63,6 +63,31 @@ def test_the_remedy_for_a_wrong_setting_repeats_it(capsys: pytest.CaptureFixture
     told = capsys.readouterr().err
     assert f"noloco-node config validate {name} --set {wrong} --set 'run.name=a b'" in told
     assert cli.main(["config", "validate", name, "--set", wrong]) == ExitCode.CONFIG
+    capsys.readouterr()
+    typed = ["--set", "run.inner.learing_rate=1", "--set", "run.name=b"]
+    assert cli.main(["config", "validate", name, *typed]) == ExitCode.CONFIG
+    told = capsys.readouterr().err
+    assert "did you mean run.inner.learning_rate" in told
+    assert f"noloco-node config validate {name} --set run.name=b\n" in told, "a name that is none is not repeated"
+
+
+def test_a_link_is_judged_though_no_device_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is printed: it would say nothing of a rate that is none."""
+    for option, wrong in (("--uplink", "fast"), ("--round-trip", "soon")):
+        assert cli.main(["config", "validate", str(MICRO), option, wrong]) == ExitCode.USAGE
+        told = capsys.readouterr()
+        assert (told.out, f"{option} is '{wrong}'" in told.err) == ("", True)
+
+
+def test_a_mistyped_folder_gets_the_name_that_lies_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And `eval` does not ask for a run folder alone, since it takes a model as well."""
+    (tmp_path / "my-model").mkdir()
+    assert cli.main(["eval", str(tmp_path / "my-modle")]) == ExitCode.RUN_FOLDER
+    told = capsys.readouterr().err
+    assert f"did you mean '{tmp_path / 'my-model'}'?" in told
+    assert "`eval` takes a folder that `export` wrote as well" in told
 
 
 def test_help_and_settings_need_no_heavy_library() -> None:

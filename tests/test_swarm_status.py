@@ -117,3 +117,18 @@ def test_a_node_that_has_written_nothing_yet_is_starting(tmp_path: Path) -> None
         lines = status_lines(tmp_path, now=1121.0)
     assert "now                 starting" in lines
     assert not any("silent" in line for line in lines)
+
+
+def test_a_volunteer_is_told_what_its_node_takes_of_the_line_the_device_and_the_disk(tmp_path: Path) -> None:
+    """In bytes by kind and a rate on average, of the life that the account is of."""
+    mega = {"bytes_sent": {"microbatches": 3_000_000, "exchange": 4_500_000}, "bytes_received": {"state": 1_000_000}}
+    books = made.account(time=1060.0, busy_seconds=15.0, **mega)
+    write(tmp_path, made.started("s0-r0"), books)
+    (tmp_path / "large").write_bytes(bytes(2_000_000))
+    told = "\n".join(status_lines(tmp_path, now=1061.0))
+    seconds = 1060.0 - made.started("s0-r0").time
+    rate = 8e-6 * 7_500_000 / seconds
+    assert f"sent              7.5 MB, {rate:.2f} Mbit/s on average (exchange 4.5 MB, microbatches 3.0 MB)" in told
+    assert "received          1.0 MB" in told
+    assert f"at work for {15.0 / seconds:.0%} of the time" in told
+    assert "disk              2.0 MB in" in told

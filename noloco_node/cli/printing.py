@@ -28,10 +28,12 @@ def print_plan(config: Config) -> None:
 def print_sized_plan(config: Config, device: str | None, uplink: str, round_trip: str) -> None:
     """`print_plan` with memory by part and, where a device is named, how much it would work. UserError also (USAGE) as
     `device_by_name` and the quantities raise it."""
+    from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
+
+    link_rate, link_delay = bytes_a_second(uplink), seconds(round_trip)
     _print_numbers(config)
     with loading():
         from noloco_node.sizing.advice import expect
-        from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
         from noloco_node.sizing.footprint import footprint_of
         from noloco_node.sizing.memory import planned_memory
         from noloco_node.sizing.screen import expectation_lines, memory_lines
@@ -40,7 +42,7 @@ def print_sized_plan(config: Config, device: str | None, uplink: str, round_trip
     footprint = footprint_of(config.run)
     lines = memory_lines(config, footprint)
     if device is not None:
-        link = Link(bytes_a_second(uplink), seconds(round_trip))
+        link = Link(link_rate, link_delay)
         named = device_by_name(device, config.run.inner.precision)
         needs = planned_memory(config, footprint)
         found = expect(config, link, named.flop_per_second)

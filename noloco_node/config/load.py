@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -214,13 +214,28 @@ def validate(raw: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) 
     """Validate a parsed configuration; `where` names it in messages, `overrides` are in it already. Raises `UserError`
     (CONFIG), and as `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
     raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
-    again = shlex.join(
-        ["noloco-node", "config", "validate", where, *(w for pair in overrides for w in ("--set", pair))]
-    )
-    return _validated(Config, raw, where, f"correct it, then check with: {again}")
+
+    def remedy(unknown: Collection[str]) -> str:
+        sound = [pair for pair in overrides if not any(_sets(pair, setting) for setting in unknown)]
+        again = ["noloco-node", "config", "validate", where, *(word for pair in sound for word in ("--set", pair))]
+        return f"correct it, then check with: {shlex.join(again)}"
+
+    return _validated(Config, raw, where, remedy)
 
 
-def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: str) -> S:
+def _sets(override: str, setting: str) -> bool:
+    """Whether `dotted.name=value` sets this setting, or something in it."""
+    name = override.partition("=")[0].strip()
+    return name == setting or name.startswith((f"{setting}.", f"{setting}["))
+
+
+NO_SUCH = "there is no such setting"
+
+_Remedy = str | Callable[[Collection[str]], str]
+"""What to do; where that depends on them, told the names that are no settings, which are not to be repeated."""
+
+
+def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: _Remedy) -> S:
     problems = list(_booleans(kind, raw, ""))
     known = {problem.setting for problem in problems}
     try:
@@ -370,7 +385,7 @@ def _problems(error: ValidationError, raw: object, root: type[Settings]) -> Iter
         match first["type"]:
             case "extra_forbidden":
                 siblings = _known_names(setting.rpartition(".")[0], root)
-                yield Problem(setting, f"there is no such setting; {_suggestion(setting, siblings, root)}")
+                yield Problem(setting, f"{NO_SUCH}; {_suggestion(setting, siblings, root)}")
             case "missing":
                 yield Problem(setting, f"is not set, and has no default{_meaning(setting, root)}")
             case "value_error":
@@ -437,7 +452,9 @@ def _meaning(setting: str, root: type[Settings]) -> str:
     return f" ({' '.join(field.description.split())})" if field is not None and field.description else ""
 
 
-def _as_user_error(problems: Sequence[Problem], where: str, remedy: str) -> UserError:
+def _as_user_error(problems: Sequence[Problem], where: str, remedy: _Remedy) -> UserError:
+    if not isinstance(remedy, str):
+        remedy = remedy([problem.setting for problem in problems if NO_SUCH in str(problem)])
     shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
     if len(problems) > MAX_PROBLEMS_SHOWN:
         shown.append(f"  and {len(problems) - MAX_PROBLEMS_SHOWN} more")

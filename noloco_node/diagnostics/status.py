@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +37,7 @@ from noloco_node.telemetry.events import (
     Warned,
     parse_event,
 )
-from noloco_node.telemetry.words import as_long, as_nodes, one_line, printable
+from noloco_node.telemetry.words import as_bytes, as_long, as_nodes, one_line, printable
 
 SHOWN_PEERS = 8
 SHOWN_WARNINGS = (
@@ -119,6 +121,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
         *_now(folder, events, started, now),
         *_text(events, started, now),
         *_training(events, started),
+        *_costs(folder, events, started),
         *_ledger(folder, started),
     ]
     return [one_line(line) for line in lines]
@@ -294,6 +297,37 @@ def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
     if loss is not None:
         yield f"  validation loss   {loss.loss:.4f} nats/token"
         yield from (f"    {printable(each.source):<15} {each.loss:.4f}" for each in loss.sources)
+
+
+def _costs(folder: RunFolder, events: Events, started: NodeStarted | None) -> Iterator[str]:
+    """What this life of the node has taken of the line, the device and the disk."""
+    account = events.last(Account)
+    if account is not None and started is not None and events.follows(account, started):
+        seconds = max(1.0, account.time - started.time)
+        yield f"costs               in {as_long(seconds)}, since it was last started"
+        yield f"  sent              {_traffic(account.bytes_sent, seconds)}"
+        yield f"  received          {_traffic(account.bytes_received, seconds)}"
+        yield f"  device            at work for {min(1.0, account.busy_seconds / seconds):.0%} of the time"
+    elif started is not None:
+        yield "costs               not written down yet: the node says every few seconds what it has sent"
+    yield f"  disk              {as_bytes(_size_of(folder.path))} in {folder.path}"
+
+
+def _traffic(by_kind: Mapping[str, int], seconds: float) -> str:
+    """`1.2 GB, 3.4 Mbit/s on average (exchange 1.0 GB, state 0.2 GB)`."""
+    total = sum(by_kind.values())
+    kinds = ", ".join(f"{printable(kind)} {as_bytes(count)}" for kind, count in sorted(by_kind.items()) if count)
+    return f"{as_bytes(total)}, {8e-6 * total / seconds:,.2f} Mbit/s on average" + (f" ({kinds})" if kinds else "")
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of the files in a folder, links not followed; what goes meanwhile counts nothing."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
 
 
 def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:

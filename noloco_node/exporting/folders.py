@@ -13,7 +13,7 @@ from noloco_node.bootstrap.spec_fetch import read_agreed
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.diagnostics.status import Events
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.exporting.merge import SavedReplica, final_weights
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder, Unusable, read_slow, read_standing
@@ -78,9 +78,20 @@ def _places(path: Path) -> Iterator[Path]:
         raise UserError(
             ExitCode.RUN_FOLDER,
             f"'{path}' holds neither final weights nor checkpoints" if path.exists() else f"there is no '{path}'",
-            "name the run folder of a node, one that holds several, or the folder final in it",
+            f"{_near(path)}name the run folder of a node, one that holds several, the folder final in it, or the "
+            "address of a node that is up; `eval` takes a folder that `export` wrote as well",
         )
     yield from found
+
+
+def _near(path: Path) -> str:
+    """What lies beside a path that does not exist and has nearly its name, for the beginning of a remedy."""
+    try:
+        beside = [] if path.exists() else [each.name for each in path.parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    meant = suggestion([f"'{path.parent / name}'" for name in near_words(path.name, beside)])
+    return f"{meant} " if meant else ""
 
 
 def _below(path: Path, depth: int) -> Iterator[Path]:

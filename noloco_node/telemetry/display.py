@@ -175,6 +175,9 @@ def _after(history: NodeHistory, since: float) -> Iterator[InnerStep]:
 def plain_line(view: LocalSwarmView, now: float) -> str:
     """The swarm in one line of plain text."""
     f = view.figures(now)
+    up, nodes = sum(f.nodes_per_stage), len(view.histories)
+    if not f.step and up < nodes and not view.gone:
+        return f"starting: {up} of {nodes} nodes are up; each loads torch first, and the others follow the first one"
     return (
         f"step {f.step} · {f.clock:,.0f}/{f.target:,} tokens ({_percent(f):.0f} %)"
         f" · loss {as_loss(f.training_loss)} · validation {as_loss(f.validation_loss)}"

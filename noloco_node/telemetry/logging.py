@@ -54,10 +54,10 @@ class NodeLog:
 
     @property
     def label(self) -> str:
-        """`…peer8id s0 r12`, of a seed `…peer8id seed`, or `starting` before it is up."""
+        """`…peer8id stage 0, round 12`, of a seed `…peer8id seed`, or `starting` before it is up."""
         if self.stage is None:
             return f"…{self.peer_id[-6:]} seed" if self.peer_id else "starting"
-        return f"…{self.peer_id[-6:]} s{self.stage} r{self.round}"
+        return f"…{self.peer_id[-6:]} stage {self.stage}, round {self.round}"
 
     def observe_seed(self, peer_id: str) -> None:
         """It is a seed's log, which has no stage and tells no events."""
@@ -238,7 +238,7 @@ def _started(event: NodeStarted) -> str:
         f"{event.parameters:,} parameters, {ORIGINS[event.origin]}"
     ]
     if event.metrics_address:
-        lines.append(f"  metrics: http://{event.metrics_address}/metrics")
+        lines.append(f"  its page: http://{event.metrics_address}/ (for Prometheus: /metrics)")
     lines += [f"  others join with: noloco-node join {address}" for address in event.addresses]
     return "\n".join(lines)
 

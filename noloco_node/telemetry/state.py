@@ -28,12 +28,14 @@ from noloco_node.telemetry.events import (
     Warned,
 )
 from noloco_node.telemetry.node_view import NodeFigures, NodeView
+from noloco_node.telemetry.words import shortened
 
 POINTS = 200
 """Of each curve, however long the node has lived."""
 EXCHANGES_KEPT = 16
 LOG_LINES = 60
-LOG_LETTERS = 400
+LOG_LETTERS = 2000
+"""Of a line of the log, cut between two words: a node that is up names the addresses by which others join it."""
 MOST_PEERS = 256
 WARNINGS_KEPT = 8
 FAULTS = ("skipped_steps", "failed_checkpoints", "failed_donors")
@@ -127,7 +129,7 @@ class LogTail(logging.Handler):
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             text = f"{text}: {record.exc_info[1]!r}"
-        self._lines.append((record.created, record.levelname, text[:LOG_LETTERS]))
+        self._lines.append((record.created, record.levelname, shortened(text, LOG_LETTERS)))
 
     def lines(self) -> list[_Document]:
         """From the oldest to the newest."""
@@ -238,7 +240,7 @@ class NodeState:
                 "exchanges": [_exchange(step) for step in self._exchanges],
                 "contribution": self._contribution(),
                 "faults": self._counted_faults(),
-                "warnings": [{"time": w.time, "text": w.detail[:LOG_LETTERS]} for w in self._warnings],
+                "warnings": [{"time": w.time, "text": shortened(w.detail, LOG_LETTERS)} for w in self._warnings],
                 "curves": {name: getattr(self._curves, name).points() for name in _Curves.__dataclass_fields__},
             }
         made |= {

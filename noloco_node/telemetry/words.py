@@ -99,6 +99,15 @@ def as_node(peer_id: str, name: str = "") -> str:
     return f"{name} …{peer_id[-6:]}" if name else f"…{peer_id[-6:]}"
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many letters; a longer one ends behind a whole word, with a mark."""
+    if len(text) <= most:
+        return text
+    kept = text[: most - 1]
+    end = max(kept.rfind(" "), kept.rfind("\n"))
+    return f"{kept[:end] if end > 0 else kept}…"
+
+
 def printable(text: str) -> str:
     """What a stranger says, or writes into a run folder, does not speak to the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -47,7 +47,7 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
     lines = capsys.readouterr().err.splitlines()
     assert "[starting] looking for peers" in lines[0]
     assert any("others join with: noloco-node join /ip4/127.0.0.1/tcp/4001/p2p/" in line for line in lines)
-    assert any("[…-s1-r0 s1 r3] still there" in line for line in lines)
+    assert any("[…-s1-r0 stage 1, round 3] still there" in line for line in lines)
     assert not any("inner step 4:" in line for line in lines)
 
 

@@ -28,7 +28,16 @@ from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, NodePages
 from noloco_node.telemetry.node_view import NodeView
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
-from noloco_node.telemetry.state import MOST_PEERS, POINTS, Curve, LogTail, NodeState, PeerSeen, Surroundings
+from noloco_node.telemetry.state import (
+    LOG_LETTERS,
+    MOST_PEERS,
+    POINTS,
+    Curve,
+    LogTail,
+    NodeState,
+    PeerSeen,
+    Surroundings,
+)
 from noloco_node.telemetry.web import WebServer
 from tests.telemetry import made_events as made
 
@@ -211,6 +220,19 @@ async def test_the_state_says_what_the_events_say(tmp_path: Path) -> None:
     assert any("inner step 61 skipped" in line["text"] for line in said["log"])
 
 
+async def test_the_log_of_the_page_holds_whole_addresses_and_ends_behind_a_word(tmp_path: Path) -> None:
+    """A node that is up names the addresses by which others join; half of one is worth nothing."""
+    address = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP"
+    async with shown(tmp_path) as (telemetry, at):
+        telemetry.emit(made.started("s0-r0").model_copy(update={"addresses": [address] * 6}))
+        logging.getLogger("noloco_node.test").warning("%s", "word " * 1000)
+        said = json.loads((await ask(at, "/api/state"))[1])
+    texts = [line["text"] for line in said["log"]]
+    assert any(text.count(f"noloco-node join {address}") == 6 for text in texts)
+    (long,) = (text for text in texts if text.startswith("word word"))
+    assert (len(long) <= LOG_LETTERS, long.endswith("word…")) == (True, True)
+
+
 async def test_what_peers_and_logs_say_reaches_a_browser_as_data_only(tmp_path: Path) -> None:
     """JSON that no browser takes for a page, escaped; a status line holds no line of its own."""
     async with shown(tmp_path) as (telemetry, address):
@@ -221,7 +243,7 @@ async def test_what_peers_and_logs_say_reaches_a_browser_as_data_only(tmp_path: 
         line = await ask(address, "/readyz")
     assert (status, line[0]) == (200, 503)
     assert body.isascii()
-    assert len(body) < 20_000
+    assert len(body) < 30_000
     assert json.loads(body)["peers"][0]["version"] == RUDE
     assert headers["x-content-type-options"] == "nosniff"
     assert "default-src 'none'" in headers["content-security-policy"]
