@@ -385,7 +385,7 @@ def _problems(error: ValidationError, raw: object, root: type[Settings]) -> Iter
         match first["type"]:
             case "extra_forbidden":
                 siblings = _known_names(setting.rpartition(".")[0], root)
-                yield Problem(setting, f"{NO_SUCH}; {_suggestion(setting, siblings, root)}")
+                yield Problem(setting, f"there is no such setting; {_suggestion(setting, siblings, root)}")
             case "missing":
                 yield Problem(setting, f"is not set, and has no default{_meaning(setting, root)}")
             case "value_error":
