@@ -112,3 +112,21 @@ def test_every_exit_code_has_its_section() -> None:
     """In order, by number and name."""
     sections = re.findall(r"^## (\d+ .+)$", TROUBLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert sections == [f"{code.value} {code.name}" for code in ExitCode]
+
+
+def test_one_address_of_the_repository_stands_everywhere() -> None:
+    """That of mkdocs.yml: an address that is changed there alone is found here."""
+    address = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["repo_url"]
+    own = re.compile(r"https://github\.com/[\w.-]+/noloco[_-]node\b")
+    places = [*DOCUMENTS, ROOT / "CITATION.cff", ROOT / "pyproject.toml"]
+    named = {place.name: set(own.findall(place.read_text(encoding="utf-8"))) for place in places}
+    assert {name: found for name, found in named.items() if found - {address}} == {}
+    assert all(named[name] for name in ("README.md", "get.md", "CITATION.cff", "pyproject.toml"))
+
+
+def test_the_site_is_searched_in_a_folder_and_history_is_not_what_a_search_finds_first() -> None:
+    """Opened as a file the site has its search; a word is found on its own page before it is in the decisions."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert {"search", "offline"} <= set(yaml.safe_load(text)["plugins"])
+    _, head, _ = (DOCS / "decisions.md").read_text(encoding="utf-8").split("---\n", 2)
+    assert yaml.safe_load(head)["search"]["boost"] < 1

@@ -49,7 +49,11 @@ def run_lab(config: Config, out: Path, command: str, progress: OnFinished) -> di
 
 
 def write_results(config: Config, results: Sequence[Result], out: Path, command: str) -> dict[str, Path]:
-    """Write results.json, table.md and the plots that the lab file asks for; returns the files by name."""
+    """Write results.json, table.md and the plots that the lab file asks for; returns the files by name.
+
+    Raises UserError (DATA) where the text, of which the fingerprint is taken, cannot be read.
+    """
+    from noloco_node.data.prepared import fingerprint_of
     from noloco_node.laboratory.plots import draw
 
     record = Results(
@@ -59,6 +63,7 @@ def write_results(config: Config, results: Sequence[Result], out: Path, command:
             "torch": metadata.version("torch"),
             "python": platform.python_version(),
         },
+        text=fingerprint_of(config.run.data),
         run=config.run.model_dump(mode="json"),
         lab=config.lab.model_dump(mode="json"),
         results=list(results),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.lab_spec import Algorithm
+from noloco_node.config.run_spec import ActivationCodec, token_bytes
 from noloco_node.laboratory.result import MeasuredSpread, Result, Results
 
 
@@ -100,6 +101,23 @@ def _length(record: Results, result: Result) -> int:
     """The length of training that was asked for, of those of the experiment the nearest to what was trained."""
     lengths: Sequence[int] = record.lab["lengths"] or [record.run["inner"]["target_tokens"]]
     return min(lengths, key=lambda length: abs(length - result.tokens))
+
+
+LABEL_BYTES = 4
+"""Of a token, beside its activations."""
+
+
+def activation_bytes(record: Results, result: Result) -> float | None:
+    """Bytes of activations, labels and gradients that one replica of each stage together sends in an inner step; None
+    where the model's configuration does not name its width."""
+    config: dict[str, Any] = record.run["model"]["config"]
+    hidden = result.options.get("model.config.hidden_size", config.get("hidden_size"))
+    codecs = result.options.get("pipeline.activations", record.run["pipeline"]["activations"])
+    if hidden is None:
+        return None
+    codec: ActivationCodec = codecs if isinstance(codecs, str) else codecs[0]
+    tokens = result.tokens / max(1, result.replicas * result.inner_steps)
+    return tokens * (result.stages - 1) * (2 * token_bytes(hidden, codec) + LABEL_BYTES)
 
 
 def swept_settings(record: Results) -> dict[str, tuple[str, ...]]:

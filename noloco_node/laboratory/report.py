@@ -6,15 +6,27 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from noloco_node.laboratory.figures import FigureLine, Spot, as_text, best_of, lines, spread_follows_rate
+from noloco_node.laboratory.figures import (
+    FigureLine,
+    Spot,
+    activation_bytes,
+    as_text,
+    best_of,
+    lines,
+    spread_follows_rate,
+)
 from noloco_node.laboratory.result import Results
 
 NONE = "–"
+
+TELLING_ROUNDS = 20
+"""Below so many outer rounds the first steps of the replicas, each alone, weigh more than how they average."""
 
 COLUMNS = (
     "variant",
     "settings",
     "validation loss",
+    "before the last exchange",
     "merged",
     "gap",
     "gap in perplexity",
@@ -22,6 +34,7 @@ COLUMNS = (
     "tokens to the target",
     "sent per outer step",
     "sent per inner step",
+    "activations per inner step",
     "outer rounds",
     "alone",
     "clipped",
@@ -46,16 +59,17 @@ def _header(record: Results) -> Iterator[str]:
     parameters = sorted({result.parameters for result in record.results})
     yield (
         f"Model: {' or '.join(f'{count:,}' for count in parameters)} parameters in {run['model']['stages']} stages. "
-        f"Data: {_source(run['data'])}. {inner['global_batch_tokens']:,} tokens an inner step over all replicas, "
-        f"H = {outer['inner_steps']}, where a variant sets nothing else. Seeds: {_listed(lab['seeds'])}"
+        f"Data: {_source(run['data'], record.text)}. "
+        f"{inner['global_batch_tokens']:,} tokens an inner step over all replicas, H = {outer['inner_steps']}, "
+        f"where a variant sets nothing else. Seeds: {_listed(lab['seeds'])}"
         + (f", chosen on seeds {_listed(lab['tune_seeds'])}" if lab["tune_seeds"] else "")
         + ".\n"
     )
     yield (
         "*Settings* are those in which a variant differs from the file's. Losses are in nats per token, mean ± sample "
-        "standard deviation over the seeds (as many as n says), after the last outer step; *merged* is the mean of the "
-        f"replicas' weights. *Gap* is loss / loss of `{lab['reference']}` − 1, *gap in perplexity* exp(difference of "
-        "the losses) − 1"
+        "standard deviation over the seeds (as many as n says), after the last outer step, and just before it; "
+        "*merged* is the mean of the replicas' weights. "
+        f"*Gap* is loss / loss of `{lab['reference']}` − 1, *gap in perplexity* exp(difference of the losses) − 1"
         + (f", *gap closed* the share of the gap of `{lab['baseline']}`" if lab.get("baseline") else "")
         + (
             f", *tokens to the target* those until the loss on the way was {lab['target_loss']:g}"
@@ -63,9 +77,10 @@ def _header(record: Results) -> Iterator[str]:
             else ""
         )
         + ". Bytes are sent by one "
-        "replica of each stage together. *Alone* is the share of outer steps without a partner, *clipped* the share of "
-        "exchanges whose pull was clipped, *r* the Pearson correlation of the square root of the spread across "
-        "replicas with the learning rate after the warm-up.\n"
+        "replica of each stage together: exchanges of weights or gradients, and apart from them *activations* with "
+        "labels and gradients between the stages. *Alone* is the share of outer steps without a partner, *clipped* the "
+        "share of exchanges whose pull was clipped, *r* the Pearson correlation of the square root of the spread "
+        "across replicas with the learning rate after the warm-up.\n"
     )
 
 
@@ -86,6 +101,19 @@ def _blocks(record: Results) -> Iterator[str]:
                 for row in (COLUMNS, *(_row(record, rows, line) for line in block))
             )
             yield from _table(columns, cells)
+            yield from _too_short(block)
+
+
+def _too_short(block: Sequence[FigureLine]) -> Iterator[str]:
+    """A warning where a variant that exchanges had too few outer rounds to be judged by."""
+    rounds = {line.variant: line.figure(lambda result: result.outer_rounds) for line in block}
+    short = {name: spot.mean for name, spot in rounds.items() if spot is not None and 0 < spot.mean < TELLING_ROUNDS}
+    if short:
+        named = ", ".join(f"{name} took {mean:.1f}" for name, mean in short.items())
+        yield (
+            f"**Fewer than {TELLING_ROUNDS} outer rounds say nothing about a method**: {named}. "
+            "Raise `run.inner.target_tokens` or `lab.lengths` before you compare.\n"
+        )
 
 
 def _row(record: Results, rows: Sequence[FigureLine], line: FigureLine) -> list[str]:
@@ -96,6 +124,7 @@ def _row(record: Results, rows: Sequence[FigureLine], line: FigureLine) -> list[
         line.variant,
         _options(line.options),
         _loss(line),
+        _number(line.figure(lambda result: result.validation_loss_fast), "{:.4f}"),
         _number(line.figure(lambda result: result.validation_loss_merged), "{:.4f}"),
         gap,
         perplexity,
@@ -103,6 +132,7 @@ def _row(record: Results, rows: Sequence[FigureLine], line: FigureLine) -> list[
         _number(line.tokens_to(record.lab["target_loss"]) if record.lab.get("target_loss") else None, "{:,.0f}"),
         _number(line.figure(lambda result: result.bytes_per_outer_step), _bytes),
         _number(line.figure(lambda result: result.bytes_per_inner_step), _bytes),
+        _number(line.figure(lambda result: activation_bytes(record, result)), _bytes),
         _number(line.figure(lambda result: result.outer_rounds), "{:.1f}"),
         _number(line.figure(lambda result: result.alone_share), "{:.1%}"),
         _number(line.figure(lambda result: result.clipped_share), "{:.1%}"),
@@ -176,8 +206,9 @@ def _options(options: dict[str, Any]) -> str:
     return ", ".join(f"{name} {as_text(value)}" for name, value in options.items()) or NONE
 
 
-def _source(data: dict[str, Any]) -> str:
-    return f"{data['source']}{' ' + data['path'] if data['path'] else ''}, windows of {data['sequence_length']} tokens"
+def _source(data: dict[str, Any], fingerprint: str) -> str:
+    named = f"{data['source']}{' ' + data['path'] if data['path'] else ''}"
+    return f"{named}, windows of {data['sequence_length']} tokens" + (f", {fingerprint}" if fingerprint else "")
 
 
 def _listed(values: Sequence[object]) -> str:

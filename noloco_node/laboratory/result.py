@@ -83,6 +83,8 @@ class Results(Record):
     command: str
     """Repeats it."""
     versions: dict[str, str]
+    text: str = ""
+    """Fingerprint of the text; empty in a file of an older version."""
     run: dict[str, Any]
     lab: dict[str, Any]
     results: Annotated[list[Result], Field(default_factory=list)]

@@ -51,6 +51,26 @@ def test_a_row_holds_the_mean_over_seeds_its_deviation_and_the_gaps() -> None:
     assert rows["49,152 tokens, 4 replicas", "data parallel", "–"]["gap"] == "+0.00%"
 
 
+def test_all_bytes_are_counted_and_the_loss_is_shown_on_both_sides_of_the_last_exchange() -> None:
+    """4 replicas × 48 steps share 49,152 tokens: 256 a replica and step, each 2 × 4 × 32 bytes and a label."""
+    row = table(record({"replicas": [4]}))["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]
+    assert row["before the last exchange"] == "1.6550"
+    assert row["validation loss"] == "1.6450 (n = 1)"
+    hidden = made.config({"variants": VARIANTS}).run.model.config["hidden_size"]
+    assert isinstance(hidden, int)
+    assert row["activations per inner step"] == f"{256 * (8 * hidden + 4) / 1000:.3g} kB"
+
+
+def test_fewer_than_twenty_outer_rounds_are_said_to_say_nothing() -> None:
+    """Of a method that exchanges; data parallel and replicas alone take none, and twenty are enough."""
+    few = record({"replicas": [4], "variants": [*VARIANTS, {"name": "none", "algorithm": "local"}]})
+    results = [r if r.algorithm == "noloco" else r.model_copy(update={"outer_rounds": 0.0}) for r in few.results]
+    text = markdown(few.model_copy(update={"results": results}))
+    assert "**Fewer than 20 outer rounds say nothing about a method**: noloco took 8.0. Raise" in text
+    enough = [r.model_copy(update={"outer_rounds": 20.0}) for r in results]
+    assert "say nothing" not in markdown(few.model_copy(update={"results": enough}))
+
+
 def test_a_baseline_shows_how_much_of_its_gap_each_closes() -> None:
     """Of data parallel all, of itself nothing, of the others by loss; without a baseline there is no such column."""
     variants = [*VARIANTS, {"name": "none", "algorithm": "local"}]
@@ -124,10 +144,11 @@ def test_the_tuning_is_listed_apart_and_the_block_names_what_was_chosen() -> Non
 
 def test_the_head_repeats_the_command_and_says_what_the_numbers_are() -> None:
     """Command, versions, model, seeds, and which deviation is meant."""
-    text = markdown(record({"seeds": [1, 2]}))
+    text = markdown(record({"seeds": [1, 2]}).model_copy(update={"text": "sha256:5e7"}))
     for words in (
         "```sh\nnoloco-node lab micro.yaml --out out\n```",
         "torch 2",
+        "windows of 32 tokens, sha256:5e7.",
         "37,024 parameters in 2 stages",
         "Seeds: 1, 2.",
         "sample standard deviation",
