@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.moving import RUN_SECONDS, still, svg
 from deploy.reference import pages
 from noloco_node.cli.commands import parser
 from noloco_node.errors import ExitCode
@@ -130,3 +132,12 @@ def test_the_site_is_searched_in_a_folder_and_history_is_not_what_a_search_finds
     assert {"search", "offline"} <= set(yaml.safe_load(text)["plugins"])
     _, head, _ = (DOCS / "decisions.md").read_text(encoding="utf-8").split("---\n", 2)
     assert yaml.safe_load(head)["search"]["boost"] < 1
+
+
+def test_the_picture_is_what_its_recording_makes_and_shows_each_death() -> None:
+    """To the letter; a node is seen dead from its death on, and never before."""
+    made = json.loads((ROOT / "benchmarks/results/picture.json").read_text(encoding="utf-8"))
+    assert (DOCS / "swarm.svg").read_text(encoding="utf-8") == svg(made), "python -m benchmarks.picture --draw"
+    assert len(made["deaths"]) == 3
+    assert still(made, 0.0).count("kill -9") == 0
+    assert still(made, RUN_SECONDS).count("kill -9") == 3
