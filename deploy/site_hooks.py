@@ -1,0 +1,13 @@
+"""Hooks of `make site`: a page loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""What mkdocs-material's offline plugin has a page load, for the search in a page that is opened as a file."""
+
+
+def on_post_page(output: str, page: Any, **_: object) -> str:
+    """The page with the copy in docs/assets in its place, wherever in the site the page is."""
+    return output.replace(SHIM, "../" * page.url.count("/") + "assets/iframe-worker.js")
