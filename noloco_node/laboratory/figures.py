@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from noloco_node.config.lab_spec import Algorithm
 from noloco_node.config.run_spec import ActivationCodec, token_bytes
@@ -115,7 +115,7 @@ def activation_bytes(record: Results, result: Result) -> float | None:
     codecs = result.options.get("pipeline.activations", record.run["pipeline"]["activations"])
     if hidden is None:
         return None
-    codec: ActivationCodec = codecs if isinstance(codecs, str) else codecs[0]
+    codec = cast(ActivationCodec, codecs if isinstance(codecs, str) else codecs[0])
     tokens = result.tokens / max(1, result.replicas * result.inner_steps)
     return tokens * (result.stages - 1) * (2 * token_bytes(hidden, codec) + LABEL_BYTES)
 
