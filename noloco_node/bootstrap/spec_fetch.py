@@ -370,6 +370,6 @@ def run_has_ended(spec: RunSpec, why: str) -> RunHasEnded:
         ExitCode.NO_DONOR,
         f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
         "to train its model further start a new run from it, with another run.name, run folders and invitations "
-        "(docs/operations.md, Going on after the end); to begin this one anew, start its first node in a new folder "
-        "and without initial peers; so started in its own, one with a checkpoint goes on",
+        "(docs/operations.md, Going on after the end); to begin this one anew, start its first node and its seed in "
+        "new folders, the first of them without initial peers",
     )

@@ -238,7 +238,9 @@ class FirstState:
         (NO_DONOR) where a stage peer's state is needed and nobody gave it; it is needed, too, where the run began with
         weights that this node has no folder of."""
         there, joined = await self._who_answers(), self._joined
-        over = await self._knows_to_be_over() if joined else ""
+        if joined and self._may_be_over and said_to_be_over(await self._told()):
+            raise run_has_ended(self._spec, "so say most of the peers that this node was told to join")
+        over = "this node has trained it to its end, and saved its weights" if joined and self._ended_here else ""
         begin = where_to_begin(
             own_clock,
             there,
@@ -293,16 +295,6 @@ class FirstState:
                 return there
             # Nothing tells that a peer can be reached again: asking is the only way.
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
-
-    async def _knows_to_be_over(self) -> str:
-        """How this node knows that the run is over: it came to the end itself, or it may well have come to it since and
-        most of the peers that it was told to join say so. Empty where neither is so."""
-        if self._ended_here:
-            return "this node has trained it to its end, and saved its weights"
-        if not self._may_be_over:
-            return ""
-        over = said_to_be_over(await self._told())
-        return "so say most of the peers that this node was told to join" if over else ""
 
     async def _is_the_first(self) -> bool:
         """Whether it came in by seeds of this run alone, of which none has seen anybody at work in it: a run that is

@@ -193,8 +193,9 @@ async def _choose(place: _Place, show: Show | None) -> int:
         net.transport,
         net.spec,
         lambda: stays.stage,
+        over=lambda: stays.ended_before and not stays.trains(),
         # Else those that come home together outvote the seed that knows of the run's end.
-        unaware=lambda: not stays.trains(),
+        unaware=lambda: not (stays.trains() or stays.ended_before),
         held_out=lambda: held_out_loss(place.telemetry.evaluation),
         birth=lambda: net.life.birth,
     )

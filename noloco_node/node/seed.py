@@ -4,9 +4,10 @@ relays only where its owner says so."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 from noloco_node.aio import Heartbeat
@@ -17,16 +18,18 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.last_words import LastWords
-from noloco_node.directory.records import Directory
+from noloco_node.directory.records import Directory, LiveRecord
 from noloco_node.errors import UserError
 from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Entrance, entrance, supervisor
 from noloco_node.node.way_out import WayOut
 from noloco_node.observer.onlooker import Onlooker
-from noloco_node.storage.run_folder import RunFolder
+from noloco_node.placement.run_end import near_from
+from noloco_node.storage.run_folder import EndWord, RunFolder
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.swarm_pages import SwarmPages
 from noloco_node.telemetry.web import WebServer
+from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
@@ -76,7 +79,10 @@ async def _run(
             agreed = await _agree(spec, door)
             life = None if agreed is None else await _own_life(door, agreed, folder)
             async with _directory(door, agreed) as directory:
-                last = None if agreed is None else last_words(directory, folder, agreed)
+                last = None
+                if agreed is not None and life is not None:
+                    screened = ScreenedDirectory(directory, Access(agreed), life=life)
+                    last = last_words(door.transport, screened, folder, agreed)
                 serve_hello(
                     door.transport,
                     agreed,
@@ -160,7 +166,7 @@ async def _serve(
     if spec is None or last is None or life is None:
         pages.detail = NO_RUN
     else:
-        companions.append(last.run(spec.limits.record_seconds))
+        companions.append(last.run())
         lives = LifeWatch(life, door.transport, ScreenedDirectory(directory, Access(spec)), spec)
         lives.worked = lambda: last.knows
         companions.append(lives.keep())
@@ -171,17 +177,27 @@ async def _serve(
     await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), *companions)
 
 
-def last_words(directory: Directory, folder: RunFolder, spec: RunSpec) -> LastWords:
-    """Follows whether the run is over, as its members say, and keeps that in the seed's folder, for its next life."""
+def last_words(transport: Transport, directory: Directory, folder: RunFolder, spec: RunSpec) -> LastWords:
+    """Follows whether the run is over, as its origins say, and keeps that in the seed's folder, for its next life."""
 
-    def changed(over: bool) -> None:
-        logger.info("run '%s' %s", spec.name, "has come to its end" if over else "goes on after all")
+    def keep(rows: Sequence[LiveRecord]) -> None:
+        logger.info("run '%s' has come to its end, say %d nodes that have trained to it", spec.name, len(rows))
+        words = tuple(
+            EndWord(
+                peer=row.record.peer_id,
+                expires=row.expires,
+                level=row.level,
+                signed=base64.b64encode(row.signed).decode(),
+            )
+            for row in rows
+        )
         try:
-            folder.mark_ended(spec.run_id, spec.name, ended=over)
+            folder.mark_ended(spec.run_id, spec.name, words)
         except UserError as error:
-            logger.warning("it is not written down that the run's end has come or gone: %s", error.message)
+            logger.warning("it is not written down that the run's end has come: %s", error.message)
 
-    return LastWords(ScreenedDirectory(directory, Access(spec)), _ended_before(folder, spec), changed)
+    near = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
+    return LastWords(transport, directory, spec, _ended_before(folder, spec), near, keep)
 
 
 def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:

@@ -21,6 +21,20 @@ PROBE_BYTES = 8192
 """Written to see whether the disk has room: what is smaller may fit into the rest of a block."""
 
 
+class EndWord(BaseModel):
+    """The last record of an origin, as it signed it: it had trained to the run's end."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    peer: str
+    expires: float
+    """DHT time, seconds."""
+    level: int
+    """Of the bucket that it was signed for."""
+    signed: str
+    """Base64."""
+
+
 class RunMark(BaseModel):
     """Whose run a folder holds."""
 
@@ -31,6 +45,8 @@ class RunMark(BaseModel):
     ended: bool = False
     birth: str | None = None
     """The life of the run that this folder is of (`identity.births`); None where an older release wrote it."""
+    end: tuple[EndWord, ...] = ()
+    """On whose words a seed has it that the run has come to its end."""
 
 
 class TokenizerPlace(BaseModel):
@@ -168,14 +184,18 @@ class RunFolder:
         except (OSError, ValidationError):
             return None
 
-    def mark_ended(self, run_id: str, run_name: str, *, ended: bool = True) -> None:
-        """Say that the run has come to its end here, or that it goes on after all. Raises as `claim`."""
-        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=ended, birth=self.birth(run_id)))
+    def mark_ended(self, run_id: str, run_name: str, words: tuple[EndWord, ...] = ()) -> None:
+        """Say that the run has come to its end here; of a seed also by whose `words`. Raises as `claim`."""
+        birth = self.birth(run_id)
+        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=True, birth=birth, end=words))
 
     def keep_birth(self, run_id: str, run_name: str, birth: str) -> None:
         """Write down which life of the run this folder is of. Raises as `claim`."""
         if self.birth(run_id) != birth:
-            self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=self.ended_in(run_id), birth=birth))
+            mark = self._mark()
+            if mark is None or mark.run_id != run_id:
+                mark = RunMark(run_id=run_id, run_name=run_name)
+            self._write_mark(mark.model_copy(update={"birth": birth}))
 
     def birth(self, run_id: str) -> str | None:
         """The life of this run that the folder is of, as far as it was written down."""
@@ -192,11 +212,6 @@ class RunFolder:
     def claimed(self) -> bool:
         """Whether it belongs to a run."""
         return self._mark() is not None
-
-    def ended_in(self, run_id: str) -> bool:
-        """Whether this run has come to its end here."""
-        mark = self._mark()
-        return mark is not None and mark.ended and mark.run_id == run_id
 
     @property
     def ended(self) -> bool:

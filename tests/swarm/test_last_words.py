@@ -1,33 +1,50 @@
-"""What a seed remembers of a run's end: records say that it is over, work takes it back, silence changes nothing."""
+"""The end of a run as a seed knows it: origins that it has seen at work say so, and nothing takes it back."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import base58
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.aio import cancel_and_wait
+from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.load import load_config
-from noloco_node.config.run_spec import AccessSpec
-from noloco_node.directory.last_words import LOOKS_A_LIFE, is_over
+from noloco_node.config.run_spec import AccessSpec, RunSpec
+from noloco_node.directory.last_words import LOOKS_A_LIFE, LastWords, is_over
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.identity.invitations import invite
+from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.seed import last_words
 from noloco_node.storage.run_folder import MARK, RunFolder
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.trust.admission import Access
+from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.lives import OwnLife
+from tests.support import eventually
 
 SPEC = load_config(Path(__file__).parent.parent / "configs" / "micro.yaml").run
 LIFE = 60.0
+TARGET = float(SPEC.inner.target_tokens)
 GONE, TRAINING, JOINING, FINISHING = PeerState.GONE, PeerState.TRAINING, PeerState.JOINING, PeerState.FINISHING
+
+
+def name_of(number: int) -> PeerId:
+    """A well-formed peer id."""
+    return PeerId(base58.b58encode(b"\x00\x24" + bytes([number] * 36)).decode())
 
 
 def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = False, clock: float = 1.0) -> PeerRecord:
     """Of a made-up peer."""
     return PeerRecord(
-        peer_id=f"12D3KooWpeer{number}",
+        peer_id=name_of(number),
         stage=stage,
         state=state,
         finished=finished,
@@ -38,102 +55,195 @@ def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = Fa
 
 
 @pytest.mark.parametrize(
-    ("records", "before", "after"),
+    ("origins", "over"),
     [
-        ((), False, False),
-        ((), True, True),
-        ((record(1, TRAINING),), True, False),
-        ((record(1, TRAINING, stage=1), record(2, GONE, finished=True)), True, True),
-        ((record(1, TRAINING, stage=1), record(2, GONE, finished=True)), False, False),
-        ((record(1, TRAINING, stage=1), record(2, TRAINING)), True, False),
-        ((record(1, GONE, finished=True), record(2, GONE, finished=True, stage=1)), False, True),
-        ((record(1, FINISHING, finished=True), record(2, GONE, finished=True)), False, True),
-        ((record(1, FINISHING, finished=True), record(2, TRAINING)), False, False),
-        ((record(1, GONE), record(2, GONE), record(3, GONE, finished=True)), True, False),
-        ((record(1, GONE), record(2, GONE, finished=True)), False, True),
-        ((record(1, GONE), record(2, GONE)), True, False),
-        ((record(1, GONE, finished=True, stage=1),), False, False),
-        ((record(1, GONE, clock=0.0), record(2, GONE, clock=0.0)), True, True),
-        ((record(1, GONE, clock=0.0), record(2, GONE, finished=True, clock=0.0)), False, True),
-        ((record(1, JOINING),), True, True),
-        ((record(1, JOINING),), False, False),
+        ((), False),
+        ((record(1, TRAINING),), False),
+        ((record(1, GONE),), False),
+        ((record(1, GONE, finished=True),), True),
+        ((record(1, FINISHING, finished=True), record(2, TRAINING)), False),
+        ((record(1, FINISHING, finished=True), record(2, GONE, finished=True), record(3, TRAINING)), True),
+        ((record(1, GONE), record(2, GONE), record(3, GONE, finished=True)), False),
+        ((record(1, GONE), record(2, GONE, finished=True)), False),
+        ((record(1, GONE, clock=0.99 * TARGET), record(2, GONE, finished=True)), True),
+        ((record(1, GONE, clock=0.99 * TARGET),), False),
     ],
 )
-def test_the_last_words_of_the_first_stage_decide(records: tuple[PeerRecord, ...], before: bool, after: bool) -> None:
-    """As long as nobody of that stage says that it trains. One of a later stage neither ends a run nor begins it again:
-    a node that had come home to one made a seed forget the end for good. Who joins says nothing, nor who was sent away
-    as it came: its farewell did the same."""
-    rows: tuple[dict[PeerId, LiveRecord], ...] = ({}, {})
-    for each in records:
-        rows[each.stage][PeerId(each.peer_id)] = LiveRecord(each, 100.0)
-    assert is_over(DirectoryView(rows), 50.0, before) is after
+def test_more_than_half_of_the_origins_make_the_end(origins: tuple[PeerRecord, ...], over: bool) -> None:
+    """One that was told to leave just before it has no say: of two, it would hide the end."""
+    assert is_over(origins, 0.9 * TARGET) is over
 
 
-async def test_who_leaves_by_hand_as_the_run_ends_does_not_hide_its_end_from_the_seed(tmp_path: Path) -> None:
-    """Of two at the first stage. The other's last word stands alone for two seconds, between two looks of the seed."""
-    now = 1000.0
-    hub = MemoryDirectoryHub(2, lambda: now)
-    nodes = MemoryDirectory(hub)
-    last = last_words(MemoryDirectory(hub), RunFolder.create(tmp_path), SPEC)
-    await nodes.publish(record(1, GONE), LIFE)
-    now += 2.0
-    await nodes.publish(record(2, GONE, finished=True), LIFE)
-    for _ in range(30):
-        await last.look()
-        now += LIFE / LOOKS_A_LIFE
-    assert last.over
+@dataclass
+class Seed:
+    """A seed in memory, its folder, and the nodes that it can meet. Time stands still but for `pass_`."""
+
+    folder: RunFolder
+    spec: RunSpec = SPEC
+    now: float = 1000.0
+    network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    hub: MemoryDirectoryHub = field(init=False)
+    transport: MemoryTransport = field(init=False)
+    last: LastWords = field(init=False)
+    nodes: dict[int, MemoryTransport] = field(default_factory=dict[int, MemoryTransport])
+
+    def __post_init__(self) -> None:
+        self.hub = MemoryDirectoryHub(SPEC.stages, lambda: self.now)
+        self.nodes_directory = MemoryDirectory(self.hub)
+        self.transport = MemoryTransport(self.network, name_of(250))
+        self.last = self.again()
+
+    def again(self) -> LastWords:
+        """Another process of the same seed."""
+        directory = ScreenedDirectory(MemoryDirectory(self.hub), Access(self.spec), life=OwnLife("b" * 24))
+        return last_words(self.transport, directory, self.folder, self.spec)
+
+    def process(self, number: int, stage: int = 0) -> None:
+        """A node that answers."""
+        self.nodes[number] = MemoryTransport(self.network, name_of(number))
+        serve_hello(self.nodes[number], self.spec, lambda: stage)
+
+    async def says(self, number: int, state: PeerState, *, finished: bool = False, clock: float = 1.0) -> None:
+        """A node's record at stage 0."""
+        await self.nodes_directory.publish(record(number, state, finished=finished, clock=clock), LIFE)
+
+    async def look(self) -> None:
+        """Read all records, and ask those that they introduce."""
+        await self.last.look()
+        await self.last.roll.sweep(1.0)
+        await self.last.look()
+
+    async def works_to_its_end(self, *numbers: int) -> None:
+        """These come, are seen at work, end, and leave."""
+        for number in numbers:
+            self.process(number)
+            await self.says(number, TRAINING)
+        await self.look()
+        for number in numbers:
+            await self.says(number, GONE, finished=True, clock=TARGET)
+            await self.nodes[number].close()
 
 
-async def test_a_seed_remembers_the_end_when_all_records_are_gone_and_when_it_comes_back(tmp_path: Path) -> None:
-    """The nodes have left, their records have died, the seed is another process: it knows, until somebody trains."""
-    now = 1000.0
-    hub = MemoryDirectoryHub(2, lambda: now)
-    nodes, folder = MemoryDirectory(hub), RunFolder.create(tmp_path)
-    last = last_words(MemoryDirectory(hub), folder, SPEC)
-    await nodes.publish(record(0, JOINING), LIFE)
-    await last.look()
-    assert not last.knows
-    for stage in (0, 1):
-        await nodes.publish(record(stage, TRAINING, stage=stage), LIFE)
-    await last.look()
-    assert last.knows
-    assert not last.over
-    assert not (tmp_path / MARK).exists()
-    for stage in (0, 1):
-        await nodes.publish(record(stage, GONE, stage=stage, finished=True), LIFE)
-    await last.look()
-    assert last.over
-    now += 2 * LIFE
-    await last.look()
-    assert last.over
-    again = last_words(MemoryDirectory(hub), folder, SPEC)
-    assert again.over
-    assert again.knows
-    await nodes.publish(record(7, TRAINING), LIFE)
-    await again.look()
-    assert not again.over
-    assert not last_words(MemoryDirectory(hub), folder, SPEC).over
-    (tmp_path / MARK).write_text(json.dumps({"run_id": "another", "run_name": "x", "ended": True}), encoding="utf-8")
-    assert not last_words(MemoryDirectory(hub), folder, SPEC).over
+@contextlib.asynccontextmanager
+async def seed(folder: Path, spec: RunSpec = SPEC) -> AsyncIterator[Seed]:
+    """In this folder."""
+    made = Seed(RunFolder.create(folder), spec)
+    try:
+        yield made
+    finally:
+        for transport in (made.transport, *made.nodes.values()):
+            await transport.close()
 
 
-async def test_strangers_tell_the_seed_of_an_invited_run_nothing(tmp_path: Path) -> None:
-    """Any key made it say that the run is over, or forget that it is, to everybody who came."""
+async def test_no_record_and_no_node_takes_the_end_back(tmp_path: Path) -> None:
+    """One record of a free key with no process behind it had the seed write down that the run goes on, for good, a
+    second later. Neither does it here, nor a key that answers and says that it trains: now, when all records are gone,
+    and in the seed's next life."""
+    async with seed(tmp_path) as made:
+        await made.works_to_its_end(1, 2)
+        await made.look()
+        assert made.last.over
+        written = (tmp_path / MARK).read_bytes()
+        mark = json.loads(written)
+        assert mark["ended"]
+        assert {word["peer"] for word in mark["end"]} == {name_of(1), name_of(2)}
+        await made.says(3, TRAINING, clock=1e17)
+        await made.look()
+        made.process(4)
+        await made.says(4, TRAINING)
+        await made.look()
+        assert made.last.over
+        made.now += 3 * LIFE
+        await made.look()
+        made.last = made.again()
+        assert made.last.over
+        assert made.last.knows
+        await made.says(4, TRAINING)
+        await made.look()
+        assert made.last.over
+        assert (tmp_path / MARK).read_bytes() == written
+
+
+async def test_records_without_a_process_end_no_run(tmp_path: Path) -> None:
+    """Ghosts that have finished, however many; nor does one that answers beside two origins that were seen at work and
+    train on; nor a node of a later stage."""
+    async with seed(tmp_path) as made:
+        for number in range(10, 30):
+            await made.says(number, GONE, finished=True, clock=TARGET)
+        await made.look()
+        assert (made.last.over, made.last.knows) == (False, False)
+        for number in (1, 2, 3):
+            made.process(number)
+            await made.says(number, TRAINING)
+        made.process(4, stage=1)
+        await made.says(4, TRAINING)
+        await made.look()
+        assert made.last.knows
+        for number in (3, 4):
+            await made.says(number, FINISHING, finished=True, clock=TARGET)
+        await made.look()
+        assert not made.last.over
+        assert not (tmp_path / MARK).exists()
+
+
+async def test_a_seed_that_looks_now_and_then_misses_no_end(tmp_path: Path) -> None:
+    """Of two at the first stage one is told to leave just before the end, and the other's last word stands two seconds
+    later. The seed looks thrice in a record's life. A node that joins has no say, nor one that was sent away."""
+    async with seed(tmp_path) as made:
+        for number in (1, 2):
+            made.process(number)
+            await made.says(number, TRAINING)
+        await made.look()
+        await made.says(1, GONE, clock=0.99 * TARGET)
+        made.now += 2.0
+        await made.says(2, GONE, finished=True, clock=TARGET)
+        await made.says(5, JOINING, clock=0.0)
+        await made.says(6, GONE, clock=0.0)
+        made.now += LIFE / LOOKS_A_LIFE
+        await made.look()
+        assert made.last.over
+
+
+async def test_of_an_owned_run_the_owner_ends_it_alone_and_strangers_never(tmp_path: Path) -> None:
+    """Any key made the seed say that it is over to everybody who came."""
     owner = load_or_create_identity(tmp_path / "owner.key")
-    access = AccessSpec(mode="invited", owner=owner.peer_id)
-    spec = SPEC.model_copy(update={"access": access})
-    hub = MemoryDirectoryHub(2, lambda: 1000.0)
-    nodes = MemoryDirectory(hub)
-    last = last_words(MemoryDirectory(hub), RunFolder.create(tmp_path / "seed"), spec)
-    await nodes.publish(record(0, GONE, finished=True), LIFE)
-    await last.look()
-    assert not last.over
-    assert not last.knows
-    guest = record(1, GONE, finished=True)
-    proof = invite(owner, spec.run_id, 1 << 40, PeerId(guest.peer_id)).proof_for(PeerId(guest.peer_id))
-    await nodes.publish(guest.model_copy(update={"invitation": proof}), LIFE)
-    await last.look()
-    assert last.over
-    await nodes.publish(record(2, TRAINING), LIFE)
-    await last.look()
-    assert last.over
+    spec = SPEC.model_copy(update={"access": AccessSpec(mode="invited", owner=owner.peer_id)})
+    async with seed(tmp_path / "seed", spec) as made:
+        made.process(1)
+        await made.says(1, TRAINING)
+        await made.look()
+        await made.says(1, GONE, finished=True, clock=TARGET)
+        await made.look()
+        assert not made.last.over
+        said = record(2, GONE, finished=True).model_copy(update={"peer_id": owner.peer_id})
+        await made.nodes_directory.publish(said, LIFE)
+        await made.look()
+        assert made.last.over
+
+
+async def test_what_is_of_another_life_of_the_run_ends_nothing(tmp_path: Path) -> None:
+    """Its nodes may well have come to their end."""
+    async with seed(tmp_path) as made:
+        made.process(1)
+        for state in (TRAINING, GONE):
+            said = record(1, state, finished=state is GONE, clock=TARGET)
+            await made.nodes_directory.publish(said.model_copy(update={"birth": "a" * 24}), LIFE)
+            await made.look()
+        assert not made.last.over
+
+
+async def test_a_seed_asks_by_itself_whom_it_has_not_met(tmp_path: Path) -> None:
+    """No node needs to call it: the roll is called while it runs."""
+    async with seed(tmp_path) as made:
+        made.process(1)
+        await made.says(1, TRAINING)
+        running = asyncio.create_task(made.last.run())
+        await eventually(lambda: made.last.knows, 10, "it has seen the origin at work")
+        await cancel_and_wait((running,))
+
+
+async def test_a_folder_of_another_run_says_nothing(tmp_path: Path) -> None:
+    """The seed was started for another one there before."""
+    (tmp_path / MARK).write_text(json.dumps({"run_id": "another", "run_name": "x", "ended": True}), encoding="utf-8")
+    async with seed(tmp_path) as made:
+        assert not made.last.over

@@ -3,14 +3,15 @@
 An attack takes a `Life` (`life.py`): one connection under one throw-away key. It counts what came of each try, so that
 whoever uses it can tell a defence that refused from an attack that never fired.
 `records.py`: what is stored in the directory and what is said of it; `visits.py`: what is asked of honest nodes;
-`services.py`: what honest nodes are answered; `hoards.py`: streams and sockets that are held open.
+`lives.py`: what is said of the end and the birth of a run; `services.py`: what honest nodes are answered; `hoards.py`:
+streams and sockets that are held open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from tests.chaos.attacks import hoards, records, services, visits
+from tests.chaos.attacks import hoards, lives, records, services, visits
 from tests.chaos.attacks.life import Life
 
 Attack = Callable[[Life], Awaitable[None]]
@@ -27,6 +28,8 @@ ATTACKS: Mapping[str, Attack] = {
     "joining ghosts": records.joining,
     "replayed records": records.replayed,
     "lying finds": records.lying_finds,
+    "an ended run that goes on": lives.undone_end,
+    "another birth of the run": lives.other_births,
     "told ghosts": visits.told_ghosts,
     "a place in every stage": services.announce,
     "garbled copies": services.garbled_copies,
