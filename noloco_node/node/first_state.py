@@ -69,6 +69,7 @@ async def obtain_state(
     (NO_DONOR) for a node that has just started."""
     began = ambient.monotonic()
     say_that_it_looks(replica)
+    replica.end.came_near_the_end = stays.left is not None and stays.left.near
     await stays.look_again(replica.membership)
     try:
         behind = saved_clock is not None and await _left_behind(replica, saved_clock)

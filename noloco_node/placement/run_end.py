@@ -52,7 +52,8 @@ class Sight:
     """What one replica knows of the run's end at one moment. Seconds."""
 
     near: bool
-    """By its own clock, or by those of the origins whose microbatches it has trained; a short run's is half-way."""
+    """By its own clock, by those of the origins whose microbatches it has trained, or as its former stage told it; a
+    short run's is half-way."""
     close: bool
     """By the same clocks the run's last tokens are trained (`close_from`)."""
     begun: bool
@@ -186,6 +187,9 @@ class EndOfRun:
         """Kept while it waits so: records of those that have left are soon forgotten."""
         self.came_late = False
         """It came to a run that was under way: it took a stage peer's state, or brought a lost stage back."""
+        self.came_near_the_end = False
+        """The run was near its end at the stage that this node has left for this one. A stage that begins anew says 0
+        of that: a node that took a lost first stage over waited an hour for others that had left at the end."""
 
     async def wait(self, stop: asyncio.Event, moved: Pulse) -> None:
         """Return when the run is over, or when `stop` is set; `moved` fires when there may be something new. Raises
@@ -231,7 +235,7 @@ class EndOfRun:
         waits = held_up or (self._origins is not None and not moving)
         self._deserted = waits and (self._deserted or self._somebody_has_left_as_at_the_end() or gone)
         return Sight(
-            near=furthest > near_from(self._target, self._max_lag),
+            near=self.came_near_the_end or furthest > near_from(self._target, self._max_lag),
             close=furthest > close_from(self._target, self._max_lag),
             begun=self.came_late or self._last_trained() > 0.0,
             idle=idle,

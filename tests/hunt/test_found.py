@@ -83,6 +83,19 @@ def test_an_origin_that_was_cut_off_at_the_end_learns_that_the_stages_are_back()
     assert outcome.seconds < 180.0
 
 
+def test_who_took_a_lost_first_stage_over_as_the_others_left_at_the_end_waits_no_hour_for_them() -> None:
+    """It began stage 0 anew, at a clock of 0, just as the others, near the target, left for want of that stage. It
+    had been as near as they, and did not know that any more (seed 1769)."""
+    faults = (
+        Relocate(at=0.139, node=1, stage=1),
+        Freeze(at=0.447, node=4, seconds=2.18),
+        LostStage(at=1.0, stage=0),
+    )
+    outcome = carry_out(Schedule(seed=1769, replicas=(2, 2, 2), faults=faults, guard_copies=0))
+    assert outcome.fired == (True, True, True)
+    assert outcome.breaches == ()
+
+
 def test_who_comes_back_without_a_checkpoint_when_all_have_left_is_told_that_the_run_is_over() -> None:
     """It had died before its first checkpoint; records of the others said that they had finished, and nobody answered.
     That is no fault of the node's, as the hunt took it to be (seed 2238)."""

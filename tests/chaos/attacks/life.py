@@ -232,15 +232,16 @@ def make_workers(spec: RunSpec) -> list[StageWorker]:
 
 @contextlib.asynccontextmanager
 async def living(
-    spec: RunSpec, victims: Sequence[Victim], folder: Path, tally: Tally, rng: random.Random
+    spec: RunSpec, victims: Sequence[Victim], folder: Path, tally: Tally, rng: random.Random, *, trains: bool = True
 ) -> AsyncIterator[Life]:
-    """A life under a new key, connected to all victims; its process and folder are gone at the end."""
+    """A life under a new key, connected to all victims; its process and folder are gone at the end. Where it `trains`
+    it has stages, which some attacks need."""
     identity = load_or_create_identity(folder / f"{rng.getrandbits(64):016x}.key")
     settings = NodeSettings(initial_peers=tuple(victim.address for victim in victims))
     async with running_p2p(settings, identity) as daemon:
         transport = Libp2pTransport(daemon, identity=identity)
         await transport.start()
-        life = Life(spec, list(victims), identity, daemon, transport, tally, rng, make_workers(spec))
+        life = Life(spec, list(victims), identity, daemon, transport, tally, rng, make_workers(spec) if trains else [])
         try:
             yield life
         finally:
