@@ -83,6 +83,7 @@ def test_an_origin_that_was_cut_off_at_the_end_learns_that_the_stages_are_back()
     assert outcome.seconds < 180.0
 
 
+@pytest.mark.long
 def test_who_took_a_lost_first_stage_over_as_the_others_left_at_the_end_waits_no_hour_for_them() -> None:
     """It began stage 0 anew, at a clock of 0, just as the others, near the target, left for want of that stage. It
     had been as near as they, and did not know that any more (seed 1769)."""

@@ -428,6 +428,22 @@ async def test_who_left_at_the_runs_end_has_left_so_whatever_stage_it_had_moved_
     assert await swarm.verdict(LATE_GRACES + 1) is OVER
 
 
+@pytest.mark.parametrize(("near", "found"), [(True, OVER), (False, ON)])
+async def test_who_takes_a_lost_first_stage_over_near_the_end_goes_by_what_it_knew_before(
+    near: bool, found: RunVerdict
+) -> None:
+    """It begins the stage anew at a clock of 0, which tells nothing of the others: they left as at the run's end, and
+    it waited an hour for them."""
+    swarm, leaver = Swarm(stage=0, clock=0.0, max_lag=TARGET), PeerId("leaver-llll")
+    swarm.end.came_near_the_end = swarm.end.came_late = near
+    swarm.acquaintances.worked(leaver)
+    swarm.held_up = True
+    there = swarm.member(leaver, 1)
+    for state in FINISHED:
+        await there.announce(state)
+    assert await swarm.verdict(LATE_GRACES + 1) is found
+
+
 @pytest.mark.parametrize(
     ("clock", "slept", "found"),
     [
