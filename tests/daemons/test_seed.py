@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import shutil
 import signal
 import sys
@@ -20,9 +21,14 @@ import pytest
 
 from noloco_node import __version__
 from noloco_node.cli.small import ask_health
+from noloco_node.config.load import load_config
+from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
+from tests.chaos.attacks import lives
+from tests.chaos.attacks.life import Tally, Victim, living
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import program
 from tests.support import eventually, free_port, printed_file
@@ -184,6 +190,7 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
             await looking
             await watched.compare()
             await eventually(lambda: RunFolder(tmp_path / "seed").ended, 60, "the seed has seen the end")
+            await _a_ghost_says_that_it_trains(tmp_path, address, watched.seed)
             late = await stack.enter_async_context(command(tmp_path / "late", "join", address))
             assert await asyncio.wait_for(late.wait(), 120) == ExitCode.NO_DONOR
             assert "has come to its end: so say the peers" in (tmp_path / "late" / "printed").read_text()
@@ -191,6 +198,7 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
             back = await stack.enter_async_context(command(folders[0], *entering, "--stage", "0"))
             assert await asyncio.wait_for(back.wait(), 120) == ExitCode.NO_DONOR
             assert (folders[0] / "final" / "manifest.json").is_file()
+            assert RunFolder(tmp_path / "seed").ended, "no record of a key takes the end back"
         seed.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(seed.wait(), 60) == ExitCode.INTERRUPTED
     events = [read_events(folder / "events.jsonl") for folder in folders]
@@ -203,6 +211,21 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
     assert paired == {started[0].peer_id, started[2].peer_id}
     seen = json.loads((folders[0] / "peers.json").read_text())["peers"]
     assert set(seen) >= {address.rpartition("/")[2], started[1].peer_id}
+
+
+async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -> None:
+    """One record of a free key with no process behind it: a second later the seed had forgotten the end, for good."""
+    victim = Victim(PeerId(address.rpartition("/")[2]), 0, address)
+    stranger = living(load_config(MICRO).run, [victim], folder, tally := Tally(), random.Random(1), trains=False)
+    async with stranger as life:
+        await lives.told_once(life, "ghost", state=PeerState.TRAINING)
+    assert tally.counts["ghost"]["stored"] == 1
+
+    def claimed() -> bool:
+        state = state_at(pages)
+        return state is not None and any(stage["claimed"] for stage in state["stages"])
+
+    await eventually(claimed, 60, "the seed has read it")
 
 
 @pytest.mark.spawned
