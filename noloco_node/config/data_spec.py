@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from noloco_node.config.settings import PositiveFloat, Settings
 
@@ -40,6 +41,27 @@ FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 TOKENIZER_FINGERPRINT = rf"^({FOLDER}[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 
 
+_NO_ENCODINGS = frozenset({"idna", "punycode", "unicode-escape", "raw-unicode-escape", "undefined", "mbcs", "oem"})
+"""Of Python, but of no file."""
+
+
+def _encoding(name: str) -> str:
+    """The name that Python has for it. ValueError where it has none."""
+    try:
+        known = codecs.lookup(name).name
+        "".encode(known)
+    except LookupError:
+        known = ""
+    if not known or known in _NO_ENCODINGS:
+        raise ValueError(
+            f"run.data.encoding is '{name}', which is no encoding of texts: utf-16-le and gb18030 are some"
+        )
+    return known
+
+
+Encoding = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$"), AfterValidator(_encoding)]
+
+
 class MixedSource(Settings):
     """One of several sources that a run trains on."""
 
@@ -53,6 +75,8 @@ class MixedSource(Settings):
     """As `run.data.split`."""
     text_field: str = "text"
     """As `run.data.text_field`."""
+    encoding: Encoding | None = None
+    """As `run.data.encoding`."""
     fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None = None
     """As `run.data.fingerprint`, of this source alone: who holds another is told which one it is."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,39}$")] | None = None
@@ -82,6 +106,9 @@ class DataSpec(Settings):
     text_field: str = "text"
     """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
     where a column `attention_mask` beside it is 0."""
+    encoding: Encoding | None = None
+    """What text, JSON and CSV files are written in, such as `gb18030` or `utf-16-le`, where no mark at their beginning
+    says it. Not set: UTF-8."""
     mixture: Annotated[tuple[MixedSource, ...], Field(max_length=MOST_SOURCES)] = ()
     """Several sources in place of the one above, each with a weight: of every 1,000 windows each gives its share."""
     streaming: bool = False
@@ -160,7 +187,7 @@ class DataSpec(Settings):
         for number, part in enumerate(self.mixture):
             _check_place(part, f"run.data.mixture[{number}]", self.tokenizer, prepared=self.prepared is not None)
         one = DataSpec.model_fields
-        for name in ("source", "path", "subset", "split", "text_field"):
+        for name in ("source", "path", "subset", "split", "text_field", "encoding"):
             if getattr(self, name) != one[name].default:
                 raise ValueError(
                     f"run.data.mixture is set, and run.data.{name} is of a single source: leave it out, or name it in "
@@ -254,6 +281,10 @@ def _check_place(place: DataSpec | MixedSource, where: str, tokenizer: str, *, p
     if place.subset is not None and source != "huggingface":
         raise ValueError(
             f"{where}.subset is set but {where}.source is '{source}': only datasets of the hub have subsets"
+        )
+    if place.encoding is not None and source != "text":
+        raise ValueError(
+            f"{where}.encoding is set but {where}.source is '{source}': only files of this machine have one"
         )
     if source == "huggingface" and (path or "").startswith(("/", ".", "~")):
         raise ValueError(

@@ -109,7 +109,7 @@ def _check_made(spec: DataSpec, tokenizer: Tokenizer) -> None:
         return
     if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.vocab_size < tokenizer.bound:
         _check_beginning(spec, tokenizer)
-    for file in find_files(spec.path, spec.split).files:
+    for file in find_files(spec.path, spec.split, spec.encoding).files:
         beginning = islice(load(file, spec.text_field), 1 if spec.tokenizer == NO_TOKENIZER else 0)
         if any(document.ids is None for document in beginning):
             raise no_tokenizer(f"run.data.text_field '{spec.text_field}' holds text in '{file.name}'")

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from noloco_node.config.pointers import FETCH, POINTER, is_pointer
+from noloco_node.data.charsets import encoding_of, fitting_encoding, losses, too_many, undecodable
 from noloco_node.data.documents import damaged, data_error, unreadable
 from noloco_node.errors import UserError
 
 HEAD_BYTES = 64 << 10
 """How much of a file is looked at to tell what it holds."""
 BINARY_PROBE_BYTES = 8192
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""What a text begins with that an editor saved as "Unicode"."""
 
 
 class Format(StrEnum):
@@ -80,6 +79,10 @@ class Look:
     empty: bool = False
     is_pointer: bool = False
     """Whether something else stands in place of the file."""
+    named_encoding: str | None = None
+    """Where no mark says it."""
+    undecodable: UserError | None = None
+    """What a person reads of a text that begins in another encoding."""
 
     @property
     def is_wanted(self) -> bool:
@@ -98,8 +101,11 @@ class Look:
         )
 
 
-def look(path: Path) -> Look:
-    """Tell what a file holds. Raises UserError (DATA) where it cannot be read, or breaks off within its beginning."""
+def look(path: Path, encoding: str | None = None) -> Look:
+    """Tell what a file holds; `encoding` is that of texts where no mark says it.
+
+    Raises UserError (DATA) where it cannot be read, or breaks off within its beginning.
+    """
     try:
         with path.open("rb") as file:
             size, head = path.stat().st_size, file.read(HEAD_BYTES)
@@ -121,8 +127,13 @@ def look(path: Path) -> Look:
     suffix = suffixes[-1] if suffixes else ""
     if not head:
         return Look(path, size, _NAMED.get(suffix, Format.TEXT), packing, empty=True)
-    format, doubt = _told(head, suffix, packing)
-    return Look(path, size, format, packing, doubt)
+    written = encoding_of(head, encoding)
+    format, doubt = _told(head, suffix, packing, written)
+    wrong: UserError | None = None
+    if format in (Format.TEXT, Format.JSON, Format.CSV):
+        lost, characters = losses([head], written)
+        wrong = undecodable(path, lost, characters, written, head) if too_many(lost, characters) else None
+    return Look(path, size, format, packing, doubt, named_encoding=encoding, undecodable=wrong)
 
 
 @dataclass(slots=True)
@@ -182,7 +193,7 @@ def _raw(path: Path, meter: ReadMeter | None) -> io.BufferedReader:
     return io.BufferedReader(_Metered(path, meter) if meter else io.FileIO(path), 1 << 20)
 
 
-def _told(head: bytes, suffix: str, packing: Packing | None) -> tuple[Format | None, str]:
+def _told(head: bytes, suffix: str, packing: Packing | None, encoding: str) -> tuple[Format | None, str]:
     """The format, or why there is none."""
     unread = next((name for magic, name in _UNREAD_MAGIC.items() if head.startswith(magic)), None)
     if unread is not None:
@@ -190,9 +201,12 @@ def _told(head: bytes, suffix: str, packing: Packing | None) -> tuple[Format | N
     if suffix in _UNREAD_NAMES:
         return None, f"'{suffix}' files are not read"
     promised = _NAMED.get(suffix, Format.TEXT)
-    seen = _seen(head)
+    seen = _seen(head, encoding)
     named = f"its name ends in '{suffix}'" if suffix else "its name has no ending"
     if seen is None:
+        fitting = fitting_encoding(head)
+        if fitting is not None:
+            return None, f"it seems to be text in {fitting}, which no mark says: set run.data.encoding to {fitting}"
         return None, f"it is not text, and begins with {_shown(head)}"
     if packing is not None and seen in (Format.PARQUET, Format.ARROW):
         return None, f"it is {seen} inside {packing}: unpack it"
@@ -207,23 +221,21 @@ def _told(head: bytes, suffix: str, packing: Packing | None) -> tuple[Format | N
     return None, f"{named}, which promises {promised}, but it begins as {seen}: {_shown(head)}"
 
 
-def _seen(head: bytes) -> Format | None:
+def _seen(head: bytes, encoding: str) -> Format | None:
     """By its bytes alone; CSV cannot be told from text."""
     magic = next((format for magic, format in _MAGIC.items() if head.startswith(magic)), None)
     if magic is not None:
         return magic
-    if head.startswith(UTF_16):
-        text = head.decode("utf-16", errors="ignore")
-    elif b"\0" in head[:BINARY_PROBE_BYTES]:
+    wide = encoding.startswith(("utf-16", "utf-32"))
+    if not wide and b"\0" in head[:BINARY_PROBE_BYTES]:
         return None
-    else:
-        text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="ignore")
+    text = head.removeprefix(codecs.BOM_UTF8).decode(encoding, errors="ignore")
     return Format.JSON if _is_json_rows(text) else Format.TEXT
 
 
 def _is_json_rows(text: str) -> bool:
     """Whether the first line is a row, or a list of rows begins."""
-    text = text.lstrip()
+    text = text.lstrip("\ufeff \t\r\n")
     if text.startswith("["):
         return text[1:].lstrip().startswith("{")
     if not text.startswith("{"):

@@ -10,12 +10,14 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TextIO, cast
 
 import numpy as np
 
+from noloco_node.data.charsets import LOST, encoding_of, losses, too_many, undecodable
 from noloco_node.data.documents import Document, damaged, data_error, unreadable
-from noloco_node.data.formats import UTF_16, Format, open_unpacked
+from noloco_node.data.formats import HEAD_BYTES, Format, open_unpacked
 from noloco_node.data.places import SourceFile, empty_shard
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.errors import UserError
@@ -168,7 +170,7 @@ def _kind(value: object) -> str:
 
 
 def _text(file: SourceFile, _field: str) -> Iterator[Document]:
-    with _decoded(file) as stream:
+    with _Decoded(file) as stream:
         text = stream.read(LONGEST_TEXT)
         if len(text) < LONGEST_TEXT:
             yield Document(file.key, text)
@@ -183,20 +185,64 @@ def _text(file: SourceFile, _field: str) -> Iterator[Document]:
                 text += stream.read(LONGEST_TEXT - len(text))
 
 
-def _decoded(file: SourceFile) -> TextIO:
-    """The text of a file; what is no UTF-8 shows as the replacement character."""
-    with open_unpacked(file.path, file.packing) as probe:
-        encoding = "utf-16" if probe.read(2) in UTF_16 else "utf-8"
-    stream = open_unpacked(file.path, file.packing, file.meter)
-    return io.TextIOWrapper(stream, encoding=encoding, errors="replace", newline="")
+class _Decoded(io.TextIOWrapper):
+    """The text of a file. What cannot be read shows as the replacement character; reading raises UserError (DATA)
+    where that is too much of it."""
+
+    LOOK_CHARACTERS = 1 << 20
+    """How often that is looked at, and at the end."""
+
+    def __init__(self, file: SourceFile) -> None:
+        with open_unpacked(file.path, file.packing) as probe:
+            encoding = encoding_of(probe.read(4), file.encoding)
+        stream = open_unpacked(file.path, file.packing, file.meter)
+        super().__init__(stream, encoding=encoding, errors="replace", newline="")
+        self._file, self._written = file, encoding
+        self._lost = self._characters = self._looked = 0
+
+    def read(self, size: int | None = -1, /) -> str:
+        """As any text file does."""
+        text = super().read(size)
+        self._count(text)
+        if size is None or size < 0 or len(text) < size:
+            self._look()
+        return text
+
+    def __next__(self) -> str:
+        try:
+            line = super().__next__()
+        except StopIteration:
+            self._look()
+            raise
+        self._count(line)
+        return line
+
+    def _count(self, text: str) -> None:
+        self._characters += len(text)
+        if not text.isascii():
+            self._lost += text.count(LOST)
+        if self._characters - self._looked >= self.LOOK_CHARACTERS:
+            self._look()
+
+    def _look(self) -> None:
+        self._looked = self._characters
+        if not too_many(self._lost, self._characters):
+            return
+        with open_unpacked(self._file.path, self._file.packing) as again:  # some may be written so: now to be exact
+            beginning = again.read(HEAD_BYTES)
+            chunks = chain([beginning], iter(lambda: again.read(1 << 20), b""))
+            lost, characters = losses(chunks, self._written)
+        if too_many(lost, characters):
+            raise undecodable(self._file.path, lost, characters, self._written, beginning)
+        self._lost = -self._characters  # it was looked at to its end
 
 
 def _json(file: SourceFile, field: str) -> Iterator[Document]:
-    with _decoded(file) as stream:
+    with _Decoded(file) as stream:
         beginning = stream.read(1)
         while beginning and (beginning.isspace() or beginning == "\ufeff"):
             beginning = stream.read(1)
-    with _decoded(file) as stream:
+    with _Decoded(file) as stream:
         rows = _json_list(file, stream) if beginning == "[" else _json_lines(file, stream)
         unit = "row" if beginning == "[" else "line"
 
@@ -276,7 +322,7 @@ def _no_json(place: str, error: Exception) -> UserError:
 
 def _csv(file: SourceFile, field: str) -> Iterator[Document]:
     csv.field_size_limit(LONGEST_TEXT)
-    with _decoded(file) as stream:
+    with _Decoded(file) as stream:
         reader = csv.reader(stream, strict=True)
         rows: Iterator[list[str]] = (row for row in reader if row)
         try:

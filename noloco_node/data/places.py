@@ -43,6 +43,8 @@ class SourceFile:
     packing: Packing | None
     size: int
     """Bytes on the disk."""
+    encoding: str | None = None
+    """What is named as its encoding."""
     meter: ReadMeter | None = field(default=None, compare=False)
     """Hears how much of it was read."""
 
@@ -63,7 +65,7 @@ class Found:
     """What else is left out, a sentence each."""
 
 
-def find_files(path: str, split: str) -> Found:
+def find_files(path: str, split: str, encoding: str | None = None) -> Found:
     """The files that a path means.
 
     A file is itself. A folder is its files of the format that has most of its bytes; the others are passed over. What a
@@ -74,11 +76,11 @@ def find_files(path: str, split: str) -> Found:
     path = os.path.expanduser(path)
     place = Path(path)
     if place.is_file():
-        return Found((_taken(look(place), ""),))
+        return Found((_taken(look(place, encoding), ""),))
     if place.is_dir():
-        return _of_folder(place, split)
+        return _of_folder(place, split, encoding)
     if glob.has_magic(path):
-        return _of_glob(path, split)
+        return _of_glob(path, split, encoding)
     raise absent(path)
 
 
@@ -87,10 +89,10 @@ def absent(path: str, remedy: str = "name an existing file or folder, or a glob 
     return data_error(f"run.data.path is '{path}', which does not exist", remedy)
 
 
-def _of_folder(folder: Path, split: str) -> Found:
+def _of_folder(folder: Path, split: str, encoding: str | None) -> Found:
     listed = walk_files(folder)
     own = rows_of_datasets(listed.paths, whole=True)
-    looks = [look(path) for path in own if path.name not in _ABOUT]
+    looks = [look(path, encoding) for path in own if path.name not in _ABOUT]
     sizes: Counter[Format | None] = Counter()
     for seen in looks:
         sizes[seen.format] += seen.size
@@ -108,10 +110,10 @@ def _of_folder(folder: Path, split: str) -> Found:
     return Found(_in_order(str(folder), folder, ours, split), others, tuple(_notes(listed, own)))
 
 
-def _of_glob(pattern: str, split: str) -> Found:
+def _of_glob(pattern: str, split: str, encoding: str | None) -> Found:
     root, listed = glob_files(pattern)
     own = rows_of_datasets(listed.paths, whole=False) or list(listed.paths)
-    looks = [look(path) for path in own]
+    looks = [look(path, encoding) for path in own]
     if not looks:
         hint = "; in a glob `[` begins a set of characters, and `[[]` stands for itself" if "[" in pattern else ""
         raise absent(pattern, f"name files that are there; quote a glob so that the shell leaves it alone{hint}")
@@ -180,7 +182,9 @@ def _taken(seen: Look, key: str) -> SourceFile:
         raise seen.error
     if seen.empty and seen.format is not Format.TEXT:
         raise empty_shard(seen.path)
-    return SourceFile(seen.path, key, seen.format, seen.packing, seen.size)
+    if seen.undecodable is not None:
+        raise seen.undecodable
+    return SourceFile(seen.path, key, seen.format, seen.packing, seen.size, seen.named_encoding)
 
 
 def empty_shard(path: Path) -> UserError:

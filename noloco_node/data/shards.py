@@ -65,7 +65,7 @@ class TextShards:
 
 def shard_files(spec: DataSpec) -> tuple[SourceFile, ...]:
     """Of a text on this machine. Raises UserError (DATA) as `find_files` does."""
-    return find_files(spec.path or "", spec.split).files
+    return find_files(spec.path or "", spec.split, spec.encoding).files
 
 
 def fingerprint_of_shards(files: Sequence[SourceFile]) -> str:
@@ -91,7 +91,7 @@ def _readers(spec: DataSpec) -> tuple[list[str], list[ShardReader]]:
     if spec.source == "huggingface":
         readers = hub_shards(spec)
         return [f"shard {number} of '{spec.path}'" for number in range(len(readers))], readers
-    found = find_files(spec.path or "", spec.split)
+    found = find_files(spec.path or "", spec.split, spec.encoding)
     warn_of_left_out(found, f"run.data.path '{spec.path}'")
     files = found.files
     return [file.name for file in files], [lambda file=file: load(file, spec.text_field) for file in files]

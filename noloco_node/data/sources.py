@@ -115,7 +115,7 @@ def _check_one(spec: DataSpec) -> None:
     if spec.source == "huggingface":
         check_not_here(spec.path)
         return
-    files = find_files(spec.path, spec.split).files
+    files = find_files(spec.path, spec.split, spec.encoding).files
     for file in files:
         first_look(file, spec.text_field)
         try:
@@ -185,7 +185,7 @@ def _standard_library() -> Iterator[Document]:
 
 
 def _local(spec: DataSpec, meter: ReadMeter | None) -> Iterator[Document]:
-    found = find_files(spec.path or "", spec.split)
+    found = find_files(spec.path or "", spec.split, spec.encoding)
     warn_of_left_out(found, _setting(spec))
     for file in found.files:
         yield from load(replace(file, meter=meter), spec.text_field)
