@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -224,3 +225,17 @@ def test_there_is_one_version() -> None:
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert next(line for line in changes.splitlines() if line.startswith("## ")).split()[1] == __version__
     assert f"ARG VERSION={__version__}\n" in (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_process_whose_standard_streams_are_closed_runs(closed: str, tmp_path: Path) -> None:
+    """As cron and some launchers start one: libuv ended it by a signal, and sockets got the numbers of streams."""
+    script = (
+        "import asyncio, pathlib, socket, sys, uvloop; from noloco_node.cli.main import open_standard_streams; "
+        "open_standard_streams(); uvloop.run(asyncio.sleep(0)); print('out'); print('err', file=sys.stderr); "
+        f"pathlib.Path({str(tmp_path / 'number')!r}).write_text(str(socket.socket().fileno()))"
+    )
+    line = f"exec {sys.executable} -c {shlex.quote(script)} {closed}"
+    done = subprocess.run(["bash", "-c", line], timeout=60, check=False, capture_output=True)
+    assert done.returncode == 0, done
+    assert int((tmp_path / "number").read_text()) > 2

@@ -192,7 +192,7 @@ def _check_named(spec: RunSpec, unnamed: Sequence[int]) -> None:
     named = ", ".join(f"run.data.mixture[{number}]{_in_brackets(sources[number].name)}" for number in numbers)
     words = shown(named_in_words([key_of(sources[number], number) for number in numbers]))
     if texts:
-        raise UserError(
+        raise TextNotNamed(
             ExitCode.CONFIG,
             f"no path is named for {named} of run '{spec.name}', a text of which each volunteer has its own copy",
             f"get the text from whoever started the run, and say where it lies with {words}"
@@ -254,9 +254,13 @@ def _words(value: object) -> Iterator[str]:
             yield from _words(inner)
 
 
+class TextNotNamed(UserError):
+    """For a node of the first stage that was not told where its copy of the run's text or tokenizer lies (CONFIG)."""
+
+
 def _no_text(spec: RunSpec) -> UserError:
     later = "; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
-    return UserError(
+    return TextNotNamed(
         ExitCode.CONFIG,
         f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own copy",
         f"get the text from whoever started the run, and say where it lies with --data-path PATH{later}",
@@ -265,7 +269,7 @@ def _no_text(spec: RunSpec) -> UserError:
 
 def _no_tokenizer(spec: RunSpec) -> UserError:
     later = "; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
-    return UserError(
+    return TextNotNamed(
         ExitCode.CONFIG,
         f"run.data.tokenizer is not set, and run '{spec.name}' has a tokenizer ({spec.data.tokenizer_fingerprint}) of "
         "which each volunteer has its own copy",

@@ -129,11 +129,16 @@ def seed(options: argparse.Namespace) -> int:
     options.log_format = settings.log_format
     check_peers(settings)
     with bounded_way_out() as way_out:
+        collects = None
         with loading():
             from noloco_node.node.seed import run_seed
 
-        tell = partial(print_seed, say=teller(settings.log_format))
-        way_out.run(run_seed(run, settings, tell, way_out))
+            if run is not None and options.model:
+                from noloco_node.exporting.collecting import collect_weights as collects
+
+        model = None if collects is None else settings.run_folder / "model"
+        tell = partial(print_seed, founds=not settings.initial_peers, model=model, say=teller(settings.log_format))
+        way_out.run(run_seed(run, settings, tell, way_out, collects))
     return int(ExitCode.INTERRUPTED)
 
 

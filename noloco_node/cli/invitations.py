@@ -28,6 +28,7 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
 
     Raises UserError (CONFIG) where the run names no owner or another, or the time or the peer id is none.
     """
+    from noloco_node.config.own_paths import join_line
     from noloco_node.identity.invitations import invite
     from noloco_node.identity.keys import load_or_create_identity
     from noloco_node.telemetry.words import as_utc
@@ -45,23 +46,9 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
         [
             f"invitation to run {run.name} ({run.run_id})",
             f"  {whom}, until {as_utc(expires)}",
-            f"  join with: noloco-node join ADDRESS --invitation FILE{_own_places(run)}",
+            f"  join with: {join_line(run, 'ADDRESS')}",
         ],
     )
-
-
-def _own_places(run: RunSpec) -> str:
-    """What who joins says as well: where the run's texts and tokenizer lie of which each has its own copy."""
-    from noloco_node.config.own_paths import key_of, named_in_words
-
-    data = run.data
-    texts = [key_of(each, number) for number, each in enumerate(data.mixture) if each.source == "text"]
-    words = [named_in_words(texts)] if texts else ["--data-path PATH"] if data.source == "text" else []
-    words += ["--set run.data.tokenizer=DIR"] if data.own_tokenizer else []
-    if not words:
-        return ""
-    later = " (a later stage, such as --stage 1, needs neither)" if len(words) > 1 else " (a later stage needs none)"
-    return " " + " ".join(words) + (later if run.stages > 1 else "")
 
 
 def _named_owner(named: str, key: Path) -> Identity:

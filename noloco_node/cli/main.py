@@ -28,12 +28,29 @@ def entry() -> NoReturn:
     Everything that must be closed is closed by then. Taking torch and hivemind down module by module costs 0.8 s of
     CPU a process, which eight daemons that are told to stop together do not have.
     """
+    open_standard_streams()
     code = main()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(code)
+
+
+def open_standard_streams() -> None:
+    """Open the null device for each standard stream that is closed, as some launchers leave them. Else a socket gets
+    that number, text is printed into it, and libuv aborts the process."""
+    for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, mode)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+    sys.stdin = sys.stdin or open(0, closefd=False, encoding="utf-8")  # noqa: SIM115 - for the life of the process
+    sys.stdout = sys.stdout or open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

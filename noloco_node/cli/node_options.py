@@ -105,6 +105,12 @@ def seed_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--metrics-port", metavar="N", help="show the swarm to a browser and to Prometheus on this port; 0: any")
     add("--metrics-host", metavar="ADDR", help="address of that port; 0.0.0.0 shows it to other machines")
+    add(
+        "--model",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with CONFIG: keep the newest weights of each stage, and a model made of them, in its run folder",
+    )
     network_arguments(command)
     command.set_defaults(name=None, stage=None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
@@ -210,8 +211,23 @@ def print_result(result: SwarmResult) -> None:
     print(f"{'on the disk':<30} {as_bytes(sum(result.disk.values()))} ({parts})")
 
 
-def print_seed(run: RunSpec | None, addresses: list[str], say: Say = print_now) -> None:
-    """The addresses of a seed that is up."""
+def print_seed(
+    run: RunSpec | None,
+    addresses: list[str],
+    *,
+    founds: bool = False,
+    model: Path | None = None,
+    say: Say = print_now,
+) -> None:
+    """The addresses of a seed that is up. `founds`: it was given no peer; `model`: where it keeps the run's model."""
     up = "seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up"
     how = "name it with: --initial-peers" if run is None else "join with: noloco-node join"
-    say("\n".join([up, *(f"  others {how} {address}" for address in addresses)]))
+    lines = [up, *(f"  others {how} {address}" for address in addresses)]
+    if founds:
+        lines.append(
+            "  IT BEGINS A SWARM OF ITS OWN: it was given no --initial-peers. Nodes that are already up are in another "
+            "one; to hold that together, stop this seed and start it again with --initial-peers and a node's address"
+        )
+    if model is not None:
+        lines.append(f"  the run's model will be in {model}, made anew while nodes train it")
+    say("\n".join(lines))

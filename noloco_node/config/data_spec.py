@@ -144,6 +144,12 @@ class DataSpec(Settings):
     """Seed of the shuffling of windows; each stage-0 replica adds its own peer id."""
 
     @property
+    def is_here(self) -> bool:
+        """Whether this machine was told where each text and the tokenizer lie of which each volunteer has a copy."""
+        texts = () if self.prepared is not None else (self.path, *(each.path for each in self.mixture))
+        return NOT_READ not in (self.tokenizer, *texts)
+
+    @property
     def own_tokenizer(self) -> bool:
         """Whether the tokenizer is a folder, of which each who needs it has a copy of its own."""
         return (self.tokenizer_fingerprint or "").startswith(FOLDER)

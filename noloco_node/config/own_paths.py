@@ -7,10 +7,13 @@ joins must.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from noloco_node.config.data_spec import MixedSource
 from noloco_node.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from noloco_node.config.run_spec import RunSpec
 
 OWN_PATHS = "paths"
 """`run.data.paths`: a path of this machine by the name of the source, or by its number where it has none."""
@@ -24,6 +27,18 @@ def key_of(source: MixedSource, number: int) -> str:
 def named_in_words(keys: Sequence[str]) -> str:
     """How paths for these sources are named on the command line."""
     return " ".join(f"--data-path {key}=PATH" for key in keys)
+
+
+def join_line(run: RunSpec, address: str) -> str:
+    """The command that joins a run by this address, with all that a volunteer has to name beside it."""
+    data = run.data
+    texts = [key_of(each, number) for number, each in enumerate(data.mixture) if each.source == "text"]
+    words = [named_in_words(texts)] if texts else ["--data-path PATH"] if data.source == "text" else []
+    words += ["--set run.data.tokenizer=DIR"] if data.own_tokenizer else []
+    invited = ["--invitation FILE"] if run.access.mode == "invited" else []
+    needs = "neither" if len(words) > 1 else "none"
+    later = [f"(a later stage, such as --stage 1, needs {needs})"] if words and run.stages > 1 else []
+    return " ".join(["noloco-node join", address, *invited, *words, *later])
 
 
 def numbered(keys: Sequence[tuple[str | None, bool]], paths: Mapping[str, str]) -> dict[int, str]:

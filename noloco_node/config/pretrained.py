@@ -168,8 +168,10 @@ def with_pretrained(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ties(found: Pretrained) -> bool:
-    """Whether embedding and head are one matrix in the folder."""
-    return "lm_head.weight" not in found.tensors
+    """Whether embedding and head are one matrix in the folder, under either name."""
+    return not all(
+        any(name.endswith(one) for name in found.tensors) for one in ("lm_head.weight", "embed_tokens.weight")
+    )
 
 
 def other_weights(name: str, found: str, wanted: str) -> UserError:

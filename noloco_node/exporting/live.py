@@ -108,8 +108,11 @@ class Gatherer:
         told: _Progress,
         rng: random.Random | None = None,
         pause: float = LOOK_SECONDS,
+        most: int = MOST_REPLICAS,
     ) -> None:
+        """`most`: replicas of each stage that are asked for."""
         self._run = run
+        self._most = most
         self._transport = transport
         self._directory = directory
         self._spool = spool
@@ -125,6 +128,21 @@ class Gatherer:
 
     async def gather(self) -> Gathered:
         """All stages at once, so that they are of about the same moment. Raises UserError as `gather_live`."""
+        replicas = await self.found()
+        lost = [stage for stage, found in replicas.items() if not found]
+        if lost:
+            raise UserError(
+                ExitCode.NO_DONOR,
+                f"no replica of {as_stages(lost)} of run '{self._run.name}' gave its weights",
+                "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
+            )
+        hellos = await self._hellos([PeerId(replica.peer) for replica in replicas[0]])
+        reported, versions = reported_by(hellos, self._run.max_lag_tokens), [hello.version for hello in hellos]
+        return Gathered(self._run, replicas, reported, mode(versions) if versions else "")
+
+    async def found(self) -> dict[int, list[SavedReplica]]:
+        """What each stage gave, nothing where none of its replicas gave any. UserError (RUN_FOLDER) where the disk
+        refuses."""
         copies: list[_Copy] = []
         for look in range(BUSY_LOOKS):
             self._busy = False
@@ -139,17 +157,7 @@ class Gatherer:
             self._asked.clear()
             await asyncio.sleep(self._pause)
         copies = self._of_one_time(copies)
-        replicas = {stage: await self._sound(stage, copies) for stage in range(self._run.stages)}
-        lost = [stage for stage, found in replicas.items() if not found]
-        if lost:
-            raise UserError(
-                ExitCode.NO_DONOR,
-                f"no replica of {as_stages(lost)} of run '{self._run.name}' gave its weights",
-                "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
-            )
-        hellos = await self._hellos([PeerId(replica.peer) for replica in replicas[0]])
-        reported, versions = reported_by(hellos, self._run.max_lag_tokens), [hello.version for hello in hellos]
-        return Gathered(self._run, replicas, reported, mode(versions) if versions else "")
+        return {stage: await self._sound(stage, copies) for stage in range(self._run.stages)}
 
     async def _hellos(self, peers: Sequence[PeerId]) -> list[Hello]:
         """What those say of themselves that answer for this run."""
@@ -171,7 +179,7 @@ class Gatherer:
         return there
 
     async def _of_stage(self, stage: int) -> list[_Copy]:
-        """Copies of up to `MOST_REPLICAS` replicas; each who fails is replaced as long as there are others."""
+        """Copies of as many replicas as are asked for; each who fails is replaced as long as there are others."""
         waiting = [peer for peer in self._candidates(stage) if peer not in self._asked]
         found: list[_Copy] = []
 
@@ -184,7 +192,7 @@ class Gatherer:
                     found.append(copy)
                     return
 
-        await all_or_first_error([one_after_another() for _ in range(min(MOST_REPLICAS, len(waiting)))])
+        await all_or_first_error([one_after_another() for _ in range(min(self._most, len(waiting)))])
         return found
 
     async def _take(self, stage: int, peer: PeerId) -> _Copy | None:

@@ -16,6 +16,7 @@ import torch
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.node.interrupts import heeded_signals
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventReader, NodeStarted
@@ -117,10 +118,10 @@ class DeviceGroup:
         """Start all, wait until all have ended; the exit code of the first that ended out of order, or the last one's.
 
         Where the group founds a swarm (no address to join was given), the first daemon does, and the others join it.
-        The first SIGINT or SIGTERM is passed on and ends all in order, a second one kills them.
+        The first SIGINT, SIGTERM or SIGHUP is passed on and ends all in order, a second one kills them.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        loop, signals = asyncio.get_running_loop(), heeded_signals()
+        for number in signals:
             loop.add_signal_handler(number, self._on_signal)
         reading, writing = os.pipe()
         try:
@@ -128,7 +129,7 @@ class DeviceGroup:
         finally:
             os.close(reading)
             os.close(writing)
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in signals:
                 loop.remove_signal_handler(number)
 
     async def _run_all(self, stdin: int) -> int:

@@ -16,6 +16,7 @@ from noloco_node import ambient
 from noloco_node.config.load import Config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode, layout
+from noloco_node.node.interrupts import heeded_signals
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, LocalSwarmView
@@ -139,8 +140,8 @@ async def _supervise(swarm: LocalSwarm, observer: _Follower) -> bool:
         observer.view.note("ending all nodes; Ctrl-C again kills them at once")
         work.cancel()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    loop, signals = asyncio.get_running_loop(), heeded_signals()
+    for number in signals:
         loop.add_signal_handler(number, interrupt)
     try:
         with observer.display:
@@ -153,7 +154,7 @@ async def _supervise(swarm: LocalSwarm, observer: _Follower) -> bool:
                 observer.display.refresh()
                 await swarm.stop()
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in signals:
             loop.remove_signal_handler(number)
     return interrupted
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from io import FileIO
 
@@ -13,6 +13,7 @@ from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.pretrained import Pretrained, StoredTensor, open_pretrained, other_weights
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.finite import all_finite
+from noloco_node.model.cut import build_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _OTHER_NAMES = (("", ""), (".mlp.", ".block_sparse_moe."))
@@ -24,6 +25,10 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _AT_ONCE = 16 << 20
 """Numbers that are read at a time: no stage needs room for its weights twice."""
 _SHOWN = 3
+_COMPILED = "_orig_mod."
+"""What torch.compile puts into the names of a module's parameters."""
+_BASE = "model."
+"""Before the names of all but the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class Weights:
         self._found = open_pretrained(self._name)
         if spec.fingerprint is not None and (fingerprint := self._found.fingerprint()) != spec.fingerprint:
             raise other_weights(self._name, fingerprint, spec.fingerprint)
+        self._stored = {_as_causal(name, self._found.tensors): name for name in self._found.tensors}
+        """The name in the file of each tensor, by its name in the causal language model."""
 
     @property
     def found(self) -> Pretrained:
@@ -98,16 +105,24 @@ class Weights:
 
     def _source(self, name: str, shape: tuple[int, ...]) -> _Source | None:
         """Where a parameter comes from; None where the folder does not have it."""
-        tensors = self._found.tensors
+        tensors = self._stored
         for ours, theirs in _OTHER_NAMES:
             if ours and ours not in name:
                 continue
             stored = name.replace(ours, theirs) if ours else name
             if stored in tensors:
-                return _Source(((stored,),), stacked=False)
+                return _Source(((tensors[stored],),), stacked=False)
             if (source := self._experts(stored, shape)) is not None:
                 return source
-        return _Source(((EMBEDDING,),), stacked=False) if name == HEAD and EMBEDDING in tensors else None
+        if name == HEAD and EMBEDDING in tensors:
+            return _Source(((tensors[EMBEDDING],),), stacked=False)
+        if name == EMBEDDING and HEAD in tensors and self._says_tied():  # one matrix, saved by its other name
+            return _Source(((tensors[HEAD],),), stacked=False)
+        return None
+
+    def _says_tied(self) -> bool:
+        """Whether the folder's own config makes embedding and head one matrix."""
+        return bool(build_config(ModelSpec(config=dict(self._found.config))).tie_word_embeddings)
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> _Source | None:
         prefix, _, last = name.rpartition(".")
@@ -117,8 +132,8 @@ class Weights:
             parts = tuple(
                 tuple(f"{prefix}.{expert}.{matrix}.weight" for matrix in matrices) for expert in range(shape[0])
             )
-            if all(part in self._found.tensors for each in parts for part in each):
-                return _Source(parts, stacked=True)
+            if all(part in self._stored for each in parts for part in each):
+                return _Source(tuple(tuple(self._stored[part] for part in each) for each in parts), stacked=True)
         return None
 
     def _check_shape(self, name: str, shape: tuple[int, ...], source: _Source) -> None:
@@ -138,6 +153,15 @@ class Weights:
             f"the weights of run.model.from_pretrained ('{self._name}') are not those of run.model.config: {why}",
             "leave out what run.model.config changes of the folder's own config, or get the folder again",
         )
+
+
+def _as_causal(name: str, names: Collection[str]) -> str:
+    """A tensor's name in the causal language model: files of a compiled model, and of one without a head, have others,
+    and transformers loads them as well."""
+    plain = name.replace(_COMPILED, "")
+    if plain == HEAD or any(other.replace(_COMPILED, "").startswith(_BASE) for other in names):
+        return plain
+    return _BASE + plain
 
 
 def _filled(file: FileIO, room: memoryview) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 
 from noloco_node.averaging.exchange import Exchanger
 from noloco_node.data.samples import Samples
@@ -19,6 +20,10 @@ from noloco_node.placement.start_barrier import CommonStart, MissingStages
 logger = logging.getLogger(__name__)
 
 LAST_LOOK_SECONDS = 0.3
+
+
+async def nothing_to_hand_over(_seconds: float) -> None:
+    """Stands for copies of the weights where none are given."""
 
 
 class ReplicaCourse:
@@ -49,6 +54,8 @@ class ReplicaCourse:
         if not self._begun:
             membership.hurry()
         self.stop = asyncio.Event()
+        self.hand_over: Callable[[float], Awaitable[None]] = nothing_to_hand_over
+        """Given so many seconds after the last outer step for peers that collect the run's model."""
         self._over = False
         """An origin has found the run to be over before its own clock was at the target."""
 
@@ -68,6 +75,7 @@ class ReplicaCourse:
             await self._end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
             await self._last_outer_step()
+            await self.hand_over(self._context.spec.limits.grace_seconds)
 
     def run_goes_on(self) -> bool:
         """False once this replica leaves or the origins do: stages that empty at the run's end are not lost."""

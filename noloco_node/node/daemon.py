@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import check_same_run
-from noloco_node.bootstrap.spec_fetch import fetch_run_spec
+from noloco_node.bootstrap.spec_fetch import TextNotNamed, fetch_run_spec
 from noloco_node.config.load import OwnRun
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -23,6 +24,8 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import NodeStopped
 from noloco_node.telemetry.of_node import telemetry_of
 from noloco_node.telemetry.web import WebServer
+
+logger = logging.getLogger(__name__)
 
 
 async def run_node(
@@ -49,19 +52,30 @@ async def join_node(
     """`run_node` for the run that the initial peers serve: its RunSpec comes from one of them, and is shown."""
 
     async def agree(door: Entrance) -> RunSpec:
-        joined, reads_text = door.daemon.joined_peers, settings.stage in ("auto", 0)
-        spec = await fetch_run_spec(
+        reads_text = settings.stage in ("auto", 0)
+        try:
+            spec = await fetch(door, reads_text=reads_text)
+        except TextNotNamed as error:
+            if settings.stage == 0 or await ambient.elsewhere(_saved_stage, settings) == 0:
+                raise
+            spec = await fetch(door, reads_text=False)
+            if spec.stages == 1:
+                raise
+            logger.warning("stage 0 is left to others, since it reads the text: %s; %s", error.message, error.remedy)
+        spec = await ambient.elsewhere(with_own_weights, spec, own.model.from_pretrained)
+        if reads_text and spec.data.is_here:
+            await ambient.elsewhere(check_text_here, spec.data)  # before a stage is chosen, announced and built
+        return spec
+
+    async def fetch(door: Entrance, *, reads_text: bool) -> RunSpec:
+        return await fetch_run_spec(
             door.transport,
-            joined,
+            door.daemon.joined_peers,
             own.data,
             reads_text=reads_text,
             met_in=door.known.run,
             brings_state=await ambient.elsewhere(_has_a_checkpoint, settings),
         )
-        spec = await ambient.elsewhere(with_own_weights, spec, own.model.from_pretrained)
-        if reads_text:
-            await ambient.elsewhere(check_text_here, spec.data)  # before a stage is chosen, announced and built
-        return spec
 
     return await _run(agree, settings, show, None, web, way_out)
 
@@ -110,5 +124,15 @@ async def _run(
         return stopped
 
 
+def _checkpoints(settings: NodeSettings) -> CheckpointFolder:
+    return CheckpointFolder(RunFolder(settings.run_folder).checkpoints, settings.checkpoints_kept)
+
+
 def _has_a_checkpoint(settings: NodeSettings) -> bool:
-    return CheckpointFolder(RunFolder(settings.run_folder).checkpoints, settings.checkpoints_kept).holds_any
+    return _checkpoints(settings).holds_any
+
+
+def _saved_stage(settings: NodeSettings) -> int | None:
+    """The stage that this node's newest checkpoint is of."""
+    found = _checkpoints(settings).newest_whole()
+    return None if found is None else found[1].stage

@@ -16,11 +16,17 @@ from noloco_node.node.way_out import AT_ONCE_SECONDS, LISTENING, WayOut
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The last one comes as a terminal closes, as at the end of a session over SSH."""
+
+
+def heeded_signals() -> tuple[signal.Signals, ...]:
+    """Those that tell this process to leave. What its starter has it ignore is none, as SIGHUP under nohup."""
+    return tuple(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 class Interrupts:
-    """SIGINT and SIGTERM: the first asks for an orderly end, the second (or one before training) cancels at once.
+    """Signals to leave: the first asks for an orderly end, the second (or one before training) cancels at once.
 
     Whatever makes a node leave, it has `seconds` for its `way_out` from then on, where it has one; where it is to leave
     at once, `AT_ONCE_SECONDS`.
@@ -114,11 +120,12 @@ def _hearing(heard: Callable[[], None]) -> Generator[None]:
     """Call `heard` on a thread of its own at each signal: where the event loop hangs nobody else hears it."""
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
+    signals = heeded_signals()
 
     def listen() -> None:
         while numbers := ear.recv(64):
             for number in numbers:
-                if number in SIGNALS:
+                if number in signals:
                     heard()
 
     def nothing(number: int, frame: FrameType | None) -> None:
@@ -127,8 +134,8 @@ def _hearing(heard: Callable[[], None]) -> Generator[None]:
     thread = threading.Thread(target=listen, name=LISTENING, daemon=True)
     thread.start()
     others_ear = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, nothing) for number in SIGNALS}
-    for number in SIGNALS:
+    before = {number: signal.signal(number, nothing) for number in signals}
+    for number in signals:
         signal.siginterrupt(number, False)
     try:
         yield

@@ -24,6 +24,7 @@ from noloco_node.accounting.receipts import Receipts, open_receipts
 from noloco_node.bootstrap.hello import held_out_loss, serve_hello
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, serve_spec
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.own_paths import join_line
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Position, Samples
@@ -474,6 +475,8 @@ def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: 
         peak_flop_per_second=peak_flop_per_second(place.net.settings.device, spec.inner.precision),
         flop_per_token=place.stays.flop_per_token(stage.cut.index),
         codec=spec.outer.codec,
+        invites=[join_line(spec, address) for address in daemon.visible_addresses()],
+        founded=not place.net.settings.initial_peers,
     )
 
 

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from noloco_node.aio import Heartbeat
@@ -42,28 +43,43 @@ ANY_RUN = "any"
 NO_RUN = "a seed of any run: it holds their records, and knows of none what its nodes do; name a run's CONFIG to see it"
 """What its page says where it knows no run."""
 
+Collects = Callable[[RunSpec, Path, Transport, Directory, Callable[[], bool]], Coroutine[Any, Any, None]]
+"""Collects a run's weights into a folder until the run is over: a room above this one does it."""
+
 _Tell = Callable[[RunSpec | None, list[str]], None]
 """Told the run, if there is one, and the addresses of the seed, once it is up."""
 
 
-async def run_seed(spec: RunSpec | None, settings: NodeSettings, tell: _Tell, way_out: WayOut | None = None) -> None:
+async def run_seed(
+    spec: RunSpec | None,
+    settings: NodeSettings,
+    tell: _Tell,
+    way_out: WayOut | None = None,
+    collects: Collects | None = None,
+) -> None:
     """Hold the directory together until SIGINT or SIGTERM, which end at once what has only begun. Leaves no process and
     no socket behind; where its `way_out` takes too long, the process ends.
 
     With a RunSpec, or where initial peers give it theirs, it also hands that out, so that strangers can join a run by
-    the seed's address alone; without, it serves whatever runs come by. Raises UserError as a node does.
+    the seed's address alone; without, it serves whatever runs come by. `collects` makes the run's model in its folder
+    while others train. Raises UserError as a node does.
     """
     folder = RunFolder.create(settings.run_folder)
     with folder.lock(), interruptible(way_out) as interrupts:
         try:
-            await _run(spec, settings, folder, tell, interrupts)
+            await _run(spec, settings, folder, tell, interrupts, collects)
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
 
 
 async def _run(
-    spec: RunSpec | None, settings: NodeSettings, folder: RunFolder, tell: _Tell, interrupts: Interrupts
+    spec: RunSpec | None,
+    settings: NodeSettings,
+    folder: RunFolder,
+    tell: _Tell,
+    interrupts: Interrupts,
+    collects: Collects | None,
 ) -> None:
     log = NodeLog()
     configure_logging(settings.log_level, log, style=settings.log_format)
@@ -79,10 +95,12 @@ async def _run(
             agreed = await _agree(spec, door)
             life = None if agreed is None else await _own_life(door, agreed, folder)
             async with _directory(door, agreed) as directory:
-                last = None
+                last, beside = None, list[Coroutine[Any, Any, None]]()
                 if agreed is not None and life is not None:
                     screened = ScreenedDirectory(directory, Access(agreed), life=life)
-                    last = last_words(door.transport, screened, folder, agreed)
+                    last = said = last_words(door.transport, screened, folder, agreed)
+                    if collects is not None:
+                        beside.append(collects(agreed, folder.path, door.transport, screened, lambda: said.over))
                 serve_hello(
                     door.transport,
                     agreed,
@@ -96,7 +114,7 @@ async def _run(
                 tell(agreed, door.daemon.visible_addresses())
                 pages.records = lambda: directory.records_held
                 with interrupts.leaving():
-                    await _serve(door, directory, agreed, settings, interrupts, pages, last, life)
+                    await _serve(door, directory, agreed, settings, interrupts, pages, last, life, beside)
     finally:
         web.stop()
         heartbeat.stop()
@@ -160,9 +178,10 @@ async def _serve(
     pages: SwarmPages,
     last: LastWords | None,
     life: OwnLife | None,
+    beside: Sequence[Coroutine[Any, Any, None]],
 ) -> None:
     run = ANY_RUN if spec is None else spec.run_id
-    companions: list[Coroutine[Any, Any, None]] = [door.known.keep(door.daemon, run, directory.neighbours)]
+    companions = [door.known.keep(door.daemon, run, directory.neighbours), *beside]
     if spec is None or last is None or life is None:
         pages.detail = NO_RUN
     else:

@@ -66,7 +66,8 @@ class StageLifecycle:
         life, name = spec.limits.record_seconds, settings.name
         self.arrival = Arrival(directory, self._own, life, self._known, self._ask_all, name)
         self._needs = memory_of(spec, settings, footprint, spec.most_sharing)
-        self._fitting = fitting_stages(self._needs, free or free_memory(settings.device))
+        fitting = fitting_stages(self._needs, free or free_memory(settings.device))
+        self._fitting = [stage for stage in fitting if stage > 0 or spec.data.is_here]
         self._began = 0.0
         self._looked_in_vain = False
         self.met_under_way = False
@@ -217,6 +218,7 @@ class StageLifecycle:
 
     async def accompany(self, replica: Replica) -> None:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
+        replica.course.hand_over = self.copies.hand_over
         keep = self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take_patiently)
         self.trains = lambda: replica.membership.state is PeerState.TRAINING
         try:

@@ -20,6 +20,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 from noloco_node.state_transfer.copy_fetch import COPY_CHUNK, OPEN_COPY, CopyRequest, ask_for_copy, chunks_of_copy
 from noloco_node.state_transfer.copy_manifest import (
     DTYPES,
@@ -62,6 +63,9 @@ EXPORT_FRESH_SECONDS = 30.0
 """A copy in full precision goes to newcomers for so long: who exports asks all replicas at once."""
 SLOWEST_SHARE = 1.5
 """A copy in full precision may be read for so many times as long as it takes at its donor's least rate."""
+MOST_COLLECTORS = 4
+"""Peers that a node waits for at the run's end."""
+HAND_OVER_LOOK_SECONDS = 0.2
 LARGEST = 65504.0
 """The largest number in half precision."""
 
@@ -88,6 +92,8 @@ class StageCopies:
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),
             "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1, reading_seconds=self.reading_seconds),
         }
+        self._collectors = PeerTable[PeerId, str](MOST_COLLECTORS)
+        """Peers that have read a whole copy in full precision of this stay's weights, and the root of the latest."""
         self._pace: _Pace = unpaced
         self._taking = asyncio.Lock()
         self.kept: StageCopy | None = None
@@ -116,8 +122,23 @@ class StageCopies:
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
         finally:
             self._own, self._pace = None, unpaced
+            self._collectors.clear()
             for given in self._given.values():
                 given.clear()
+
+    async def hand_over(self, seconds: float) -> None:
+        """After this replica's last step: wait until each peer that has collected its weights before has the last ones
+        too. Such a peer may take `seconds` to begin, and then as long as a copy may be read."""
+        former, given = dict(self._collectors), self._given["fp32"]
+        given.clear()  # what was copied before the last step goes to nobody any more
+        began = ambient.monotonic()
+        while waited := {peer for peer, root in former.items() if self._collectors.get(peer, root) in former.values()}:
+            now = ambient.monotonic()
+            late = now - began > seconds and not waited & given.reading(now)
+            if late or now - began > self.reading_seconds:
+                logger.info("%d peers that collect the weights have not taken the last ones", len(waited))
+                return
+            await asyncio.sleep(HAND_OVER_LOOK_SECONDS)
 
     async def newest(
         self,
@@ -274,6 +295,8 @@ class StageCopies:
             raise Refused(Refusal.MALFORMED, f"the copy has no chunk {request.index}")
         if request.precision == "fp32":
             await self._pace(part.nbytes, peer)
+            if end >= held.manifest.size:
+                self._collectors[peer] = held.manifest.root
         return Reply(NOTHING, (part,))
 
     async def _copy_of(self, stage: int, peer: PeerId, precision: CopyPrecision) -> StageCopy:

@@ -55,6 +55,11 @@ class GivenCopies:
         if self._current is not None and now - self._current.since > self._fresh:
             self._current = self._current if self._is_read(self._current, now) else None
 
+    def reading(self, now: float) -> set[PeerId]:
+        """Peers that read one of the copies now."""
+        self.tend(now)
+        return {peer for given in (self._current, self._older) if given is not None for peer in given.readers}
+
     def fresh(self, peer: PeerId, now: float) -> StageCopy | None:
         """The copy for this newcomer, where there is one that is young enough."""
         self.tend(now)

@@ -66,18 +66,18 @@ def save_stage(
     clock: float,
     outer_rounds: int,
     slow: Mapping[str, Tensor],
-    fast: Mapping[str, Tensor],
+    fast: Mapping[str, Tensor] | None,
 ) -> WeightsManifest:
-    """Write slow and fast weights (full Hugging Face name -> tensor) to `folder`, replacing it as a whole.
+    """Write slow and, where there are any, fast weights (full Hugging Face name -> tensor) to `folder`, replacing it
+    as a whole.
 
     `clock` is in swarm tokens. Raises UserError (RUN_FOLDER) when the disk refuses; an older `folder` then stays.
     """
     try:
         with atomic.new_folder(folder) as partial:
-            files = {
-                SLOW_FILE: _write_tensors(partial / SLOW_FILE, slow),
-                FAST_FILE: _write_tensors(partial / FAST_FILE, fast),
-            }
+            files = {SLOW_FILE: _write_tensors(partial / SLOW_FILE, slow)}
+            if fast is not None:
+                files[FAST_FILE] = _write_tensors(partial / FAST_FILE, fast)
             manifest = _sealed(run_id, cut, clock, outer_rounds, files)
             atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
     except (OSError, SafetensorError) as error:

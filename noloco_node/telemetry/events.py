@@ -57,6 +57,10 @@ class NodeStarted(Event):
     """Forward and backward of this stage."""
     codec: str = ""
     """Of the run's outer steps."""
+    invites: list[str] = Field(default_factory=list[str])
+    """The commands that others join with, one for each address."""
+    founded: bool = False
+    """It was given no peer to enter by: it began a swarm, or is to be found by others."""
 
 
 class NodeMoved(Event):

@@ -239,7 +239,11 @@ def _started(event: NodeStarted) -> str:
     ]
     if event.metrics_address:
         lines.append(f"  its page: http://{event.metrics_address}/ (for Prometheus: /metrics)")
-    lines += [f"  others join with: noloco-node join {address}" for address in event.addresses]
+    invites = event.invites or [f"noloco-node join {address}" for address in event.addresses]
+    lines += [f"  others join with: {invite}" for invite in invites]
+    if event.founded and event.addresses:
+        entering = f"--initial-peers {event.addresses[0]} --host 0.0.0.0 --port 31338 --run-folder runs/seed"
+        lines.append(f"  a seed keeps the entrance open and the model safe: noloco-node seed CONFIG {entering}")
     return "\n".join(lines)
 
 

@@ -29,7 +29,7 @@ ENDLESS = "run.inner.target_tokens=1_000_000_000"
 
 @contextlib.asynccontextmanager
 async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
-    """A daemon of this command; its events so far. It is told to leave at the end of the block. What it prints goes
+    """A daemon of this command; its events so far. Its terminal closes at the end of the block. What it prints goes
     to `folder`/printed. A device of a set speed where OPERATION_SECONDS is in the environment."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
@@ -45,7 +45,7 @@ async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
     following = asyncio.create_task(follow())
     try:
         yield events
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
         try:
             assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
         except TimeoutError:
@@ -122,10 +122,13 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
 @pytest.mark.spawned
 async def test_a_stranger_joins_with_nothing_but_an_address(tmp_path: Path, temporary: Path) -> None:
     """The address is the one in the line that the first node prints. The joiner shows the run before it trains, takes
-    the stage that nobody serves, passes over a dead address, and says when it had first trained and averaged."""
+    the stage that nobody serves, passes over a dead address, and says when it had first trained and averaged. The run
+    trains on a text of each volunteer's own, which the joiner does not have, so it leaves the first stage to others."""
     founder, stranger = tmp_path / "founder", tmp_path / "stranger"
-    async with node(founder, "run", str(MICRO), "--set", ENDLESS, "--stage", "0") as events:
+    own_text = [word for setting in OWN_TEXT for word in ("--set", setting)]
+    async with node(founder, "run", str(MICRO), "--set", ENDLESS, *own_text, "--stage", "0") as events:
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 150, "it is up"))[0]
+        assert f"join {first.addresses[0]} --data-path PATH (a later stage" in (founder / "printed").read_text()
         command = (founder / "printed").read_text().partition("others join with: noloco-node ")[2].split()[:2]
         assert command == ["join", first.addresses[0]]
         async with node(stranger, *command, DEAD) as joined:

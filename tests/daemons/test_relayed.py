@@ -105,7 +105,8 @@ def events_of(folder: Path, kind: type[E]) -> list[E]:
 async def seed_address(folder: Path) -> str:
     """What the seed prints for others."""
     said = folder / "printed"
-    return (await eventually(lambda: said.read_text().partition(" is up\n")[2], 120, "the seed is up")).split()[-1]
+    words = await eventually(lambda: said.read_text().partition(" is up\n")[2], 120, "the seed is up")
+    return next(word for word in words.split() if "/p2p/" in word)
 
 
 def printed(folders: Sequence[Path]) -> str:

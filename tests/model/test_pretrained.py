@@ -65,6 +65,41 @@ def test_stages_begin_with_what_transformers_has_saved(family: str, tmp_path: Pa
     assert torch.equal(logits, model(token_ids(), use_cache=False).logits)
 
 
+def renamed(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Write the folder's tensors anew under other names."""
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+OTHER_NAMES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "compiled": lambda tensors: {f"_orig_mod.{name}": value for name, value in tensors.items()},
+    "compiled inside": lambda tensors: {name.replace("layers.", "layers._orig_mod."): v for name, v in tensors.items()},
+    "no prefix": lambda tensors: {name.removeprefix("model."): value for name, value in tensors.items()},
+}
+
+
+@pytest.mark.parametrize("which", OTHER_NAMES)
+def test_names_that_transformers_knows_are_known(which: str, tmp_path: Path) -> None:
+    """Files of a compiled model, and of one that was saved without its head's class, hold the same weights."""
+    model = saved("llama", tmp_path)
+    renamed(tmp_path, OTHER_NAMES[which])
+    run = run_of(tmp_path, stages=2)
+    assert torch.equal(compose(build_all(run.model), token_ids()), model(token_ids(), use_cache=False).logits)
+    assert not any("not of this model" in line for line in pretrained_lines(run.model))
+
+
+def test_a_tied_model_may_be_saved_by_its_head_alone(tmp_path: Path) -> None:
+    """Where its config ties the two; else a matrix is missing."""
+    model = saved("llama", tmp_path, tie_word_embeddings=True)
+    renamed(tmp_path, lambda t: {name.replace("model.embed_tokens", "lm_head"): value for name, value in t.items()})
+    run = run_of(tmp_path, stages=2)
+    assert torch.equal(compose(build_all(run.model), token_ids()), model(token_ids(), use_cache=False).logits)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    with pytest.raises(UserError, match=r"it has no model\.embed_tokens\.weight"):
+        list(pretrained_lines(run_of(tmp_path, stages=2).model))
+
+
 def test_a_run_goes_on_from_an_export_at_its_loss(tmp_path: Path) -> None:
     """Continued pre-training: what was exported and is loaded again in three stages starts at the exported loss."""
     spec = spec_of("qwen3", 2, vocab_size=256)

@@ -1,0 +1,164 @@
+"""The newest weights of every stage, collected by one that trains none of them, and a model made of these.
+
+An owner's seed does this, so that the owner has a model even where every volunteer leaves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.errors import UserError
+from noloco_node.exporting.folders import gather_folders
+from noloco_node.exporting.gathered import Shapes
+from noloco_node.exporting.live import MOST_REPLICAS, Gatherer
+from noloco_node.exporting.merge import SavedReplica
+from noloco_node.exporting.write import export
+from noloco_node.model.cut import cut_model
+from noloco_node.storage import atomic
+from noloco_node.storage.run_folder import RunFolder
+from noloco_node.storage.weights import save_stage
+from noloco_node.telemetry.words import as_bytes
+from noloco_node.transport.interface import Transport
+
+logger = logging.getLogger(__name__)
+
+FIRST_SECONDS, LONGEST_SECONDS = 30.0, 600.0
+"""Pause after the first collection; it doubles up to the longest one."""
+SHARE = 20.0
+"""A pause lasts at least so many times as long as the collection before it."""
+FEW_REPLICAS = 3
+"""Of each stage that are asked while the run goes on: three voices show which one is not like the others."""
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the run comes to its end."""
+
+
+async def collect_weights(
+    run: RunSpec, folder: Path, transport: Transport, directory: Directory, over: Callable[[], bool]
+) -> None:
+    """What a seed does beside its other work: `Collector.follow`."""
+    await Collector(run, folder, transport, directory).follow(over)
+
+
+class Collector:
+    """Keeps the newest slow weights of each stage in `folder`/collected and the model made of them in `folder`/model.
+    Both are there as a whole or not at all, and a later collection takes their place."""
+
+    def __init__(self, run: RunSpec, folder: Path, transport: Transport, directory: Directory) -> None:
+        """`directory` shows only nodes that may take part in the run."""
+        self._run = run
+        self._transport = transport
+        self._directory = directory
+        self.collected = folder / "collected"
+        """One folder of weights for each replica: `noloco-node export` takes them like run folders."""
+        self.model = folder / "model"
+        """An ordinary Hugging Face folder, once every stage has given its weights."""
+        self._spool = folder / "collecting"
+        self._shapes: Shapes | None = None
+        self._failed = ""
+
+    async def follow(self, over: Callable[[], bool]) -> None:
+        """Collect now and then until the run comes to its end, and then until its last node has left. `over` says that
+        the end has come, also where nobody is there to show it."""
+        due, pause = 0.0, FIRST_SECONDS
+        while not (over() or self._finishing()):
+            began = ambient.monotonic()
+            if (
+                began >= due and self._whole()
+            ):  # early: nodes wait at the run's end for a peer that has collected before
+                await self.collect(FEW_REPLICAS)
+                due = ambient.monotonic() + max(pause, SHARE * (ambient.monotonic() - began))
+                pause = min(2.0 * pause, LONGEST_SECONDS)
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._directory.refresh()
+        ended = False
+        while self._there():
+            await self.collect(MOST_REPLICAS, beside=ended)
+            ended = True
+            await self._directory.refresh()
+
+    async def collect(self, most: int, *, beside: bool = False) -> None:
+        """Fetch the slow weights of up to `most` replicas of each stage, and make the model anew where any came. They
+        take the place of those before, or with `beside` only of those of the same replicas. What fails is said once
+        and tried again at the next collection."""
+        try:
+            if self._shapes is None:
+                self._shapes = await ambient.elsewhere(Shapes, self._run)
+            await ambient.elsewhere(partial(self._spool.mkdir, parents=True, exist_ok=True))
+            gatherer = Gatherer(
+                self._run, self._shapes, self._transport, self._directory, self._spool, _untold, most=most
+            )
+            found = {stage: replicas for stage, replicas in (await gatherer.found()).items() if replicas}
+            for stage, replicas in found.items():
+                await ambient.elsewhere(self._keep, stage, replicas, beside)
+            if found:
+                await ambient.elsewhere(self._write)
+            self._failed = ""
+        except UserError as error:
+            if error.message != self._failed:
+                self._failed = error.message
+                logger.warning("the run's model is not collected: %s; %s", error.message, error.remedy)
+        finally:
+            await ambient.elsewhere(partial(shutil.rmtree, self._spool, ignore_errors=True))
+
+    def _there(self) -> list[PeerRecord]:
+        """All live records of the run."""
+        now, view = self._directory.now(), self._directory.view
+        return [record for stage in range(self._run.stages) for record in view.live(stage, now)]
+
+    def _whole(self) -> bool:
+        """Whether every stage has a node that trains."""
+        there = {record.stage for record in self._there() if record.state is PeerState.TRAINING}
+        return len(there) == self._run.stages
+
+    def _finishing(self) -> bool:
+        """Whether nodes say that the run comes to its end."""
+        return any(record.state is PeerState.FINISHING for record in self._there())
+
+    def _keep(self, stage: int, replicas: Sequence[SavedReplica], beside: bool) -> None:
+        place, cut = self.collected / f"stage-{stage}", cut_model(self._run.model)[stage]
+        with atomic.new_folder(place) as coming:
+            for replica in replicas:
+                save_stage(
+                    coming / replica.peer,
+                    run_id=self._run.run_id,
+                    cut=cut,
+                    clock=replica.clock,
+                    outer_rounds=0,
+                    slow=replica.load(),
+                    fast=None,
+                )
+            former = place.iterdir() if beside and place.is_dir() else ()
+            for folder in former:
+                if not (coming / folder.name).exists():
+                    shutil.copytree(folder, coming / folder.name, copy_function=os.link)
+
+    def _write(self) -> None:
+        """Make the model of what is kept, where every stage is there."""
+        there = [self.collected / f"stage-{stage}" for stage in range(self._run.stages)]
+        if missing := [place.name for place in there if not place.is_dir()]:
+            logger.info("the model waits for the weights of %s", ", ".join(missing))
+            return
+        collected = RunFolder(self.collected)
+        collected.keep_spec(self._run.agreed_json)
+        if self._run.data.own_tokenizer:
+            collected.keep_tokenizer_place(Path(self._run.data.tokenizer))
+        gathered = gather_folders(there, self._run)
+        exported = export(gathered, self.model, "mean", lambda _: None)
+        clocks = ", ".join(
+            f"stage {stage} of {len(used)} replicas at {max(one.clock for one in used):,.0f} tokens"
+            for stage, used in sorted(exported.used.items())
+        )
+        logger.info("the model is in %s (%s): %s", self.model, as_bytes(4 * exported.parameters), clocks)
+
+
+def _untold(_came: int, _wanted: int) -> None:
+    """Nobody watches these downloads."""
