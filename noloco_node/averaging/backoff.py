@@ -1,11 +1,11 @@
 """How long a stage peer is left alone: one whose exchanges come to nothing must not keep a replica engaged for ever,
-one whose weights stay far away must not pull at it for ever, and one that dials without end must not keep others away.
+and one whose weights stay far away must not pull at it for ever. What exchanges cost that do come to their end is in
+`averaging.visits`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +23,6 @@ RESTS = Doubling(1.0, 120.0)
 FAR = 2.0
 """Times the bound on differences from which a stage peer's weights are far away."""
 STAGE_PEERS_REMEMBERED = 1024
-VISITS_SAVED = 2.0
-"""Visits that a stage peer may make one after the other: who meets whom is chance."""
-STRANGERS = PeerId("")
-"""The account of all that this replica has seen no work of: their keys cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,56 +67,17 @@ def after_meeting(distance: Distance, norm: float, bound: float, now: float) -> 
     return Distance(norm, rests, now + seconds)
 
 
-class Visits:
-    """How often each stage peer may dial: in the long run no more often than its part of this replica's outer steps,
-    one of as many as there are stage peers. Honest ones come half as often, for they are dialled as often as they dial.
-    Whom this replica dials is its own affair and does not count."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._saved = PeerTable[PeerId, tuple[float, int]](STAGE_PEERS_REMEMBERED)
-        """Visits that a stage peer might still make, after that many outer steps."""
-
-    def stepped(self) -> None:
-        """This replica has taken an outer step, with whomever or alone."""
-        self._steps += 1
-
-    def made(self, dialler: PeerId, stage_peers: int) -> None:
-        """An exchange that `dialler` had dialled was committed; `stage_peers` live beside this replica."""
-        self._saved[dialler] = self._left(dialler, stage_peers) - 1.0, self._steps
-
-    def too_many(self, dialler: PeerId, stage_peers: int) -> bool:
-        """Whether `dialler` has had its part for now."""
-        return self._left(dialler, stage_peers) < 1.0
-
-    def _left(self, dialler: PeerId, stage_peers: int) -> float:
-        left, since = self._saved.get(dialler, (VISITS_SAVED, self._steps))
-        return min(VISITS_SAVED, left + (self._steps - since) / max(1, stage_peers))
-
-
 class BackOff:
     """The rests of all stage peers. A bad network and a state that was lost bring them as well as malice: they are no
     offence and lead to no ban."""
 
     def __init__(self) -> None:
         self._rests = PeerTable[PeerId, Rest](STAGE_PEERS_REMEMBERED)
-        self._abandoned = PeerTable[PeerId, float](STAGE_PEERS_REMEMBERED)
         self._distances = PeerTable[PeerId, dict[int | None, Distance]](STAGE_PEERS_REMEMBERED)
 
     def lost(self, peer: PeerId, seconds: float, now: float) -> None:
         """An exchange with `peer` came to nothing after so many seconds."""
         self._rests[peer] = after_lost_exchange(self._rests.get(peer, Rest()), seconds, now)
-
-    def abandoned(self, account: PeerId, seconds: float, now: float) -> None:
-        """An exchange that `account` had dialled came to nothing after so many seconds. It is left alone for three
-        times as long, whatever it brought to an end in between; but not for the first in a while, since a stage peer
-        that died and came back must not wait."""
-        first = self._abandoned.get(account, -math.inf) < now - RESTS.longest
-        self._abandoned[account] = now if first else now + REST_PER_SECOND_LOST * seconds
-
-    def dials_too_soon(self, account: PeerId, now: float) -> bool:
-        """Whether `account` has abandoned an exchange that it dialled, and must wait before it may dial again."""
-        return now < self._abandoned.get(account, 0.0)
 
     def committed(self, peer: PeerId) -> None:
         """An exchange with `peer` came to its end: those that did not are forgotten."""

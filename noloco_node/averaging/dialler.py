@@ -10,12 +10,20 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.averaging.engagement import Change, Phase
 from noloco_node.averaging.messages import CHUNK, OPEN, PROPOSE, ChunkHeader, Proposal
-from noloco_node.averaging.session import NOBODY, Session, failure_of, opening_of, say_goodbye, streams_for
+from noloco_node.averaging.session import (
+    NOBODY,
+    Session,
+    failure_of,
+    opening_of,
+    say_goodbye,
+    streams_for,
+    too_slow,
+)
 from noloco_node.averaging.side import Side
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
 from noloco_node.transport.calls import A, Answer, Method, Q, ask
-from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.errors import DeadlinePassed, Refusal, Refused, TransportError
 from noloco_node.transport.messages import TensorSpec
 from noloco_node.transport.pieces import Width, side_by_side
 
@@ -82,7 +90,7 @@ class Dialler:
             stage=side.stage,
             contract=side.contract,
             clock=progress.clock,
-            tokens=progress.tokens_since(session.fragment),
+            tokens=side.claimed(session.fragment),
             fragment=session.fragment,
             newcomer=side.standing.newcomer,
         )
@@ -91,7 +99,7 @@ class Dialler:
         except (Refused, TransportError) as error:
             self._note_refusal(session.partner, error)
             return False
-        session.accepted(proposal.tokens, acceptance)
+        session.accepted(proposal.tokens, side.believed(acceptance.tokens, session.fragment), acceptance)
         return True
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
@@ -123,6 +131,10 @@ class Dialler:
 
     async def _swap_chunk(self, session: Session, index: int) -> None:
         side, outer = self._side, self._side.worker.outer
+        limit = side.spec.limits.exchange_progress_seconds
+        late = too_slow(session, ambient.monotonic(), limit, side.floor_for(session.part))
+        if late is not None:
+            raise DeadlinePassed(late)
         header = ChunkHeader(exchange=session.exchange, index=index)
         own = await side.arithmetic.do(lambda: outer.encoded_chunk(index))
         answer = await self._ask(session.partner, CHUNK, header, (own,), (TensorSpec.of(own),), CHUNK_ATTEMPTS)

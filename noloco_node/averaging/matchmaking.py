@@ -132,7 +132,7 @@ def answer_proposal(
     """
     if exchange_open:
         return Refusal.BUSY
-    if too_often and not last_round:
+    if too_often:
         return Refusal.TOO_EARLY
     if dialling is not None:
         if dialling != dialler:

@@ -89,7 +89,6 @@ class ProbationStanding:
         self._drawn = False
         self._since = PeerTable[PeerId, int | None](PEERS_REMEMBERED)
         self._settled = False
-        self._last_given = -(1 << 62)
 
     def begin(self, steps: int) -> None:
         """This replica has just become a copy of a stage peer: it does not count for now."""
@@ -129,15 +128,6 @@ class ProbationStanding:
         """A weightless exchange with `peer` is complete: it counts from the next one on if it was in line."""
         if in_line(meeting):
             self._since[peer] = None
-
-    def may_give(self, steps: int, pause: int) -> bool:
-        """Whether a weightless exchange may be answered now. One in `pause` inner steps at most, for all newcomers
-        together: else a crowd of them, or one that never ends, would keep this replica from its own averaging."""
-        return steps - self._last_given >= pause
-
-    def gave(self, steps: int) -> None:
-        """A weightless exchange was accepted."""
-        self._last_given = steps
 
     def partners(self, stage_peers: Sequence[PeerId], declared: Collection[PeerId], steps: int) -> list[PeerId]:
         """Those of `stage_peers` that are worth dialling: they do not say that they are newcomers, and would move this

@@ -73,7 +73,7 @@ class Responder:
         session = self._side.engagement.session
         if session is None or self._side.engagement.phase not in DIALLED:
             return
-        late = overdue(session, ambient.monotonic(), limit, self._side.worker.outer.chunks)
+        late = overdue(session, ambient.monotonic(), limit, self._side.floor_for(session.part))
         if late is not None:
             self._side.report_abort(session, late)
             self._side.close(session)
@@ -101,19 +101,19 @@ class Responder:
         if engagement.phase not in (Phase.FREE, Phase.PROPOSING):
             raise Refused(Refusal.BUSY)
         now = ambient.monotonic()
-        if side.back_off.resting(peer, now) or side.back_off.dials_too_soon(account_of(peer, side.transport), now):
+        if side.back_off.resting(peer, now):
             raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
         side.refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = side.worker.progress
-        weightless = self._weightless(peer, proposal, progress.steps)
-        if not weightless and side.back_off.stays_far(peer, ambient.monotonic()):
+        weightless = self._weightless(peer, proposal, progress.steps, now)
+        if not weightless and side.back_off.stays_far(peer, now):
             raise Refused(Refusal.BUSY, "your weights stay far from mine")
         refusal = answer_proposal(
             own=side.transport.peer_id,
             dialler=peer,
             dialling=engagement.session.partner if engagement.session else None,
             exchange_open=False,
-            too_often=not weightless and side.visits.too_many(peer, side.stage_peers),
+            too_often=not weightless and side.visits.too_many(*account_of(peer, side.transport, side.stage_peers)),
             steps_since_outer=side.window.inner_steps if weightless else progress.steps_since(proposal.fragment),
             window=side.window,
             last_round=side.last_round,
@@ -121,22 +121,20 @@ class Responder:
         if refusal is not None:
             raise Refused(refusal)
         session = side.new_session(proposal.exchange, peer, "dialled", proposal.fragment)
-        tokens = progress.tokens_since(session.fragment)
-        session.agreed(progress.steps, tokens, proposal.tokens, gives_only=weightless)
+        tokens, others = side.claimed(session.fragment), side.believed(proposal.tokens, session.fragment)
+        session.agreed(progress.steps, tokens, others, gives_only=weightless)
         engagement.begin(Change.AGREE, session)
-        if weightless:
-            side.standing.gave(progress.steps)
         return Acceptance(tokens=tokens, weightless=weightless, loss=side.standing.loss.mean)
 
-    def _weightless(self, peer: PeerId, proposal: Proposal, steps: int) -> bool:
+    def _weightless(self, peer: PeerId, proposal: Proposal, steps: int, now: float) -> bool:
         """Whether this replica will only give; Refused where it does not exchange with this peer at all now."""
         side = self._side
         if side.standing.newcomer:
             raise Refused(Refusal.ON_PROBATION)
         if not proposal.newcomer and side.standing.counts(peer, steps):
             return False
-        if not side.last_round and not side.standing.may_give(steps, side.window.min_inner_steps):
-            raise Refused(Refusal.TOO_EARLY, "another newcomer was here just now")
+        if not side.visits.may_give(now):
+            raise Refused(Refusal.TOO_EARLY, "newcomers have had their part of my time for now")
         return True
 
     def admit_open(self, peer: PeerId, opening: Opening, specs: tuple[TensorSpec, ...]) -> None:

@@ -10,8 +10,9 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.averaging.backoff import STRANGERS, BackOff, Visits
+from noloco_node.averaging.backoff import BackOff
 from noloco_node.averaging.messages import LEAVE, Acceptance, LeaveExchange, Opening
+from noloco_node.averaging.visits import STRANGERS, Visits
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
@@ -35,9 +36,13 @@ from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
 
-CHUNKS_PER_LIMIT = 1
-"""An exchange may take the progress deadline for each chunk, and once more: on a slow link, where chunks go one by one
-(`streams_for`), that is what it takes."""
+CHUNKS_A_DEADLINE = 2.0
+"""What goes over each way in a progress deadline, at least. With the usual 1 MiB in 20 s that is 0.84 Mbit/s each way:
+a line of 20 Mbit/s and 0.2 s, on which chunks go one by one, brings fifteen times as much."""
+MOST_SECONDS = 600.0
+"""However large a stage is, its exchange takes no longer: at 20 Mbit/s each way that is 1.5 GB."""
+DEADLINES_OF_GRACE = 2.0
+"""Progress deadlines that an exchange has besides: for the wait for the device, its arithmetic, and a late start."""
 STALE_SECONDS, STALE_WINDOWS = 5.0, 1
 """An opening that comes later than both after the agreement, in seconds and in windows of H inner steps of this
 replica, is refused: it is of weights from before, and both sides would move by half of what was trained since."""
@@ -88,15 +93,16 @@ class Session:
         """Chunks whose arithmetic is done; the commit waits for all of them."""
         return len(self._added)
 
-    def accepted(self, tokens: int, acceptance: Acceptance) -> None:
-        """The partner agrees; `tokens` are this replica's since its last step."""
+    def accepted(self, tokens: int, others: int, acceptance: Acceptance) -> None:
+        """The partner agrees; `tokens` are this replica's, as it claims them, and `others` what it believes of the
+        partner's."""
         self.stage_peer_loss = acceptance.loss
         self.given_to = acceptance.weightless
         if not acceptance.weightless:
-            self.weight, _ = token_weights((tokens, acceptance.tokens))
+            self.weight, _ = token_weights((tokens, others))
 
     def agreed(self, steps: int, tokens: int, others: int, *, gives_only: bool) -> None:
-        """This replica agrees, after so many inner steps; tokens of both since their last steps."""
+        """This replica agrees, after so many inner steps; tokens of both, as for `accepted`."""
         self.agreed_at, self.gives_only = steps, gives_only
         if not gives_only:
             self.weight, _ = token_weights((tokens, others))
@@ -157,12 +163,25 @@ def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
     return max(1, min(most, int(limit / 2 / max(chunk_seconds, 1e-3))))
 
 
-def overdue(session: Session, now: float, limit: float, chunks: int) -> str | None:
-    """Why an exchange of so many chunks must be given up; None where it makes progress, and enough of it."""
-    whole = limit * (1.0 + chunks / CHUNKS_PER_LIMIT)
+def floor_of(size: int, chunk: int, limit: float) -> float:
+    """Bytes per second that an exchange of `size` bytes, in chunks of at most `chunk`, moves each way at least."""
+    return max(CHUNKS_A_DEADLINE * chunk / limit, size / MOST_SECONDS)
+
+
+def too_slow(session: Session, now: float, limit: float, floor: float) -> str | None:
+    """Why an exchange must be given up that has moved less than `floor` bytes per second each way; None where it has
+    not. It is judged all the way, and not at its end only."""
+    whole = DEADLINES_OF_GRACE * limit + (session.sent + session.received) / 2.0 / floor
+    seconds = now - session.started
+    return f"slow: below {floor / 1e3:.3g} kB/s each way for {seconds:.0f} s" if seconds > whole else None
+
+
+def overdue(session: Session, now: float, limit: float, floor: float) -> str | None:
+    """Why an exchange must be given up, of which `floor` bytes per second are asked; None where it makes progress, and
+    enough of it."""
     if now - session.last_progress > limit:
         return f"stalled: no chunk for {limit:g} s"
-    return f"slow: not done within {whole:g} s" if now - session.started > whole else None
+    return too_slow(session, now, limit, floor)
 
 
 def opened_late(session: Session, now: float, steps: int, inner_steps: int) -> str | None:
@@ -200,30 +219,35 @@ async def say_goodbye(transport: Transport, session: Session) -> None:
         logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 
 
-def account_of(dialler: PeerId, transport: Transport) -> PeerId:
-    """Under whose name the exchanges that `dialler` abandons are booked."""
-    return dialler if transport.acquaintances.has_worked(dialler) else STRANGERS
+def account_of(dialler: PeerId, transport: Transport, stage_peers: int) -> tuple[PeerId, int]:
+    """Under whose name the exchanges that `dialler` dials are booked, and one of how many parts that name has."""
+    return (dialler, stage_peers) if transport.acquaintances.has_worked(dialler) else (STRANGERS, 1)
 
 
 def remember(
     session: Session, transport: Transport, back_off: BackOff, visits: Visits, stage_peers: int, *, committed: bool
 ) -> None:
     """What the end of an exchange or of a step alone says of the partner; `stage_peers` live beside this replica."""
-    now, dialled = ambient.monotonic(), session.role == "dialled"
+    now = ambient.monotonic()
+    seconds = now - session.started
+    if session.gives_only:
+        visits.gave(seconds, now)
+    elif session.role == "dialled":
+        for account, parts in {account_of(session.partner, transport, stage_peers), (session.partner, stage_peers)}:
+            visits.made(account, parts, seconds, committed=committed)
+    elif session.paired and committed:
+        visits.dialled(session.partner, stage_peers, seconds)
+    if committed and not session.gives_only:
+        visits.stepped(now)
     if not session.paired:
-        visits.stepped()
-    elif committed:
-        back_off.committed(session.partner)
-        transport.acquaintances.worked(session.partner)
-        if not session.gives_only:
-            if dialled:
-                visits.made(session.partner, stage_peers)
-            visits.stepped()
-    else:
-        if dialled:
-            back_off.abandoned(account_of(session.partner, transport), now - session.started, now)
-        back_off.lost(session.partner, now - session.started, now)
+        return
+    if not committed:
+        back_off.lost(session.partner, seconds, now)
         transport.acquaintances.idle(session.partner)
+        return
+    back_off.committed(session.partner)
+    if not session.gives_only:  # what was only given shows no work of who took it
+        transport.acquaintances.worked(session.partner)
 
 
 def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement: Judgement) -> OuterStep:

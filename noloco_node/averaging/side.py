@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.averaging.arithmetic import Arithmetic
-from noloco_node.averaging.backoff import BackOff, Visits
+from noloco_node.averaging.backoff import BackOff
 from noloco_node.averaging.engagement import Change, Engagement, Phase
 from noloco_node.averaging.matchmaking import Window
 from noloco_node.averaging.probation import Meeting, ProbationStanding
@@ -20,13 +20,16 @@ from noloco_node.averaging.session import (
     abort_event,
     begin,
     commit_event,
+    floor_of,
     opening_specs,
     remember,
 )
+from noloco_node.averaging.visits import Visits
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import Part
+from noloco_node.outer.update import believed_tokens, claimed_tokens
 from noloco_node.participant import ReplicaContext
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
@@ -84,6 +87,20 @@ class Side:
         part = self.worker.part(fragment)
         return Session(exchange, partner, role, None if part == self.worker.outer.whole else fragment, part)
 
+    def claimed(self, fragment: int | None) -> int:
+        """Tokens behind this replica's Δ, as it tells a partner."""
+        return claimed_tokens(*self.worker.progress.outer_window(fragment), self.spec.outer.inner_steps)
+
+    def believed(self, claimed: int, fragment: int | None) -> int:
+        """Of a partner's tokens those that count."""
+        return believed_tokens(claimed, *self.worker.progress.outer_window(fragment), self.spec.outer.inner_steps)
+
+    def floor_for(self, part: Part) -> float:
+        """Bytes per second that an exchange of `part` moves each way at least."""
+        limits, codec = self.spec.limits, self.worker.outer.codec
+        size = codec.wire_elements(part.size) * codec.wire_dtype.itemsize
+        return floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds)
+
     def begin(self, session: Session) -> tuple[Tensor, ...]:
         """On the arithmetic's thread: open the outer step; what travels at the opening."""
         return begin(self.worker.outer, session, self.spec.outer.gauge_coordinates)
@@ -118,6 +135,8 @@ class Side:
 
     def begin_last_round(self) -> None:
         """From now on this replica takes its last outer step, and answers whoever takes theirs."""
+        if not self.last_round:
+            self.visits.begin_last_round()
         self.last_round = True
 
     def free_since(self, steps: int) -> None:

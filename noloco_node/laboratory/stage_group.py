@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_node.averaging.backoff import Visits
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, Window, answer_proposal, decide
+from noloco_node.averaging.visits import Visits
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId

@@ -83,7 +83,9 @@ class OuterSteps:
         """Stage peers that are worth dialling now."""
         stage_peers, newcomers = self._membership.partners(*states), self._membership.newcomers()
         counting = self._standing.partners(stage_peers, newcomers, self._worker.progress.steps)
-        return list(self._exchanger.back_off.ready(counting, ambient.monotonic()))
+        ready = self._exchanger.back_off.ready(counting, ambient.monotonic())
+        others, visits = self._exchanger.stage_peers, self._exchanger.visits
+        return [peer for peer in ready if not visits.too_slow(peer, others)]
 
     def pairing_state(self, next_try: float) -> PairingState:
         """What the next decision depends on; `next_try` in seconds of the event loop."""

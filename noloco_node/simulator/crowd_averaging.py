@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from noloco_node.averaging.backoff import Visits
 from noloco_node.averaging.matchmaking import (
     Dial,
     PairingState,
@@ -20,6 +19,7 @@ from noloco_node.averaging.matchmaking import (
     decide,
     retry_delay,
 )
+from noloco_node.averaging.visits import Visits
 from noloco_node.directory.peer_clocks import laggard, lags
 from noloco_node.outer.update import OuterRule, contribution, step_
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs

@@ -254,7 +254,7 @@ async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
     """Of a fragment, with uneven work: each side within the codec's error of the rule with token weights; the mean over
     both to fp32 rounding; outside the fragment φ, δ and θ bitwise as they were."""
     monkeypatch.setattr(clipping, "_TALLEST", 1e6)  # a single value beyond its bound is held back on one side only
-    outer = RULE.model_copy(update={"codec": codec, "fragments": fragments, "inner_steps": 3})
+    outer = RULE.model_copy(update={"codec": codec, "fragments": fragments, "inner_steps": 6})
     async with trained_replicas(outer, (3, 5)) as made:
         left, right = made.replicas
         before = [await state_of(replica) for replica in (left, right)]
@@ -288,7 +288,7 @@ async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
     torch.testing.assert_close(mean, (expected[0] + expected[1]) / 2, atol=1e-6, rtol=0)
     for steps, event, mark in zip((3, 5), events, marks, strict=True):
         assert event.fragment == (None if fragments == 1 else fragments - 1)
-        assert [each.steps for each in mark] == [*(-3 * f // 3 for f in range(fragments - 1)), steps]
+        assert [each.steps for each in mark] == [*(-6 * f // 3 for f in range(fragments - 1)), steps]
 
 
 @pytest.mark.daemons

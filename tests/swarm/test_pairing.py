@@ -112,7 +112,7 @@ def test_partners_are_drawn_evenly() -> None:
         ({"dialling": PeerId("c")}, Refusal.BUSY),
         ({"too_often": True}, Refusal.TOO_EARLY),
         ({"too_often": True, "exchange_open": True}, Refusal.BUSY),
-        ({"too_often": True, "last_round": True}, None),
+        ({"too_often": True, "last_round": True}, Refusal.TOO_EARLY),
         ({"steps_since_outer": 4}, Refusal.TOO_EARLY),
         ({"steps_since_outer": 4, "last_round": True}, None),
         ({"steps_since_outer": 5}, None),

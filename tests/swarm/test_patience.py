@@ -13,10 +13,10 @@ from noloco_node.averaging.backoff import (
     BackOff,
     Distance,
     Rest,
-    Visits,
     after_lost_exchange,
     after_meeting,
 )
+from noloco_node.averaging.visits import Visits
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import BLOCK

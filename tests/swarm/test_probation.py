@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node import ambient
 from noloco_node.averaging.probation import (
     LOSS_TOLERANCE,
     PEERS_REMEMBERED,
@@ -164,14 +165,6 @@ def test_whom_to_dial() -> None:
     assert own.partners(stage_peers, {OTHER}, 5) == [OLD, NEW]
 
 
-def test_newcomers_together_get_one_exchange_in_a_while() -> None:
-    """However many ask: a veteran's own averaging goes first."""
-    own, _ = standing()
-    assert own.may_give(0, pause=3)
-    own.gave(7)
-    assert [own.may_give(step, pause=3) for step in (7, 8, 9, 10)] == [False, False, False, True]
-
-
 def test_the_recent_loss_is_weighted_by_tokens_and_forgets() -> None:
     """None before the first step; steps without tokens say nothing."""
     loss = RecentLoss()
@@ -309,7 +302,8 @@ async def test_a_newcomer_that_is_far_away_stays_on_probation() -> None:
 
 
 async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcomers_without_end() -> None:
-    """`on_probation` to whom dials it; `too_early` to the second newcomer within H_min inner steps."""
+    """`on_probation` to whom dials it; `too_early` to newcomers for nineteen times as long as the last
+    exchange with one took."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
         assert not await veteran.averaging.exchanger.dial(peer_name(0, 1))
         assert newcomer.context.transport.refusals_given[Refusal.ON_PROBATION] == 1
@@ -318,8 +312,7 @@ async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcome
         newcomer.averaging.standing.begin(4)
         assert not await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         assert veteran.context.transport.refusals_given[Refusal.TOO_EARLY] == 1
-        assert veteran.pipeline.origin is not None
-        await veteran.pipeline.origin.train_one()
+        await eventually(lambda: veteran.averaging.exchanger.visits.may_give(ambient.monotonic()))
         assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
 
 

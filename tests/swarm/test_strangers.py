@@ -12,7 +12,6 @@ import torch
 
 from noloco_node.averaging import messages as exchange
 from noloco_node.averaging.messages import LeaveExchange
-from noloco_node.averaging.session import Session, overdue
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.keys import load_or_create_identity
@@ -85,18 +84,6 @@ async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alo
         assert await left.averaging.exchanger.dial(peer_name(0, 1))
         await eventually(lambda: outer_steps(made, 1, "paired"), what="the stage peer is averaged with")
         assert right.context.transport.conduct.offences.total() == 0
-
-
-def test_a_dialler_that_sends_each_chunk_at_the_last_moment_is_given_up() -> None:
-    """Progress alone is not enough: the whole has its time too, that of the slowest link that is still waited for."""
-    session = Session(NAME, STRANGER, "dialled", None, None, started=0.0, last_progress=0.0)  # type: ignore[arg-type]
-    for chunk in range(1, 61):
-        session.last_progress = now = chunk * 19.0
-        late = overdue(session, now, 20.0, 40)
-        assert (late is not None) is (now > 820.0), now
-    session.last_progress = 100.0
-    assert overdue(session, 119.0, 20.0, 40) is None
-    assert "no chunk" in str(overdue(session, 121.0, 20.0, 40))
 
 
 async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() -> None:

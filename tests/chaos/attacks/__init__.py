@@ -4,14 +4,14 @@ An attack takes a `Life` (`life.py`): one connection under one throw-away key. I
 whoever uses it can tell a defence that refused from an attack that never fired.
 `records.py`: what is stored in the directory and what is said of it; `visits.py`: what is asked of honest nodes;
 `lives.py`: what is said of the end and the birth of a run; `services.py`: what honest nodes are answered; `hoards.py`:
-streams and sockets that are held open.
+streams and sockets that are held open; `holding.py`: exchanges that are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from tests.chaos.attacks import hoards, lives, records, services, visits
+from tests.chaos.attacks import hoards, holding, lives, records, services, visits
 from tests.chaos.attacks.life import Life
 
 Attack = Callable[[Life], Awaitable[None]]
@@ -39,6 +39,7 @@ ATTACKS: Mapping[str, Attack] = {
     "exchanges of NaN": visits.nan_exchanges,
     "lying clocks": visits.lying_clocks,
     "abandoned proposals": visits.abandoned_proposals,
+    "dripping exchanges": holding.dripping_exchanges,
     "random labels": visits.random_labels,
     "malformed requests": visits.malformed_requests,
     "300 streams": hoards.streams,
