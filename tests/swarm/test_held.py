@@ -30,10 +30,10 @@ from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.worlds import World, micro_spec, peer_name, world
 
-SECONDS = {Priority.STEP: 0.2, Priority.BACKWARD: 0.2, Priority.FORWARD: 0.2, Priority.DRAW: 4.0}
+SECONDS = {Priority.STEP: 0.2, Priority.BACKWARD: 0.2, Priority.FORWARD: 0.2, Priority.DRAW: 8.0}
 LIMITS = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=4.0, record_seconds=20, grace_seconds=1)
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, codec="int4")
-WATCHED = 200.0
+WATCHED = 600.0
 """Seconds for which the attack goes on."""
 ONE, OTHER = PeerId("one"), PeerId("other")
 
@@ -53,7 +53,7 @@ class Holder:
             try:
                 await self._hold(next(self._keys))
             except (Refused, TransportError):
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.2)
             self.held += ambient.monotonic() - began
 
     async def _hold(self, transport: MemoryTransport) -> None:
@@ -91,7 +91,7 @@ async def outer_steps_of_three(keys: Sequence[str], *, known: bool) -> tuple[lis
     spec = micro_spec(stages=1, layers=1, steps=1_000_000, outer=OUTER, limits=LIMITS)
     async with world(spec, replicas=3, device=partial(SimulatedDevice, SECONDS.__getitem__)) as made:
         tasks = [asyncio.create_task(replica.run()) for replica in made.replicas]
-        await asyncio.sleep(30.0)
+        await asyncio.sleep(60.0)
         strangers = [MemoryTransport(made.network, PeerId(name)) for name in keys]
         if known:
             for replica, key in itertools.product(made.replicas, keys):
