@@ -246,7 +246,7 @@ def remember(
         transport.acquaintances.idle(session.partner)
         return
     back_off.committed(session.partner)
-    if not session.gives_only:  # what was only given shows no work of who took it
+    if not session.gives_only:  # what was given shows work only of a newcomer in line: see `Side.measure`
         transport.acquaintances.worked(session.partner)
 
 

@@ -14,7 +14,7 @@ from noloco_node.averaging.arithmetic import Arithmetic
 from noloco_node.averaging.backoff import BackOff
 from noloco_node.averaging.engagement import Change, Engagement, Phase
 from noloco_node.averaging.matchmaking import Window
-from noloco_node.averaging.probation import Meeting, ProbationStanding
+from noloco_node.averaging.probation import Meeting, ProbationStanding, in_line
 from noloco_node.averaging.session import (
     Session,
     abort_event,
@@ -182,7 +182,10 @@ class Side:
         closes the session."""
         norm, largest = await self.arithmetic.do(self.worker.outer.difference_norm), session.bound
         assert largest is not None, "measured when the exchange was opened"
-        self.standing.measured(session.partner, Meeting(norm, largest))
+        meeting = Meeting(norm, largest)
+        self.standing.measured(session.partner, meeting)
+        if in_line(meeting):
+            self.transport.acquaintances.worked(session.partner)
         self.back_off.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
         self.close(session)
