@@ -3,145 +3,15 @@ time."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-from collections.abc import Iterator, Sequence
-from functools import cache, partial
-
 import pytest
-import torch
 
-from noloco_node import ambient
-from noloco_node.aio import cancel_and_wait
-from noloco_node.averaging import messages as exchange
 from noloco_node.averaging.session import Session, floor_of, overdue, too_slow
 from noloco_node.averaging.visits import Visits
-from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import Part
 from noloco_node.outer.update import believed_tokens, claimed_tokens, token_weights
-from noloco_node.simulator.device import SimulatedDevice
-from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.telemetry.events import OuterStep
-from noloco_node.training.compute_thread import Priority
-from noloco_node.transport.errors import Refused, TransportError
-from noloco_node.transport.memory import MemoryTransport
-from noloco_node.transport.messages import Message
-from tests.worlds import World, micro_spec, peer_name, world
 
-SECONDS = {Priority.STEP: 0.2, Priority.BACKWARD: 0.2, Priority.FORWARD: 0.2, Priority.DRAW: 8.0}
-LIMITS = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=4.0, record_seconds=20, grace_seconds=1)
-OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, codec="int4")
-WATCHED = 600.0
-"""Seconds for which the attack goes on."""
 ONE, OTHER = PeerId("one"), PeerId("other")
-
-
-class Holder:
-    """Dials one victim without end, under one key after the other, and lets each chunk drip to the last moment."""
-
-    def __init__(self, victim: Replica, keys: Iterator[MemoryTransport]) -> None:
-        self._victim = victim
-        self._keys = keys
-        self.held = 0.0
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            began = ambient.monotonic()
-            try:
-                await self._hold(next(self._keys))
-            except (Refused, TransportError):
-                await asyncio.sleep(0.2)
-            self.held += ambient.monotonic() - began
-
-    async def _hold(self, transport: MemoryTransport) -> None:
-        worker = self._victim.worker
-        name, progress, outer = ambient.token(16), worker.progress, worker.outer
-        proposal = exchange.Proposal(
-            exchange=name,
-            run=self._victim.context.spec.run_id,
-            stage=0,
-            contract=worker.contract,
-            clock=progress.clock,
-            tokens=640,
-        )
-        await self._call(transport, exchange.PROPOSE.name, proposal.model_dump(mode="json"))
-        specs = self._victim.averaging.exchanger.opening_specs(outer.whole)
-        opening = {"exchange": name, "clock": progress.clock}
-        await self._call(transport, exchange.OPEN.name, opening, *(torch.zeros(spec.shape) for spec in specs))
-        for index in range(outer.chunks):
-            await asyncio.sleep(0.9 * LIMITS.exchange_progress_seconds)
-            size = outer.codec.wire_elements(outer.chunk_size(index))
-            chunk = torch.zeros(size, dtype=outer.codec.wire_dtype)
-            await self._call(transport, exchange.CHUNK.name, {"exchange": name, "index": index}, chunk)
-
-    async def _call(
-        self, transport: MemoryTransport, method: str, header: dict[str, object], *tensors: torch.Tensor
-    ) -> None:
-        target = self._victim.context.transport.peer_id
-        request = Message(header, tensors)
-        await transport.call(target, method, request, timeout=10.0, progress=10.0, max_answer_bytes=1 << 20)
-
-
-async def outer_steps_of_three(keys: Sequence[str], *, known: bool) -> tuple[list[int], int]:
-    """Outer steps that each of three replicas takes while all of them are held whenever they let themselves be, and how
-    many of them were paired. `known`: the keys have worked with them before."""
-    spec = micro_spec(stages=1, layers=1, steps=1_000_000, outer=OUTER, limits=LIMITS)
-    async with world(spec, replicas=3, device=partial(SimulatedDevice, SECONDS.__getitem__)) as made:
-        tasks = [asyncio.create_task(replica.run()) for replica in made.replicas]
-        await asyncio.sleep(60.0)
-        strangers = [MemoryTransport(made.network, PeerId(name)) for name in keys]
-        if known:
-            for replica, key in itertools.product(made.replicas, keys):
-                replica.context.transport.acquaintances.worked(PeerId(key))
-                replica.averaging.standing._since[PeerId(key)] = None  # pyright: ignore[reportPrivateUsage]
-        holders = [Holder(replica, itertools.cycle(strangers)) for replica in made.replicas] if strangers else []
-        before = [_outer_steps(made, number) for number in range(3)]
-        attack = [asyncio.create_task(holder.run()) for holder in holders]
-        await asyncio.sleep(WATCHED)
-        after = [_outer_steps(made, number) for number in range(3)]
-        await cancel_and_wait(attack)
-        for replica in made.replicas:
-            replica.stop.set()
-        await asyncio.wait(tasks, timeout=5)
-        for transport in strangers:
-            await transport.close()
-    taken = [len(late) - len(early) for early, late in zip(before, after, strict=True)]
-    honest = {peer_name(0, number) for number in range(3)}
-    return taken, sum(
-        e.partner in honest for early, late in zip(before, after, strict=True) for e in late[len(early) :]
-    )
-
-
-def _outer_steps(made: World, number: int) -> list[OuterStep]:
-    return [e for e in made.events[number] if isinstance(e, OuterStep) and e.kind in ("paired", "alone")]
-
-
-@cache
-def usual_steps() -> tuple[list[int], int]:
-    """Without an attack."""
-    return in_virtual_time(lambda: outer_steps_of_three((), known=False), seed=1)
-
-
-def test_throw_away_keys_that_let_exchanges_drip_do_not_stop_averaging() -> None:
-    """Nine keys in rotation against three replicas of a stage: nine tenths of the steps are taken, and of the pairs."""
-    keys = [f"throw-away-key-{number}" for number in range(9)]
-    usual, pairs = usual_steps()
-    held, pairs_held = in_virtual_time(lambda: outer_steps_of_three(keys, known=False), seed=1)
-    assert sum(held) >= 0.9 * sum(usual), (usual, held)
-    assert pairs_held >= 0.9 * pairs > 0, (pairs, pairs_held)
-
-
-def test_a_stage_peer_that_counts_and_lets_exchanges_drip_has_its_part_of_the_time() -> None:
-    """One that has worked with all three, and now holds them whenever it may: more than half of the steps go on."""
-    (usual, pairs), (held, pairs_held) = (
-        usual_steps(),
-        in_virtual_time(lambda: outer_steps_of_three(["insider-0001"], known=True), seed=1),
-    )
-    assert sum(held) >= 0.5 * sum(usual), (usual, held)
-    assert pairs_held >= 0.5 * pairs > 0, (pairs, pairs_held)
 
 
 def test_a_home_line_averages_a_large_stage_and_what_drips_is_given_up_on_the_way() -> None:
