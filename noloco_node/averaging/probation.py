@@ -120,8 +120,11 @@ class ProbationStanding:
         self._settled = self._settled or outer_rounds > 0
 
     def counts(self, peer: PeerId, steps: int) -> bool:
-        """Whether an exchange with this peer moves this replica."""
-        since = self._know(peer, steps)
+        """Whether an exchange with this peer moves this replica. Time makes only a peer count that was seen in the
+        directory: a key that has merely asked stays new, or one stranger could let many grow old at once."""
+        if peer not in self._since:
+            return not self._settled
+        since = self._since[peer]
         return since is None or steps - since >= self.limit
 
     def measured(self, peer: PeerId, meeting: Meeting) -> None:
