@@ -365,3 +365,12 @@ def test_a_node_of_a_later_stage_needs_no_text(monkeypatch: pytest.MonkeyPatch, 
     text = ["--set", "run.data.source=text", "--set", "run.data.path=gone.txt"]
     assert cli.main(["run", str(MICRO), "--stage", "1", *text]) == ExitCode.FAILURE  # it went as far as the node
     assert cli.main(["run", str(MICRO), "--stage", "0", *text]) == ExitCode.DATA
+
+
+def test_no_invitation_stands_in_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """All users of a machine read its list of processes."""
+    for given in (["--invitation", "noloco-invitation-abc"], ["--set", "node.invitation=noloco-invitation-abc"]):
+        assert cli.main(["join", "/ip4/127.0.0.1/tcp/1/p2p/x", *given]) == ExitCode.USAGE
+        told = capsys.readouterr().err
+        assert "--invitation FILE" in told
+        assert "noloco-invitation-abc" not in told

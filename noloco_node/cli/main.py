@@ -18,6 +18,8 @@ from noloco_node.cli.commands import parser
 from noloco_node.cli.small import completed
 from noloco_node.errors import ExitCode, UserError
 
+INVITATION = "noloco-invitation-"
+"""How the text of an invitation begins (`identity.invitations`, which takes a while to load)."""
 DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """What a system says of a disk that is full or must not be written: nothing that a defect of this program could be."""
 
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = commands.parse_args(given)
     options.arguments = given
     try:
+        _check_no_secret(given)
         return int(options.call(options))
     except UserError as error:
         _complain(str(error), options)
@@ -88,6 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(ExitCode.CHECK_FAILED)
         _report_failure(error, debug=options.debug)
         return int(ExitCode.FAILURE)
+
+
+def _check_no_secret(arguments: Sequence[str]) -> None:
+    """Raise UserError (USAGE) for an invitation among the arguments: every user of the machine sees these, and whoever
+    has an invitation to its bearer is invited."""
+    if any(INVITATION in argument for argument in arguments):
+        raise UserError(
+            ExitCode.USAGE,
+            "the invitation itself stands in the command line, where all users of this machine can read it",
+            "put it into a file that only you can read and name that with --invitation FILE, or set "
+            "NOLOCO_NODE_INVITATION; ask for a new one if others use this machine",
+        )
 
 
 def _complain(why: str, options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ CONFIG_ARGUMENT = "the run's configuration, where its folders do not say which r
 
 def guest_arguments(command: argparse.ArgumentParser) -> None:
     """How somebody who looks at a run without taking part shows that it admits him."""
-    command.add_argument("--invitation", metavar="TEXT|FILE", help="for a run that admits only who is invited")
+    command.add_argument("--invitation", metavar="FILE", help="for a run that admits only who is invited")
     identity = "the identity that the run admits, where it admits by name"
     command.add_argument("--identity", metavar="FILE", help=identity)
 
@@ -94,7 +94,7 @@ def network_arguments(command: argparse.ArgumentParser) -> None:
     add("--relay-for-others", action=argparse.BooleanOptionalAction, help=relaying)
     add("--identity", metavar="FILE", help="private key of this node, made when missing")
     add("--log-format", metavar="text|json", help="log lines for a person, or each as one JSON object")
-    add("--invitation", metavar="TEXT|FILE", help="invitation by the run's owner; no other run is accepted with it")
+    add("--invitation", metavar="FILE", help="invitation by the run's owner; no other run is accepted with it")
 
 
 def seed_arguments(command: argparse.ArgumentParser) -> None:

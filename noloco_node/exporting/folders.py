@@ -16,6 +16,7 @@ from noloco_node.diagnostics.status import Events
 from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.exporting.merge import SavedReplica, final_weights
+from noloco_node.plain_files import is_plain, read_small
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder, Unusable, read_slow, read_standing
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import MANIFEST, read_manifest
@@ -24,7 +25,6 @@ from noloco_node.telemetry.words import printable
 
 DEPTH = 4
 """So many folders below the one that is named, nodes' folders are looked for."""
-MOST_SPEC_BYTES = 1 << 20
 MOST_ID = 64
 
 
@@ -175,7 +175,7 @@ def _around(place: Path) -> Iterator[Path]:
 
 def _last_events(folder: Path) -> tuple[NodeStarted | None, Evaluation | None]:
     path = RunFolder(folder).events
-    if not path.is_file():
+    if not is_plain(path):
         return None, None
     events = Events(path)
     return events.last(NodeStarted), events.last(Evaluation)
@@ -225,8 +225,7 @@ def tokenizer_at(run: RunSpec, folder: Path) -> RunSpec:
 def read_run(path: Path) -> RunSpec:
     """The run of a file that `RunFolder.keep_spec` wrote. Raises UserError (RUN_FOLDER) for anything else."""
     try:
-        with path.open("rb") as file:
-            return read_agreed(file.read(MOST_SPEC_BYTES))
+        return read_agreed(read_small(path))
     except (OSError, ValueError) as error:
         raise UserError(
             ExitCode.RUN_FOLDER,

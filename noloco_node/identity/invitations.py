@@ -125,7 +125,7 @@ def named_invitation(setting: str) -> Invitation:
             raise UserError(
                 ExitCode.CONFIG,
                 f"node.invitation is '{setting[:60]}', which is neither an invitation nor a file that can be read",
-                f"pass the word that begins with {PREFIX}, or the name of a file that holds it",
+                f"name a file that holds the word that begins with {PREFIX}",
             ) from None
     try:
         return read_invitation(text)

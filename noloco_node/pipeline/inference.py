@@ -18,6 +18,7 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
 from noloco_node.pipeline.messages import NO_MEMORY
+from noloco_node.pipeline.work_rations import Rations
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.stage_worker import StageWorker
@@ -27,7 +28,6 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
-from noloco_node.transport.rations import Budget, PeerBudgets
 from noloco_node.transport.tensor_checks import all_finite
 
 AT_ONCE = 2
@@ -48,31 +48,6 @@ class ForwardHeader(WireModel):
 
 
 FORWARD = Method("inference.forward", ForwardHeader, Nothing)
-
-
-class Rations:
-    """Tokens that askers may have: `share` of those that are `trained` here, and what was saved up of it. Of all that,
-    one asker gets half."""
-
-    def __init__(self, share: float, window: int, trained: Callable[[], int]) -> None:
-        self._trained = trained
-        self._furthest = 0
-        most = float(SAVED_WINDOWS * window)
-        self._all = Budget(most, share, self._clock)
-        self._each = PeerBudgets(most / 2, share / 2, self._clock)
-
-    def take(self, peer: PeerId, tokens: int) -> None:
-        """Book them on the peer's account. Refused (`busy`) where it may not have so many now."""
-        own = self._each.of(peer)
-        if min(own.left, self._all.left) < tokens:
-            raise Refused(Refusal.BUSY, "what is trained here leaves no more to who generates, for now")
-        own.spend(tokens)
-        self._all.spend(tokens)
-
-    def _clock(self) -> float:
-        """A replica that takes a stage peer's state may count anew."""
-        self._furthest = max(self._furthest, self._trained())
-        return float(self._furthest)
 
 
 class InferenceServer:
@@ -97,7 +72,7 @@ class InferenceServer:
         self._vocabulary = vocabulary
         self._worker = worker
         self._share = share
-        self._rations = Rations(share, spec.data.sequence_length, lambda: worker.last_trained.tokens)
+        self._rations = Rations(share, SAVED_WINDOWS * spec.data.sequence_length, lambda: worker.last_trained.tokens)
         self._held = 0
         self._accepting = accepting
         self._behind = behind

@@ -46,6 +46,7 @@ from noloco_node.pipeline.messages import (
 )
 from noloco_node.pipeline.paces import PASSED_UPWARD, RequestOutcome, outcome_of
 from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.work_rations import EvaluationRations
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
 from noloco_node.training.activation_codec import carried_dtype
@@ -295,6 +296,7 @@ class PipelineServer:
         self._handed_back: set[MicrobatchName] = set()
         self._repeats = Repeats()
         self._places = MicrobatchLimiter(max_pending, load=lambda: worker.load)
+        self._rations = EvaluationRations(spec, lambda: worker.last_trained.tokens, lambda: worker.live_replicas)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen(spec.max_lag_tokens)
         self.out_of_scale = 0
@@ -336,7 +338,13 @@ class PipelineServer:
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
         )
-        return self._places.take(peer, header.attempt)
+        if header.mode == "train":
+            return self._places.take(peer, header.attempt)
+        tokens = math.prod(specs[1].shape)
+        self._rations.check(peer, tokens)
+        release = self._places.take(peer, header.attempt)
+        self._rations.spend(peer, tokens)  # whoever is refused a place asks again, and has had nothing
+        return release
 
     async def handle(
         self, peer: PeerId, header: MicrobatchHeader, tensors: tuple[Tensor, ...]
@@ -374,6 +382,7 @@ class PipelineServer:
         if not taken_in:
             return
         self._places.answered(name.sender)
+        self._rations.worked(name.sender, tokens)
         self._acquaintances.worked(name.sender, tokens)
         own_clock = self._worker.progress.clock
         self.origins_seen.saw(header.drawn, name.sender, tokens=tokens, own_clock=own_clock)

@@ -29,6 +29,7 @@ from torch import Tensor
 from noloco_node import __version__, ambient
 from noloco_node.data.samples import Position
 from noloco_node.finite import all_finite
+from noloco_node.plain_files import check_plain, read_small
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import MANIFEST, Sealed, Sha256, file_sha256
 from noloco_node.training.progress import Progress
@@ -267,8 +268,13 @@ class CheckpointFolder:
         """By rising number."""
         if not self.path.is_dir():
             return []
-        numbered = [entry for entry in self.path.iterdir() if entry.name.isascii() and entry.name.isdigit()]
+        numbered = [entry for entry in self.path.iterdir() if _is_numbered(entry)]
         return sorted(numbered, key=lambda entry: int(entry.name))
+
+
+def _is_numbered(entry: Path) -> bool:
+    """A link is no checkpoint: what it leads to is not this node's to read, nor to remove."""
+    return entry.name.isascii() and entry.name.isdigit() and not entry.is_symlink()
 
 
 def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
@@ -302,6 +308,7 @@ def read_standing(path: Path) -> KeptStanding:
 def read_slow(path: Path) -> Tensor:
     """A checkpoint's slow weights alone, flat fp32 on the host. Raises Unusable where there are none that are sound."""
     try:
+        check_plain(path / STATE)
         opened: Any = safe_open(path / STATE, framework="pt")
         with opened as file:
             slow = cast("Tensor", file.get_tensor(SLOW))
@@ -314,7 +321,7 @@ def read_slow(path: Path) -> Tensor:
 
 def _read_manifest(path: Path) -> CheckpointManifest:
     try:
-        text = (path / MANIFEST).read_bytes()
+        text = read_small(path / MANIFEST)
         manifest = CheckpointManifest.model_validate_json(text)
     except (OSError, ValidationError) as error:
         wrong = error.errors() if isinstance(error, ValidationError) else []
@@ -328,6 +335,7 @@ def _read_manifest(path: Path) -> CheckpointManifest:
 
 def _check_hash(path: Path, manifest: CheckpointManifest) -> None:
     try:
+        check_plain(path / STATE)
         if file_sha256(path / STATE) != manifest.files[STATE]:
             raise Unusable(f"{STATE} does not match the hash in its {MANIFEST}")
     except (OSError, KeyError) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.plain_files import is_plain, read_small
 from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, lock_holder
 
@@ -82,13 +83,13 @@ class RunFolder:
             raise _unwritable(path, error, _in_the_way(path, error)) from error
         folder = cls(path)
         files = (folder.events, folder.contribution, folder.log, folder._lock_file, path / MARK)
-        wrong = [file for file in files if file.exists() and not file.is_file()]
+        wrong = [file for file in files if os.path.lexists(file) and not is_plain(file)]
         wrong += [place for place in (folder.checkpoints, folder.final) if place.exists() and not place.is_dir()]
         if wrong:
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"node.run_folder '{path}' holds '{wrong[0].name}', which no node has left there: it is of "
-                "another kind",
+                "another kind, or a link",
                 "remove it, or name another folder with --run-folder",
             )
         return folder
@@ -163,9 +164,9 @@ class RunFolder:
         """Write down what all nodes of the run agree on (`RunSpec.agreed_json`), where it does not stand there yet: who
         makes a model out of this folder needs it. Raises UserError (RUN_FOLDER) where it cannot be written."""
         try:
-            if not self.run_spec.is_file() or self.run_spec.read_text(encoding="utf-8") != agreed:
+            if not is_plain(self.run_spec) or read_small(self.run_spec) != agreed.encode():
                 atomic.write_bytes(self.run_spec, agreed.encode())
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise _unwritable(self.path, error) from error
 
     def keep_tokenizer_place(self, folder: Path) -> None:
@@ -180,7 +181,7 @@ class RunFolder:
     def tokenizer_place(self) -> Path | None:
         """Where the run's tokenizer lay when a node read it here; None where that was never written down."""
         try:
-            return Path(TokenizerPlace.model_validate_json((self.path / TOKENIZER).read_bytes()).folder)
+            return Path(TokenizerPlace.model_validate_json(read_small(self.path / TOKENIZER)).folder)
         except (OSError, ValidationError):
             return None
 
@@ -221,7 +222,7 @@ class RunFolder:
 
     def _mark(self) -> RunMark | None:
         try:
-            return RunMark.model_validate_json((self.path / MARK).read_bytes())
+            return RunMark.model_validate_json(read_small(self.path / MARK))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValidationError) as error:

@@ -16,6 +16,7 @@ from noloco_node import __version__
 from noloco_node.config.canonical import canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut
+from noloco_node.plain_files import check_plain, read_small
 from noloco_node.storage import atomic
 
 MANIFEST = "manifest.json"
@@ -92,7 +93,7 @@ def save_stage(
 def read_manifest(folder: Path) -> WeightsManifest:
     """What `save_stage` wrote about its files. Raises UserError (RUN_FOLDER) when it is missing, torn or altered."""
     try:
-        manifest = WeightsManifest.model_validate_json((folder / MANIFEST).read_bytes())
+        manifest = WeightsManifest.model_validate_json(read_small(folder / MANIFEST))
     except (OSError, ValidationError) as error:
         raise _unreadable(folder, error) from error
     if manifest.seal != manifest.expected_seal():
@@ -105,6 +106,7 @@ def load_slow(folder: Path) -> dict[str, Tensor]:
     missing. Raises UserError (RUN_FOLDER) when its own file or the manifest is missing, torn or altered."""
     manifest = read_manifest(folder)
     try:
+        check_plain(folder / SLOW_FILE)
         if file_sha256(folder / SLOW_FILE) != manifest.files[SLOW_FILE]:
             raise _damaged(folder, f"{SLOW_FILE} does not match the hash in its {MANIFEST}")
         return load_file(folder / SLOW_FILE)

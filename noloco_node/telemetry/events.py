@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from noloco_node import ambient
+from noloco_node.plain_files import is_plain
 from noloco_node.telemetry.warning_kinds import WarningKind
 
 logger = logging.getLogger(__name__)
@@ -464,7 +465,7 @@ class EventReader:
 
     def new_events(self) -> Iterator[AnyEvent]:
         """Yield the events appended since the last call; none while the file does not exist."""
-        if not self._path.exists():
+        if not is_plain(self._path):
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)

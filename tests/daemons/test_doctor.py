@@ -81,18 +81,21 @@ async def test_who_would_be_refused_by_an_invited_run_hears_it_from_doctor(tmp_p
         address = await address_of(tmp_path / "seed")
         good = invite(owner, run, int(time.time()) + 3600, None).text()
         other = invite(owner, "0" * 32, int(time.time()) + 3600, None).text()
+        files = {"good": good, "half": good[:-9], "other": other}
+        for name, text in files.items():
+            (tmp_path / name).write_text(text, encoding="utf-8")
         for given, check, told in (
             ([], "admission", "admits only who its owner"),
             (["--invitation", str(tmp_path / "nofile.invitation")], "invitation", "neither an invitation nor a file"),
-            (["--invitation", good[:-9]], "invitation", "cut off or changed"),
-            (["--invitation", other], "admission", "the invitation is for run 0000"),
+            (["--invitation", str(tmp_path / "half")], "invitation", "cut off or changed"),
+            (["--invitation", str(tmp_path / "other")], "admission", "the invitation is for run 0000"),
         ):
             code, words = await doctor(tmp_path / "node", address, "--json", *given)
             [failed] = [row for row in json.loads(words) if row["outcome"] == "fail"]
             assert (code, failed["check"]) == (ExitCode.CHECK_FAILED, check), words
             assert told in failed["found"]
             assert failed["remedy"]
-        code, words = await doctor(tmp_path / "node", address, "--json", "--invitation", good)
+        code, words = await doctor(tmp_path / "node", address, "--json", "--invitation", str(tmp_path / "good"))
     checks = {row["check"]: row for row in json.loads(words)}
     assert code == ExitCode.OK, words
     assert (checks["invitation"]["outcome"], checks["admission"]["outcome"]) == ("pass", "pass")

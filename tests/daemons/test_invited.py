@@ -63,7 +63,7 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 180, "it is up"))[0]
         for given, code, words in (
             ([], ExitCode.NOT_ADMITTED, owner),
-            (["--invitation", made.strip()[:-9]], ExitCode.CONFIG, "cut off or changed"),
+            (["--invitation", made.strip()[:-9]], ExitCode.USAGE, "in the command line"),
         ):
             arguments = ("join", first.addresses[0], "--run-folder", str(tmp_path / "outsider"), *given)
             found, complaint = await asyncio.to_thread(refused, *arguments)

@@ -149,3 +149,31 @@ def test_a_file_where_a_folder_should_be_is_refused(name: str, tmp_path: Path) -
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=name):
         RunFolder.create(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "run.json", "contribution.jsonl", "node.log"])
+def test_a_link_in_the_place_of_a_file_is_followed_by_nobody(tmp_path: Path, name: str) -> None:
+    """A node wrote its events into whatever the link named."""
+    other = tmp_path / "other"
+    other.write_text("mine")
+    folder = RunFolder.create(tmp_path / "run")
+    place = {"contribution.jsonl": folder.contribution, "node.log": folder.log}.get(name, folder.path / name)
+    place.symlink_to(other)
+    with pytest.raises(UserError) as caught:
+        RunFolder.create(tmp_path / "run")
+    assert caught.value.exit_code is ExitCode.RUN_FOLDER
+    assert place.name in caught.value.message
+    assert other.read_text() == "mine"
+
+
+def test_a_mark_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
+    """`run.json` as a link to /dev/zero hung whoever looked whose run it is; a long one is refused as well."""
+    folder = RunFolder.create(tmp_path / "run")
+    mark = folder.path / "run.json"
+    mark.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="cannot be read"):
+        folder.judge("ab" * 16, "a run")
+    mark.unlink()
+    mark.write_bytes(b" " * (2 << 20))
+    with pytest.raises(UserError, match="cannot be read"):
+        folder.judge("ab" * 16, "a run")

@@ -26,8 +26,9 @@ from noloco_node.exporting.speech import Wish
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import model_of
 from noloco_node.pipeline import live_model
-from noloco_node.pipeline.inference import FORWARD, SAVED_WINDOWS, ForwardHeader, Rations
+from noloco_node.pipeline.inference import FORWARD, SAVED_WINDOWS, ForwardHeader
 from noloco_node.pipeline.live_model import LiveModel
+from noloco_node.pipeline.work_rations import Rations
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.transport.errors import Refusal, Refused
@@ -255,7 +256,7 @@ async def test_a_text_ends_where_the_windows_of_the_run_do() -> None:
 async def test_who_asks_for_much_gets_what_was_saved_and_then_a_share_of_what_is_trained() -> None:
     """However many keys ask; none of them takes what the others may have."""
     trained = 0
-    rations = Rations(0.05, 16, lambda: trained)
+    rations = Rations(0.05, SAVED_WINDOWS * 16.0, lambda: trained)
     peers = [PeerId(f"asker-{number}") for number in range(40)]
 
     def had(asked: Sequence[PeerId]) -> int:

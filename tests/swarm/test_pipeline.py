@@ -17,6 +17,7 @@ import torch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ActivationCodec, OuterSpec, PipelineSpec
 from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.ledger import MicrobatchName
 from noloco_node.pipeline.messages import MicrobatchHeader, Sample
@@ -517,3 +518,27 @@ async def _exchanges_fragments(steps: int) -> None:
     assert sum(event.kind == "alone" for events in each for event in events) < 0.2 * len(paired)
     spreads = [event.spread for event in paired if event.spread is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)
+
+
+async def test_who_only_evaluates_gets_a_ration_and_who_trains_here_what_it_has_earned() -> None:
+    """Keys cost nothing, and each took as much of the device as an origin: all of them together have four evaluations
+    saved up, then a thirty-third of what is trained here. An origin that trains evaluates on all the while."""
+    async with serving_world() as made:
+        server, spec = made.replicas[1].pipeline.server, made.replicas[0].context.spec
+        tokens, one = WINDOWS * LENGTH, spec.evaluation.windows * LENGTH
+        asked = request(made, mode="evaluate")
+        header, specs = MicrobatchHeader.model_validate(asked.header), asked.specs
+        rations = server._rations  # pyright: ignore[reportPrivateUsage]
+        origin, given = PeerId(peer_name(0, 0)), 0
+        rations.worked(origin, 10 * one)
+        for number in range(40):
+            key = PeerId(f"key-{number}")
+            with contextlib.suppress(Refused):
+                for _ in range(40):
+                    server.admit(key, header.model_copy(update={"origin": key}), specs)()
+                    given += 1
+        assert 0 < given * tokens <= 4 * one
+        for _ in range(10 * one // tokens):
+            server.admit(origin, header, specs)()
+        rations.worked(origin, 10 * one)
+        server.admit(origin, header, specs)()
