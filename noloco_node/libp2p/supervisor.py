@@ -15,6 +15,7 @@ from noloco_node.aio import Pulse, cancel_and_wait, first_alone
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.descriptors import DescriptorWatch, descriptors_of
 from noloco_node.pauses import Doubling
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Supervisor:
         self._known = known
         self._rejoin = rejoin
         self._probes = probes or Probes()
+        self._descriptors = DescriptorWatch()
         self._deaths: list[float] = []
         self._renewing = False
         self._renewed = Pulse()
@@ -143,6 +145,8 @@ class Supervisor:
         this process has no descriptor left) says nothing about it."""
         misses = 0
         while misses < self._probes.misses:
+            if (open_now := descriptors_of(self._daemon.pid)) is not None:
+                self._descriptors.look(*open_now)
             answered = await self._daemon.answers(self._probes.within)
             if answered is False:
                 misses += 1

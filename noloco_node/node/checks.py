@@ -28,7 +28,7 @@ SMALLEST_DISK = 64 << 20
 CLOCK_LIMIT_SECONDS = 3.0
 """hivemind's directory takes no peer whose clock is further off."""
 CLOCK_WARNING_SECONDS = 1.5
-WANTED_FILES = 8192
+WANTED_FILES = 65536
 FEWEST_FILES = 1024
 
 

@@ -22,6 +22,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.descriptors import DescriptorWatch, descriptors_of
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.libp2p.supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
 from noloco_node.storage.private_folder import sweep_dead_folders
@@ -50,6 +51,20 @@ def test_the_first_restart_is_at_once_the_next_ones_wait_and_then_it_is_enough()
     assert delays == [0.0, 1.0, 2.0, 4.0, None]
     later = WINDOW_SECONDS + MOST_DEATHS
     assert restart_delay([*deaths, later], later) == 0.0
+
+
+def test_a_p2pd_without_descriptors_is_said_once_with_a_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody new got in, and nothing stood in the log; again only when it was over in between."""
+    watch = DescriptorWatch()
+    told: list[int] = []
+    for used in (100, 950, 990, 800, 960, 600, 950):
+        watch.look(used, 1000)
+        told.append(sum("LimitNOFILE" in record.message for record in caplog.records))
+    assert told == [0, 1, 1, 1, 1, 1, 2]
+    with open(os.devnull):
+        used, limit = descriptors_of(os.getpid()) or (0, 0)
+    assert 3 < used < limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert descriptors_of(2**22 + 1) is None
 
 
 def kill(daemon: PrivateP2P, number: int = signal.SIGKILL) -> int:

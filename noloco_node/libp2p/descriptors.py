@@ -1,0 +1,47 @@
+"""How many descriptors p2pd has open of those that it may: without any left it takes nobody new, and says nothing."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+SHORT = 0.9
+"""Share in use from which newcomers may find no place."""
+RELAXED = 0.7
+"""Below this it is over, and is said anew when it comes again."""
+
+
+class DescriptorWatch:
+    """Says once that p2pd has hardly a descriptor left, until that is over."""
+
+    def __init__(self) -> None:
+        self.short = False
+
+    def look(self, used: int, limit: int) -> None:
+        """`used` of `limit` are open now."""
+        if self.short and used < RELAXED * limit:
+            self.short = False
+            logger.warning("p2pd has descriptors to spare again: %d of %d are open", used, limit)
+        elif not self.short and used >= SHORT * limit:
+            self.short = True
+            logger.warning(
+                "p2pd has %d of %d descriptors open, so hardly anybody can connect any more: somebody may be opening "
+                "connections without end. Raise the limit before the start (ulimit -n 65536, LimitNOFILE, --ulimit "
+                "nofile), and have the firewall limit new connections for each address (docs/operations.md)",
+                used,
+                limit,
+            )
+
+
+def descriptors_of(pid: int) -> tuple[int, int] | None:
+    """How many a process has open, and how many it may have; None where that cannot be told."""
+    try:
+        soft, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = psutil.Process(pid).num_fds()
+    except (OSError, psutil.Error):
+        return None
+    return None if soft == resource.RLIM_INFINITY else (used, soft)
