@@ -164,3 +164,20 @@ def test_an_attack_that_nobody_asked_for_is_met_only_where_it_shows(method: str)
     assert not passed_over([{"look": 0.1, "strangers": ["late"]}, asked], honest, method)
     assert not passed_over([there], honest, method)
     assert not passed_over([there, asked, {"asked": method, "peer": "stranger"}], honest, method)
+
+
+async def test_endless_evaluations_arrive_and_are_rationed() -> None:
+    """The attack fires, and all that is left of it are refusals: no weight moves and the ration ends."""
+    attack = "endless evaluations"
+    async with world(micro_spec()) as made:
+        [_, later] = made.replicas
+        later.pipeline.open()
+        victims = [Victim(later.context.transport.peer_id, 1, ""), Victim(peer_name(0, 0), 0, "")]
+        async with alive(later.context.spec, made.network, None, victims) as life:
+            task = asyncio.create_task(ATTACKS[attack](life))
+            await eventually(lambda: life.tally.counts.get(attack, {}).get("refused: busy", 0) > 30)
+            task.cancel()
+            await asyncio.wait((task,))
+            answered = life.tally.counts[attack]["answered"]
+    spec = later.context.spec
+    assert 0 < answered * spec.microbatch_tokens <= 4 * spec.evaluation.windows * spec.data.sequence_length

@@ -41,6 +41,7 @@ ATTACKS: Mapping[str, Attack] = {
     "abandoned proposals": visits.abandoned_proposals,
     "dripping exchanges": holding.dripping_exchanges,
     "random labels": visits.random_labels,
+    "endless evaluations": visits.endless_evaluations,
     "malformed requests": visits.malformed_requests,
     "300 streams": hoards.streams,
     "slow metrics clients": hoards.slow_metrics,

@@ -146,8 +146,16 @@ async def told_ghosts(life: Life) -> None:
 
 async def random_labels(life: Life) -> None:
     """An origin that teaches noise, with 24 microbatches in flight to every stage after its own."""
+    await _endless(life, "random labels", "train")
 
-    async def endless() -> None:
+
+async def endless_evaluations(life: Life) -> None:
+    """Forwards that teach nothing and are asked for by nobody who trains, 24 in flight."""
+    await _endless(life, "endless evaluations", "evaluate")
+
+
+async def _endless(life: Life, attack: str, mode: microbatch.Mode) -> None:
+    async def one_after_another() -> None:
         while True:
             later = [victim for victim in life.victims if victim.stage > 0 and victim.peer not in life.banned_by]
             if not later:
@@ -156,10 +164,10 @@ async def random_labels(life: Life) -> None:
             victim = life.rng.choice(later)
             header, activations, labels = made_microbatch(life, victim.stage)
             answer = await life.call(
-                "random labels",
+                attack,
                 victim.peer,
                 microbatch.MICROBATCH.name,
-                header,
+                {**header, "mode": mode},
                 activations,
                 labels,
                 answer=activations.nbytes,
@@ -169,7 +177,7 @@ async def random_labels(life: Life) -> None:
 
     async with asyncio.TaskGroup() as group:
         for _ in range(IN_FLIGHT):
-            group.create_task(endless())
+            group.create_task(one_after_another())
 
 
 def made_microbatch(life: Life, stage: int, name: str = "") -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:

@@ -25,7 +25,7 @@ from noloco_node.averaging import messages as exchange_messages
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.telemetry.events import Account, DonorFailed, InnerStep, StateDownload
+from noloco_node.telemetry.events import Account, DonorFailed, InnerStep, OuterStep, StateDownload
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims
 from tests.chaos.lab import Lab
@@ -42,6 +42,7 @@ MOST_MEMORY = 100 * 2**20 / 1e6
 """MB that a node and its p2pd may take more than at the same time in the clean arm."""
 LAG_SECONDS, LAG_SHARE = 0.5, 0.99
 AFTER_SHARE = 0.05
+AVERAGING_SHARE = 0.9
 LOOK_EVERY = 5.0
 LEAVE_SECONDS = 30.0
 NO_SIGN = frozenset({LOST, "rounds", BROKEN})
@@ -162,6 +163,7 @@ async def stranger(lab: Lab) -> Verdict:
     if set(attacked.spans) == set(clean.spans) == {"before", "attack", "after"}:
         await _judge_end(clean, attacked, verdict)
         _judge_bans(attacked, verdict)
+        _judge_averaging(clean, attacked, verdict)
         _judge_burden(clean, attacked, verdict)
         _judge_after(clean, attacked, verdict)
     return verdict
@@ -359,6 +361,20 @@ async def _judge_end(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
         verdict.figures["late joiners, clean"] = "; ".join(clean.joined)
         held = all(joined.startswith("honest") for joined in attacked.joined)
         verdict.demand("late joiners get an honest state", held, "; ".join(attacked.joined))
+
+
+def _judge_averaging(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
+    """Outer steps with an honest partner, in each second of the attack, beside the clean arm at the same time."""
+    pace = {arm.name: _averaged_with_honest(arm) for arm in (clean, attacked)}
+    share = pace["attacked"] / pace["clean"] if pace["clean"] else 0.0
+    found = f"{share:.3f}, steps a second and node {pace}"
+    verdict.demand(f"averaging goes on at {AVERAGING_SHARE:.0%} of its pace", share >= AVERAGING_SHARE, found)
+
+
+def _averaged_with_honest(arm: Arm) -> float:
+    honest, (start, end) = _peers(arm), arm.spans["attack"]
+    steps = [e for n in arm.core for e in n.events if isinstance(e, OuterStep) and start <= e.time < end]
+    return sum(step.partner in honest for step in steps) / len(arm.core) / (end - start)
 
 
 def _haste(arm: Arm) -> float:
