@@ -46,12 +46,11 @@ from noloco_node.pipeline.messages import (
 )
 from noloco_node.pipeline.paces import PASSED_UPWARD, RequestOutcome, outcome_of
 from noloco_node.pipeline.routing import RoutingBook
-from noloco_node.pipeline.work_rations import EvaluationRations
+from noloco_node.pipeline.work_rations import EvaluationRations, turn_of
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import DeviceWaits
-from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
@@ -296,7 +295,7 @@ class PipelineServer:
         self._handed_back: set[MicrobatchName] = set()
         self._repeats = Repeats()
         self._places = MicrobatchLimiter(max_pending, load=lambda: worker.load)
-        self._rations = EvaluationRations(spec, lambda: worker.last_trained.tokens, lambda: worker.live_replicas)
+        self.rations = EvaluationRations(spec, worker)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen(spec.max_lag_tokens)
         self.out_of_scale = 0
@@ -338,13 +337,8 @@ class PipelineServer:
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
         )
-        if header.mode == "train":
-            return self._places.take(peer, header.attempt)
-        tokens = math.prod(specs[1].shape)
-        self._rations.check(peer, tokens)
-        release = self._places.take(peer, header.attempt)
-        self._rations.spend(peer, tokens)  # whoever is refused a place asks again, and has had nothing
-        return release
+        rationed = math.prod(specs[1].shape) if header.mode == "evaluate" else 0
+        return self.rations.place(peer, rationed, lambda: self._places.take(peer, header.attempt))
 
     async def handle(
         self, peer: PeerId, header: MicrobatchHeader, tensors: tuple[Tensor, ...]
@@ -382,7 +376,7 @@ class PipelineServer:
         if not taken_in:
             return
         self._places.answered(name.sender)
-        self._rations.worked(name.sender, tokens)
+        self.rations.worked(name.sender, tokens)
         self._acquaintances.worked(name.sender, tokens)
         own_clock = self._worker.progress.clock
         self.origins_seen.saw(header.drawn, name.sender, tokens=tokens, own_clock=own_clock)
@@ -429,7 +423,7 @@ class PipelineServer:
     async def _train(
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
     ) -> Trained:
-        waits, turn = DeviceWaits(), _turn(name.sender, header, labels)
+        waits, turn = DeviceWaits(), turn_of(name.sender, header, labels.numel())
         if self._downstream is None:
             self.mark_trained(name)
             result = await self._worker.loss(
@@ -464,7 +458,7 @@ class PipelineServer:
     async def _evaluate(
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
     ) -> Trained:
-        turn = _turn(name.sender, header, labels)
+        turn = turn_of(name.sender, header, labels.numel())
         if self._downstream is None:
             loss_sum = await self._worker.evaluate_loss(activations, labels, turn)
             return Trained(loss_sum, labels.numel(), None)
@@ -502,8 +496,3 @@ class PipelineServer:
     def mark_trained(self, name: MicrobatchName) -> None:
         """It changes this replica from here on, and is counted where it is `repeated`: see `Repeats.mark_trained`."""
         self._ledger.repeated += self._repeats.mark_trained(name)
-
-
-def _turn(sender: PeerId, header: MicrobatchHeader, labels: Tensor) -> QueueTurn:
-    """On the sender's account, and within it on that of the origin that it names: an honest one names the right one."""
-    return QueueTurn((sender, header.origin), float(labels.numel()))

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
+from noloco_node.pipeline.messages import MicrobatchHeader
+from noloco_node.training.fair_queue import QueueTurn
+from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Release
 from noloco_node.transport.rations import Budget, PeerBudgets
 
 STRANGERS_SHARE = 0.03
@@ -17,6 +21,11 @@ outside a run that asked for nothing else took its pace from 7,372 to 2,713 toke
 SAVED_EVALUATIONS = 4
 """Evaluations of one origin that strangers may have at once: each origin evaluates before its first microbatch."""
 PEERS_REMEMBERED = 1024
+
+
+def turn_of(sender: PeerId, header: MicrobatchHeader, tokens: int) -> QueueTurn:
+    """On the sender's account, and within it on that of the origin that it names: an honest one names the right one."""
+    return QueueTurn((sender, header.origin), float(tokens))
 
 
 class Rations:
@@ -62,37 +71,39 @@ class EvaluationRations:
     """Who works here evaluates as much as it trains here, or twice what the run's evaluations take where that is more;
     it gives the device's time for it out of its own turns. All others share a ration."""
 
-    def __init__(self, spec: RunSpec, trained: Callable[[], int], live_replicas: Callable[[], int]) -> None:
+    def __init__(self, spec: RunSpec, worker: StageWorker) -> None:
         one = spec.evaluation.windows * spec.data.sequence_length
         self._usual = one / spec.evaluation.every_tokens
         """Tokens that one origin evaluates for each token of the clock."""
-        self._live_replicas = live_replicas
+        self._worker = worker
         self._saved = 2 * one
         self._accounts = PeerTable[PeerId, _Account](PEERS_REMEMBERED)
-        self._strangers = Rations(STRANGERS_SHARE, float(SAVED_EVALUATIONS * one), trained)
+        self._strangers = Rations(STRANGERS_SHARE, float(SAVED_EVALUATIONS * one), lambda: worker.last_trained.tokens)
 
     def worked(self, peer: PeerId, tokens: int) -> None:
         """So many tokens that `peer` sent were trained here."""
         account = self._accounts[peer] = self._accounts.get(peer) or _Account()
         account.trained += tokens
 
-    def check(self, peer: PeerId, tokens: int) -> None:
-        """Refused (`busy`) where the peer may not have so many now."""
-        if self._has_earned(peer, tokens) is None:
-            self._strangers.check(peer, tokens)
-
-    def spend(self, peer: PeerId, tokens: int) -> None:
-        """Book them."""
+    def place(self, peer: PeerId, tokens: int, take: Callable[[], Release]) -> Release:
+        """The place that `take` gives, with so many tokens to evaluate booked; none where it is to be trained. Refused
+        (`busy`) where the peer may not have so many now. Whoever is refused a place has had nothing."""
+        if not tokens:
+            return take()
         account = self._has_earned(peer, tokens)
+        if account is None:
+            self._strangers.check(peer, tokens)
+        release = take()
         if account is None:
             self._strangers.spend(peer, tokens)
         else:
             account.evaluated += tokens
+        return release
 
     def _has_earned(self, peer: PeerId, tokens: int) -> _Account | None:
         """The account of a peer whose own work bears so many more tokens."""
         account = self._accounts.get(peer)
-        share = max(1.0, 2.0 * self._usual * self._live_replicas())
+        share = max(1.0, 2.0 * self._usual * self._worker.live_replicas)
         if account is None or account.evaluated + tokens > self._saved + share * account.trained:
             return None
         return account

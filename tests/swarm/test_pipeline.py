@@ -528,7 +528,7 @@ async def test_who_only_evaluates_gets_a_ration_and_who_trains_here_what_it_has_
         tokens, one = WINDOWS * LENGTH, spec.evaluation.windows * LENGTH
         asked = request(made, mode="evaluate")
         header, specs = MicrobatchHeader.model_validate(asked.header), asked.specs
-        rations = server._rations  # pyright: ignore[reportPrivateUsage]
+        rations = server.rations
         origin, given = PeerId(peer_name(0, 0)), 0
         rations.worked(origin, 10 * one)
         for number in range(40):
