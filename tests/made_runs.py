@@ -49,16 +49,16 @@ def finished(
     return folder
 
 
-def under_way(folder: Path, stage: int, *, clock: float = 20_000.0, shift: float = 0.0) -> Path:
+def under_way(folder: Path, stage: int, *, run: RunSpec = RUN, clock: float = 20_000.0, shift: float = 0.0) -> Path:
     """The run folder of a node that died and left one more checkpoint."""
-    module = build_stage(RUN.model, stage)
+    module = build_stage(run.model, stage)
     names = module.full_names()
-    state = weights(stage, RUN, shift)
+    state = weights(stage, run, shift)
     slow = FlatLayout.of(dict(module.named_parameters())).flatten({local: state[full] for local, full in names.items()})
-    at = standing(clock, run_id=RUN.run_id, stage=stage)
+    at = standing(clock, run_id=run.run_id, stage=stage)
     progress = replace(at.progress, marks=())
     kept = RunFolder.create(folder)
-    kept.keep_spec(RUN.agreed_json)
+    kept.keep_spec(run.agreed_json)
     saved = at.model_copy(update={"progress": progress})
     CheckpointFolder(kept.checkpoints, keep=3).write(saved, {"slow": slow, "fast": torch.zeros_like(slow)})
     return folder

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from noloco_node.cli.main import main
+from noloco_node.config.load import load_config
 from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.finished import merge_run
@@ -85,13 +86,15 @@ def test_replicas_that_were_trained_to_different_clocks_are_said_so(
 
 def test_the_newest_of_a_node_counts_and_who_is_far_behind_does_not(tmp_path: Path) -> None:
     """A checkpoint behind the final weights, one beyond them, a damaged one on top, and a replica left behind."""
-    under_way(finished(tmp_path / "a", 0, clock=200_000.0), 0, clock=150_000.0, shift=5.0)
-    node = under_way(finished(tmp_path / "b", 1, clock=100_000.0, shift=5.0), 1, clock=190_000.0, shift=0.25)
-    under_way(node, 1, clock=200_000.0, shift=7.0)
+    run = load_config(MICRO, [*OWN_TEXT, "run.inner.target_tokens=1000000"]).run
+    under_way(finished(tmp_path / "a", 0, run=run, clock=200_000.0), 0, run=run, clock=150_000.0, shift=5.0)
+    final = finished(tmp_path / "b", 1, run=run, clock=100_000.0, shift=5.0)
+    node = under_way(final, 1, run=run, clock=190_000.0, shift=0.25)
+    under_way(node, 1, run=run, clock=200_000.0, shift=7.0)
     torn = RunFolder(node).checkpoints / "00000002" / "state.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
-    under_way(tmp_path / "c", 1, clock=80_000.0, shift=3.0)
-    assert RUN.max_lag_tokens == 100_000
+    under_way(tmp_path / "c", 1, run=run, clock=80_000.0, shift=3.0)
+    assert run.max_lag_tokens == 100_000
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "out")]) == ExitCode.OK
     assert is_near(tmp_path / "out", 0, 0.0)
     assert is_near(tmp_path / "out", 1, 0.25)
