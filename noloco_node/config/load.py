@@ -207,7 +207,12 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
             )
         _apply(raw, override)
     remedy = "correct it; noloco-node config show CONFIG lists every setting of node: with its meaning"
-    return _validated(JoinConfig, raw, "the command line", remedy)
+    where = (
+        "the command line and the environment"
+        if raw.get("node") and node_environment(environ).values
+        else "the command line"
+    )
+    return _validated(JoinConfig, raw, where, remedy)
 
 
 def validate(raw: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
@@ -344,7 +349,8 @@ def _apply_environment(raw: dict[str, Any], environ: Mapping[str, str]) -> None:
         NodeSettings.model_validate(found.values)
     except ValidationError as error:
         wrong += [problem for problem in problems_of(error, found.values, NodeSettings) if problem.setting not in named]
-    problems += [Problem(variable_of(each.setting), each.text) if each.setting else each for each in wrong]
+    # What several settings come to together is judged when the command's options are among them.
+    problems += [Problem(variable_of(each.setting), each.text) for each in wrong if each.setting]
     if problems:
         remedy = "correct it, or unset it; noloco-node config show CONFIG lists every setting of node: with its meaning"
         raise _as_user_error(problems, "the environment", remedy)

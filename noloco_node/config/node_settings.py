@@ -58,7 +58,7 @@ class NodeSettings(Settings):
     """A run's first sample is drawn when so many replicas of every stage are up, or after a minute; a node that comes
     to a run that has begun does not wait."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 to be reachable from other machines."""
+    """Address to listen on; 0.0.0.0 to be reachable from other machines by IPv4, or :: by IPv6 only."""
     port: Port = 0
     """TCP port to listen on; 0 lets the system choose."""
     announce: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from noloco_node.errors import UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import holder_of, load_identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.arguments import check_port_free, node_arguments
+from noloco_node.libp2p.arguments import check_port_free, node_arguments, one_family
 from noloco_node.libp2p.relay.places import ask_for_place
 from noloco_node.libp2p.start import reached_by_a_stranger
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
@@ -134,6 +134,8 @@ def _listening(settings: NodeSettings) -> Check:
         check_port_free(settings.host, settings.port)
     except UserError as error:
         return _failed("port", error)
+    if (family := one_family(settings.host)) is not None:
+        return Check("port", CheckOutcome.WARN, *family.split("; ", 1))
     if settings.port == 0:
         remedy = "choose one with --port, if others are to reach this node through a firewall or a router"
         return Check("port", CheckOutcome.WARN, f"any free one on {settings.host}", remedy)

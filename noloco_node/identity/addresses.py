@@ -65,7 +65,11 @@ def reach_of(host: str) -> Reach:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return Reach.LOOPBACK if host == "localhost" else Reach.PUBLIC
+        name = host.lower()
+        own = name in ("localhost", "localhost.localdomain") or name.endswith(".localhost")
+        return Reach.LOOPBACK if own else Reach.PUBLIC
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
     if address.is_unspecified or address.is_multicast:
         return Reach.NOWHERE
     if address.is_loopback:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.addresses import Reach, reach_of
 
 ALWAYS = (
     "-connManager=1",
@@ -84,12 +85,22 @@ def announced_address(text: str, host: str, port: int) -> str:
         kind = parts.get("kind") or "dns"
         if not kind.startswith("dns") or not _NAME.fullmatch(named) or named.replace(".", "").isdigit():
             raise _unusable(text, f"'{named}' is neither an IP address nor a name") from None
-        return f"/{kind}/{named}/tcp/{number}"
-    if address.is_unspecified or address.is_multicast:
+    else:
+        kind = f"ip{address.version}"
+    reach = reach_of(named)
+    if reach is Reach.NOWHERE:
         raise _unusable(text, f"{named} is no address that can be reached")
-    if address.is_loopback and not ipaddress.ip_address(host).is_loopback:
+    if reach is Reach.LOOPBACK and reach_of(host) is not Reach.LOOPBACK:
         raise _unusable(text, f"{named} is this machine only, and others would dial themselves")
-    return f"/ip{address.version}/{named}/tcp/{number}"
+    return f"/{kind}/{named}/tcp/{number}"
+
+
+def one_family(host: str) -> str | None:
+    """What to tell of a host that stands for all addresses of IPv6 and, unlike with other programs, for none of IPv4.
+    None for any other host."""
+    if ipaddress.ip_address(host) != ipaddress.IPv6Address("::"):
+        return None
+    return "host is ::, so this node listens by IPv6 only; --host 0.0.0.0 listens by IPv4, which most others have"
 
 
 def check_port_free(host: str, port: int) -> None:

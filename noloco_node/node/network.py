@@ -24,6 +24,7 @@ from noloco_node.directory.store import esteem_by
 from noloco_node.identity.addresses import PeerAddress, Reach, parse_address, reach_of
 from noloco_node.identity.keys import Identity, IdentityLock, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.arguments import one_family
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay.places import connected_by_relay
 from noloco_node.libp2p.relay.server import CircuitRelay
@@ -117,6 +118,8 @@ async def entrance(
             logger.warning(
                 "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them", settings.host
             )
+        if (family := one_family(settings.host)) is not None:
+            logger.warning("%s", family)
         transport = Libp2pTransport(daemon, identity=identity)
         await transport.start()
         stack.push_async_callback(transport.close)

@@ -90,6 +90,24 @@ def test_a_variable_with_a_typo_or_a_bad_value_is_named(environ: Mapping[str, st
         node(environ)
 
 
+@pytest.mark.parametrize(
+    ("environ", "overrides"),
+    [
+        ({"NOLOCO_NODE_METRICS_HOST": "0.0.0.0"}, ["node.metrics_port=9100"]),
+        ({"NOLOCO_NODE_DRAIN_SECONDS": "700"}, ["node.leave_seconds=900"]),
+    ],
+)
+def test_settings_are_judged_together_when_the_commands_options_are_among_them(
+    environ: Mapping[str, str], overrides: list[str]
+) -> None:
+    """A variable may need what only the command line says. Without that it is refused."""
+    node(environ, *overrides)
+    load_config(MICRO, overrides, environ)
+    for load in (lambda: node(environ), lambda: load_config(MICRO, [], environ)):
+        with pytest.raises(UserError, match=r"node\.(metrics_port is not set|leave_seconds)"):
+            load()
+
+
 def test_variables_of_others_are_left_alone() -> None:
     """Those of the tests, of other programs, and those by which Kubernetes names a service called like this one."""
     environ = {

@@ -14,7 +14,7 @@ from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord,
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.arguments import announced_address, check_port_free
+from noloco_node.libp2p.arguments import announced_address, check_port_free, one_family
 from noloco_node.libp2p.failures import FailedStart, explain
 from noloco_node.node.network import seen_before
 from tests.support import eventually
@@ -206,6 +206,11 @@ def test_an_announced_address_is_understood_in_the_forms_people_write(text: str,
         ("203.0.113.7", 0),
         ("203.0.113.7:70000", 31337),
         ("127.0.0.1:4000", 31337),
+        ("localhost", 31337),
+        ("localhost:4000", 31337),
+        ("/dns4/LOCALHOST/tcp/4000", 31337),
+        ("gpu.localhost:4000", 31337),
+        ("[::ffff:127.0.0.1]:4000", 31337),
         ("/ip4/gpu.example.org/tcp/4000", 31337),
         ("203.0.113.700:4000", 31337),
         ("http://gpu.example.org:4000", 31337),
@@ -217,6 +222,13 @@ def test_an_address_that_nobody_could_reach_is_not_announced(text: str, port: in
     with pytest.raises(UserError, match="announce: ") as caught:
         announced_address(text, "0.0.0.0", port)
     assert caught.value.exit_code is ExitCode.CONFIG
+
+
+def test_a_host_of_ipv6_only_is_said_to_be_one() -> None:
+    """With other programs `::` means IPv4 as well; libp2p listens by IPv6 alone."""
+    assert "by IPv6 only" in str(one_family("::"))
+    assert "by IPv6 only" in str(one_family("0:0:0:0:0:0:0:0"))
+    assert one_family("0.0.0.0") is one_family("2001:db8::7") is None
 
 
 def failed(**known: object) -> UserError:
