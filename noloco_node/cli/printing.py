@@ -221,8 +221,12 @@ def print_seed(
 ) -> None:
     """The addresses of a seed that is up. `founds`: it was given no peer; `model`: where it keeps the run's model."""
     up = "seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up"
-    how = "name it with: --initial-peers" if run is None else "join with: noloco-node join"
-    lines = [up, *(f"  others {how} {address}" for address in addresses)]
+    if run is None:
+        lines = [up, *(f"  others name it with: --initial-peers {address}" for address in addresses)]
+    else:
+        from noloco_node.config.own_paths import join_line
+
+        lines = [up, *(f"  others join with: {join_line(run, address)}" for address in addresses)]
     if founds:
         lines.append(
             "  IT BEGINS A SWARM OF ITS OWN: it was given no --initial-peers. Nodes that are already up are in another "

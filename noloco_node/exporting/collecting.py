@@ -37,6 +37,8 @@ SHARE = 20.0
 """A pause lasts at least so many times as long as the collection before it."""
 FEW_REPLICAS = 3
 """Of each stage that are asked while the run goes on: three voices show which one is not like the others."""
+LAST_COLLECTIONS = 10
+"""At the run's end, one at each look: its nodes take their last steps and leave one after the other."""
 LOOK_SECONDS = 1.0
 """Between two looks at whether the run comes to its end."""
 
@@ -66,23 +68,24 @@ class Collector:
         self._failed = ""
 
     async def follow(self, over: Callable[[], bool]) -> None:
-        """Collect now and then until the run comes to its end, and then until its last node has left. `over` says that
-        the end has come, also where nobody is there to show it."""
-        due, pause = 0.0, FIRST_SECONDS
-        while not (over() or self._finishing()):
+        """Collect now and then; where nodes say that they are at the run's end, at once, a few times; and a few times
+        more after it. `over` says that the end has come. Before that a record alone asks for little: anybody may write
+        one, and every collection costs the nodes."""
+        due, pause, last = 0.0, FIRST_SECONDS, 0
+        ended = False
+        while not (over() and ended and (last >= LAST_COLLECTIONS or not self._there())):
+            if over() and not ended:
+                ended, last = True, min(last, 1)
             began = ambient.monotonic()
-            if (
-                began >= due and self._whole()
-            ):  # early: nodes wait at the run's end for a peer that has collected before
+            if (ended or self._finishing()) and last < LAST_COLLECTIONS:
+                last += 1
+                await self.collect(MOST_REPLICAS, beside=last > 1)
+            elif began >= due and self._whole():
+                # Early: nodes wait at the run's end for a peer that has collected before.
                 await self.collect(FEW_REPLICAS)
                 due = ambient.monotonic() + max(pause, SHARE * (ambient.monotonic() - began))
-                pause = min(2.0 * pause, LONGEST_SECONDS)
+                pause, last = min(2.0 * pause, LONGEST_SECONDS), max(0, last - 1)
             await asyncio.sleep(LOOK_SECONDS)
-            await self._directory.refresh()
-        ended = False
-        while self._there():
-            await self.collect(MOST_REPLICAS, beside=ended)
-            ended = True
             await self._directory.refresh()
 
     async def collect(self, most: int, *, beside: bool = False) -> None:

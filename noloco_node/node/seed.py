@@ -31,7 +31,7 @@ from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.swarm_pages import SwarmPages
 from noloco_node.telemetry.web import WebServer
 from noloco_node.transport.interface import Transport
-from noloco_node.trust.admission import Access
+from noloco_node.trust.admission import Access, Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
 
@@ -99,7 +99,7 @@ async def _run(
                 if agreed is not None and life is not None:
                     screened = ScreenedDirectory(directory, Access(agreed), life=life)
                     last = said = last_words(door.transport, screened, folder, agreed)
-                    if collects is not None:
+                    if collects is not None and _is_let_in(door, agreed, settings):
                         beside.append(collects(agreed, folder.path, door.transport, screened, lambda: said.over))
                 serve_hello(
                     door.transport,
@@ -128,6 +128,21 @@ async def _agree(spec: RunSpec | None, door: Entrance) -> RunSpec | None:
     if not joined:
         return None
     return await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False, met_in=door.known.run)
+
+
+def _is_let_in(door: Entrance, spec: RunSpec, settings: NodeSettings) -> bool:
+    """Whether the run's nodes give this seed their weights: in a run by invitation it shows its own. Raises UserError
+    where that is no good."""
+    try:
+        access = own_access(spec, settings.invitation, door.identity.peer_id)
+    except UserError as error:
+        if settings.invitation is not None:
+            raise
+        logger.warning("THIS SEED COLLECTS NO MODEL: %s; %s", error.message, error.remedy)
+        return False
+    if access.proof is not None:
+        door.transport.introduce_with(Introduction(door.transport, access.proof).show)
+    return True
 
 
 async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife:

@@ -81,7 +81,7 @@ def test_beside_a_log_of_json_a_command_says_nothing_that_is_none(capsys: pytest
     configure_logging("INFO", NodeLog(), style="json")
     run, say = load_config(MICRO).run, teller("json")
     print_run(run, SwarmSummary(0.0, 49_152, (1, 1), 1.0), say)
-    print_seed(run, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], say)
+    print_seed(run, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], say=say)
     assert main(["join", "nonsense", "--log-format", "json"]) == ExitCode.CONFIG
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.err.splitlines()]

@@ -1,0 +1,64 @@
+"""Nobody ends without a model: a seed keeps what every stage's nodes gave last, and they may leave at once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from noloco_node.directory.memory import MemoryDirectory
+from noloco_node.directory.records import PeerState
+from noloco_node.exporting import collecting
+from noloco_node.exporting.collecting import Collector
+from noloco_node.model.export import load_exported
+from noloco_node.transport.memory import MemoryTransport
+from tests.support import eventually
+from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, trained
+
+
+def collector_of(swarm: Trained, folder: Path) -> Collector:
+    """Of a seed with this run folder."""
+    transport = MemoryTransport(swarm.made.network, OUTSIDER)
+    return Collector(swarm.made.replicas[0].context.spec, folder, transport, MemoryDirectory(swarm.made.hub))
+
+
+async def test_a_seed_has_the_model_when_all_have_left_without_a_word(tmp_path: Path) -> None:
+    """It collects while they train."""
+    async with trained() as swarm:
+        collector = collector_of(swarm, tmp_path)
+        await collector.collect(8)
+        expected = await mean_slow(swarm.made, 0) | await mean_slow(swarm.made, 1)
+        for replica in swarm.made.replicas:
+            await replica.membership.announce(PeerState.GONE)
+        await collector.collect(8)
+    loaded = dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "model")))
+    assert same({name: value.detach() for name, value in loaded.items()}, expected)
+
+
+async def test_one_record_that_says_the_end_has_come_asks_for_few_collections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody may write one, and the nodes give their weights at every collection."""
+    monkeypatch.setattr(collecting, "LOOK_SECONDS", 0.001)
+    looks, asked = 0, list[int]()
+
+    def over() -> bool:
+        nonlocal looks
+        looks += 1
+        return False
+
+    async def counted(most: int, *, beside: bool = False) -> None:
+        del beside
+        asked.append(most)
+
+    async with trained() as swarm:
+        await swarm.made.replicas[0].membership.announce(PeerState.FINISHING)
+        collector = collector_of(swarm, tmp_path)
+        monkeypatch.setattr(collector, "collect", counted)
+        await asyncio.sleep(0)
+        following = asyncio.create_task(collector.follow(over))
+        await eventually(lambda: looks > 60, 20, "many looks")
+        following.cancel()
+    assert 1 <= len(asked) <= collecting.LAST_COLLECTIONS + 2, "an ordinary one gives one more back"
