@@ -46,7 +46,7 @@ def number_exchanges(patch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def two_replicas(codec: str) -> AsyncIterator[World]:
     """Of the only stage; they exchange when they are told to, with all the time in the world."""
-    rule = {"inner_steps": 2, "min_inner_steps": 1, "alpha": 0.5, "beta": 0.5, "fragments": 2}
+    rule = {"inner_steps": 20, "min_inner_steps": 1, "alpha": 0.5, "beta": 0.5, "fragments": 2}
     spec = micro_spec(
         stages=1,
         inner={"eps": 1e-5},
