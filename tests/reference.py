@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import InnerSpec, RunSpec
 from noloco_node.marks import BEGINS, without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
@@ -45,22 +45,65 @@ def each_document_alone(model: torch.nn.Module, inputs: Tensor, labels: Tensor) 
     return SimpleNamespace(logits=torch.stack(rows))
 
 
+class PlainMuon(torch.optim.Optimizer):
+    """Muon in fp32 by its definition, one matrix at a time."""
+
+    def __init__(self, matrices: Sequence[Tensor], momentum: float, decay: float) -> None:
+        super().__init__(list(matrices), {"lr": 1.0})
+        self._momentum, self._decay = momentum, decay
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Nesterov's momentum, three iterations, decoupled decay."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                gradient = parameter.grad
+                state["m"] = self._momentum * state.get("m", 0.0) + (1 - self._momentum) * gradient
+                ahead = self._momentum * state["m"] + (1 - self._momentum) * gradient
+                parameter.mul_(1 - group["lr"] * self._decay)
+                length = group["lr"] * 0.2 * max(parameter.shape[-2:]) ** 0.5
+                steps = [orthogonal(matrix) for matrix in ahead.reshape(-1, *parameter.shape[-2:])]
+                parameter.sub_(length * torch.stack(steps).reshape(parameter.shape))
+
+
+def orthogonal(matrix: Tensor, iterations: int = 3) -> Tensor:
+    """Newton-Schulz of one matrix [m, n] in its own precision, with torch.optim.Muon's coefficients."""
+    x = matrix / matrix.norm().clamp(min=1e-7)
+    wide = x if x.shape[0] <= x.shape[1] else x.T
+    for _ in range(iterations):
+        gram = wide @ wide.T
+        wide = 3.4445 * wide + (-4.775 * gram + 2.0315 * gram @ gram) @ wide
+    return wide if x.shape[0] <= x.shape[1] else wide.T
+
+
+def optimizers_of(parameters: Mapping[str, Tensor], inner: InnerSpec) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Optimizers that share the weights among them, and by what each multiplies the rate."""
+    kinds: dict[str, list[Tensor]] = {"embedding": [], "head": [], "norm": [], "matrix": []}
+    for name, parameter in parameters.items():
+        table = "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "matrix"
+        kinds["norm" if parameter.dim() < 2 else table].append(parameter)
+    rates = {"embedding": inner.embedding_rate, "head": inner.head_rate, "norm": inner.norm_rate, "matrix": 1.0}
+    found: list[tuple[torch.optim.Optimizer, float]] = []
+    for kind, own in kinds.items():
+        decay = 0.0 if kind == "norm" else inner.weight_decay / rates[kind]
+        if kind == "matrix" and inner.optimizer == "muon":
+            found.append((PlainMuon(own, inner.muon_momentum, decay), 1.0))
+        elif own:
+            betas = (inner.beta1, inner.beta2)
+            adamw = torch.optim.AdamW(own, lr=1.0, betas=betas, eps=inner.eps, weight_decay=decay)
+            found.append((adamw, rates[kind]))
+    return found
+
+
 def train(
     spec: RunSpec, batches: Sequence[tuple[Tensor, Tensor]], microbatches_a_step: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of each inner step, and the final weights by full name. AdamW from torch, clipped stage by stage."""
+    """Losses of each inner step, and the final weights by full name. Clipped stage by stage."""
     inner = spec.inner
     model, groups = whole_model(spec)
     parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": inner.weight_decay},
-            {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=1.0,
-        betas=(inner.beta1, inner.beta2),
-        eps=inner.eps,
-    )
+    optimizers = optimizers_of(parameters, inner)
     losses: list[float] = []
     clock = 0
     for start in range(0, len(batches), microbatches_a_step):
@@ -80,9 +123,10 @@ def train(
             warmup=inner.warmup_tokens,
             target=inner.target_tokens,
         )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer, multiplier in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * multiplier
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses, {name: parameter.detach() for name, parameter in parameters.items()}

@@ -31,13 +31,15 @@ ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)
 INT8_BLOCK = 128
 """Numbers of a token that share a scale where activations travel as int8."""
 
+OptimizerName = Literal["adamw", "muon"]
+Multiplier = Annotated[float, Field(gt=0.0, le=100.0)]
 RoutingName = Literal["uniform", "balanced", "fixed"]
 
 RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
 class InnerSpec(Settings):
-    """Inner training: AdamW with warm-up and cosine, steps by the replica's share of the global batch."""
+    """Inner training: AdamW or Muon with warm-up and cosine, steps by the replica's share of the global batch."""
 
     target_tokens: Positive
     """The run ends when the clock (in swarm tokens) reaches this."""
@@ -45,8 +47,19 @@ class InnerSpec(Settings):
     """Tokens over all replicas of a stage that one inner step stands for."""
     microbatch_windows: Annotated[int, Field(gt=0, le=4096)] = 8
     """Windows of `data.sequence_length` tokens in one microbatch."""
+    optimizer: OptimizerName = "adamw"
+    """`adamw` for all weights; `muon`: orthogonalised momentum for the matrices of layers, AdamW for the others. Muon
+    keeps one moment of these matrices in place of two."""
     learning_rate: PositiveFloat = 1e-3
-    """Of AdamW, at its highest: after the warm-up."""
+    """At its highest: after the warm-up. One rate serves both optimizers."""
+    embedding_rate: Multiplier = 1.0
+    """Multiplies the learning rate of the token embeddings; their weight decay stays."""
+    head_rate: Multiplier = 1.0
+    """The same for the head, which gives the logits."""
+    norm_rate: Multiplier = 1.0
+    """The same for norms and biases."""
+    muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """Of Muon: share of the momentum that an inner step keeps."""
     min_learning_rate_ratio: Fraction = 0.1
     """Share of `learning_rate` left at the end of the cosine."""
     warmup_tokens: Annotated[int, Field(ge=0)] = 0
@@ -79,6 +92,11 @@ class InnerSpec(Settings):
             raise ValueError(
                 f"run.inner.global_batch_tokens ({self.global_batch_tokens}) exceeds run.inner.target_tokens "
                 f"({self.target_tokens}): not one inner step would be taken"
+            )
+        if self.learning_rate * self.weight_decay >= 1.0:
+            raise ValueError(
+                f"run.inner.learning_rate ({self.learning_rate}) × run.inner.weight_decay ({self.weight_decay}) is 1 "
+                "or more: the decay alone would turn the weights around; lower one of them"
             )
         return self
 

@@ -16,6 +16,7 @@ from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import InnerSpec
 from noloco_node.marks import without_marks
 from noloco_node.model.stage import build_stage
+from noloco_node.training.inner_optimizer import InnerOptimizer
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.precision import PRECISIONS
 
@@ -34,7 +35,7 @@ class StackedForward:
 
 
 class StackedStage:
-    """R replicas of a stage: fast weights, gradients and AdamW's moments as [R, size], and what each has accumulated.
+    """R replicas of a stage: fast weights and gradients as [R, size], the optimizer of each, and their tokens.
 
     The arithmetic of a row is that of `training.stage_trainer.StageTrainer`: losses summed over tokens, divided at the
     step by the tokens counted, the gradient of each replica clipped by its own norm.
@@ -52,7 +53,8 @@ class StackedStage:
         self.gradient = torch.zeros_like(self.fast)
         self.tokens = [0] * replicas
         self._clip_norm = inner.clip_norm
-        self._optimizer = self._make_optimizer(inner)
+        rows = zip(self.fast, self.gradient, strict=True)
+        self._optimizers = [InnerOptimizer(self.layout, fast, gradient, inner) for fast, gradient in rows]
 
     @property
     def replicas(self) -> int:
@@ -121,50 +123,24 @@ class StackedStage:
         norms = torch.sqrt(picked.float().square().sum(1)) / counts
         clips = torch.clamp(self._clip_norm / (norms + 1e-6), max=1.0)
         factors = cast(list[float], (clips / counts).tolist())  # pyright: ignore[reportUnknownMemberType]
-        for row, factor in zip(rows, factors, strict=True):
+        for row, factor, rate in zip(rows, factors, rates, strict=True):
             self.gradient[row].mul_(factor)
-        for rate in sorted(set(rates)):
-            self._update({row for row, own in zip(rows, rates, strict=True) if own == rate}, rate)
-        for row in rows:
+            self._optimizers[row].step(rate)
             self.gradient[row].zero_()
             self.tokens[row] = 0
 
     def copy(self, source: int, target: int) -> None:
-        """Make one replica a copy of another: weights and AdamW's state."""
+        """Make one replica a copy of another: weights and the optimizer's state."""
         self.fast[target].copy_(self.fast[source])
-        for group in self._optimizer.param_groups:
-            theirs, own = (self._optimizer.state[group["params"][row]] for row in (source, target))
-            for name, value in theirs.items():
-                own[name] = value.clone()
+        self._optimizers[target].load(self._optimizers[source].state())
 
     def average_moments(self, members: Sequence[int], start: int, end: int) -> None:
-        """Replace Adam's moments of a group, within [start, end) of the vector, by their mean."""
-        cut = self.layout.decayed
-        for group, low, high in ((0, 0, cut), (1, cut, self.layout.size)):
-            first, last = max(start, low) - low, min(end, high) - low
-            states = [self._optimizer.state[self._optimizer.param_groups[group]["params"][row]] for row in members]
-            if last <= first or not all(states):
-                continue
-            for name in ("exp_avg", "exp_avg_sq"):
-                mean = torch.stack([state[name][first:last] for state in states]).mean(0)
-                for state in states:
-                    state[name][first:last] = mean
-
-    def _update(self, due: set[int], rate: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-            begin = 0 if group is self._optimizer.param_groups[0] else self.layout.decayed
-            for row, parameter in enumerate(group["params"]):
-                parameter.grad = self.gradient[row, begin : begin + len(parameter)] if row in due else None
-        self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-
-    def _make_optimizer(self, inner: InnerSpec) -> torch.optim.AdamW:
-        cut = self.layout.decayed
-        groups = [
-            {"params": [row[:cut] for row in self.fast], "weight_decay": inner.weight_decay},
-            {"params": [row[cut:] for row in self.fast], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=1.0, betas=(inner.beta1, inner.beta2), eps=inner.eps, fused=True)
+        """Replace the optimizers' moments of a group, within [start, end) of the vector, by their mean."""
+        own = [self._optimizers[row].moments_in(slice(start, end)) for row in members]
+        for vectors in zip(*own, strict=True):
+            mean = torch.stack(vectors).mean(0)
+            for vector in vectors:
+                vector.copy_(mean)
 
     def _weights(self, flat: Tensor) -> list[Tensor]:
         """Parameters [M, *shape] each, in the layout's order, of replicas with weights [M, size]."""

@@ -29,6 +29,7 @@ from noloco_node.simulator.learning import numbered_samples
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import DTYPES, carried_dtype
 from noloco_node.training.compute_thread import Compute, Priority
+from noloco_node.training.inner_optimizer import MOMENTS
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_worker import PlacedStage
@@ -158,9 +159,14 @@ class QuadraticTrainer(Trainer):
         self.clear_gradient()
         return StepResult(tokens, loss, norm, skipped=False)
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    @property
+    def moment_sizes(self) -> dict[str, int]:
         """See `Trainer`: plain descent has none, and what a real one has takes its bytes."""
-        moments = {name: torch.zeros_like(self.master) for name in ("exp_avg", "exp_avg_sq")}
+        return dict.fromkeys(MOMENTS, self.layout.size)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """See `Trainer`: zeros."""
+        moments = {name: torch.zeros(size) for name, size in self.moment_sizes.items()}
         return {**moments, "optimizer_steps": torch.tensor(0)}
 
     def _stand_in(self, inputs: Tensor) -> Tensor:

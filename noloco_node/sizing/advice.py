@@ -83,7 +83,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
         else:
             found.append(Suggestion(_words(change), share, device_bytes(other) - before))
     found.sort(key=lambda suggestion: -suggestion.share)
-    loads = loads_of(config.run, footprint(config), flop_per_second)
+    loads = loads_of(config.run, footprint(config), flop_per_second, step_microbatches(config))
     return Expectation(
         outlook=now,
         under_way=kept,
@@ -96,14 +96,19 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
 
 def outlook_on(config: Config, footprint: Footprint, link: Link, flop_per_second: float) -> UtilisationOutlook:
     """What the configuration gives, as it is."""
-    run = config.run
+    share = step_microbatches(config)
     return outlook_of(
-        loads_of(run, footprint, flop_per_second),
+        loads_of(config.run, footprint, flop_per_second, share),
         link,
         in_flight=under_way(config, footprint, link, flop_per_second),
-        h=run.outer.inner_steps,
-        step_microbatches=run.microbatches_a_step(config.local_swarm.replicas),
+        h=config.run.outer.inner_steps,
+        step_microbatches=share,
     )
+
+
+def step_microbatches(config: Config) -> int:
+    """Microbatches of a replica behind one inner step, where as many share the batch as the file says."""
+    return config.run.microbatches_a_step(config.local_swarm.replicas)
 
 
 def under_way(config: Config, footprint: Footprint, link: Link, flop_per_second: float) -> int:
@@ -111,8 +116,8 @@ def under_way(config: Config, footprint: Footprint, link: Link, flop_per_second:
     run, node = config.run, config.node
     if node.in_flight != "auto":
         return node.in_flight
-    loads = loads_of(run, footprint, flop_per_second)
-    share = run.microbatches_a_step(config.local_swarm.replicas)
+    share = step_microbatches(config)
+    loads = loads_of(run, footprint, flop_per_second, share)
 
     def rate(count: int) -> float:
         outlook = outlook_of(loads, link, in_flight=count, h=run.outer.inner_steps, step_microbatches=share)
@@ -122,15 +127,20 @@ def under_way(config: Config, footprint: Footprint, link: Link, flop_per_second:
     return next(count for count in range(1, most + 1) if rate(count) >= AUTO_AIM * rate(most))
 
 
-def loads_of(run: RunSpec, footprint: Footprint, flop_per_second: float) -> list[StageLoad]:
-    """What one microbatch asks of each stage."""
+def loads_of(run: RunSpec, footprint: Footprint, flop_per_second: float, step_microbatches: int) -> list[StageLoad]:
+    """What one microbatch asks of each stage, its share of an inner step of so many microbatches included."""
     backward = run.inner.backward
     traffic = traffic_of(run, footprint)
+
+    def again(stage: int) -> bool:
+        return backward == "checkpoint" or (backward == "recompute" and stage < run.stages - 1)
+
     return [
         StageLoad(
-            compute_seconds=run.microbatch_tokens
-            * footprint.flop_per_token[stage]
-            * (RECOMPUTED if backward == "checkpoint" or (backward == "recompute" and stage < run.stages - 1) else 1.0)
+            compute_seconds=(
+                run.microbatch_tokens * footprint.flop_per_token[stage] * (RECOMPUTED if again(stage) else 1.0)
+                + footprint.step_flop[stage] / step_microbatches
+            )
             / flop_per_second,
             sends=(traffic[stage].forward, traffic[stage].backward),
             outer_bytes=float(traffic[stage].outer_step),

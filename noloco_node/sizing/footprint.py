@@ -12,6 +12,9 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.cut import build_config, cut_model, idle_experts
 from noloco_node.sizing.activations import ActivationGraph, graph_of
+from noloco_node.training.inner_optimizer import is_for_muon
+from noloco_node.training.layout import LayoutEntry, kind_of
+from noloco_node.training.muon import Matrices
 from noloco_node.training.precision import PRECISIONS
 
 
@@ -27,6 +30,10 @@ class Footprint:
     flop_per_token: tuple[float, ...]
     """Forward and backward at each stage: 6 for each such parameter, and 12 x layers x hidden size x sequence length
     for attention, as utilization is usually counted (PaLM, appendix B)."""
+    by_muon: tuple[int, ...]
+    """Parameters of each stage that take Muon's steps."""
+    step_flop: tuple[float, ...]
+    """What orthogonalising their momentum costs in each inner step of a replica."""
     hidden: int
     """Numbers in the activations of one token, as they travel between stages."""
     vocabulary: int
@@ -43,7 +50,8 @@ def footprint_of(run: RunSpec) -> Footprint:
         ends = [cut.end_layer for cut in cuts]
         whole = build_on_meta(config)
     idle = idle_experts(config)
-    parameters, looked_up = [0] * len(ends), [0] * len(ends)
+    parameters, looked_up, by_muon = ([0] * len(ends) for _ in range(3))
+    step_flop = [0.0] * len(ends)
     for name, parameter in torch.nn.Module.named_parameters(whole):
         stage = _stage_of(name, ends)
         parameters[stage] += parameter.numel()
@@ -51,6 +59,9 @@ def footprint_of(run: RunSpec) -> Footprint:
             looked_up[stage] += parameter.numel()
         elif ".experts." in name:
             looked_up[stage] += round(parameter.numel() * idle)
+        if is_for_muon(kind_of(name, parameter.dim()), run.inner):
+            by_muon[stage] += parameter.numel()
+            step_flop[stage] += Matrices.of(LayoutEntry(name, 0, parameter.shape)).flop
     multiplied = [all_of - table for all_of, table in zip(parameters, looked_up, strict=True)]
     mean = sum(multiplied) / len(multiplied)
     attention = 12.0 * int(config.hidden_size) * run.data.sequence_length
@@ -63,6 +74,8 @@ def footprint_of(run: RunSpec) -> Footprint:
         parameters=tuple(parameters),
         work=tuple(max(count, 1) / mean for count in multiplied),
         flop_per_token=tuple(flop),
+        by_muon=tuple(by_muon),
+        step_flop=tuple(step_flop),
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
         layers=tuple(cut.end_layer - cut.first_layer for cut in cuts),

@@ -20,10 +20,10 @@ FP32 = 4
 OUTER_VECTORS = 5
 """Slow weights, outer momentum, snapshot, the difference to a partner, and the way that the replica has been
 learning."""
-CHECKPOINT_VECTORS = 6
-"""Fast and slow weights, outer momentum, Adam's two moments, gradient gathered so far: `StageWorker.whole_state`."""
-GIVEN_VECTORS = 5
-"""Fast and slow weights, outer momentum and Adam's two moments: `StageWorker.full_state`."""
+CHECKPOINT_VECTORS = 4
+"""Fast and slow weights, outer momentum, gradient gathered so far: `StageWorker.whole_state`, moments aside."""
+GIVEN_VECTORS = 3
+"""Fast and slow weights and outer momentum: `StageWorker.full_state`, moments aside."""
 CAST_BYTES = 2
 ID_BYTES = 4
 """A token's number, or a label."""
@@ -60,7 +60,7 @@ class StageMemory:
     gradient: int
     """Gathered until the inner step."""
     moments: int
-    """AdamW's two."""
+    """The optimizer's: two for each weight that AdamW changes, one for each that Muon does."""
     versions: int
     """Published copies: the current one and those that microbatches under way still need."""
     held: int
@@ -171,13 +171,14 @@ def _stage_memory(
         left += cast if run.inner.backward == "keep" else 0
         worked_on += cast // footprint.layers[stage] if run.inner.backward == "checkpoint" else cast
     trail = 1 if codec.trails else 0
+    moments = 2 * count - footprint.by_muon[stage]
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
     # A guard holds the old copy while the new one comes; its own is copied in fp32 before it is made half as large.
     guards = GUARD_BYTES * 2 * max(others) + (FP32 + GUARD_BYTES) * count if run.guard_copies and others else 0
     return StageMemory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,
-        moments=2 * precision.masters.itemsize * count,
+        moments=precision.masters.itemsize * moments,
         versions=versions * precision.published.itemsize * count,
         held=max(0, held - 1) * left,
         at_work=max(worked_on, precision.published.itemsize * count),
@@ -186,9 +187,9 @@ def _stage_memory(
         rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,
         outer=(OUTER_VECTORS + trail) * FP32 * count,
         exchange=codec.wire_bytes(count) if codec.modulo else 0,
-        checkpoint=(CHECKPOINT_VECTORS + trail) * FP32 * count,
+        checkpoint=FP32 * ((CHECKPOINT_VECTORS + trail) * count + moments),
         copies=guards,
-        given=(GIVEN_VECTORS + trail) * FP32 * count,
+        given=FP32 * ((GIVEN_VECTORS + trail) * count + moments),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.sizing.advice import Expectation
+from noloco_node.sizing.advice import Expectation, step_microbatches
 from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.loss_table import loss_table
@@ -17,8 +17,10 @@ from noloco_node.sizing.utilisation import Link
 
 STAGES_SHOWN = 6
 SETTINGS_WIDTH = 100
+MUCH = 0.2
+"""Share of a step that Muon may cost before a remedy is named."""
 PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "arriving")
-NAMES = ("weights", "gradient", "Adam", "versions", "waiting", "at work", "ahead")
+NAMES = ("weights", "gradient", "moments", "versions", "waiting", "at work", "ahead")
 LIMITS = {
     "device": "the device",
     "uplink": "the uplink: microbatches wait for bytes",
@@ -47,6 +49,7 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
     return [
         f"  precision         {run.inner.precision}, backward {run.inner.backward}, microbatches of "
         f"{run.microbatch_tokens:,} tokens, {_under_way(config)} under way of each first-stage replica",
+        *_muon_line(config, footprint),
         head,
         *rows,
         f"                    host: outer step {shown(most.outer)}, a checkpoint while it is written "
@@ -56,6 +59,17 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
         *_compiler_line(node, shown),
         "                    without a GPU both are the machine's memory",
     ]
+
+
+def _muon_line(config: Config, footprint: Footprint) -> list[str]:
+    """What Muon's arithmetic costs beside the training of a step's tokens, at the stage where it costs most."""
+    if config.run.inner.optimizer != "muon":
+        return []
+    tokens = step_microbatches(config) * config.run.microbatch_tokens
+    stages = zip(footprint.step_flop, footprint.flop_per_token, strict=True)
+    share = max(step / (tokens * flop) for step, flop in stages)
+    remedy = "; a larger run.inner.global_batch_tokens or fewer replicas lower it" if share >= MUCH else ""
+    return [f"  muon              adds {_percent(share)} % to the arithmetic of {tokens:,} tokens a step{remedy}"]
 
 
 def _compiler_line(node: NodeSettings, shown: Callable[[float], str]) -> list[str]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Kind = Literal["embedding", "matrix", "head", "vector"]
+"""What a parameter is to the optimizer: the table of token embeddings, the head, another matrix, or a norm or bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,24 @@ class LayoutEntry:
     def end(self) -> int:
         """One past its last element."""
         return self.offset + self.shape.numel()
+
+    @property
+    def decayed(self) -> bool:
+        """Whether weight decay applies to it: to two or more dimensions."""
+        return len(self.shape) >= 2
+
+    @property
+    def kind(self) -> Kind:
+        """By its dimensions and its name."""
+        return kind_of(self.name, len(self.shape))
+
+
+def kind_of(name: str, dimensions: int) -> Kind:
+    """The kind of a parameter by its name, in a stage or in the whole model."""
+    if dimensions < 2:
+        return "vector"
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    return "embedding" if module == "embed_tokens" else "head" if module == "lm_head" else "matrix"
 
 
 @dataclass(frozen=True, slots=True)

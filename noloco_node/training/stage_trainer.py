@@ -1,6 +1,6 @@
 """The stage on its device: forward, backward, inner step. Synchronous; belongs to the compute thread.
 
-The masters live in one flat vector that AdamW updates in place (`training.precision` says in which precision). Every
+The masters live in one flat vector that the optimizer updates in place, in a precision of `training.precision`. Every
 step publishes an immutable copy; a microbatch is carried through `torch.func.functional_call` on the copy that was
 current at its forward, and its backward uses that same copy. (Assigning to `p.data` instead gives silently wrong
 gradients.)
@@ -23,7 +23,7 @@ from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
-from noloco_node.training.flat_adamw import FlatAdamW
+from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.norm_bound import NormBound
@@ -48,7 +48,7 @@ class _Gradients:
 
 
 class StageTrainer(Trainer):
-    """One stage with AdamW.
+    """One stage with its inner optimizer.
 
     Many methods: see `Trainer`.
     """
@@ -68,13 +68,13 @@ class StageTrainer(Trainer):
         if inner.backward == "checkpoint":
             checkpoint_layers(self._stage)
         self._compiled: CompiledStage | None = None
-        self._clip_norm = inner.clip_norm
+        self._inner = inner
         self.returned_bound = NormBound(GRADIENT_MULTIPLE)
         """On the gradients that the next stage gives back."""
         self.caused_bound = NormBound(GRADIENT_MULTIPLE)
         """On this stage's own gradient of each microbatch that others had a hand in."""
         self._gradient_views = list(self.layout.views(self.gradient).values())
-        self._optimizer = FlatAdamW(self.layout, self.master, self.gradient, inner)
+        self._optimizer = InnerOptimizer(self.layout, self.master, self.gradient, inner)
 
     @property
     def bounded(self) -> dict[str, int]:
@@ -213,13 +213,18 @@ class StageTrainer(Trainer):
         norm = cast(float, length.tolist()) / tokens  # pyright: ignore[reportUnknownMemberType]
         skipped = not math.isfinite(norm)
         if not skipped:
-            clip = min(1.0, self._clip_norm / (norm + 1e-6))
+            clip = min(1.0, self._inner.clip_norm / (norm + 1e-6))
             self.gradient.mul_(clip / tokens)
             self.copies.before_writing()
             self._optimizer.step(learning_rate)
             self._publish()
         self.clear_gradient()
         return StepResult(tokens, loss, norm, skipped)
+
+    @property
+    def moment_sizes(self) -> dict[str, int]:
+        """See `Trainer.moment_sizes`."""
+        return moment_sizes(self.layout, self._inner)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """See `Trainer.optimizer_state`."""

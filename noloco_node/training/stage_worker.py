@@ -397,7 +397,8 @@ class StageWorker:
         """Begin anew at these slow weights (flat, host): fast weights equal to them, all momenta and moments zero."""
 
         def state() -> dict[str, Tensor]:
-            zeros = dict.fromkeys(("momentum", "exp_avg", "exp_avg_sq"), torch.zeros(weights.numel()))
+            zeros = {name: torch.zeros(size) for name, size in self._trainer.moment_sizes.items()}
+            zeros["momentum"] = torch.zeros(weights.numel())
             slow = weights.to(torch.float32)
             return {"fast": slow, "slow": slow, **zeros, "optimizer_steps": torch.tensor(0)}
 
@@ -471,8 +472,9 @@ class StageWorker:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""
         vector = (torch.float32, (self._trainer.layout.size,))
         trail = [] if self.outer.trail is None else [TRAIL]
-        names = ["fast", "slow", "momentum", "exp_avg", "exp_avg_sq", *trail]
-        return {**dict.fromkeys(names, vector), "optimizer_steps": (torch.int64, ())}
+        moments = {name: (torch.float32, (size,)) for name, size in self._trainer.moment_sizes.items()}
+        whole = dict.fromkeys(["fast", "slow", "momentum", *trail], vector)
+        return {**whole, **moments, "optimizer_steps": (torch.int64, ())}
 
     async def named_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the slow and the fast weights by local parameter name."""

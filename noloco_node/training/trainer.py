@@ -184,9 +184,14 @@ class Trainer(ABC):
         """One inner step on the mean gradient of the accumulated tokens. A gradient that is not finite is thrown away
         and the weights stay as they are."""
 
+    @property
+    @abstractmethod
+    def moment_sizes(self) -> dict[str, int]:
+        """Names of the optimizer's vectors, and the numbers in each."""
+
     @abstractmethod
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Copies (host) of AdamW's moments as flat vectors and its step count as an int64 scalar."""
+        """Copies (host) of the optimizer's moments as flat vectors and its step count as an int64 scalar."""
 
     def discard(self, passage: ForwardContext) -> None:
         """Let go of a passage's graph and weights; harmless for one that is empty."""
@@ -219,7 +224,7 @@ class Trainer(ABC):
         self._publish()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
-        """Replace weights (flat, any device) and AdamW's state; `optimizer_state` as `optimizer_state()` gives it."""
+        """Replace weights (flat, any device) and the optimizer state, as `optimizer_state()` gives it."""
         del optimizer_state
         self.copies.before_writing()
         with torch.no_grad():
@@ -227,8 +232,8 @@ class Trainer(ABC):
         self._publish()
 
     def copy_into(self, room: Mapping[str, Tensor]) -> None:
-        """Fill `room` (zeroed host tensors) with weights `fast`, AdamW's state as `optimizer_state()` gives it, and the
-        accumulated `gradient`."""
+        """Fill `room` (zeroed host tensors) with weights `fast`, the optimizer's state as `optimizer_state()` gives it,
+        and the accumulated `gradient`."""
         room["fast"].copy_(self.master)
         room["gradient"].copy_(self.gradient)
 

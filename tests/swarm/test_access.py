@@ -192,7 +192,11 @@ def test_a_mistyped_key_of_a_run_that_has_an_owner_makes_none(owner: Identity, t
     [
         ({}, 1, "--invitation FILE"),
         ({"source": "text", "path": "book.txt"}, 1, "--invitation FILE --data-path PATH"),
-        ({"source": "text", "path": "b.txt"}, 2, "--invitation FILE --data-path PATH (a later stage needs none)"),
+        (
+            {"source": "text", "path": "b.txt"},
+            2,
+            "--invitation FILE --data-path PATH (a later stage, such as --stage 1, needs none)",
+        ),
         (
             {"source": "text", "path": "b.txt", "tokenizer": "t", "tokenizer_fingerprint": "tokenizer-" + "0" * 32},
             2,

@@ -28,6 +28,7 @@ from noloco_node.accounting.statements import ContributionFile, Receipt, stateme
 from noloco_node.averaging import backoff as patience
 from noloco_node.averaging import messages as exchange
 from noloco_node.averaging.engagement import Phase
+from noloco_node.averaging.visits import Visits
 from noloco_node.bootstrap import dial_back, spec_fetch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
@@ -212,8 +213,9 @@ class Target:
         )  # fmt: skip
 
     async def settled(self) -> None:
-        """An exchange that was complete is committed; one that was abandoned is given up."""
+        """An exchange that was complete is committed, an abandoned one given up, and the next may begin at once."""
         exchanger = self.replica.averaging.exchanger
+        exchanger.visits = Visits()
         while (session := exchanger.engagement.session) is not None:
             exchanger.responder.give_up_if_stalled(-1.0)
             await eventually(

@@ -16,7 +16,7 @@ from noloco_node.config.run_spec import OuterSpec
 from noloco_node.errors import ExitCode
 from noloco_node.training import trainer as trainers
 from noloco_node.training.compute_thread import STARVED_CALLS, STARVED_SECONDS, ComputeThread, Priority, Starving
-from noloco_node.training.flat_adamw import FlatAdamW
+from noloco_node.training.inner_optimizer import InnerOptimizer
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.trainer import ForwardContext
 from noloco_node.training.versions import VersionStore
@@ -85,7 +85,7 @@ def test_no_inner_step_asks_for_memory() -> None:
     """Adam's state is there from the start on: a device that has none left for it says so then."""
     _, layout = stored()
     master, gradient = torch.ones(layout.size), torch.ones(layout.size)
-    optimizer = FlatAdamW(layout, master, gradient, micro_spec().inner)
+    optimizer = InnerOptimizer(layout, master, gradient, micro_spec().inner)
     states = [dict(state) for state in optimizer.torch.state.values()]
     assert [sorted(state) for state in states] == [["exp_avg", "exp_avg_sq", "step"]] * 2
     optimizer.step(1e-3)
