@@ -397,10 +397,9 @@ class StageWorker:
         """Begin anew at these slow weights (flat, host): fast weights equal to them, all momenta and moments zero."""
 
         def state() -> dict[str, Tensor]:
-            zeros = {name: torch.zeros(size) for name, size in self._trainer.moment_sizes.items()}
-            zeros["momentum"] = torch.zeros(weights.numel())
-            slow = weights.to(torch.float32)
-            return {"fast": slow, "slow": slow, **zeros, "optimizer_steps": torch.tensor(0)}
+            sizes = {"momentum": weights.numel(), **self._trainer.moment_sizes}.items()
+            state = {name: torch.zeros(size) for name, size in sizes}
+            return state | dict.fromkeys(("fast", "slow"), weights.float()) | {"optimizer_steps": torch.tensor(0)}
 
         await self.load_full_state(clock, outer_rounds, await ambient.elsewhere(state))
 
@@ -470,11 +469,10 @@ class StageWorker:
 
     def state_sizes(self) -> _Sizes:
         """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""
-        vector = (torch.float32, (self._trainer.layout.size,))
-        trail = [] if self.outer.trail is None else [TRAIL]
-        moments = {name: (torch.float32, (size,)) for name, size in self._trainer.moment_sizes.items()}
-        whole = dict.fromkeys(["fast", "slow", "momentum", *trail], vector)
-        return {**whole, **moments, "optimizer_steps": (torch.int64, ())}
+        vector, trail = (torch.float32, (self._trainer.layout.size,)), [] if self.outer.trail is None else [TRAIL]
+        sizes: _Sizes = {name: (torch.float32, (size,)) for name, size in self._trainer.moment_sizes.items()}
+        sizes["optimizer_steps"] = (torch.int64, ())
+        return sizes | dict.fromkeys(["fast", "slow", "momentum", *trail], vector)
 
     async def named_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the slow and the fast weights by local parameter name."""
