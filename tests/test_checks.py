@@ -20,6 +20,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import checks as machine_checks
 from noloco_node.node.checks import (
+    WANTED_FILES,
     Check,
     CheckOutcome,
     check_clock,
@@ -122,7 +123,7 @@ def few_files() -> Iterator[None]:
 def test_the_file_limit_is_raised_as_far_as_the_system_grants(few_files: None) -> None:
     """Up to what is wanted, or the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert raise_file_limit() == (8192 if hard == resource.RLIM_INFINITY else min(8192, hard))
+    assert raise_file_limit() == (WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard))
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000
 
 

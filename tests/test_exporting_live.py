@@ -22,7 +22,7 @@ from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
-from noloco_node.exporting.live import Gatherer, reported_by
+from noloco_node.exporting.live import MOST_REPLICAS, Gatherer, reported_by
 from noloco_node.exporting.merge import mean_of
 from noloco_node.exporting.sources import check_own_files
 from noloco_node.exporting.write import export
@@ -65,21 +65,21 @@ class Trained:
         self.given.append(replica)
         await self.before_chunk(replica)
 
-    def gatherer(self, spool: Path) -> tuple[Gatherer, MemoryTransport, list[tuple[int, int]]]:
+    def gatherer(self, spool: Path, most: int = MOST_REPLICAS) -> tuple[Gatherer, MemoryTransport, list[tuple[int, int]]]:
         """One who looks on, and what it is told."""
         transport, told = MemoryTransport(self.made.network, OUTSIDER), list[tuple[int, int]]()
         directory = MemoryDirectory(self.made.hub)
         spool.mkdir()
         rng, spec = random.Random(0), self.made.replicas[0].context.spec
         return (
-            Gatherer(spec, Shapes(spec), transport, directory, spool, lambda *has: told.append(has), rng, pause=0.0),
+            Gatherer(spec, Shapes(spec), transport, directory, spool, lambda *has: told.append(has), rng, pause=0.0, most=most),
             transport,
             told,
         )
 
-    async def gather(self, spool: Path) -> Gathered:
+    async def gather(self, spool: Path, most: int = MOST_REPLICAS) -> Gathered:
         """What comes of it."""
-        gatherer, transport, told = self.gatherer(spool)
+        gatherer, transport, told = self.gatherer(spool, most)
         try:
             gathered = await gatherer.gather()
         finally:
@@ -213,9 +213,8 @@ async def test_a_donor_that_dies_is_left_out_or_replaced(tmp_path: Path) -> None
     assert {len(found) for number, found in gathered.replicas.items() if number != stage} == {3}
 
 
-async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path) -> None:
     """After a few of its chunks: another one of its stage is asked, and nothing of the dead one's is in the model."""
-    monkeypatch.setattr("noloco_node.exporting.live.MOST_REPLICAS", 1)
     dead: list[Replica] = []
 
     async def dies(replica: Replica) -> None:
@@ -225,7 +224,7 @@ async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path, mon
 
     async with trained(replicas=3) as swarm:
         swarm.before_chunk = dies
-        gathered = await swarm.gather(tmp_path / "spool")
+        gathered = await swarm.gather(tmp_path / "spool", most=1)
         (died,) = dead
         (taken,) = gathered.replicas[died.stage]
         (other,) = [r for r in swarm.made.replicas if r.context.transport.peer_id == taken.peer]

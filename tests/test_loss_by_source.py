@@ -34,7 +34,9 @@ EVALUATION = Told(time=1060.0, clock=9.0, step=60, loss=math.inf, tokens=400, fi
 async def test_each_sources_loss_is_measured_through_the_swarm_and_together_they_are_the_whole() -> None:
     """As if each were evaluated alone; a source of which nothing is held out is not told of."""
     rows, told = window_rows(range(7)), list[Told]()
-    async with world(micro_spec()) as made:
+    spec = micro_spec()
+    spec = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"windows": 2 * len(rows)})})
+    async with world(spec) as made:
         for replica in made.replicas:
             replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)

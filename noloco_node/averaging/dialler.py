@@ -90,7 +90,7 @@ class Dialler:
             stage=side.stage,
             contract=side.contract,
             clock=progress.clock,
-            tokens=side.claimed(session.fragment),
+            tokens=progress.tokens_since(session.fragment),
             fragment=session.fragment,
             newcomer=side.standing.newcomer,
         )
@@ -99,7 +99,7 @@ class Dialler:
         except (Refused, TransportError) as error:
             self._note_refusal(session.partner, error)
             return False
-        session.accepted(proposal.tokens, side.believed(acceptance.tokens, session.fragment), acceptance)
+        session.accepted(proposal.tokens, acceptance)
         return True
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:

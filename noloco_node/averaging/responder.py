@@ -121,8 +121,8 @@ class Responder:
         if refusal is not None:
             raise Refused(refusal)
         session = side.new_session(proposal.exchange, peer, "dialled", proposal.fragment)
-        tokens, others = side.claimed(session.fragment), side.believed(proposal.tokens, session.fragment)
-        session.agreed(progress.steps, tokens, others, gives_only=weightless)
+        tokens = progress.tokens_since(session.fragment)
+        session.agreed(progress.steps, tokens, proposal.tokens, gives_only=weightless)
         engagement.begin(Change.AGREE, session)
         return Acceptance(tokens=tokens, weightless=weightless, loss=side.standing.loss.mean)
 

@@ -93,16 +93,15 @@ class Session:
         """Chunks whose arithmetic is done; the commit waits for all of them."""
         return len(self._added)
 
-    def accepted(self, tokens: int, others: int, acceptance: Acceptance) -> None:
-        """The partner agrees; `tokens` are this replica's, as it claims them, and `others` what it believes of the
-        partner's."""
+    def accepted(self, tokens: int, acceptance: Acceptance) -> None:
+        """The partner agrees; `tokens` are this replica's since its last step."""
         self.stage_peer_loss = acceptance.loss
         self.given_to = acceptance.weightless
         if not acceptance.weightless:
-            self.weight, _ = token_weights((tokens, others))
+            self.weight, _ = token_weights((tokens, acceptance.tokens))
 
     def agreed(self, steps: int, tokens: int, others: int, *, gives_only: bool) -> None:
-        """This replica agrees, after so many inner steps; tokens of both, as for `accepted`."""
+        """This replica agrees, after so many inner steps; tokens of both since their last steps."""
         self.agreed_at, self.gives_only = steps, gives_only
         if not gives_only:
             self.weight, _ = token_weights((tokens, others))

@@ -29,7 +29,6 @@ from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import Part
-from noloco_node.outer.update import believed_tokens, claimed_tokens
 from noloco_node.participant import ReplicaContext
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
@@ -86,14 +85,6 @@ class Side:
         """Of a fragment, or of the whole stage."""
         part = self.worker.part(fragment)
         return Session(exchange, partner, role, None if part == self.worker.outer.whole else fragment, part)
-
-    def claimed(self, fragment: int | None) -> int:
-        """Tokens behind this replica's Δ, as it tells a partner."""
-        return claimed_tokens(*self.worker.progress.outer_window(fragment), self.spec.outer.inner_steps)
-
-    def believed(self, claimed: int, fragment: int | None) -> int:
-        """Of a partner's tokens those that count."""
-        return believed_tokens(claimed, *self.worker.progress.outer_window(fragment), self.spec.outer.inner_steps)
 
     def floor_for(self, part: Part) -> float:
         """Bytes per second that an exchange of `part` moves each way at least."""

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from noloco_node.outer.names import Momentum
 
-MIN_TOKEN_WEIGHT = 0.5
+MIN_TOKEN_WEIGHT = 2.0 / 3.0
+"""Least n·w of a member. Replicas exchange after H/2 to H inner steps, so the token counts of an honest pair differ up
+to twofold. A member that claims endless tokens takes a third of its partner's weight, and no more."""
 MAX_TOKEN_WEIGHT = 2.0
-TOKENS_MORE = 1.1
-"""Times the tokens of H own inner steps that a partner is believed: its steps may be a little larger, as it may see a
-replica less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +52,8 @@ def step_(rule: OuterRule, mean_contribution: Tensor, *, slow: Tensor, momentum:
     slow.add_(momentum)
 
 
-def claimed_tokens(tokens: int, steps: int, inner_steps: int) -> int:
-    """What a member says of its `tokens` in so many inner `steps`: those of H (`inner_steps`) of them at most, since
-    more are not believed."""
-    return tokens if steps <= inner_steps else tokens * inner_steps // steps
-
-
-def believed_tokens(claimed: int, tokens: int, steps: int, inner_steps: int) -> int:
-    """How many of the tokens that a partner claims count, for a member that took `steps` inner steps on its own
-    `tokens`. All replicas of a stage take inner steps on about as many tokens, and dial after H of them, so own steps
-    say what is possible. A word alone could otherwise take half of a member's weight from it."""
-    if tokens <= 0 or steps <= 0:
-        return claimed
-    return min(claimed, int(TOKENS_MORE * inner_steps * tokens / steps))
-
-
 def token_weights(tokens: Sequence[int]) -> tuple[float, ...]:
-    """n·w_j for the members of a group: proportional to their tokens, each within [1/2, 2], summing to n.
+    """n·w_j for the members of a group: proportional to their tokens, each within [2/3, 2], summing to n.
 
     The sum must be exactly n whatever was clipped, or the group's Δ would be scaled: what clipping takes from one
     member is shared among those that are not at a bound. A group without tokens gets equal weights.

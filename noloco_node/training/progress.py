@@ -77,13 +77,6 @@ class Progress:
         marks = self.marks if fragment is None else (self.marks[fragment],)
         return self.tokens - sum(mark.tokens for mark in marks) // len(marks)
 
-    def outer_window(self, fragment: int | None) -> tuple[int, int]:
-        """Tokens behind Δ and the inner steps of this life that brought them. Of the whole: means over the
-        fragments."""
-        marks = self.marks if fragment is None else (self.marks[fragment],)
-        steps = self.steps - sum(mark.steps for mark in marks) // len(marks)
-        return self.tokens_since(fragment), max(0, min(steps, self.steps))
-
     def after_inner_step(self, tokens: int, live_replicas: int, pace: float = 1.0) -> Progress:
         """One more inner step, on `tokens` of its own, while that many replicas of its stage train; `pace` ties the
         clock to those of the origins (`schedule.tied_pace`)."""

@@ -130,7 +130,7 @@ def bad_spec(case: str, folder: Path) -> DataSpec:
         (folder / "rows.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
         return text_spec(folder)
     if case == "no such column":
-        (folder / "rows.jsonl").write_text('{"body": "fine"}\n[1]\n')
+        (folder / "rows.jsonl").write_text('{"body": "fine"}\n{"body": "too"}\n')
         return text_spec(folder)
     (folder / "train.jsonl").write_text("{broken")
     return text_spec(folder)

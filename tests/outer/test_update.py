@@ -135,10 +135,10 @@ def test_plain_averaging_keeps_the_mean_and_halves_the_variance() -> None:
 @example([0, 0, 0, 1])
 @example([0, 0])
 def test_token_weights_sum_to_the_group_and_stay_in_bounds(tokens: list[int]) -> None:
-    """Σ n·w = n always; each within [1/2, 2]; more tokens never weigh less."""
+    """Σ n·w = n always; each within [2/3, 2]; more tokens never weigh less."""
     weights = token_weights(tokens)
     assert sum(weights) == pytest.approx(len(tokens), rel=1e-6)
-    assert all(0.5 - 1e-9 <= w <= 2.0 + 1e-9 for w in weights) or len(tokens) == 1
+    assert all(2 / 3 - 1e-9 <= w <= 2.0 + 1e-9 for w in weights) or len(tokens) == 1
     for (a, wa), (b, wb) in itertools.combinations(zip(tokens, weights, strict=True), 2):
         assert (a - b) * (wa - wb) >= 0
 

@@ -9,7 +9,7 @@ from noloco_node.averaging.session import Session, floor_of, overdue, too_slow
 from noloco_node.averaging.visits import Visits
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import Part
-from noloco_node.outer.update import believed_tokens, claimed_tokens, token_weights
+from noloco_node.outer.update import token_weights
 
 ONE, OTHER = PeerId("one"), PeerId("other")
 
@@ -99,14 +99,7 @@ def test_in_the_last_round_all_may_come_and_only_their_time_counts() -> None:
     assert visits.too_many(ONE, 5)
 
 
-def test_a_word_on_tokens_counts_as_far_as_own_steps_make_it_possible() -> None:
-    """Without the bound a partner that says 2^53 takes half of what a replica's own work weighs."""
-    own = claimed_tokens(6400, 100, 50)
-    assert own == 3200, "more than H steps' worth is not claimed, since it is not believed"
-    assert token_weights((own, 1 << 53)) == pytest.approx((0.5, 1.5))
-    believed = believed_tokens(1 << 53, 6400, 100, 50)
-    assert believed == 3520
-    assert token_weights((own, believed))[0] > 0.95
-    assert token_weights((1600, believed_tokens(1 << 53, 1600, 25, 50)))[0] > 0.62, "dialled at H_min"
-    assert believed_tokens(3000, 6400, 100, 50) == 3000
-    assert believed_tokens(99, 0, 0, 50) == 99, "who has done nothing loses nothing"
+def test_a_word_on_tokens_takes_a_third_of_a_members_weight_at_most() -> None:
+    """Half of it was taken. Both sides of an exchange use both counts as they were said, so the two weigh 2 together."""
+    assert token_weights((3200, 1 << 53)) == pytest.approx((2 / 3, 4 / 3))
+    assert token_weights((3200, 1600)) == pytest.approx((4 / 3, 2 / 3)), "a partner that was dialled at H/2"

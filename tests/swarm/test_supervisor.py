@@ -232,6 +232,7 @@ class Hesitant:
 
     def __init__(self, answers: list[bool | None]) -> None:
         self.left = answers
+        self.pid = os.getpid()
 
     async def answers(self, _within: float) -> bool | None:
         return self.left.pop(0)

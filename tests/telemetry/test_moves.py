@@ -46,7 +46,7 @@ def test_the_log_says_where_it_went_and_with_which_weights() -> None:
     log = NodeLog()
     log.observe(started("s0-r0"))
     log.observe(MOVED)
-    assert " s1 " in log.label
+    assert " stage 1," in log.label
     level, line = describe(MOVED)
     assert level == logging.INFO
     assert "from stage 0 to stage 1" in line
