@@ -31,7 +31,6 @@ from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.libp2p.start import Doors, running_p2p
 from noloco_node.libp2p.supervisor import Supervisor
 from noloco_node.node import start_checks
-from noloco_node.node.claiming import kept_birth
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
@@ -185,6 +184,8 @@ async def network(
 
 
 async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife:
+    from noloco_node.node.claiming import kept_birth  # a seed without a run never reads weights
+
     kept = await ambient.elsewhere(kept_birth, folder, spec.run_id, spec.name)
     life = await agree_birth(door.transport, spec, door.daemon.joined_peers, kept)
     life.changed = partial(folder.keep_birth, spec.run_id, spec.name)
