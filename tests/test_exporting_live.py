@@ -65,14 +65,17 @@ class Trained:
         self.given.append(replica)
         await self.before_chunk(replica)
 
-    def gatherer(self, spool: Path, most: int = MOST_REPLICAS) -> tuple[Gatherer, MemoryTransport, list[tuple[int, int]]]:
+    def gatherer(
+        self, spool: Path, most: int = MOST_REPLICAS
+    ) -> tuple[Gatherer, MemoryTransport, list[tuple[int, int]]]:
         """One who looks on, and what it is told."""
         transport, told = MemoryTransport(self.made.network, OUTSIDER), list[tuple[int, int]]()
         directory = MemoryDirectory(self.made.hub)
         spool.mkdir()
         rng, spec = random.Random(0), self.made.replicas[0].context.spec
+        shapes, tell = Shapes(spec), lambda *has: told.append(has)
         return (
-            Gatherer(spec, Shapes(spec), transport, directory, spool, lambda *has: told.append(has), rng, pause=0.0, most=most),
+            Gatherer(spec, shapes, transport, directory, spool, tell, rng, pause=0.0, most=most),
             transport,
             told,
         )

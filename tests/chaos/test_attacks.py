@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
+import torch
 
 from noloco_node.config.run_spec import LimitsSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
@@ -16,6 +17,7 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.state_transfer.messages import StateRequest, packed_size
+from noloco_node.state_transfer.slow_weights import fetch_slow
 from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.interface import Transport
@@ -123,6 +125,19 @@ async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:
         assert counts["copies offered"] == 1
         assert counts["chunks given"] > 1
         assert not counts[BROKEN]
+    await transport.close()
+
+
+async def test_an_export_that_asks_the_stranger_gets_weights_of_the_largest_clock() -> None:
+    """In full precision and signed: nothing but the other replicas' clocks speaks against it."""
+    attack, network = "hostile copies of a stage", MemoryNetwork()
+    transport = MemoryTransport(network, ASKER)
+    async with alive(SPEC, network, ATTACKS[attack]) as life:
+        into = torch.empty(life.workers[1].outer.whole.size)
+        manifest = await fetch_slow(SPEC, 1, transport, life.transport.peer_id, into, lambda _: None)
+        assert manifest.clock == 1e15
+        assert bool((into == 3e4).all())
+        assert life.tally.counts[attack]["offered to exports"] == 1
     await transport.close()
 
 

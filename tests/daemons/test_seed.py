@@ -234,7 +234,9 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
 async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -> None:
     """One record of a free key with no process behind it: a second later the seed had forgotten the end, for good."""
     victim = Victim(PeerId(address.rpartition("/")[2]), 0, address)
-    stranger = living(load_config(MICRO, [PATIENT]).run, [victim], folder, tally := Tally(), random.Random(1), trains=False)
+    stranger = living(
+        load_config(MICRO, [PATIENT]).run, [victim], folder, tally := Tally(), random.Random(1), trains=False
+    )
     async with stranger as life:
         await lives.told_once(life, "ghost", state=PeerState.TRAINING)
     assert tally.counts["ghost"]["stored"] == 1, dict(tally.counts["ghost"])

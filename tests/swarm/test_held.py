@@ -100,6 +100,6 @@ def test_in_the_last_round_all_may_come_and_only_their_time_counts() -> None:
 
 
 def test_a_word_on_tokens_takes_a_third_of_a_members_weight_at_most() -> None:
-    """Half of it was taken. Both sides of an exchange use both counts as they were said, so the two weigh 2 together."""
+    """Half of it was taken. Both sides of an exchange use both counts as said, so the two weigh 2 together."""
     assert token_weights((3200, 1 << 53)) == pytest.approx((2 / 3, 4 / 3))
     assert token_weights((3200, 1600)) == pytest.approx((4 / 3, 2 / 3)), "a partner that was dialled at H/2"

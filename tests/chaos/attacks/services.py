@@ -204,31 +204,34 @@ def _piece(stage: int, index: int, chunk: int, size: int) -> bytes:
 
 
 async def hostile_copies(life: Life) -> None:
-    """Copies of a stage from the end of time, of huge weights."""
+    """Copies of a stage from the end of time, of huge weights: for guards in fp16, for exports in fp32."""
     attack = "hostile copies of a stage"
+    given = {"fp16": torch.float16, "fp32": torch.float32}
 
     async def opened(_peer: PeerId, message: Message) -> Message:
-        stage = int(message.header["stage"])
-        weights = torch.full((life.workers[stage].outer.whole.size,), 3e4, dtype=torch.float16)
+        stage, precision = int(message.header["stage"]), message.header["precision"]
+        weights = torch.full((life.workers[stage].outer.whole.size,), 3e4, dtype=given[precision])
         manifest = copy_manifest.CopyManifest(
             source=life.transport.peer_id,
             run=life.spec.run_id,
             stage=stage,
-            clock=life.clock * 4,
+            clock=life.clock * 4 if precision == "fp16" else 1e15,
             outer_rounds=1 << 20,
             size=weights.numel(),
             root=copy_manifest.root_of_weights(weights),
+            precision=precision,
         )
         offer = copy_manifest.sign_copy(life.transport, manifest, weights).offer
-        life.tally.count(attack, "copies offered")
+        life.tally.count(attack, "copies offered" if precision == "fp16" else "offered to exports")
         return Message(offer.model_dump(mode="json"))
 
     async def piece(_peer: PeerId, message: Message) -> Message:
         stage, index = int(message.header["stage"]), int(message.header["index"])
-        step = life.spec.limits.chunk_bytes // 2
+        dtype = given[message.header["precision"]]
+        step = life.spec.limits.chunk_bytes // dtype.itemsize
         left = life.workers[stage].outer.whole.size - index * step
         life.tally.count(attack, "chunks given")
-        return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=torch.float16),))
+        return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=dtype),))
 
     life.serve(attack, copy_fetch.OPEN_COPY.name, opened)
     life.serve(attack, copy_fetch.COPY_CHUNK.name, piece)

@@ -25,6 +25,8 @@ from tests.chaos.attacks.records import ghost, own_record
 IN_FLIGHT = 24
 ANSWER_BYTES = 1 << 20
 MOST_NEWCOMERS = 8
+MOST_TOKENS = 1 << 53
+"""What every proposal says of the work behind it."""
 
 
 async def nan_exchanges(life: Life) -> None:
@@ -209,7 +211,7 @@ async def _proposed(life: Life, attack: str, victim: Victim) -> str | None:
         stage=victim.stage,
         contract=life.workers[victim.stage].contract,
         clock=life.clock,
-        tokens=1000,
+        tokens=MOST_TOKENS,
     )
     answer = await _call(life, attack, victim, exchange_messages.PROPOSE.name, proposal.model_dump(mode="json"))
     return None if answer is None else name

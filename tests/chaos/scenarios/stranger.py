@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import psutil
 
 from noloco_node.averaging import messages as exchange_messages
+from noloco_node.exporting.card import NAME as CARD
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
@@ -45,6 +47,7 @@ AFTER_SHARE = 0.05
 AVERAGING_SHARE = 0.9
 LOOK_EVERY = 5.0
 LEAVE_SECONDS = 30.0
+EXPORT_SECONDS = 120.0
 NO_SIGN = frozenset({LOST, "rounds", BROKEN})
 """Outcomes that do not show that an attack arrived."""
 ANSWERS = {
@@ -68,6 +71,8 @@ class Plan:
     """From the stranger's end; what is compared with before begins here and lasts as long as `before`."""
     joiners: int
     """Late joiners, one after another during the attack."""
+    exports: bool = False
+    """Whether somebody takes the model home in the middle of the attack."""
     without: frozenset[str] = frozenset()
     """Attacks for which there is no time."""
 
@@ -108,6 +113,7 @@ def long_plan() -> Plan:
         attack=ATTACK_SECONDS,
         after=60.0,
         joiners=max(1, int(ATTACK_SECONDS // JOINER_EVERY)),
+        exports=True,
     )
 
 
@@ -125,6 +131,8 @@ class Arm:
     """`before`, `attack` and `after`, wall times."""
     joined: list[str] = field(default_factory=list[str])
     """What became of the late joiners."""
+    exported: str = ""
+    """The card of the model that was taken home, or why there is none."""
     loss: float = float("nan")
 
     @property
@@ -164,6 +172,8 @@ async def stranger(lab: Lab) -> Verdict:
         await _judge_end(clean, attacked, verdict)
         _judge_bans(attacked, verdict)
         _judge_averaging(clean, attacked, verdict)
+        if plan.exports:
+            _judge_export(attacked, verdict)
         _judge_burden(clean, attacked, verdict)
         _judge_after(clean, attacked, verdict)
     return verdict
@@ -191,6 +201,7 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
     began = time.time()
     attack, left = began + plan.before, began + plan.before + plan.attack
     watching = asyncio.create_task(_weigh(arm))
+    taking = asyncio.create_task(_take_home(arm, began + plan.before + plan.attack / 2) if plan.exports else _nothing())
     try:
         try:
             await _until(swarm, attack)
@@ -200,7 +211,9 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
                 turn = plan.attack / plan.joiners
                 await _late_joiner(arm, attack + (number + 1 / 6) * turn, attack + (number + 5 / 6) * turn)
             await _until(swarm, left)
+            await taking
         finally:
+            taking.cancel()
             if process is not None:
                 await _call_off(process)
         await together.wait()
@@ -224,6 +237,27 @@ def _place(arm: Arm, number: int, stage: int) -> Place:
 
 async def _until(swarm: Swarm, when: float) -> None:
     await swarm.until(lambda: time.time() >= when, max(1.0, when - time.time() + 30), "time passes")
+
+
+async def _nothing() -> None:
+    return None
+
+
+async def _take_home(arm: Arm, when: float) -> None:
+    """Export the model from the nodes as they train, as a user would."""
+    await _until(arm.swarm, when)
+    folder = arm.swarm.folder / "taken-home"
+    address = next(node.started.addresses[0] for node in arm.core if node.started)
+    command = (sys.executable, "-m", "noloco_node", "export", address, "--out", str(folder))
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=asyncio.subprocess.STDOUT)
+    try:
+        printed, _ = await asyncio.wait_for(process.communicate(), EXPORT_SECONDS)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    card = folder / CARD
+    arm.exported = card.read_text() if card.exists() else printed.decode()[-500:]
 
 
 async def _weigh(arm: Arm) -> None:
@@ -369,6 +403,15 @@ def _judge_averaging(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     share = pace["attacked"] / pace["clean"] if pace["clean"] else 0.0
     found = f"{share:.3f}, steps a second and node {pace}"
     verdict.demand(f"averaging goes on at {AVERAGING_SHARE:.0%} of its pace", share >= AVERAGING_SHARE, found)
+
+
+def _judge_export(arm: Arm, verdict: Verdict) -> None:
+    """The model that was taken home during the attack is the mean of honest replicas: most of them, and nobody else."""
+    honest, found = _peers(arm), set(re.findall(r"12D3KooW\w+", arm.exported))
+    of_stage = [len({n.started.peer_id for n in arm.core if n.started and n.stage == s} & found) for s in (0, 1)]
+    held = bool(found) and found <= honest and min(of_stage) > arm.plan.replicas / 2
+    shown = f"honest replicas of each stage {of_stage}, others {len(found - honest)}"
+    verdict.demand("an export takes honest replicas alone", held, shown if found else arm.exported)
 
 
 def _averaged_with_honest(arm: Arm) -> float:
