@@ -239,3 +239,25 @@ def test_a_process_whose_standard_streams_are_closed_runs(closed: str, tmp_path:
     done = subprocess.run(["bash", "-c", line], timeout=60, check=False, capture_output=True)
     assert done.returncode == 0, done
     assert int((tmp_path / "number").read_text()) > 2
+
+
+def test_a_console_without_unicode_shows_what_it_lacks_in_letters_that_it_has() -> None:
+    """Comments of a configuration, a model's text and a mistake's words all hold letters that ASCII lacks."""
+    script = (
+        "import sys; from noloco_node.cli import main as cli; "
+        "cli.main = lambda: print('out ·\\ud800') or print('err ·\\ud800', file=sys.stderr) or 7; cli.entry()"
+    )
+    environ = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False, capture_output=True, env=environ)
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"out \\xb7\\ud800\n", b"err \\xb7\\ud800\n")
+
+
+def test_a_variable_for_servers_of_several_processes_ends_no_command(tmp_path: Path) -> None:
+    """The metrics' library would write a file for each count into that folder, which need not be there."""
+    script = (
+        "from noloco_node.cli import main as cli; cli.main = lambda: __import__('noloco_node.telemetry.metrics') and "
+        "int(not __import__('prometheus_client').Counter('a', 'b').inc() is None); cli.entry()"
+    )
+    environ = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "none")}
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False, capture_output=True, env=environ)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import logging
 import os
 import sys
@@ -22,6 +23,9 @@ INVITATION = "noloco-invitation-"
 """How the text of an invitation begins (`identity.invitations`, which takes a while to load)."""
 DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """What a system says of a disk that is full or must not be written: nothing that a defect of this program could be."""
+OTHERS_SETTINGS = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
+"""Variables for servers of several processes. The metrics' library would write files there, and fail without the
+folder; this node has one process that counts."""
 
 
 def entry() -> NoReturn:
@@ -31,6 +35,8 @@ def entry() -> NoReturn:
     CPU a process, which eight daemons that are told to stop together do not have.
     """
     open_standard_streams()
+    for name in OTHERS_SETTINGS:
+        os.environ.pop(name, None)
     code = main()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -53,6 +59,8 @@ def open_standard_streams() -> None:
     sys.stdin = sys.stdin or open(0, closefd=False, encoding="utf-8")  # noqa: SIM115 - for the life of the process
     sys.stdout = sys.stdout or open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a console that is not UTF-8 shows what it lacks as \\xb7
+        sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportUnknownMemberType]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

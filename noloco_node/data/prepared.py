@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,7 @@ def prepare_run(
     """Write the tokens of all that a run trains on: of a mixture each source's to a folder of its own below `folder`.
     `told` hears how far the source of that number has come.
 
-    Raises UserError and OSError as `prepare` and `prepare_streamed` do, and DATA where the mixture is not the run's.
+    Raises UserError as `prepare` and `prepare_streamed` do, and DATA where the mixture is not the run's.
     """
     made: list[TextManifest] = []
     make = prepare_streamed if spec.streaming else prepare
@@ -93,10 +94,10 @@ def prepare(
     then how far it has come.
 
     Raises UserError (DATA) as `load_windows` does, where the folder holds another text's tokens, where the text has
-    changed since the interruption, and where the disk is full. OSError where the folder cannot be made.
+    changed since the interruption, and where the disk is full; RUN_FOLDER where the folder cannot be written.
     """
     made = not folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     try:
         return _prepare(spec, tokenizer, folder, told)
     except UserError:
@@ -113,9 +114,11 @@ def _prepare(spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[
         return begun
     begun = begun.model_copy(update={"files": files_now})
     marked = spec.attention == "document"
-    files = {
-        held: TokenFile.at(_tokens(folder, held), begun.vocab_size, write=True, marked=marked) for held in (False, True)
-    }
+    with _writing(folder):
+        files = {
+            held: TokenFile.at(_tokens(folder, held), begun.vocab_size, write=True, marked=marked)
+            for held in (False, True)
+        }
     files[False].cut_to(begun.training)
     files[True].cut_to(begun.validation)
     whole, walked, number, saved = Fingerprint(), Fingerprint(), 0, ambient.monotonic()
@@ -148,6 +151,28 @@ def _prepare(spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[
     _save(folder, files, done)
     (folder / _UNDER_WAY).rename(folder / _DONE)
     return done
+
+
+def _make(folder: Path) -> None:
+    """Make a folder for the tokens. Raises as `_writing`."""
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Generator[None]:
+    """Raises UserError (RUN_FOLDER) where the folder, or a file in it, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        reason = "it is no folder" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the folder for the tokens is '{folder}', which cannot be written: {reason}",
+            "name a folder that does not exist yet, or one that this user may write to, with --to DIR",
+        ) from None
 
 
 def _leave_nothing(folder: Path, *, made: bool) -> None:
@@ -210,7 +235,7 @@ def prepare_streamed(
     """`prepare` for a streamed text: each shard by a process of its own, as many at once as there are cores. `told`
     hears how far it has come.
 
-    Raises UserError: DATA as `prepare` does, CONFIG for a dataset of the hub.
+    Raises UserError: DATA and RUN_FOLDER as `prepare` does, CONFIG for a dataset of the hub.
     """
     if spec.source == "huggingface":
         raise UserError(
@@ -218,7 +243,7 @@ def prepare_streamed(
             "a dataset of the hub that is streamed cannot be prepared: nothing of it is kept",
             "leave run.data.streaming off, or download its files and name them with run.data.source text",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     begun = _begun(spec, tokenizer, folder)
     fingerprint = fingerprint_of(spec.model_copy(update={"prepared": None}))
     if begun.fingerprint:
@@ -398,7 +423,7 @@ def _save(folder: Path, files: dict[bool, TokenFile], manifest: TextManifest) ->
         file.flush()
         file.sync()
     temporary = folder / f".{_UNDER_WAY}"
-    with temporary.open("w", encoding="utf-8") as written:
+    with _writing(folder), temporary.open("w", encoding="utf-8") as written:
         written.write(manifest.model_dump_json(indent=1))
         written.flush()
         os.fsync(written.fileno())

@@ -12,7 +12,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.data import prepared
 from noloco_node.data.documents import Document
-from noloco_node.data.prepared import TextManifest, check_text_here, prepare, read_manifest
+from noloco_node.data.prepared import TextManifest, check_text_here, prepare, prepare_run, read_manifest
 from noloco_node.data.sources import fingerprint_of_documents
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens, load_tokenizer
 from noloco_node.data.windows import Windows, load_windows
@@ -190,3 +190,33 @@ def test_a_manifest_is_read_as_it_was_written(spec: DataSpec, tmp_path: Path) ->
         "training.tokens",
         "validation.tokens",
     ]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made_is_named_with_a_remedy(place: str, spec: DataSpec, tmp_path: Path) -> None:
+    """A file is in the way. It was a traceback."""
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    for streaming in (False, True):
+        given = spec.model_copy(update={"streaming": streaming})
+        with pytest.raises(
+            UserError, match=rf"'{tmp_path / place}', which cannot be written: .*\n.*--to DIR"
+        ) as refused:
+            prepare_run(given, ByteTokenizer(), tmp_path / place)
+        assert refused.value.exit_code is ExitCode.RUN_FOLDER
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_folder_that_this_user_may_not_write_is_named_with_a_remedy(
+    spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another user; and one that says so only when its first file is made, as a network's disk does."""
+    folder = tmp_path / "another's"
+    folder.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda *_: False)
+        with pytest.raises(UserError, match=r"cannot be written: Permission denied"):
+            prepare(spec, ByteTokenizer(), folder)
+    (folder / "training.tokens").mkdir()
+    with pytest.raises(UserError, match=r"cannot be written: Is a directory") as refused:
+        prepare(spec, ByteTokenizer(), folder)
+    assert refused.value.exit_code is ExitCode.RUN_FOLDER
