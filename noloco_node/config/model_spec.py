@@ -28,6 +28,9 @@ class ModelSpec(Settings):
     one, needs no files; who must begin from the first weights is refused others."""
     seed: int = 0
     """Seed of the first weights: each module is initialised from (seed, its full name)."""
+    embedding_std: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    """Standard deviation of the first embedding; not set leaves it to the architecture's rule, which is 0.02 for most.
+    A small model learns faster from a larger one."""
     stages: Annotated[int, Field(gt=0, le=256)] = 1
     """Into how many pipeline stages the layers are cut."""
     layers_per_stage: tuple[Positive, ...] | None = None
@@ -42,6 +45,10 @@ class ModelSpec(Settings):
             )
         if self.from_pretrained is not None and self.fingerprint is None:
             raise ValueError("run.model.from_pretrained is set without the fingerprint of its weights")
+        if self.fingerprint is not None and self.embedding_std is not None:
+            raise ValueError(
+                "run.model.embedding_std is set, but the run begins with weights that are there already: leave it out"
+            )
         return self
 
     @model_validator(mode="after")

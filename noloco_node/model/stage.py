@@ -107,6 +107,8 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
         for parameter in causal.parameters():
             parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] # nothing is drawn for it
     _initialise(causal, spec.seed, cut.first_layer)
+    if cut.is_first and spec.embedding_std is not None:
+        _spread_embedding(causal, spec.embedding_std)
     if weights is not None:
         _read(causal, weights, cut.first_layer)
     _check_all_initialised(causal, config)
@@ -167,6 +169,17 @@ def _initialise(causal: PreTrainedModel, seed: int, first_layer: int) -> None:
                 initialise(module)
     finally:
         torch.default_generator.set_state(state)
+
+
+def _spread_embedding(causal: PreTrainedModel, std: float) -> None:
+    """Scale the embedding as drawn to this standard deviation. A row of zeros, for padding, stays one."""
+    rule = getattr(causal.config, "initializer_range", None)
+    if not rule:
+        raise not_llama_type(
+            causal.config, "its config has no initializer_range for run.model.embedding_std to replace"
+        )
+    with torch.no_grad():
+        causal.get_input_embeddings().weight.mul_(std / rule)  # pyright: ignore
 
 
 def _read(causal: PreTrainedModel, weights: Weights, first_layer: int) -> None:

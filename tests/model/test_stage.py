@@ -106,6 +106,24 @@ def test_every_tensor_follows_the_rule_of_the_architecture(family: str) -> None:
         assert torch.equal(buffer, buffers[name]), name
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_embedding_alone_begins_with_the_deviation_that_is_set(family: str) -> None:
+    """All other tensors are bitwise as without it."""
+    spec = spec_of(family, 2)
+    plain = parameters_by_full_name(build_all(spec))
+    spread = parameters_by_full_name(build_all(spec.model_copy(update={"embedding_std": 0.3})))
+    name = "model.embed_tokens.weight"
+    assert float(spread[name].detach().std()) == pytest.approx(0.3, rel=0.05)
+    assert float(plain[name].detach().std()) < 0.1
+    assert all(torch.equal(plain[other], spread[other]) for other in plain if other != name)
+
+
+def test_weights_that_are_there_keep_their_embedding() -> None:
+    """The two settings contradict each other."""
+    with pytest.raises(ValueError, match="embedding_std is set, but the run begins with weights"):
+        ModelSpec(config={"model_type": "llama"}, fingerprint="weights-" + "0" * 32, embedding_std=0.1)
+
+
 def test_building_leaves_the_global_random_state_alone() -> None:
     """Neither the state before nor the draws after depend on a build."""
     torch.manual_seed(11)
