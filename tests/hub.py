@@ -25,12 +25,15 @@ class Hub:
         self.stored: dict[str, bytes] = {}
         """Large files by their SHA-256."""
         self.asked: list[str] = []
+        self.shown: list[str | None] = []
+        """The token of each request."""
         self.refused: dict[str, int] = {}
         """HTTP status by a part of the path."""
 
     def answer(self, method: str, path: str, authorization: str | None, body: bytes) -> tuple[int, Any]:
         """Status and JSON."""
         self.asked.append(f"{method} {path}")
+        self.shown.append(authorization)
         if method == "PUT":
             self.stored[hashlib.sha256(body).hexdigest()] = body
             return 200, {}
@@ -100,9 +103,10 @@ def running_hub() -> Iterator[Hub]:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(content)
 
-        do_GET = do_POST = do_PUT = _do
+        do_GET = do_HEAD = do_POST = do_PUT = _do
 
         def log_message(self, format: str, *args: object) -> None:
             """Quiet."""

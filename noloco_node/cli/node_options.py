@@ -27,9 +27,11 @@ def guest_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def set_argument(command: argparse.ArgumentParser, example: str) -> None:
-    """`--set NAME=VALUE`."""
+    """`--set NAME=VALUE`, and `--hub-token`, which stands for one of them."""
     help_text = f"override a setting, for example {example} (may be repeated)"
     command.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=help_text)
+    token = "show the hub your own token where a run's text, tokenizer or weights are fetched from there"
+    command.add_argument("--hub-token", action="append_const", dest="set", const="node.hub_token=true", help=token)
 
 
 class _OwnPath(argparse.Action):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,11 +141,24 @@ def print_run(run: RunSpec, outlook: SwarmSummary, say: Say = print_now) -> None
         *plan_lines(run, plan_run(run)),
         f"  model             {run.model.config['model_type']}",
         f"  data              {source}, {windows}",
+        *_from_hub(data),
         f"  swarm             nodes {nodes}, {outlook.tokens_per_second:,.0f} tokens/s",
         f"  progress          {how_far}",
         f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}",
     ]
     say("\n".join(lines))
+
+
+def _from_hub(data: DataSpec) -> Iterator[str]:
+    """What of a run comes from the hub, and whether the user's own token goes there."""
+    from noloco_node.config.data_spec import BYTES, NO_TOKENIZER
+    from noloco_node.config.hub_token import OPTION, hub_token
+
+    what = ["its text"] if any(part.source == "huggingface" for part in data.parts) else []
+    what += [] if data.own_tokenizer or data.tokenizer in (BYTES, NO_TOKENIZER) else ["its tokenizer"]
+    how = f"without your token; {OPTION} sends it" if hub_token() is False else f"with your own token ({OPTION})"
+    if what:
+        yield f"  from the hub      {' and '.join(what)}, {how}"
 
 
 def _source(data: DataSpec) -> str:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from noloco_node.config import hub_token
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
@@ -206,6 +207,7 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
                 "keeps these itself",
             )
         _apply(raw, override)
+    hub_token.settle(raw)
     remedy = "correct it; noloco-node config show CONFIG lists every setting of node: with its meaning"
     where = (
         "the command line and the environment"
@@ -218,6 +220,7 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
 def validate(raw: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
     """Validate a parsed configuration; `where` names it in messages, `overrides` are in it already. Raises `UserError`
     (CONFIG), and as `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
+    hub_token.settle(raw)
     raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
 
     def remedy(unknown: Collection[str]) -> str:

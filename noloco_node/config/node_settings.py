@@ -57,6 +57,9 @@ class NodeSettings(Settings):
     start_replicas: Positive = 1
     """A run's first sample is drawn when so many replicas of every stage are up, or after a minute; a node that comes
     to a run that has begun does not wait."""
+    hub_token: bool = False
+    """Show the Hugging Face hub the token that you are logged in with, where it is asked for a run's text, tokenizer or
+    weights. Else a run of strangers could choose among what only you may read."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 to be reachable from other machines by IPv4, or :: by IPv6 only."""
     port: Port = 0

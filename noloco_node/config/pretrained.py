@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
+from noloco_node.config.hub_token import hub_token, remedy
 from noloco_node.config.pointers import FETCH, POINTER, is_pointer
 from noloco_node.errors import ExitCode, UserError
 
@@ -214,14 +215,14 @@ def _fetched(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_WANTED)))
+        return Path(snapshot_download(name, allow_patterns=list(_WANTED), token=hub_token()))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         why = " ".join(str(error).split())[:300]
         raise UserError(
             ExitCode.DATA,
             f"run.model.from_pretrained is '{name}': there is no folder {_looked_at(name)}, and the hub gives no model "
             f"of that name: {why}",
-            "check the name and the network, or name a folder that holds the model",
+            f"check the name and the network, or name a folder that holds the model{remedy()}",
         ) from None
 
 

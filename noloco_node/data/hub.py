@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_node.config.data_spec import HUB_DATASET, REVISION, DataSpec
+from noloco_node.config.hub_token import hub_token, remedy
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import MASK, document_of, no_column, with_column
 from noloco_node.errors import UserError
@@ -47,7 +48,7 @@ def revision_of(spec: DataSpec) -> str:
     """`revision-` and the commit of the dataset that the hub has now. Raises UserError (DATA) where it does not say."""
     hub: Any = importlib.import_module("huggingface_hub")
     try:
-        sha: str = hub.HfApi().dataset_info(spec.path, timeout=20.0).sha
+        sha: str = hub.HfApi(token=hub_token()).dataset_info(spec.path, timeout=20.0).sha
     except _troubles() as error:
         raise _unreachable(spec, error) from error
     return REVISION + sha
@@ -97,7 +98,7 @@ def _loaded(spec: DataSpec) -> Any:
     pinned = spec.fingerprint or ""
     revision = pinned.removeprefix(REVISION) if pinned.startswith(REVISION) else None
     try:
-        builder = datasets.load_dataset_builder(spec.path, spec.subset, revision=revision)
+        builder = datasets.load_dataset_builder(spec.path, spec.subset, revision=revision, token=hub_token())
         check_files(spec.path or "", builder.config.data_files or {})
         if spec.streaming:
             return builder.as_streaming_dataset(split=spec.split)
@@ -114,7 +115,7 @@ def _unreachable(spec: DataSpec, error: Exception) -> UserError:
         f"run.data.path is '{spec.path}' (run.data.subset {spec.subset or 'not set'}, run.data.split "
         f"'{spec.split}'), which the datasets library cannot load: {_reason(error)}",
         "name a dataset of the Hugging Face hub (owner/name), one of its subsets and splits; what lies on this "
-        "machine is read with run.data.source text",
+        f"machine is read with run.data.source text{remedy()}",
     )
 
 
@@ -123,10 +124,10 @@ def _reason(error: Exception) -> str:
 
 
 def _troubles() -> tuple[type[Exception], ...]:
-    """What `datasets` raises where a hub or a file of it is in trouble; httpx and aiohttp are the hub's own."""
+    """What `datasets` raises where a hub or a file of it is in trouble; the other libraries are the hub's own."""
     datasets: Any = importlib.import_module("datasets")
     found: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, datasets.exceptions.DatasetsError]
-    for library, name in (("httpx", "HTTPError"), ("aiohttp", "ClientError")):
+    for library, name in (("httpx", "HTTPError"), ("httpx2", "HTTPError"), ("aiohttp", "ClientError")):
         try:
             found.append(getattr(importlib.import_module(library), name))
         except ImportError:

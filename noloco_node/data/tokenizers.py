@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noloco_node.config.data_spec import BYTES, NO_TOKENIZER, REVISION, DataSpec
+from noloco_node.config.hub_token import hub_token, remedy
 from noloco_node.config.tokenizer_files import check_tokenizer
 from noloco_node.errors import ExitCode, UserError
 
@@ -196,11 +197,12 @@ def _load_backend(name: str, revision: str | None) -> Any:
 
     place, which = str(Path(name).expanduser()), revision or "main"
     try:
-        return cast(Any, AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False))  # pyright: ignore
+        load = cast(Any, AutoTokenizer.from_pretrained)  # pyright: ignore[reportUnknownMemberType]
+        return load(place, revision=which, trust_remote_code=False, token=hub_token())
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
             ExitCode.DATA,
             f"run.data.tokenizer is '{name}', which transformers cannot load{_as_what(name)}: {reason}",
-            "set it to 'bytes', to a local tokenizer folder, or to a tokenizer of the Hugging Face hub",
+            f"set it to 'bytes', to a local tokenizer folder, or to a tokenizer of the Hugging Face hub{remedy()}",
         ) from error

@@ -40,7 +40,7 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
 
     Raises UserError (HUB) where that fails; the folder stays as it is.
     """
-    hub = huggingface_hub.HfApi()
+    hub = huggingface_hub.HfApi(token=True)
     try:
         made = hub.create_repo(repository, private=not public, exist_ok=True)
         hub.upload_folder(

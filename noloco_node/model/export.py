@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.data_spec import BYTES, NO_TOKENIZER
+from noloco_node.config.hub_token import hub_token
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.tokenizer_files import files_to_copy
 from noloco_node.marks import positions_of, without_marks
@@ -213,7 +214,8 @@ def pretrained_tokenizer(name: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     place, which = str(Path(name).expanduser()), revision or "main"
-    return cast(Any, AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False))  # pyright: ignore
+    load = cast(Any, AutoTokenizer.from_pretrained)  # pyright: ignore[reportUnknownMemberType]
+    return load(place, revision=which, trust_remote_code=False, token=hub_token())
 
 
 @contextmanager

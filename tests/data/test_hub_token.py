@@ -1,0 +1,102 @@
+"""A run that a stranger wrote is fetched without the volunteer's own token, against a hub on this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from noloco_node.cli.main import parser
+from noloco_node.cli.printing import print_run
+from noloco_node.config import hub_token
+from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.load import load_config, load_join
+from noloco_node.config.pretrained import open_pretrained
+from noloco_node.data.hub import hub_documents, hub_shards, revision_of
+from noloco_node.data.tokenizers import load_tokenizer
+from noloco_node.directory.summary import SwarmSummary
+from noloco_node.errors import UserError
+from noloco_node.model.export import pretrained_tokenizer
+from tests.hub import TOKEN, Hub, running_hub
+
+MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
+NAME = "stranger/private"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """One that has nothing, and a user who is logged in there."""
+    import datasets.config  # noqa: F401 - each library keeps where the hub is as it is loaded
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv(hub_token.VARIABLE, "")
+    for name, value in (
+        ("HF_HUB_OFFLINE", False),
+        ("HF_HUB_DISABLE_IMPLICIT_TOKEN", False),
+        ("HF_HUB_CACHE", str(tmp_path / "cache")),
+    ):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    with running_hub() as made:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", made.url)
+        template = made.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", made.url)
+        made.refused["/"] = 401
+        yield made
+
+
+def fetch_all(spec: DataSpec) -> list[str]:
+    """Whatever a run has fetched from a hub, and with what words each is refused."""
+    said: list[str] = []
+    for fetch in (
+        lambda: list(hub_documents(spec)),
+        lambda: hub_shards(spec.model_copy(update={"streaming": True})),
+        lambda: revision_of(spec),
+        lambda: load_tokenizer(spec),
+        lambda: open_pretrained(NAME),
+    ):
+        with pytest.raises(UserError) as refused:
+            fetch()
+        said.append(str(refused.value))
+    with pytest.raises(OSError, match="private"):
+        pretrained_tokenizer(NAME)
+    return said
+
+
+def test_a_run_is_fetched_without_the_users_token_unless_they_say_so(hub: Hub) -> None:
+    """A stranger's run would choose among all that the volunteer may read. Refusals name the option."""
+    text = f"run.data={{source: huggingface, path: {NAME}, tokenizer: {NAME}, sequence_length: 16}}"
+    spec = load_config(MICRO, [text]).run.data
+    assert all(hub_token.OPTION in words for words in fetch_all(spec))
+    assert len(hub.asked) >= 6
+    assert set(hub.shown) == {None}
+    hub.shown.clear()
+    load_join(parser().parse_args(["join", "--hub-token", "--set", "node.seed=1"]).set)
+    assert not any(hub_token.OPTION in words for words in fetch_all(spec))
+    assert set(hub.shown) == {f"Bearer {TOKEN}"}
+
+
+def test_a_hub_that_nobody_reaches_is_no_defect(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library that asks has exceptions of its own, which were let through."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+    with pytest.raises(UserError, match="cannot load"):
+        revision_of(DataSpec(source="huggingface", path=NAME))
+
+
+def test_who_joins_is_told_what_comes_from_the_hub_and_that_no_token_goes_there(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is fetched; a run that takes nothing from there says nothing of it."""
+    spec = load_config(MICRO, [f"run.data.tokenizer={NAME}"]).run
+    nobody = SwarmSummary(0.0, 49_152, (0,) * spec.stages, 0.0)
+    print_run(spec, nobody)
+    assert "from the hub      its tokenizer, without your token; --hub-token sends it" in capsys.readouterr().out
+    load_config(MICRO, ["node.hub_token=true"])
+    print_run(spec.model_copy(update={"data": DataSpec(source="huggingface", path=NAME, sequence_length=16)}), nobody)
+    assert "from the hub      its text, with your own token (--hub-token)" in capsys.readouterr().out
+    print_run(load_config(MICRO).run, nobody)
+    assert "from the hub" not in capsys.readouterr().out
+    assert not hub.asked
