@@ -249,8 +249,8 @@ def _become(request: Request, files: Sequence[int]) -> None:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    if sys.stdout.isatty():
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    terminal = os.isatty(1)  # the stream that is there has learnt of another file whether it can be sought in
+    sys.stdout = open(1, "w", encoding=sys.stdout.encoding, buffering=1 if terminal else -1, closefd=False)  # noqa: SIM115
     if request.network:
         with Path(request.network).open("rb") as namespace:
             _system("setns", namespace.fileno(), CLONE_NEWNET)
