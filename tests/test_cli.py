@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -374,3 +375,25 @@ def test_no_invitation_stands_in_a_command_line(capsys: pytest.CaptureFixture[st
         told = capsys.readouterr().err
         assert "--invitation FILE" in told
         assert "noloco-invitation-abc" not in told
+
+
+def test_a_joiner_sees_what_its_line_disk_and_device_would_give(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of stages that it may serve, for what is left of the run; where nobody says how fast it is, the bytes alone."""
+    from noloco_node.config.load import load_config
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.directory.summary import SwarmSummary
+
+    run = load_config(MICRO).run
+    print_run(run, SwarmSummary(12_288.0, 49_152, (2, 1), 1_000.0), settings=NodeSettings(stage=1))
+    own = capsys.readouterr().out
+    assert re.search(r"costs a node      stage 1: [\d.]+ MB up and [\d.]+ MB down, [\d.]+ and [\d.]+ Mbit/s; ", own)
+    assert "GFLOP of work a second" in own
+    assert "stage 0: " not in own.partition("costs a node")[2]
+    assert "of the disk" in own
+    print_run(run, SwarmSummary(12_288.0, 49_152, (2, 1), 0.0))
+    any_stage = capsys.readouterr().out.partition("costs a node")[2]
+    assert "stage 0: " in any_stage
+    assert "stage 1: " in any_stage
+    assert "Mbit/s" not in any_stage
+    print_run(run, SwarmSummary(49_200.0, 49_152, (2, 1), 9.0))
+    assert "costs a node" not in capsys.readouterr().out

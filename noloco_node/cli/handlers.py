@@ -108,7 +108,7 @@ def join(options: argparse.Namespace) -> int:
         with loading():
             from noloco_node.node.daemon import join_node
 
-        show = partial(print_run, say=teller(config.node.log_format))
+        show = partial(print_run, say=teller(config.node.log_format), settings=config.node)
         return _exit_code(way_out.run(join_node(config.run, config.node, show, web, way_out)))
 
 

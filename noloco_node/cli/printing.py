@@ -14,6 +14,7 @@ from noloco_node.collector import loading
 if TYPE_CHECKING:
     from noloco_node.config.data_spec import DataSpec
     from noloco_node.config.load import Config
+    from noloco_node.config.node_settings import NodeSettings
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.directory.summary import SwarmSummary
     from noloco_node.laboratory.experiment import Finished
@@ -116,8 +117,9 @@ def start_json_log(level: str) -> None:
     configure_logging(level, NodeLog(), style="json")
 
 
-def print_run(run: RunSpec, outlook: SwarmSummary, say: Say = print_now) -> None:
-    """What a joiner is about to take part in."""
+def print_run(run: RunSpec, outlook: SwarmSummary, say: Say = print_now, settings: NodeSettings | None = None) -> None:
+    """What a joiner is about to take part in, and what that takes of its line, device and disk: of a node with these
+    `settings`, else of one at any stage."""
     from noloco_node.sizing.preflight import plan_lines, plan_run
     from noloco_node.telemetry.words import as_long, as_nodes, as_stages, as_trained
 
@@ -146,7 +148,17 @@ def print_run(run: RunSpec, outlook: SwarmSummary, say: Say = print_now) -> None
         f"  progress          {how_far}",
         f"  to go             {'nothing: this run is over, and its nodes are leaving' if over else to_go}",
     ]
+    if not over and any(outlook.replicas):
+        lines += _costs(run, outlook, settings)
     say("\n".join(lines))
+
+
+def _costs(run: RunSpec, outlook: SwarmSummary, settings: NodeSettings | None) -> list[str]:
+    from noloco_node.config.load import Config
+    from noloco_node.sizing.screen import cost_lines
+
+    config = Config(run=run) if settings is None else Config(run=run, node=settings)
+    return cost_lines(config, outlook.target_tokens - outlook.clock, outlook.replicas, outlook.tokens_per_second)
 
 
 def _from_hub(data: DataSpec) -> Iterator[str]:

@@ -7,15 +7,29 @@ from collections.abc import Callable, Sequence
 
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.sizing.advice import Expectation, step_microbatches
-from noloco_node.sizing.devices import Device
-from noloco_node.sizing.footprint import Footprint
+from noloco_node.config.run_spec import PrecisionName
+from noloco_node.sizing.advice import Expectation, loads_of, step_microbatches
+from noloco_node.sizing.devices import Device, device_by_name
+from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.loss_table import loss_table
-from noloco_node.sizing.memory import COMPILER_BYTES, GIB, StageMemory, planned_in_flight, planned_memory, program_bytes
+from noloco_node.sizing.memory import (
+    COMPILER_BYTES,
+    FP32,
+    GIB,
+    StageMemory,
+    planned_in_flight,
+    planned_memory,
+    program_bytes,
+)
 from noloco_node.sizing.quickest import Quickest
+from noloco_node.sizing.traffic import rest_of_run
 from noloco_node.sizing.utilisation import Link
+from noloco_node.telemetry.words import as_bytes
+from noloco_node.training.compute_device import peak_of
 
 STAGES_SHOWN = 6
+KNOWN_DEVICE = "RTX 4090"
+"""Whose share a node's work is told in, where nobody has named another."""
 SETTINGS_WIDTH = 100
 MUCH = 0.2
 """Share of a step that Muon may cost before a remedy is named."""
@@ -59,6 +73,45 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
         *_compiler_line(node, shown),
         "                    without a GPU both are the machine's memory",
     ]
+
+
+def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], speed: float) -> list[str]:
+    """What the rest of a run takes of one more node at each stage that `config.node` may serve: line, device and disk.
+    `speed` is the swarm's in tokens/s, 0 where that is not known."""
+    run, node = config.run, config.node
+    footprint = footprint_of(run)
+    needs, disk = planned_memory(config, footprint), FP32 * max(footprint.parameters)
+    disk += (node.checkpoints_kept + 1) * max(need.checkpoint for need in needs)
+    loads = loads_of(run, footprint, 1.0, step_microbatches(config))
+    lines: list[str] = []
+    for stage in [node.stage] if isinstance(node.stage, int) else range(run.stages):
+        shared = [count + (each == stage) for each, count in enumerate(replicas)]
+        use = rest_of_run(run, footprint, tokens_left, shared)[stage]
+        words = f"{as_bytes(use.sent)} up and {as_bytes(use.received)} down"
+        if speed > 0.0 and tokens_left > 0.0:
+            bits = 8e-6 * speed / tokens_left
+            work = loads[stage].compute_seconds * speed / run.microbatch_tokens / max(1, shared[stage])
+            words += f", {bits * use.sent:,.3g} and {bits * use.received:,.3g} Mbit/s"
+            words += f"; {_flop(work)} of work a second{_of_a_known_device(work, run.inner.precision)}"
+        lines.append(f"  {'' if lines else 'costs a node':<17} stage {stage}: {words}")
+    if len(lines) > STAGES_SHOWN:
+        lines = [lines[0], *(f"  {'':<17} {line.strip()}" for line in (lines[len(lines) // 2], lines[-1]))]
+    return [
+        *lines,
+        f"  {'':<17} up to {as_bytes(disk)} of the disk; a line carries some percent more than that, and a newcomer "
+        f"copies {as_bytes(max(need.checkpoint for need in needs))} at most",
+    ]
+
+
+def _of_a_known_device(work: float, precision: PrecisionName) -> str:
+    if peak_of(KNOWN_DEVICE, precision) is None:
+        return ""
+    share = work / device_by_name(KNOWN_DEVICE, precision).flop_per_second
+    return f", {_percent(share)} % of an {KNOWN_DEVICE}"
+
+
+def _flop(work: float) -> str:
+    return f"{work * 1e-12:,.3g} TFLOP" if work >= 1e11 else f"{work * 1e-9:,.3g} GFLOP"
 
 
 def _muon_line(config: Config, footprint: Footprint) -> list[str]:

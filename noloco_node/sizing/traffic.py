@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noloco_node.config.run_spec import RunSpec, token_bytes
@@ -47,6 +48,41 @@ def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
         )
         for stage, count in enumerate(footprint.parameters)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LineUse:
+    """What one replica has of a run's traffic, in bytes: without what the network adds to them, and without weights
+    that are copied by or for newcomers."""
+
+    sent: float
+    received: float
+
+
+def rest_of_run(run: RunSpec, footprint: Footprint, tokens_left: float, replicas: Sequence[int]) -> tuple[LineUse, ...]:
+    """Of one replica of each stage, until the run's end, `replicas` serving them with it.
+
+    Each first-stage replica sends the held-out windows through all stages: when it begins, each time that the clock
+    has gone far enough, and at the end.
+    """
+    traffic = traffic_of(run, footprint)
+    rounds = tokens_left / run.inner.global_batch_tokens / run.outer.inner_steps + 1.0
+    times = tokens_left / run.evaluation.every_tokens + 2.0
+    evaluated = times * max(1, replicas[0]) * run.evaluation.windows / run.inner.microbatch_windows
+    found: list[LineUse] = []
+    for stage, own in enumerate(traffic):
+        count = max(1, replicas[stage])
+        trained, forwards = tokens_left / run.microbatch_tokens / count, evaluated / count
+        come = traffic[stage - 1].forward if stage > 0 else 0.0
+        back = traffic[stage + 1].backward if stage < run.stages - 1 else 0.0
+        exchanged = rounds * own.outer_step
+        found.append(
+            LineUse(
+                sent=trained * own.microbatch + forwards * own.forward + exchanged,
+                received=trained * (come + back) + forwards * come + exchanged,
+            )
+        )
+    return tuple(found)
 
 
 def exchange_bytes(run: RunSpec, parameters: int) -> tuple[int, ...]:
