@@ -16,8 +16,9 @@ from unicodedata import normalize
 from noloco_node.data.documents import data_error, unreadable
 
 _STATE, _INFO = "state.json", "dataset_info.json"
-_NOBODYS = frozenset({"lost+found"})
-"""Folders that no user can read, at the top of a disk."""
+_NOBODYS = frozenset({"lost+found", "__pycache__"})
+"""Folders of no text of the user's: one that nobody can read, at the top of a disk, and what Python compiles beside
+sources, which outweighs these."""
 
 
 @dataclass(frozen=True, slots=True)

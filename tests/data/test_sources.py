@@ -75,6 +75,7 @@ def test_a_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path: 
         ".hidden": b"no",
         ".git/config": b"no",
         "picture.bin": b"\x89PNG\0\0",
+        "a/__pycache__/x.pyc": b"\xa7\r\r\n\0\0" * 99,
     }.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
