@@ -44,7 +44,7 @@ FAULTS: dict[str, Callable[[PeerId], Fault]] = {
     "a lost piece of the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.chunk", 1),
     "a lost question who is there": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "records", 2),
 }
-LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096, guard_seconds=0.2)
+LIMITS = LimitsSpec(record_seconds=2.5, grace_seconds=2, chunk_bytes=4096, guard_seconds=0.2)
 
 
 def copies_of(made: World, replica: Replica) -> StageCopies:
