@@ -30,6 +30,7 @@ from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.errors import ExitCode
 from noloco_node.sizing.loss_table import TABLE
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry import waiting
 from noloco_node.telemetry.events import EventFile
 from noloco_node.telemetry.web import Page, WebServer
 from tests.telemetry import made_events as made
@@ -261,3 +262,58 @@ def test_a_variable_for_servers_of_several_processes_ends_no_command(tmp_path: P
     environ = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "none")}
     done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False, capture_output=True, env=environ)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+class Stopped(Exception):
+    """A command has come to where it loads what takes seconds."""
+
+
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+MICRO = str(ROOT / "tests" / "configs" / "micro.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"join {DEAD}", "asking the peer at"),
+        (f"run {MICRO} --initial-peers {DEAD}", "asking the peer at"),
+        (f"seed --initial-peers {DEAD} {DEAD}", "asking 2 peers at"),
+        (f"watch {DEAD} --once", "asking the peer at"),
+        (f"generate {DEAD} --prompt a", "asking the peer at"),
+        (f"eval {DEAD}", "asking the peer at"),
+        (f"export {DEAD} --out FOLDER/model", "loading torch"),
+        ("export FOLDER --out FOLDER/model", "loading torch"),
+        ("eval FOLDER", "loading torch"),
+        ("generate FOLDER --prompt a", "loading torch"),
+        (f"swarm {MICRO}", "loading torch"),
+        (f"config validate {MICRO}", "loading torch"),
+        (f"data prepare {MICRO} --to FOLDER/tokens", "loading torch"),
+        ("seed", "loading torch"),
+        ("doctor", "loading torch"),
+    ],
+)
+def test_a_command_says_what_it_does_before_it_is_silent_for_seconds(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten seconds without a word look like a process that hangs."""
+
+    def stop() -> None:
+        raise Stopped
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(waiting, "SLOW_TO_LOAD", "nothing that could be loaded")
+    for room in ("cli.handlers", "cli.printing", "cli.views", "cli.evaluating", "cli.exporting", "cli.data"):
+        monkeypatch.setattr(f"noloco_node.{room}.loading", stop)
+    for room in ("exporting.sources", "node.early_checks"):
+        monkeypatch.setattr(f"noloco_node.{room}.loading", stop)
+    assert cli.main(line.replace("FOLDER", str(tmp_path)).split()) == ExitCode.FAILURE
+    said = capsys.readouterr().err
+    assert said.startswith(words)
+    assert "Stopped" in said
+
+
+def test_a_log_of_json_has_no_line_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is said to a person would be one."""
+    waiting.say_asking([DEAD], "json")
+    waiting.say_asking([], "json")
+    assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
+from noloco_node.telemetry.waiting import say_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -28,6 +29,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, options.set, os.environ)
+    say_loading()
     with loading():
         from noloco_node.data.encoding import fitting_tokenizer
         from noloco_node.data.mixture import mixed_fingerprint

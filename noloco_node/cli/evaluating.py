@@ -22,6 +22,7 @@ from noloco_node.exporting.sources import (
     say,
     with_text,
 )
+from noloco_node.telemetry.waiting import say_loading
 from noloco_node.telemetry.words import plain_text
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def _check_task_options(options: argparse.Namespace, is_model: bool) -> None:
 
 
 def _eval_tasks(folder: Path, options: argparse.Namespace) -> int:
+    say_loading()
     with loading():
         from noloco_node.exporting.tasks import run_tasks
 
@@ -125,6 +127,7 @@ def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
 
 
 def _eval_model(folder: Path, options: argparse.Namespace) -> int:
+    say_loading()
     with loading():
         from noloco_node.exporting.evaluation import HeldOut
         from noloco_node.exporting.folders import read_run, tokenizer_at
@@ -149,6 +152,7 @@ def _generate(options: argparse.Namespace) -> int:
     if len(options.sources) > 1:
         message = f"{len(options.sources)} folders are named"
         raise UserError(ExitCode.USAGE, message, "name one folder, which `noloco-node export` wrote")
+    say_loading()
     with loading():
         from noloco_node.exporting.read import continued
         from noloco_node.exporting.speech import Wish

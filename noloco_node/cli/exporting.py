@@ -22,6 +22,7 @@ from noloco_node.exporting.sources import (
     with_text,
     with_tokenizer,
 )
+from noloco_node.telemetry.waiting import say_loading
 
 if TYPE_CHECKING:
     from noloco_node.exporting.gathered import Gathered
@@ -52,6 +53,7 @@ def _export(options: argparse.Namespace) -> int:
     began = ambient.monotonic()
     if options.shard_bytes < 1:
         raise UserError(ExitCode.USAGE, f"--shard-bytes is {options.shard_bytes}", "name a size of 1 byte or more")
+    say_loading()
     with loading():
         from noloco_node.exporting.evaluation import Bench, HeldOut
         from noloco_node.exporting.push import check_push, push

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_node.errors import ExitCode
+from noloco_node.telemetry.waiting import say_drawing
 
 if TYPE_CHECKING:
     from noloco_node.report.make import Made
@@ -58,6 +59,7 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    say_drawing()
     from noloco_node.report.make import make_report
 
     print_report(make_report(_run_folder_of(options), options.out))

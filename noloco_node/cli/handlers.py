@@ -32,6 +32,7 @@ from noloco_node.cli.printing import (
 )
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
+from noloco_node.telemetry.waiting import say_asking, say_loading
 
 if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
@@ -47,6 +48,7 @@ def swarm(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, options.set, os.environ)
+    say_loading()
     print_plan(config)
     from rich.console import Console
 
@@ -72,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, node_overrides(options), os.environ)
     options.log_format = config.node.log_format  # as main says what goes wrong from here on
     check_peers(config.node)
+    say_asking(config.node.initial_peers, config.node.log_format)
     looked = bool(options.end_with_stdin)  # whoever started it has looked already
     if options.devices:
         if not looked:
@@ -102,6 +105,7 @@ def join(options: argparse.Namespace) -> int:
     options.log_format = config.node.log_format
     check_own_data(config.run.data)
     check_peers(config.node, joins=not options.devices)
+    say_asking(config.node.initial_peers, config.node.log_format)
     if options.devices:
         return _on_devices(options, config.node)
     with bounded_way_out() as way_out, early_pages(config.node) as web:
@@ -128,6 +132,7 @@ def seed(options: argparse.Namespace) -> int:
     run, settings = seed_settings(options)
     options.log_format = settings.log_format
     check_peers(settings)
+    say_asking(settings.initial_peers, settings.log_format)
     with bounded_way_out() as way_out:
         collects = None
         with loading():
@@ -145,6 +150,7 @@ def seed(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """Check this machine and its network."""
     settings = doctor_settings(options)
+    say_loading()
     with loading():
         import uvloop
 
@@ -164,9 +170,11 @@ def _exit_code(stopped: NodeStopped) -> int:
 def lab(options: argparse.Namespace) -> int:
     """Compare algorithms."""
     from noloco_node.config.load import load_config
-    from noloco_node.laboratory.course import command_line, run_lab
 
     config = load_config(options.config, options.set)
+    say_loading()
+    from noloco_node.laboratory.course import command_line, run_lab
+
     print_lab_plan(config)
     command = command_line(options.config, options.out, options.set)
     files = run_lab(config, options.out, command, print_finished)
@@ -236,6 +244,7 @@ def validate(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     config = load_config(options.config, options.set, os.environ)
+    say_loading()
     print_sized_plan(config, options.device, options.uplink, options.round_trip)
     print_fingerprint(config.run)
     if "lab" in config.model_fields_set:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from noloco_node.cli.node_options import set_argument
 from noloco_node.errors import ExitCode
+from noloco_node.telemetry.waiting import say_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -56,10 +57,12 @@ def _simulate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from noloco_node.config.load import Config, HuntConfig, load_simulation
-    from noloco_node.simulator.report import settings_of_course, settings_of_nodes, trace_to_keep, write_results
 
     sets = [*options.set, *([f"sim.seeds={options.seeds}"] if options.seeds is not None else [])]
     config = load_simulation(options.config, sets)
+    say_loading()
+    from noloco_node.simulator.report import settings_of_course, settings_of_nodes, trace_to_keep, write_results
+
     run_id, node = (config.run.run_id, settings_of_nodes(config)) if isinstance(config, Config) else (None, None)
     _can_be_written(options.out)
     expected = options.same_as and trace_to_keep(options.same_as, settings_of_course(config.sim), run_id, node)

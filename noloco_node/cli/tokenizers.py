@@ -8,6 +8,7 @@ from pathlib import Path
 from noloco_node import ambient
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.waiting import say_loading
 
 TEXT_BYTES = 1_000_000_000
 NOT_YET = ("run.data.tokenizer=bytes", "run.data.tokenizer_fingerprint=null")
@@ -38,6 +39,7 @@ def _train(options: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise UserError(ExitCode.USAGE, f"{name} is {value}", "name 1 or more")
     run = load_config(options.config, [*options.set, *NOT_YET]).run
+    say_loading()
     with loading():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from noloco_node.cli.small import health_address, health_arguments
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
-
-ASKING_SECONDS = 30
-"""To load, to start p2pd, and to find that an address is dead; roughly, for a person who waits."""
+from noloco_node.telemetry.waiting import say_asking
 
 
 def top_arguments(command: argparse.ArgumentParser) -> None:
@@ -46,13 +43,7 @@ def _watch(options: argparse.Namespace) -> int:
     # It listens on this machine only, at any port: what variables say of that is meant for the node that runs here.
     settings = NodeSettings(initial_peers=tuple(options.initial_peers))
     check_peers(settings)
-    many = len(settings.initial_peers)
-    print(
-        f"asking {'the peer' if many == 1 else f'{many} peers'} at {', '.join(settings.initial_peers)} for the run: "
-        f"up to {ASKING_SECONDS} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    say_asking(settings.initial_peers)
     with loading():
         import uvloop
         from rich.console import Console

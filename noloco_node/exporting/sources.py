@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.waiting import say_asking, say_loading
 
 if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
@@ -37,6 +38,7 @@ def guest_settings(options: argparse.Namespace) -> NodeSettings:
         initial_peers=tuple(options.sources), invitation=options.invitation, identity=options.identity
     )
     check_peers(settings)
+    say_asking(settings.initial_peers)
     return settings
 
 
@@ -71,6 +73,7 @@ def gathered_live(
 
 def gathered_folders(options: argparse.Namespace) -> Gathered:
     """What the run folders at `options.sources` hold. UserError as `gather_folders`."""
+    say_loading()
     with loading():
         from noloco_node.exporting.folders import gather_folders
 
