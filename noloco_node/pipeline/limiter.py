@@ -61,6 +61,10 @@ class MicrobatchLimiter:
         """Places taken now."""
         return self._count
 
+    def held_by(self, peer: PeerId) -> int:
+        """Places that this peer has taken now."""
+        return self._taken.get(peer, 0)
+
     def take(self, peer: PeerId, asks: int = ASKS_TO_WAIT) -> Release:
         """A place for one microbatch of `peer`, which has asked so often for it before, this node or others; what is
         returned gives it back. Refused (`busy`) if none is free, or where it would wait and has not asked around."""

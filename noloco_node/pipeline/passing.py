@@ -46,6 +46,7 @@ from noloco_node.pipeline.messages import (
 )
 from noloco_node.pipeline.paces import PASSED_UPWARD, RequestOutcome, outcome_of
 from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.source_shares import SourceShares
 from noloco_node.pipeline.work_rations import EvaluationRations, turn_of
 from noloco_node.telemetry.meters import Meter
 from noloco_node.telemetry.metric_table import HOP_SECONDS
@@ -295,6 +296,7 @@ class PipelineServer:
         self._handed_back: set[MicrobatchName] = set()
         self._repeats = Repeats()
         self._places = MicrobatchLimiter(max_pending, load=lambda: worker.load)
+        self._shares = SourceShares(lambda: worker.progress.clock >= spec.inner.warmup_tokens)
         self.rations = EvaluationRations(spec, worker)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen(spec.max_lag_tokens)
@@ -319,12 +321,9 @@ class PipelineServer:
             raise Refused(Refusal.DRAINING)
         if self._behind is not None and self._behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a stage peer's state first")
+        own_run, own_stage = self._spec.run_id, self._stage
         check_addressed(
-            run=header.run,
-            stage=header.stage,
-            own_run=self._spec.run_id,
-            own_stage=self._stage,
-            protocol=header.protocol,
+            run=header.run, stage=header.stage, own_run=own_run, own_stage=own_stage, protocol=header.protocol
         )
         if header.codec not in self._spec.pipeline.activations:
             raise Refused(Refusal.MALFORMED, f"this run's activations do not travel as {header.codec}")
@@ -337,8 +336,10 @@ class PipelineServer:
             length=self._spec.data.sequence_length,
             hidden=self._hidden,
         )
-        rationed = math.prod(specs[1].shape) if header.mode == "evaluate" else 0
-        return self.rations.place(peer, rationed, lambda: self._places.take(peer, header.attempt))
+        tokens, evaluates = math.prod(specs[1].shape), header.mode == "evaluate"
+        if not evaluates and not self._shares.may_bring(peer, tokens * (1 + self._places.held_by(peer))):
+            raise Refused(Refusal.BUSY, "you have your share of an inner step, and others are at work here")
+        return self.rations.place(peer, tokens if evaluates else 0, lambda: self._places.take(peer, header.attempt))
 
     async def handle(
         self, peer: PeerId, header: MicrobatchHeader, tensors: tuple[Tensor, ...]
@@ -370,16 +371,17 @@ class PipelineServer:
             self._places.answered(peer)
         return answer
 
-    def _note_work(self, name: MicrobatchName, header: MicrobatchHeader, tokens: int, taken_in: bool) -> None:
+    def _note_work(self, name: MicrobatchName, header: MicrobatchHeader, trained: Trained, taken_in: bool) -> None:
         """A microbatch was trained and is about to be answered. What taught nothing shows no work of its sender's."""
-        self._ledger.note_served(name.sender, tokens)
+        sender, tokens = name.sender, trained.tokens
+        self._ledger.note_served(sender, tokens)
         if not taken_in:
             return
-        self._places.answered(name.sender)
-        self.rations.worked(name.sender, tokens)
-        self._acquaintances.worked(name.sender, tokens)
-        own_clock = self._worker.progress.clock
-        self.origins_seen.saw(header.drawn, name.sender, tokens=tokens, own_clock=own_clock)
+        self._places.answered(sender)
+        self._shares.took_in(sender, tokens, trained.loss_sum / tokens)
+        self.rations.worked(sender, tokens)
+        self._acquaintances.worked(sender, tokens)
+        self.origins_seen.saw(header.drawn, sender, tokens=tokens, own_clock=self._worker.progress.clock)
 
     def hand_back(self) -> None:
         """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
@@ -426,12 +428,12 @@ class PipelineServer:
         waits, turn = DeviceWaits(), turn_of(name.sender, header, labels.numel())
         if self._downstream is None:
             self.mark_trained(name)
-            result = await self._worker.loss(
+            done = await self._worker.loss(
                 activations, labels, source=name.sender, turn=turn, chosen=header.chosen, waits=waits
             )
-            self._note_work(name, header, result.tokens, result.taken_in)
-            gradient, waited = result.input_gradient, waits.seconds
-            return Trained(result.loss_sum, result.tokens, gradient, chosen=result.chosen, waited=waited)
+            trained = Trained(done.loss_sum, done.tokens, done.input_gradient, chosen=done.chosen, waited=waits.seconds)
+            self._note_work(name, header, trained, done.taken_in)
+            return trained
         passage = ForwardContext(source=name.sender, positions=positions_of(labels))
         try:
             outputs = await self._worker.forward(activations, passage, turn=turn, waits=waits)
@@ -449,7 +451,7 @@ class PipelineServer:
                 chosen=trained.chosen,
                 waits=waits,
             )
-            self._note_work(name, header, trained.tokens, passage.taken_in)
+            self._note_work(name, header, trained, passage.taken_in)
             return replace(trained, gradient=gradient, waited=trained.waited + waits.seconds)
         except BaseException:
             await run_to_end(self._worker.discard(passage))

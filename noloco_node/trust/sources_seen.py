@@ -74,7 +74,7 @@ class _Trained:
     own_clock: float
 
 
-def weighted_median(weighted: Iterable[tuple[float, int]]) -> float:
+def weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
     """The low median of values with weights, at least one of them above zero."""
     ordered = sorted(weighted)
     passed = list(accumulate(weight for _, weight in ordered))
