@@ -129,14 +129,19 @@ class StageCopies:
     async def hand_over(self, seconds: float) -> None:
         """After this replica's last step: wait until each peer that has collected its weights before has the last ones
         too. Such a peer may take `seconds` to begin, and then as long as a copy may be read."""
-        former, given = dict(self._collectors), self._given["fp32"]
+        if self._own is None or not self._collectors:
+            return
+        given, began = self._given["fp32"], ambient.monotonic()
         given.clear()  # what was copied before the last step goes to nobody any more
-        began = ambient.monotonic()
-        while waited := {peer for peer, root in former.items() if self._collectors.get(peer, root) in former.values()}:
+        _, slow = await self._own[1].slow_weights()
+        last = await ambient.elsewhere(root_of_weights, slow)
+        former = {root for root in self._collectors.values() if root != last}
+        waited = [peer for peer, root in self._collectors.items() if root != last]
+        while waited := [peer for peer in waited if self._collectors.get(peer) in former]:
             now = ambient.monotonic()
-            late = now - began > seconds and not waited & given.reading(now)
+            late = now - began > seconds and not given.reading(now).intersection(waited)
             if late or now - began > self.reading_seconds:
-                logger.info("%d peers that collect the weights have not taken the last ones", len(waited))
+                logger.info("collectors that have not taken the last weights: %s", ", ".join(waited))
                 return
             await asyncio.sleep(HAND_OVER_LOOK_SECONDS)
 

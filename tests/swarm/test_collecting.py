@@ -15,7 +15,7 @@ from noloco_node.exporting.collecting import Collector
 from noloco_node.model.export import load_exported
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually
-from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, trained
+from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, shifted, trained
 
 
 def collector_of(swarm: Trained, folder: Path) -> Collector:
@@ -35,6 +35,22 @@ async def test_a_seed_has_the_model_when_all_have_left_without_a_word(tmp_path: 
         await collector.collect(8)
     loaded = dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "model")))
     assert same({name: value.detach() for name, value in loaded.items()}, expected)
+
+
+async def test_a_node_waits_at_its_end_for_a_collector_that_lacks_its_last_weights(tmp_path: Path) -> None:
+    """It waited for its whole grace time where these had been collected already, since they were not new."""
+    patience = 60.0
+    async with trained() as swarm:
+        collector = collector_of(swarm, tmp_path)
+        await collector.collect(8)
+        for copies in swarm.copies:
+            await asyncio.wait_for(copies.hand_over(patience), 20)
+        await shifted(swarm.made.replicas[0], 0.5)
+        ends = [asyncio.create_task(copies.hand_over(patience)) for copies in swarm.copies]
+        await asyncio.wait_for(asyncio.gather(*ends[1:]), 20)
+        assert not ends[0].done()
+        await collector.collect(8)
+        await asyncio.wait_for(ends[0], 20)
 
 
 async def test_one_record_that_says_the_end_has_come_asks_for_few_collections(
