@@ -41,7 +41,9 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     assert gone.split("…000009")[1].split()[:2] == ["1", "gone"]
     assert gone.split()[-4:-1] == ["2,048", "45", "s"]
     assert "as they say" in drawn(swarm(speed_from="records"))
-    assert "the run is over" in drawn(swarm(over=True))
+    ended = drawn(swarm(clock=0.0, over=True))
+    assert "the run is over" in ended
+    assert "30,720 of 30,720 tokens" in ended
     nothing = drawn(nothing_seen(micro_spec()))
     assert "looking for the nodes of the run" in nothing
     assert "serves stage" not in nothing, "nobody has looked yet"

@@ -156,7 +156,7 @@ def _troubles(view: SwarmView) -> Iterator[str]:
 
 
 def _progress(view: SwarmView) -> Iterator[RenderableType]:
-    done = min(view.clock, float(view.target))
+    done = float(view.target) if view.over else min(view.clock, float(view.target))
     row = Table.grid(padding=(0, 1))
     left = "the run is over" if view.over else f"{as_duration(view.seconds_left)} left"
     row.add_row(
