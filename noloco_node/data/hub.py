@@ -15,6 +15,8 @@ from noloco_node.data.loaders import MASK, document_of, no_column, with_column
 from noloco_node.errors import UserError
 
 REMOTE = ("hf://", "https://", "http://")
+KEPT = "datasets.packaged_modules.cache"
+"""What reads a dataset that the library kept here, where the hub gives none."""
 ShardReader = Callable[[], Iterator[Document]]
 
 
@@ -99,6 +101,8 @@ def _loaded(spec: DataSpec) -> Any:
     revision = pinned.removeprefix(REVISION) if pinned.startswith(REVISION) else None
     try:
         builder = datasets.load_dataset_builder(spec.path, spec.subset, revision=revision, token=hub_token())
+        if type(builder).__module__.startswith(KEPT):
+            _check_shown(spec)
         check_files(spec.path or "", builder.config.data_files or {})
         if spec.streaming:
             return builder.as_streaming_dataset(split=spec.split)
@@ -108,6 +112,19 @@ def _loaded(spec: DataSpec) -> Any:
         raise
     except _troubles() as error:
         raise _unreachable(spec, error) from error
+
+
+def _check_shown(spec: DataSpec) -> None:
+    """Raise UserError (DATA) where the hub is there and shows no such dataset to one without a token. What the library
+    kept here from before may be private, and whoever wrote the run may not choose it."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    refused: Any = importlib.import_module("huggingface_hub.errors").HfHubHTTPError
+    try:
+        hub.HfApi(token=hub_token()).dataset_info(spec.path, timeout=20.0)
+    except refused as error:
+        raise _unreachable(spec, error) from error
+    except _troubles():
+        return  # nobody can be asked: a public dataset must be read again after a pause of the hub
 
 
 def _unreachable(spec: DataSpec, error: Exception) -> UserError:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import datasets
 import pytest
+from datasets.splits import SplitDict, SplitInfo
 
 from noloco_node.cli.main import parser
 from noloco_node.cli.printing import print_run
@@ -100,3 +103,24 @@ def test_who_joins_is_told_what_comes_from_the_hub_and_that_no_token_goes_there(
     print_run(load_config(MICRO).run, nobody)
     assert "from the hub" not in capsys.readouterr().out
     assert not hub.asked
+
+
+def test_a_private_dataset_that_the_library_kept_here_is_no_strangers_to_choose(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library falls back to what it kept where the hub refuses."""
+    kept = tmp_path / "kept" / "stranger___private" / "default" / "0.0.0" / "abc"
+    made = datasets.Dataset.from_dict({"text": ["my diary"]})
+    made.save_to_disk(str(tmp_path / "made"))
+    kept.mkdir(parents=True)
+    shutil.copy(next((tmp_path / "made").glob("*.arrow")), kept / "private-train.arrow")
+    splits = SplitDict.from_split_dict({"train": SplitInfo("train", num_examples=1, dataset_name="private")})
+    info = datasets.DatasetInfo(features=made.features, splits=splits)
+    info.builder_name, info.dataset_name, info.config_name, info.version = "parquet", "private", "default", "0.0.0"
+    info.write_to_directory(str(kept))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("datasets.builder.config.HF_DATASETS_CACHE", str(tmp_path / "kept"))
+    with pytest.raises(UserError, match=hub_token.OPTION):
+        list(hub_documents(DataSpec(source="huggingface", path=NAME)))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert [each.text for each in hub_documents(DataSpec(source="huggingface", path=NAME))] == ["my diary"]
