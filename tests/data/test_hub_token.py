@@ -114,7 +114,7 @@ def test_a_private_dataset_that_the_library_kept_here_is_no_strangers_to_choose(
     made.save_to_disk(str(tmp_path / "made"))
     kept.mkdir(parents=True)
     shutil.copy(next((tmp_path / "made").glob("*.arrow")), kept / "private-train.arrow")
-    splits = SplitDict.from_split_dict({"train": SplitInfo("train", num_examples=1, dataset_name="private")})
+    splits = SplitDict({"train": SplitInfo("train", num_examples=1, dataset_name="private")})
     info = datasets.DatasetInfo(features=made.features, splits=splits)
     info.builder_name, info.dataset_name, info.config_name, info.version = "parquet", "private", "default", "0.0.0"
     info.write_to_directory(str(kept))
