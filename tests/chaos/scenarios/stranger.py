@@ -47,7 +47,7 @@ AFTER_SHARE = 0.05
 AVERAGING_SHARE = 0.9
 LOOK_EVERY = 5.0
 LEAVE_SECONDS = 30.0
-EXPORT_SECONDS = 120.0
+EXPORT_SECONDS = 180.0
 NO_SIGN = frozenset({LOST, "rounds", BROKEN})
 """Outcomes that do not show that an attack arrived."""
 ANSWERS = {
@@ -249,15 +249,18 @@ async def _take_home(arm: Arm, when: float) -> None:
     folder = arm.swarm.folder / "taken-home"
     address = next(node.started.addresses[0] for node in arm.core if node.started)
     command = (sys.executable, "-m", "noloco_node", "export", address, "--out", str(folder))
-    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=asyncio.subprocess.STDOUT)
+    log = arm.swarm.folder / "taken-home.log"
+    with log.open("wb") as printed:
+        process = await asyncio.create_subprocess_exec(*command, stdout=printed, stderr=printed)
     try:
-        printed, _ = await asyncio.wait_for(process.communicate(), EXPORT_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), EXPORT_SECONDS)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     card = folder / CARD
-    arm.exported = card.read_text() if card.exists() else printed.decode()[-500:]
+    arm.exported = card.read_text() if card.exists() else log.read_text()[-500:]
 
 
 async def _weigh(arm: Arm) -> None:
