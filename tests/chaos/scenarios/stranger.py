@@ -401,10 +401,11 @@ async def _judge_end(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
 
 
 def _judge_averaging(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
-    """Outer steps with an honest partner, in each second of the attack, beside the clean arm at the same time."""
+    """Outer steps with an honest partner for each inner step of the attack, beside the clean arm at the same time. A
+    stranger that answers as an origin has its part of the devices, so inner steps alone may be fewer."""
     pace = {arm.name: _averaged_with_honest(arm) for arm in (clean, attacked)}
     share = pace["attacked"] / pace["clean"] if pace["clean"] else 0.0
-    found = f"{share:.3f}, steps a second and node {pace}"
+    found = f"{share:.3f}, for each inner step {pace}"
     verdict.demand(f"averaging goes on at {AVERAGING_SHARE:.0%} of its pace", share >= AVERAGING_SHARE, found)
 
 
@@ -419,8 +420,9 @@ def _judge_export(arm: Arm, verdict: Verdict) -> None:
 
 def _averaged_with_honest(arm: Arm) -> float:
     honest, (start, end) = _peers(arm), arm.spans["attack"]
-    steps = [e for n in arm.core for e in n.events if isinstance(e, OuterStep) and start <= e.time < end]
-    return sum(step.partner in honest for step in steps) / len(arm.core) / (end - start)
+    seen = [e for n in arm.core for e in n.events if start <= e.time < end]
+    paired = sum(isinstance(e, OuterStep) and e.partner in honest for e in seen)
+    return paired / max(1, sum(isinstance(e, InnerStep) for e in seen))
 
 
 def _haste(arm: Arm) -> float:
@@ -476,7 +478,9 @@ def _judge_after(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     ):
         values = {arm.name: (measure(arm, "before"), measure(arm, "after")) for arm in (clean, attacked)}
         change = {name: after / before if before else 0.0 for name, (before, after) in values.items()}
-        shares = [change["attacked"]] + [change["attacked"] / change["clean"]] * bool(change["clean"] and better)
+        shares = [change["attacked"]]
+        if better and change["clean"]:
+            shares.append(change["attacked"] / change["clean"])
         held = max(shares) >= 1 - AFTER_SHARE and (better > 0 or min(shares) <= 1 + AFTER_SHARE)
         found = "; ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in values.items())
         verdict.demand(f"{what} within {AFTER_SHARE:.0%} of before, {attacked.plan.after:g} s after", held, found)
