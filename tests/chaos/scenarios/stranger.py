@@ -45,6 +45,8 @@ MOST_MEMORY = 100 * 2**20 / 1e6
 LAG_SECONDS, LAG_SHARE = 0.5, 0.99
 AFTER_SHARE = 0.05
 AVERAGING_SHARE = 0.9
+TELLING_SECONDS = 60.0
+"""Of attack: in less there are some twelve exchanges, and chance alone takes a fifth of them."""
 LOOK_EVERY = 5.0
 LEAVE_SECONDS = 30.0
 EXPORT_SECONDS = 180.0
@@ -406,7 +408,10 @@ def _judge_averaging(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     pace = {arm.name: _averaged_with_honest(arm) for arm in (clean, attacked)}
     share = pace["attacked"] / pace["clean"] if pace["clean"] else 0.0
     found = f"{share:.3f}, for each inner step {pace}"
-    verdict.demand(f"averaging goes on at {AVERAGING_SHARE:.0%} of its pace", share >= AVERAGING_SHARE, found)
+    if attacked.plan.attack >= TELLING_SECONDS:
+        verdict.demand(f"averaging goes on at {AVERAGING_SHARE:.0%} of its pace", share >= AVERAGING_SHARE, found)
+    else:
+        verdict.figures["averaging under attack beside clean"] = found
 
 
 def _judge_export(arm: Arm, verdict: Verdict) -> None:
