@@ -86,8 +86,9 @@ class Plan:
 
     @property
     def whole(self) -> float:
-        """From the start of training to the last figure."""
-        return self.before + self.attack + self.after + self.before
+        """From the start of training to the last figure. An export may outlast the half of the attack that is left."""
+        outlasts = max(0.0, EXPORT_SECONDS - self.attack / 2) if self.exports else 0.0
+        return self.before + self.attack + outlasts + self.after + self.before
 
     @property
     def target(self) -> int:
