@@ -1,11 +1,9 @@
-"""Imports run downwards only: each room may use itself and the rooms below it, whatever the import is for. And the page
-of the house names every file in its room."""
+"""Imports run downwards only: each room may use itself and the rooms below it, for each kind of import."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,11 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
 TENSOR_ROOMS = ("outer", "model", "training", "data")
 """Rooms of pure computation: no swarm, no network."""
 
-MOST_LINES = 500
-MOST_METHODS = 20
-
 MODULES = sorted(PACKAGE.rglob("*.py"))
-PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 
 def room_of(module: str) -> str:
@@ -157,42 +151,6 @@ def house() -> Iterator[str]:
             lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
             yield f"{room:15} {len(files):3} files {lines:6} lines  {said.splitlines()[0] if said else ''}"
         yield ""
-
-
-def rows_of(page: str) -> dict[str, str]:
-    """`outer/` or `ambient.py` -> its row in the table of the rooms."""
-    table = page.partition("| room | what it is for |\n")[2].partition("\n\n")[0]
-    return {room: row for row in table.splitlines() for room in re.findall(r"`([^`]+)`", row.split("|")[1])}
-
-
-def unnamed(path: Path, rows: dict[str, str]) -> bool:
-    """Whether the row of a file's room leaves the file out."""
-    room, *rest = path.relative_to(PACKAGE).parts
-    return f"`{path.name}`" not in rows.get(f"{room}/" if rest else room, "")
-
-
-def test_the_page_of_the_house_names_every_file_in_its_room() -> None:
-    """Whoever looks for something finds the file, and no new one goes without a word."""
-    rows = rows_of(PAGE.read_text(encoding="utf-8"))
-    files = [path for path in MODULES if path.stem not in ("__init__", "__main__")]
-    assert [module_of(path) for path in files if unnamed(path, rows)] == []
-    assert unnamed(PACKAGE / "outer" / "nowhere.py", rows)
-    assert unnamed(PACKAGE / "averaging" / "codec.py", rows), "that of another room"
-
-
-@pytest.mark.parametrize("path", MODULES, ids=module_of)
-def test_a_file_has_at_most_500_lines_and_a_class_of_many_methods_a_reason(path: Path) -> None:
-    """Above 20 methods a class says in its docstring why."""
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= MOST_LINES
-    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
-    large = [node for node in classes if sum(map(is_function, node.body)) > MOST_METHODS]
-    assert [node.name for node in large if "Many methods: " not in (ast.get_docstring(node) or "")] == []
-
-
-def is_function(node: ast.AST) -> bool:
-    """Whether it is a method, properties and class methods included."""
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 if __name__ == "__main__":
