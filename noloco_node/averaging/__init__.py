@@ -1,4 +1,5 @@
-"""An outer step between two replicas of a stage: whom to meet, the exchange itself, and who does not count yet.
+"""The outer step between two replicas of a stage: the choice of a partner, the exchange, and the probation of
+newcomers.
 
 May import `directory`, `trust` and below; knows nothing of `pipeline`, `state_transfer` and `placement`.
 """

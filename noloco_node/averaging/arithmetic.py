@@ -1,4 +1,5 @@
-"""The arithmetic of an open outer step, on a thread of its own, and whose fault it is where a number is not finite."""
+"""The arithmetic of an open outer step runs on a thread of its own. A number that is not finite is blamed on the side
+it came from."""
 
 from __future__ import annotations
 

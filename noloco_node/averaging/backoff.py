@@ -1,6 +1,7 @@
-"""How long a stage peer is left alone: one whose exchanges come to nothing must not keep a replica engaged for ever,
-and one whose weights stay far away must not pull at it for ever. What exchanges cost that do come to their end is in
-`averaging.visits`.
+"""This module decides how long a stage peer is left alone.
+
+A peer whose exchanges come to nothing must not keep a replica engaged for ever. A peer whose weights stay far away must
+not pull at it for ever. `averaging.visits` counts the cost of exchanges that succeed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from noloco_node.transport.bans import ban_seconds
 logger = logging.getLogger(__name__)
 
 REST_PER_SECOND_LOST = 3.0
-"""Rest for each second that an exchange took in vain: one stage peer costs another a quarter of its time at most."""
+"""A stage peer rests so many seconds for each second of a lost exchange. It costs another a quarter of its time at
+most."""
 RESTS = Doubling(1.0, 120.0)
-"""The shortest ones."""
+"""These are the shortest rests in seconds: the first is 1 s, each further one is twice as long, up to 120 s."""
 FAR = 2.0
-"""Times the bound on differences from which a stage peer's weights are far away."""
+"""A stage peer's weights are far away if they differ by more than this multiple of the bound on differences."""
 STAGE_PEERS_REMEMBERED = 1024
 
 
@@ -46,16 +48,17 @@ class Distance:
     """How far away one stage peer's weights were when they were last averaged, and when they may be again."""
 
     norm: float = 0.0
-    """Of the difference, where it was far; else 0."""
+    """The norm of the difference between both weights if it was far, else 0."""
     rests: int = 0
     until: float = 0.0
 
 
 def after_meeting(distance: Distance, norm: float, bound: float, now: float) -> Distance:
-    """After an exchange with weights at `norm`, where `bound` would have been taken whole (0: not known yet).
+    """The distance after an exchange with weights at `norm`; a difference of `bound` would be taken whole, 0 is not
+    known yet.
 
-    The second time in a row that they are far, and no nearer than before, they are left alone, each time for twice as
-    long. Who is near is met as ever.
+    A peer that is far twice in a row, and no nearer than before, is left alone, each time for twice as long. A near
+    peer is met as ever.
     """
     if bound == 0.0:
         return distance
@@ -93,17 +96,18 @@ class BackOff:
             logger.warning(f"%s: {what}", peer, norm / bound, after.until - now)
 
     def resting(self, peer: PeerId, now: float) -> bool:
-        """Whether `peer`, whose exchanges come to nothing, is to be left alone now."""
+        """Tell whether `peer` is left alone now because its exchanges come to nothing."""
         return now < self._rests.get(peer, Rest()).until
 
     def stays_far(self, peer: PeerId, now: float) -> bool:
-        """Whether `peer`, whose weights stay far away, is to be left alone now."""
+        """Tell whether `peer` is left alone now because its weights stay far away."""
         return any(now < distance.until for distance in self._distances.get(peer, {}).values())
 
     def forget_distances(self) -> None:
-        """This replica has other weights now: who was far from the former ones need not be from these."""
+        """This replica has other weights now: a peer that was far from the former ones need not be far from these."""
         self._distances.clear()
 
     def ready(self, peers: Sequence[PeerId], now: float) -> Collection[PeerId]:
-        """Whom to dial of `peers`: those that do not rest; where all do, all of them, for one must be the next."""
+        """Those of `peers` that may be dialled: all that do not rest. If all rest, it returns all of them, for one must
+        be next."""
         return [p for p in peers if not self.resting(p, now) and not self.stays_far(p, now)] or peers

@@ -30,7 +30,8 @@ from noloco_node.transport.pieces import Width, side_by_side
 logger = logging.getLogger(__name__)
 
 CHUNK_ATTEMPTS = 2
-"""One broken stream need not cost the exchange; the partner adds a chunk only once."""
+"""A chunk is sent at most so many times: a broken stream need not cost the exchange, and the partner adds a chunk only
+once."""
 
 
 class Dialler:

@@ -1,6 +1,7 @@
-"""What a replica's outer steps are engaged in: one phase, the changes that it allows as a pure function, one writer.
+"""A replica's outer steps are engaged in one thing at a time: a phase, its allowed changes as a pure function, one
+writer.
 
-At most one thing at a time: an exchange on either side of it, a step alone, or a stage peer's state that is taken over.
+That thing is an exchange on either side of it, a step alone, or the taking of a stage peer's state.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Change(StrEnum):
     DONE = "done"
     TAKE_STATE = "take_state"
     STATE_TAKEN = "state_taken"
-    """Or not: it is over."""
+    """The taking of a state is over, with or without success."""
 
 
 TRANSITIONS: Mapping[Phase, Mapping[Change, Phase]] = MappingProxyType(
@@ -72,17 +73,17 @@ TRANSITIONS: Mapping[Phase, Mapping[Change, Phase]] = MappingProxyType(
         Phase.TAKING_STATE: {Change.STATE_TAKEN: Phase.FREE},
     }
 )
-"""All that is allowed; whatever is not here is not."""
+"""Each phase allows these changes and no others."""
 
 BEGINNING_CHANGES = frozenset(TRANSITIONS[Phase.FREE])
-"""Changes that bring something new."""
+"""These changes begin something new."""
 DIALLED = (Phase.AGREED, Phase.OPENING, Phase.ANSWERING)
-"""An exchange that a partner has dialled, while it can still be given up."""
+"""In these phases an exchange that a partner has dialled can still be given up."""
 
 
 class NotAllowed(RuntimeError):
-    """A change in a phase that has none such, or of a session that is not (or no longer) the present one: a mistake of
-    this program's, never a peer's."""
+    """The phase does not allow this change, or the session is no longer the present one. It is a mistake of this
+    program, never of a peer."""
 
 
 def after(phase: Phase, change: Change) -> Phase:
@@ -125,6 +126,8 @@ class Engagement:
             self._session = None
 
     def holds(self, session: Session, *phases: Phase) -> bool:
-        """Whether `session` is the present one, in one of `phases` where any are named: it may have ended during any
-        await, and another have begun, of the same name even."""
+        """Tell whether `session` is the present one, and in one of `phases` if any are named.
+
+        During any await it may have ended and another have begun, even of the same name.
+        """
         return session is self._session and (not phases or self._phase in phases)

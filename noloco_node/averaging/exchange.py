@@ -1,9 +1,11 @@
 """One weight exchange between two replicas of a stage: propose, openings, chunks, commit.
 
-Every step is a request with an answer, so an exchange needs no stream of its own: the dialler sends its chunk and the
-answer is the partner's chunk, several in flight on pooled streams. Training goes on meanwhile. A side commits once it
-holds the partner's whole payload, verified and finite; otherwise nothing changes there. One side may commit and the
-other not: no protocol can exclude it, it is legal, and it shifts the mean over replicas by half the difference / N.
+Every step is a request with an answer, so an exchange needs no stream of its own. The dialler sends its chunk and the
+partner answers with its own; several are in flight on pooled streams. Training goes on meanwhile. A side commits once
+it holds the partner's whole payload, verified and finite; otherwise nothing changes there.
+
+It may happen that only one side commits: no protocol can exclude it, and it is legal. It shifts the mean over N
+replicas by half the difference / N.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ class Exchanger(Side):
             await run_to_end(self.stop())
 
     async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
-        """Average a fragment with `partner`; True when committed. Raises nothing that the partner can bring about: an
-        exchange that was agreed and came to nothing is an event, a proposal that was refused or not answered is none.
+        """Average a fragment with `partner`; True when committed. The partner can make it raise nothing.
+
+        An agreed exchange that came to nothing is an event. A proposal that was refused or not answered is none.
         """
         return await self._dialler.dial(partner, fragment)
 

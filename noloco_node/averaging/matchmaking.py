@@ -1,4 +1,4 @@
-"""Whom to average with, and when: pure decisions about the outer step."""
+"""Pure decisions about the outer step: when to average, and with which stage peer."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from noloco_node.transport.errors import Refusal
 class Window:
     """The dialling window in inner steps since a fragment's last committed snapshot.
 
-    From `min_inner_steps` (H_min) a replica may be dialled, from `inner_steps` (H) it dials, and only after
-    H + 2·H_min does it step alone: giving up after a few tries would leave a fifth of the steps alone, the window
-    leaves next to none, also where speeds differ eightfold.
+    From `min_inner_steps` (H_min) a replica may be dialled. From `inner_steps` (H) it dials. Only after H + 2·H_min
+    does it step alone. Giving up after a few tries would leave a fifth of the steps alone; the window leaves next to
+    none, even if speeds differ eightfold.
     """
 
     inner_steps: int
@@ -51,7 +51,8 @@ class PairingState(NamedTuple):
     last_round: bool = False
     """Training is over: dial for the whole whatever the counts, and never step alone while stage peers live."""
     behind: bool = False
-    """Far behind its stage peers: it dials whatever the counts, since whoever answers gives it its state."""
+    """The replica is far behind its stage peers. It dials whatever the counts, since any peer that answers gives it its
+    state."""
     last_done: bool = False
     """The last outer step has been taken: others may still dial, this replica does not."""
     weigh: Callable[[Sequence[PeerId]], Sequence[float]] | None = None
@@ -126,9 +127,9 @@ def answer_proposal(
 ) -> Refusal | None:
     """None to accept a proposal of `dialler`, else the reason to refuse it.
 
-    `too_often`: the dialler has had its part of the outer steps (`Visits`). `steps_since_outer` is the count of what is
-    proposed: of the fragment, or of the whole. `dialling` is the stage peer to whom an own proposal is under way. Where
-    two dial each other, the proposal of the peer with the smaller id stands and the other is refused as crossed.
+    `too_often` says that the dialler has had its part of the outer steps (`Visits`). `steps_since_outer` counts the
+    inner steps of the proposed fragment, or of the whole. `dialling` is the stage peer that this replica has proposed
+    to. If two dial each other, the proposal of the smaller id stands and the other is refused as crossed.
     """
     if exchange_open:
         return Refusal.BUSY

@@ -74,7 +74,7 @@ class Opening(WireModel):
     exchange: RandomId
     clock: ClockValue
     bound: Annotated[float, Field(ge=0.0, le=1e30, allow_inf_nan=False)] | None = None
-    """In the answer to a newcomer: the largest difference that the one who answers would accept whole."""
+    """The answer to a newcomer names the largest difference that the answering side would accept whole."""
 
 
 class ChunkHeader(WireModel):

@@ -1,4 +1,4 @@
-"""Averaging in the life of one replica: its exchanger, and who counts in an average."""
+"""Averaging in the life of one replica: its exchanger, and its view of which stage peers count in an average."""
 
 from __future__ import annotations
 

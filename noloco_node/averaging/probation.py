@@ -1,11 +1,12 @@
-"""Who counts in an average: newcomers are pulled towards their stage peers before they pull anybody themselves.
+"""Probation: newcomers are pulled towards their stage peers before they pull anybody themselves.
 
-An exchange in which the dialled side does not count the dialler is *weightless*: the dialler commits as ever, the
-dialled side gives its half and changes nothing. Two kinds of newcomers are not counted: those that say so (a late
-joiner, of itself), and those that this replica came to know only after its own first outer round, whatever they say.
-Saying too little therefore gains a peer nothing, and saying too much only costs it its own weight. Both kinds count as
-soon as one exchange has shown their distance to be in line, or a bounded number of inner steps is over. It shuts out
-what is broken, not what is hostile and patient: against that stands the bound on every partner's pull.
+An exchange in which the dialled side does not count the dialler is *weightless*. The dialler commits as ever; the
+dialled side gives its half and changes nothing. Two kinds of newcomers are not counted. A late joiner says so itself.
+Any peer is new, whatever it says, that this replica came to know only after its own first outer round. Saying too
+little therefore gains a peer nothing, and saying too much only costs it its own weight.
+
+Both kinds count once one exchange has shown that their distance is in line, or after a bounded number of inner steps.
+Probation shuts out what is broken. It does not stop a hostile and patient peer; the bound on every partner's pull does.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 
 PROBATION_ROUNDS = 4
-"""The bound, in outer rounds: so many times H inner steps."""
+"""Probation lasts at most so many outer rounds of H inner steps."""
 UNMET_FACTOR = 4
-"""The bound of a newcomer that no stage peer has had time for, in times the other: its copy is as old as when it
-came."""
+"""A newcomer that no stage peer had time for stays on probation for so many times the usual bound. Its copy is as old
+as when it came."""
 LOSS_TOLERANCE = 1.1
 LOSS_STEPS = 16
-"""Inner steps behind the loss that a replica says of itself."""
+"""A replica reports the mean loss of so many latest inner steps."""
 PEERS_REMEMBERED = 4096
 
 Ending = Literal["in_line", "time"]
@@ -36,10 +37,13 @@ class Meeting:
     """What one exchange showed of two replicas, as one of them measured it."""
 
     difference: float
-    """Norm of the difference between the two, before clipping."""
+    """The norm of the difference between the two replicas, before clipping."""
     bound: float
-    """Largest difference that the one who decides accepts whole (`DifferenceBound.bound`); for a newcomer itself the
-    smaller of its own and the stage peer's, since its own motion, were it wild, would excuse every distance."""
+    """The largest difference that the deciding replica accepts whole (`DifferenceBound.bound`).
+
+    A newcomer takes the smaller of its own and the stage peer's bound, since its own motion, were it wild, would excuse
+    every distance.
+    """
     own_loss: float | None = None
     """Recent training loss of the newcomer; None where it is not known or does not matter."""
     stage_peer_loss: float | None = None
@@ -47,8 +51,10 @@ class Meeting:
 
 
 def in_line(meeting: Meeting) -> bool:
-    """Whether the newcomer is where its stage peers are: so near that nothing would be clipped, and where both losses
-    are known, its own at most a tenth above the other's."""
+    """Tell whether the newcomer is where its stage peers are.
+
+    It is so near that nothing would be clipped. If both losses are known, its own is at most a tenth above the other's.
+    """
     if not meeting.difference <= meeting.bound:  # not `>`: NaN is in line with nothing
         return False
     if meeting.own_loss is None or meeting.stage_peer_loss is None:
@@ -75,7 +81,7 @@ class RecentLoss:
 
 
 class ProbationStanding:
-    """Who counts, in the view of one replica: itself and its stage peers. `limit` is the bound in inner steps.
+    """One replica's view of itself and its stage peers: which of them count. `limit` is the bound in inner steps.
 
     Methods take this replica's own inner steps so far where time matters. `on_end` is told why and after how many inner
     steps its own probation ended.
@@ -112,16 +118,19 @@ class ProbationStanding:
             self._on_end("in_line" if aligned else "time", lasted)
 
     def look(self, stage_peers: Iterable[PeerId], steps: int, *, outer_rounds: int) -> None:
-        """The directory was read. Who is there before this replica's own first outer round, or at its first look after
-        it, was there before or with it."""
+        """The directory was read. A peer is no newcomer if it is seen before this replica's own first outer round, or
+        at the first look after it."""
         for peer in stage_peers:
             self._know(peer, steps)
-            self._since.move_to_end(peer)  # who has long been gone is forgotten first
+            self._since.move_to_end(peer)  # the longest gone is forgotten first
         self._settled = self._settled or outer_rounds > 0
 
     def counts(self, peer: PeerId, steps: int) -> bool:
-        """Whether an exchange with this peer moves this replica. Time makes only a peer count that was seen in the
-        directory: a key that has merely asked stays new, or one stranger could let many grow old at once."""
+        """Tell whether an exchange with this peer moves this replica.
+
+        Time makes a peer count only if it was seen in the directory. A key that has merely asked stays new; otherwise
+        one stranger could let many grow old at once.
+        """
         if peer not in self._since:
             return not self._settled
         since = self._since[peer]
@@ -133,8 +142,10 @@ class ProbationStanding:
             self._since[peer] = None
 
     def partners(self, stage_peers: Sequence[PeerId], declared: Collection[PeerId], steps: int) -> list[PeerId]:
-        """Those of `stage_peers` that are worth dialling: they do not say that they are newcomers, and would move this
-        replica. A newcomer is moved by everybody that counts itself."""
+        """Stage peers that are worth dialling: they do not declare themselves newcomers, and would move this replica.
+
+        A newcomer is moved by every peer that counts itself.
+        """
         return [peer for peer in stage_peers if peer not in declared and (self.newcomer or self.counts(peer, steps))]
 
     def _know(self, peer: PeerId, steps: int) -> int | None:

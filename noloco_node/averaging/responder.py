@@ -39,7 +39,8 @@ class Responder:
     def __init__(self, side: Side) -> None:
         self._side = side
         self._complete: asyncio.Queue[Session] = asyncio.Queue()
-        """Exchanges all of whose chunks are here. One at most, since nothing else is begun before its commit."""
+        """Exchanges wait here once all their chunks have come. There is one at most, since nothing else is begun before
+        its commit."""
 
     @property
     def waiting(self) -> int:

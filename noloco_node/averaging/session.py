@@ -37,19 +37,25 @@ from noloco_node.transport.messages import TensorSpec
 logger = logging.getLogger(__name__)
 
 CHUNKS_A_DEADLINE = 2.0
-"""What goes over each way in a progress deadline, at least. With the usual 1 MiB in 20 s that is 0.84 Mbit/s each way:
-a line of 20 Mbit/s and 0.2 s, on which chunks go one by one, brings fifteen times as much."""
+"""An exchange moves at least so many chunks each way per progress deadline.
+
+With the usual 1 MiB in 20 s that is 0.84 Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight,
+carries fifteen times as much.
+"""
 MOST_SECONDS = 600.0
-"""However large a stage is, its exchange takes no longer: at 20 Mbit/s each way that is 1.5 GB."""
+"""An exchange takes at most so many seconds, however large the stage is: at 20 Mbit/s each way that is 1.5 GB."""
 DEADLINES_OF_GRACE = 2.0
-"""Progress deadlines that an exchange has besides: for the wait for the device, its arithmetic, and a late start."""
+"""An exchange has so many progress deadlines besides, for the wait for the device, its arithmetic, and a late start."""
 STALE_SECONDS, STALE_WINDOWS = 5.0, 1
-"""An opening that comes later than both after the agreement, in seconds and in windows of H inner steps of this
-replica, is refused: it is of weights from before, and both sides would move by half of what was trained since."""
+"""An opening is refused if it comes later than both after the agreement: seconds, and windows of H inner steps of this
+replica.
+
+Such an opening is of weights from before. Both sides would move by half of what was trained since.
+"""
 LEAVE_SECONDS = 2.0
-"""Time to tell a partner that an exchange is over: it would find out by itself, only later."""
+"""Seconds to tell a partner that an exchange is over. Without it the partner finds out by itself, only later."""
 NOBODY = PeerId("")
-"""The partner of a step alone."""
+"""A step alone has this id as its partner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +96,7 @@ class Session:
 
     @property
     def added(self) -> int:
-        """Chunks whose arithmetic is done; the commit waits for all of them."""
+        """The number of chunks with their arithmetic done; the commit waits for all."""
         return len(self._added)
 
     def accepted(self, tokens: int, acceptance: Acceptance) -> None:
@@ -184,8 +190,11 @@ def overdue(session: Session, now: float, limit: float, floor: float) -> str | N
 
 
 def opened_late(session: Session, now: float, steps: int, inner_steps: int) -> str | None:
-    """Why the opening that comes `now` must be refused by the replica that was dialled, which has taken so many
-    `steps`; None where it has come soon enough after the agreement. `inner_steps` is H."""
+    """Why the dialled replica must refuse an opening that comes `now`; None if it comes soon enough after the
+    agreement.
+
+    The replica has taken so many `steps`; `inner_steps` is H.
+    """
     seconds, since = now - session.started, steps - session.agreed_at
     if seconds <= STALE_SECONDS or since <= STALE_WINDOWS * inner_steps:
         return None
@@ -219,7 +228,7 @@ async def say_goodbye(transport: Transport, session: Session) -> None:
 
 
 def account_of(dialler: PeerId, transport: Transport, stage_peers: int) -> tuple[PeerId, int]:
-    """Under whose name the exchanges that `dialler` dials are booked, and one of how many parts that name has."""
+    """The name under which exchanges of `dialler` are booked, and the number of parts that this name has one of."""
     return (dialler, stage_peers) if transport.acquaintances.has_worked(dialler) else (STRANGERS, 1)
 
 

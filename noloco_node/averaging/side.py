@@ -69,7 +69,7 @@ class Side:
         self.last_round = False
         """This replica has trained to the run's end, and takes its last outer step."""
         self.catch_up_from: PeerId | None = None
-        """Whose state this replica is to take, since it lags too far behind to be averaged with."""
+        """This replica is to take that peer's state, since it lags too far behind to be averaged with."""
         self.free_since_step = 0
         """Inner steps of this replica when its last exchange ended; a step alone is none."""
         self._moved = context.moved
@@ -82,7 +82,7 @@ class Side:
     def new_session(
         self, exchange: str, partner: PeerId, role: Literal["dialler", "dialled"], fragment: int | None
     ) -> Session:
-        """Of a fragment, or of the whole stage."""
+        """A new session for a fragment, or for the whole stage."""
         part = self.worker.part(fragment)
         return Session(exchange, partner, role, None if part == self.worker.outer.whole else fragment, part)
 
@@ -97,12 +97,15 @@ class Side:
         return begin(self.worker.outer, session, self.spec.outer.gauge_coordinates)
 
     def opening_specs(self, part: Part) -> tuple[TensorSpec, ...]:
-        """Of what travels at the opening."""
+        """The shapes and types of the tensors that travel at the opening."""
         return opening_specs(self.worker.outer.codec, part.size, self.spec.outer.gauge_coordinates)
 
     def refuse_laggards(self, peer: PeerId, claimed: float, *, newcomer: bool = False) -> None:
-        """Refused where one of the two lags. A newcomer does not: what it has copied grew old on the way, another copy
-        would again, and it moves nobody while each exchange draws it nearer."""
+        """Raise Refused if one of the two lags.
+
+        A newcomer does not lag. Its copy grew old on the way, and another copy would again. It moves nobody, while each
+        exchange draws it nearer.
+        """
         if newcomer or self.standing.newcomer:
             return
         lagging = self.clocks.laggard(claimed)
@@ -113,19 +116,20 @@ class Side:
             raise Refused(Refusal.LAGGING, "yours")
 
     def told_to_catch_up(self, partner: PeerId) -> None:
-        """This replica is too far behind `partner`, whose state it is to take."""
+        """This replica is too far behind `partner` and is to take its state."""
         self.catch_up_from = partner
         self._moved.fire()
 
     def take_catch_up(self) -> PeerId | None:
-        """Whose state to take now, if anyone's and nothing else is under way; it is forgotten here."""
+        """The peer to take state from now; None if there is none or something else is under way. The peer is forgotten
+        here."""
         if self.engagement.phase is not Phase.FREE:
             return None
         partner, self.catch_up_from = self.catch_up_from, None
         return partner
 
     def begin_last_round(self) -> None:
-        """From now on this replica takes its last outer step, and answers whoever takes theirs."""
+        """From now on this replica takes its last outer step, and answers all stage peers that take theirs."""
         if not self.last_round:
             self.visits.begin_last_round()
         self.last_round = True
@@ -144,7 +148,7 @@ class Side:
         snapshot = session.snapshot
         assert snapshot is not None
         outer, bound = self.worker.outer, self.bounds[session.part]
-        # Of itself a newcomer knows that it may be the one that is far; of two, nobody knows which one is.
+        # A newcomer knows that it may itself be the one that is far. With only two replicas nobody knows which one is.
         stage_peers = 0 if self.standing.newcomer else self.stage_peers
         judgement = Judgement(0.0, 0.0, 1.0)
         if session.paired:

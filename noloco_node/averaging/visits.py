@@ -1,7 +1,8 @@
-"""What exchanges with others may cost a replica: their number, and the seconds for which they hold it.
+"""A ration of what exchanges with others may cost a replica: their number, and the seconds for which they hold it.
 
-A replica has one exchange at a time, so whoever holds it keeps all others away. Seconds count whether an exchange comes
-to its end or not: else a partner that lets chunks drip could hold a whole stage, and nothing would look amiss.
+A replica has one exchange at a time, so a partner that holds it keeps all others away. Seconds count even if an
+exchange comes to nothing. Otherwise a partner that lets chunks drip could hold a whole stage, and nothing would look
+amiss.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from noloco_node.peer_table import PeerTable
 
 STAGE_PEERS_REMEMBERED = 1024
 VISITS_SAVED = 2.0
-"""Visits that a stage peer may make one after the other: who meets whom is chance."""
+"""A stage peer may make so many visits one after the other, since partners meet by chance."""
 REST_PER_SECOND_GIVEN = 19.0
-"""Rest for each second that newcomers held this replica: all of them together take a twentieth of its time."""
+"""Newcomers that held this replica for a second rest for so many: together they take a twentieth of its time."""
 INTERVALS_REMEMBERED = 16
-"""Latest times between two outer steps; their median is the usual one, which a few slow partners cannot make longer."""
+"""So many latest times between two outer steps are kept. Their median is the usual one; a few slow partners cannot make
+it longer."""
 STRANGERS = PeerId("")
-"""The account of all that this replica has seen no work of: their keys cost nothing."""
+"""One account for all peers that this replica has seen no work of: a new key costs such a peer nothing."""
 
 
 class Visits:
-    """The ration of one replica. In the long run a stage peer gets its part of the outer steps, one of as many as there
-    are stage peers, and so do all peers together that this replica has seen no work of. Honest ones come half as often,
-    for they are dialled as often as they dial. A visit that lasts for several outer steps costs as many visits.
+    """The ration of one replica.
+
+    In the long run each stage peer gets an equal part of the outer steps. All peers together that this replica has seen
+    no work of get one such part. Honest peers come half as often, for they are dialled as often as they dial. A visit
+    that lasts for several outer steps costs as many visits.
 
     All times are seconds of one clock that never goes back.
     """
@@ -44,13 +48,15 @@ class Visits:
         """Visits that a committed exchange costs less than it would."""
 
     def begin_last_round(self) -> None:
-        """This replica takes its last outer step, and answers whoever takes theirs: all begin anew, and come as often
-        as they like. Only their time counts."""
+        """This replica takes its last outer step, and answers all that take theirs.
+
+        All begin anew, and come as often as they like. Only their time counts.
+        """
         self._saved.clear()
         self._free = 1.0
 
     def stepped(self, now: float | None = None) -> None:
-        """This replica has taken an outer step, with whomever or alone; `now` is None where no time passes."""
+        """This replica has taken an outer step, with a partner or alone; `now` is None where no time passes."""
         self._steps += 1
         if now is not None:
             if self._stepped_at is not None:
@@ -86,8 +92,11 @@ class Visits:
         self._gives_again = now + REST_PER_SECOND_GIVEN * seconds
 
     def may_give(self, now: float) -> bool:
-        """Whether a weightless exchange may be answered now. The ration is for all newcomers together: a crowd of them,
-        or one with a new key each time, would keep this replica from its own averaging."""
+        """Tell whether a weightless exchange may be answered now.
+
+        The ration is for all newcomers together. A crowd of them, or one with a new key each time, would keep this
+        replica from its own averaging.
+        """
         return now >= self._gives_again
 
     def _left(self, dialler: PeerId, stage_peers: int) -> float:

@@ -15,29 +15,37 @@ _NEAR_REMEMBERED = 4096
 _MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
 _GROSS = 10.0
-"""Honest differences after a partition are some times the bound; so many times it, they are none."""
+"""A peer whose difference is beyond so many times the bound is a stranger; honest differences after a partition are
+smaller."""
 _TALLEST = 4.0
-"""Times the usual root mean square that one value of a difference may be."""
+"""A single value of a difference may be so many times the usual root mean square."""
 _TAKEN = 0.5
-"""Share of what this replica has learnt since its last outer step that anybody may take back: it is what averaging with
-one who has learnt nothing does."""
+"""A partner may take back this share of what a replica has learnt since its last outer step. Averaging with a partner
+that has learnt nothing takes as much."""
 _LIKE_OTHERS = 1.5
 _CHANCE = 0.25
-"""Share of the own motion that may be taken back by chance: where little is learnt between two exchanges, what an
-honest partner lacks of a replica's own noise looks as if it took something back."""
+"""By chance a partner may take back this share of a replica's own motion.
+
+If little is learnt between two exchanges, an honest partner lacks the replica's own noise. That looks as if the partner
+took something back.
+"""
 
 
 class DifferenceBound:
-    """An adaptive bound on the norm of the difference to a partner. One for each fragment: it sees that part's norms.
+    """An adaptive bound on the norm of the difference to a partner. Each fragment has one of its own and sees its own
+    norms.
 
-    The bound is `multiple` × the low median over distinct voices: each remembered peer's latest difference, as much of
-    it as was within the bound, and this replica's own motion, itself the low median over the last outer steps for which
-    it had learnt anything; zeros say nothing. One peer is one voice however often it comes. All peers together, were
-    they one person's, move the bound only within a factor of 4 about the own motion: what they have been granted never
-    entitles them to more. A replica that has never learnt anything has no measure of its own, and nobody moves it.
+    The bound is `multiple` × the low median over distinct voices. One voice is each remembered peer's latest
+    difference, as much of it as was within the bound. Another is this replica's own motion, the low median over the
+    last outer steps in which it had learnt anything; zeros say nothing. One peer is one voice however often it comes.
 
-    Who was within the bound before and is beyond it now was parted from this replica by something, and is brought to
-    the bound. Who never was is a stranger: its difference moves a replica the less the larger it is (decision 129).
+    All peers together may belong to one attacker. They move the bound only within a factor of 4 about the own motion:
+    what they have been granted never entitles them to more. A replica that has never learnt anything has no measure of
+    its own, and nobody moves it.
+
+    A peer that was within the bound before and is beyond it now was parted from this replica by something. Its
+    difference is brought to the bound. A peer that never was within it is a stranger: its difference moves a replica
+    the less the larger it is (decision 129).
     """
 
     def __init__(self, multiple: float) -> None:
@@ -82,14 +90,16 @@ class DifferenceBound:
 
 
 class Regress:
-    """How much of what a replica learns one partner may take back in an outer step: half of what it has learnt since
-    the last one (the low median over its last steps), along the way that it has been learning lately, or a quarter of
-    its motion, if that is more.
+    """The bound on how much of what a replica learns one partner may take back in an outer step.
 
-    Half is what averaging with one who has learnt nothing takes. Where most of the *other* partners took more when they
-    were last met (after a partition, or where this replica is the one that is off), so may this one: half as much again
-    as their median. What was not granted is no voice. Who has met only a single stage peer, and knows of no other, has
-    nobody to measure it by.
+    The bound is half of what the replica has learnt since its last step (the low median over its last steps). It is
+    measured along the way that the replica has been learning lately. A quarter of its motion is allowed if that is
+    more.
+
+    Averaging with a partner that has learnt nothing takes half. After a partition, or if this replica is the one that
+    is off, most of the *other* partners took more when last met. Then this one may take half as much again as their
+    median. What was not granted is no voice. A replica that has met a single stage peer, and knows of no other, has no
+    measure.
     """
 
     def __init__(self) -> None:
@@ -116,7 +126,7 @@ class Judgement:
     """How an exchange is taken."""
 
     norm: float
-    """Of the difference to the partner, as it came."""
+    """The norm of the difference to the partner, as it came."""
     bound: float
     """Largest norm that would have been taken whole."""
     scale: float
@@ -124,11 +134,11 @@ class Judgement:
 
 
 class PartnerBound:
-    """All bounds on what one partner may do in an outer step, for one part of the weights: on the norm of the
-    difference, on its single values, and on what it takes back of what this replica has learnt.
+    """All bounds on one partner in an outer step, for one part of the weights.
 
-    By the norm alone a partner could always push where it hurts most: three times what is learnt between two exchanges
-    takes back all of it, and put into a few values it ruins a model (decision 182).
+    They limit the norm of the difference, its single values, and what it takes back of what this replica has learnt. A
+    bound on the norm alone lets a partner push where it hurts most. Three times what is learnt between two exchanges
+    takes back all of it. Put into a few values it ruins a model (decision 182).
     """
 
     def __init__(self, multiple: float) -> None:
@@ -136,8 +146,11 @@ class PartnerBound:
         self._regress = Regress()
 
     def judge(self, replica: OuterReplica, peer: str, *, stage_peers: int) -> Judgement:
-        """How the open step of `replica` takes the difference to `peer`, whose single values are brought within their
-        bound here. `stage_peers` live beside this replica. Once for each step with a partner."""
+        """Decide how the open step of `replica` takes the difference to `peer`, and bring its single values within
+        their bound.
+
+        `stage_peers` live beside this replica. Call it once for each step with a partner.
+        """
         norm, motion = replica.difference_norm(), replica.own_motion()
         bound, usual = self.difference.bound(motion), self.difference.usual(motion)
         scale = self.difference.scale(peer, norm, motion)

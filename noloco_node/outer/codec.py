@@ -1,16 +1,18 @@
-"""How the exchanged tensor travels: the codecs of an outer step.
+"""The codecs of an outer step: how the exchanged tensor travels.
 
-A codec never reconstructs a partner's tensor for its own sake: what counts is the difference of two contributions,
-s_j − s_i, and every codec gives it antisymmetrically, so that the mean over replicas is kept (see `replica.py`).
-Codes are rounded by a dither that both sides know (a Weyl sequence within each block, moved by a hash of the exchange's
-name and the block): equal values get equal codes, the difference is unbiased, and its error shrinks with the difference
+A codec never reconstructs a partner's tensor for its own sake: only the difference of two contributions, s_j − s_i,
+counts. Every codec gives it antisymmetrically, so that the mean over replicas is kept (see `replica.py`). Codes are
+rounded by a dither that both sides know: a Weyl sequence within each block, moved by a hash of the exchange's name and
+the block. Equal values therefore get equal codes, the difference is unbiased, and its error shrinks with the difference
 itself.
 
-`int8` and `int4` send codes modulo 2^bits: a receiver knows its own value, which lies close by, so only the difference
-must fit (the idea of Moniqua, arXiv 2002.11787, and of lattice coding, arXiv 2002.09268). The error therefore scales
-with the spread across replicas and not with the weights, and one phase is enough. Each block of 1024 values is rotated
-first (`rotation.py`), so that a difference is spread evenly over it, and its step comes from a sketch: 8 of the rotated
-values, exchanged exactly beforehand. `dct` and `sign` send only a small part of the motion (`decoupled.py`).
+`int8` and `int4` send codes modulo 2^bits. A receiver knows its own value, which lies close by, so only the difference
+must fit. This is the idea of Moniqua (arXiv 2002.11787) and of lattice coding (arXiv 2002.09268). The error therefore
+scales with the spread across replicas and not with the weights, and one phase is enough.
+
+Each block of 1024 values is rotated first (`rotation.py`), so that a difference is spread evenly over it. The step
+comes from a sketch: 8 of the rotated values, exchanged exactly beforehand. `dct` and `sign` send only a small part of
+the motion (`decoupled.py`).
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class Codec:
     def coding(self, exchange: str, start: int, end: int, sketches: Sequence[Tensor]) -> Coding:
         """The coding of the exchange of that name over the values [start, end).
 
-        `sketches` are those of all members, in any order (empty for codecs that are not modulo).
+        `sketches` come from all members, in any order (empty for codecs that are not modulo).
         """
         if self.decoupled:
             motion: Motion = Waves() if self.name == "dct" else Signs(exchange)

@@ -1,12 +1,13 @@
 """Codecs that treat a replica's motion apart from its weights: `dct` and `sign`.
 
-After "Distributed Low-Communication Training with Decoupled Momentum Optimization" (arXiv 2510.03371), where what does
-not cross waits as error feedback. Here a contribution is s = γφ + u with u = αδ + βnwΔ, a receiver has all of its own
-s, and Q(s_j) − Q(s_i) replaces of it only what crosses: the rest of u is applied locally, nothing waits, and the mean
-over replicas is kept as with every codec. (`sign` takes γτ for γφ and the rest for u: `OuterReplica.trail`.) γφ does
-not shrink as training goes on, so a few bits cannot carry it, and without it replicas would drift apart. So of each 16
-blocks one, drawn from the exchange's name, crosses whole as modulo codes; the others send what `motion.py` makes of u:
-`dct` 0.24 bytes for a weight in all, `sign` 0.15.
+They follow "Distributed Low-Communication Training with Decoupled Momentum Optimization" (arXiv 2510.03371). There,
+what does not cross waits as error feedback. Here a contribution is s = γφ + u with u = αδ + βnwΔ, and a receiver has
+all of its own s. Q(s_j) − Q(s_i) replaces of it only what crosses. The rest of u is applied locally, nothing waits, and
+the mean over replicas is kept as with every codec. (`sign` takes γτ for γφ and the rest for u: `OuterReplica.trail`.)
+
+γφ does not shrink as training goes on, so a few bits cannot carry it, and without it replicas would drift apart. One of
+each 16 blocks, drawn from the exchange's name, therefore crosses whole as modulo codes. The others send what
+`motion.py` makes of u: `dct` 0.24 bytes for a weight in all, `sign` 0.15.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from noloco_node.outer.motion import Motion
 from noloco_node.outer.rotation import BLOCK
 
 GROUP = 16
-"""Blocks of which one crosses whole."""
+"""One block of each group of so many blocks crosses whole."""
 
 
 def decoupled_bytes(blocks: int, bits: int, motion_bytes: int) -> int:
@@ -33,7 +34,7 @@ def decoupled_bytes(blocks: int, bits: int, motion_bytes: int) -> int:
 
 
 def decoupled_sketch(exchange: str, values: Tensor) -> Tensor:
-    """The sketch of those blocks that cross whole, fp32 [8 · groups]."""
+    """The sketch of the blocks that cross whole, fp32 [8 · groups]."""
     rows = rows_of(values)
     return sketch_of(exchange, rows[_whole(exchange, len(rows))].flatten())
 

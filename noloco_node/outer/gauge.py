@@ -11,9 +11,10 @@ SHARE_OF_STAGE = 512
 
 
 def gauge_coordinates(seed: str, size: int, count: int) -> Tensor:
-    """Coordinates (int64, drawn with replacement, the same for all who know `seed`) of a vector of `size` weights.
+    """Coordinates (int64, drawn with replacement) of a vector of `size` weights, the same for all that know `seed`.
 
-    At most 1/512 of them, so that in fp32 the gauge stays a small part of an exchange, by signs as well.
+    They are at most 1/512 of the weights, so that in fp32 the gauge stays a small part of an exchange, by signs as
+    well.
     """
     count = max(1, min(count, size // SHARE_OF_STAGE))
     digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()

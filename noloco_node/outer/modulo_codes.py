@@ -1,4 +1,4 @@
-"""Codes of a vector modulo 2^bits, for partners whose vectors lie close together, and the dither that they share."""
+"""Codes of a vector modulo 2^bits, for partners with vectors close together, and the dither that both share."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LARGEST_CODE = 2.0**23
 _SMALLEST_STEP = 1e-30
 _BLOCKS_IN_CACHE = 128
 _AMBIGUOUS = -128
-"""Half the range either way is one code, so it counts as no difference."""
+"""This code is half the range either way, so it counts as no difference."""
 
 
 def sketch_of(exchange: str, values: Tensor) -> Tensor:
     """A few rotated coordinates of each block of the values, fp32 [8 · blocks].
 
-    By their rows of the rotation, which takes a sixth of the time of rotating all: it may round otherwise on another
-    machine, since members use each other's sketches as they came.
+    Only their rows of the rotation are computed, which takes a sixth of the time. Another machine may round otherwise,
+    so members use each other's sketches as they came.
     """
     stride = BLOCK // SKETCH_PER_BLOCK
     drawn = hashed(torch.arange(SKETCH_PER_BLOCK), seed_of(f"sketch/{exchange}")) % stride
@@ -39,7 +39,7 @@ def sketch_of(exchange: str, values: Tensor) -> Tensor:
 
 
 class ModuloCodes:
-    """A `Coding`: floor(x/step + dither) modulo 2^bits of the rotated values x, a step for each block.
+    """A `Coding`: floor(x/step + dither) modulo 2^bits of the rotated values x, with a step for each block.
 
     The dither goes up to 2 instead of 1: a whole step more moves both sides' codes alike. 4-bit codes are packed by
     halves of a chunk, the second half in the upper bits.

@@ -5,5 +5,5 @@ from __future__ import annotations
 from typing import Literal
 
 CodecName = Literal["fp32", "fp16", "int8", "int4", "dct", "sign"]
-"""`codec.CODECS` has one of each."""
+"""The names of the codecs; `codec.CODECS` has one of each."""
 Momentum = Literal["averaged", "local"]

@@ -16,12 +16,14 @@ from noloco_node.outer.decoupled import crosses_whole
 from noloco_node.outer.update import OuterRule, contribution, step_
 
 _IN_CACHE = 1 << 16
-"""Values that are looked at together, so that what is made of them stays in a processor's cache."""
+"""So many values are worked on together, so that they stay in a processor's cache."""
 TRAIL_STEPS = 16
-"""Outer steps over which a trail averages (decision 157)."""
+"""A trail averages over so many outer steps (decision 157)."""
 LEARNT_STEPS = 16
-"""Outer steps over which what a replica itself has learnt is averaged. Over fewer, honest partners seem to take back
-what it learnt in the last ones, for these are all that they do not have."""
+"""What a replica itself has learnt is averaged over so many outer steps.
+
+Over fewer, honest partners seem to take back what it learnt in the last steps, for these are all that they lack.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,20 @@ class OuterReplica:
     """Slow weights φ, momentum δ, and at most one open outer step, all flat vectors of one length on the host.
 
     An open step covers one part of the weights and works on a frozen snapshot θ of it. With its own s_i exact and Q the
-    codec, the receiver forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n, so the mean over replicas is kept to rounding
-    whatever Q does. A step is committed in three parts, so that what changes θ need not wait for the arithmetic:
-    `prepare` works out the whole step in the open step's own buffers, `adopt` says that it counts, `settle` carries it
-    into φ and δ. An open step that is never adopted leaves no trace. Buffers are allocated once.
+    codec, the receiver forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n. The mean over replicas is therefore kept to
+    rounding whatever Q does.
 
-    A codec that `trails` tells a replica's motion from its weights by their *trail* τ, a moving average of φ: what φ
-    has moved lately is motion too, and crosses with δ and Δ. Where a block crosses whole the trail is moved along by
-    what the difference moves s. Partners' trails need not agree for the mean to be kept, but who takes over a φ takes
-    its trail too, or the two would be moved apart by what only one of them offers.
+    A step is committed in three parts, so that a change of θ need not wait for the arithmetic. `prepare` works out the
+    whole step in the open step's own buffers, `adopt` says that it counts, `settle` carries it into φ and δ. An open
+    step that is never adopted leaves no trace. Buffers are allocated once.
 
-    Which way this replica itself has been learning is a moving average of its own Δ, with no part in it that came from
-    partners; by it they are measured (`PartnerBound`). It is nobody else's business and is given to nobody.
+    A codec that `trails` tells a replica's motion from its weights by their *trail* τ, a moving average of φ. What φ
+    has moved lately is motion too, and crosses with δ and Δ. Where a block crosses whole, the difference moves the
+    trail along as it moves s. Partners' trails need not agree for the mean to be kept. But a replica that takes over a
+    φ takes its trail too, or what only one of them offers would move the two apart.
+
+    A moving average of this replica's own Δ says which way it has been learning. No part of it came from partners; they
+    are measured by it (`PartnerBound`). It is given to nobody.
 
     Many methods: an open step is taken in small parts between device operations, and each part is one.
     """
@@ -197,12 +201,14 @@ class OuterReplica:
         self._difference[part].add_(difference, alpha=1 / self._members)
 
     def difference_norm(self) -> float:
-        """Norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part: how far the partners pull this replica's mean."""
+        """The norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part: how far the partners pull this replica's mean."""
         return math.sqrt(_squares(self._difference[self._part.slice]))
 
     def own_motion(self) -> float:
-        """Norm of βΔ over the open part: what this replica itself brings to the step. The momentum is left out, because
-        earlier partners had a part in it (see `DifferenceBound`)."""
+        """The norm of βΔ over the open part: what this replica itself brings to the step.
+
+        The momentum is left out, because earlier partners had a part in it (see `DifferenceBound`).
+        """
         total = 0.0
         for index in range(self.chunks):
             part = self._slice(index)
@@ -210,9 +216,12 @@ class OuterReplica:
         return self.rule.beta * math.sqrt(total)
 
     def taken_back(self) -> tuple[float, float]:
-        """How far the difference leads back along the way that this replica itself has been learning over the last
-        outer steps (negative: onwards), and how far along it βΔ has come. Over the open part; before the first outer
-        step the way is that of Δ, and without any both are 0."""
+        """How far the difference leads back along the way of this replica's own learning, and how far along it βΔ has
+        come.
+
+        The way is that of the last outer steps, over the open part; the first figure is negative if the difference
+        leads onwards. Before the first outer step the way is that of Δ. Without any, both are 0.
+        """
         back, made, length = self._along(self._learnt)
         if length == 0.0:
             back, made, length = self._along(None)
@@ -270,8 +279,10 @@ class OuterReplica:
         self._adopted = True
 
     def settle(self) -> None:
-        """Carry an adopted step into φ and δ; nothing where none waits. Any thread may call it, and whoever needs θ, φ
-        and δ of one state does."""
+        """Carry an adopted step into φ and δ; it does nothing if none waits.
+
+        Any thread may call it. A reader that needs θ, φ and δ of one state calls it first.
+        """
         with self._settling:
             if self._adopted:
                 part = self._part.slice

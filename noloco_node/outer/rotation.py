@@ -42,8 +42,8 @@ def rotated_back_(rows: Tensor, signs: Tensor) -> Tensor:
 def _hadamard_(rows: Tensor) -> Tensor:
     """An orthonormal Hadamard transform of each row [n, 1024], its own inverse; the rows' memory is used up.
 
-    A row is a square of 32 × 32, transformed along one side, turned, and transformed along the other: so every addition
-    runs over at least 32 neighbours.
+    A row is a square of 32 × 32, transformed along one side, turned, and transformed along the other. Every addition
+    therefore runs over at least 32 neighbours.
     """
     source, target = rows, torch.empty_like(rows)
     for turn in (False, True):

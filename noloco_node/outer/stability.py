@@ -1,7 +1,8 @@
-"""For which γ the spread across replicas shrinks: second moments of a deviation from the mean over replicas.
+"""The values of γ for which the spread across replicas shrinks: second moments of a deviation from the mean over
+replicas.
 
 With fresh random groups of n out of N each round, c = N(n−1)/(n(N−1)) is the share of a deviation's variance that
-averaging removes. When only a share q of the outer steps finds a partner, c becomes c·q. For n = N there is no other
+averaging removes. If only a share q of the outer steps finds a partner, c becomes c·q. For n = N there is no other
 group to deviate from, c = 1.
 """
 
@@ -31,8 +32,8 @@ def mixing_share(group_size: int, replicas: int | None, paired_share: float = 1.
 def contraction_matrix(alpha: float, gamma: float, c: float, momentum: Momentum) -> npt.NDArray[np.float64]:
     """The 3×3 map of the second moments (E x², E v², E xv) of one deviation x and its momentum v over an outer step.
 
-    With d ← a·v + b·y, x ← x + d, where y is the deviation taken to the group's mean. Averaged momentum contracts v
-    with the group as well; local momentum leaves it (α²).
+    With y the deviation taken to the group's mean, d ← a·v + b·y and x ← x + d. Averaged momentum contracts v with the
+    group as well; local momentum leaves it (α²).
     """
     if momentum == "averaged":
         a2 = alpha * alpha * (1 - c)
@@ -44,7 +45,8 @@ def contraction_matrix(alpha: float, gamma: float, c: float, momentum: Momentum)
                 [-gamma * (1 - gamma) * c, a2, a1],
             ]
         )
-    # v' = αv − γ(x − m), x' = x + v', with E[(x−m)²] = E[x(x−m)] = c·E x² and E[v(x−m)] = c·E xv for the group mean m.
+    # For the group mean m, v' = αv − γ(x − m) and x' = x + v'. Here E[(x−m)²] = E[x(x−m)] = c·E x² and E[v(x−m)] = c·E
+    # xv.
     g2c = gamma * gamma * c
     return np.array(
         [

@@ -19,8 +19,11 @@ from torch import Tensor
 from noloco_node.outer.names import Momentum
 
 MIN_TOKEN_WEIGHT = 2.0 / 3.0
-"""Least n·w of a member. Replicas exchange after H/2 to H inner steps, so the token counts of an honest pair differ up
-to twofold. A member that claims endless tokens takes a third of its partner's weight, and no more."""
+"""The least n·w of a member.
+
+Replicas exchange after H/2 to H inner steps, so the token counts of an honest pair differ up to twofold. A member that
+claims endless tokens takes a third of its partner's weight, and no more.
+"""
 MAX_TOKEN_WEIGHT = 2.0
 
 
@@ -55,7 +58,7 @@ def step_(rule: OuterRule, mean_contribution: Tensor, *, slow: Tensor, momentum:
 def token_weights(tokens: Sequence[int]) -> tuple[float, ...]:
     """n·w_j for the members of a group: proportional to their tokens, each within [2/3, 2], summing to n.
 
-    The sum must be exactly n whatever was clipped, or the group's Δ would be scaled: what clipping takes from one
+    The sum must be exactly n whatever was clipped, or the group's Δ would be scaled. What clipping takes from one
     member is shared among those that are not at a bound. A group without tokens gets equal weights.
 
     Raises ValueError for an empty group or negative counts.

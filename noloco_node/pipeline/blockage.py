@@ -12,19 +12,21 @@ from collections.abc import Callable
 from noloco_node import ambient
 
 TRIES = 8
-"""Attempts that must have come to nothing in a row before anything is said of a stage."""
+"""A stage is judged only after so many attempts in a row have come to nothing."""
 RECENT_SECONDS = 60.0
-"""Since the last of them, or nothing is being sent now."""
+"""The last failed attempt must be at most so many seconds old; otherwise nothing is being sent now."""
 LIVES = 5.0
-"""Times a record's life within which nothing came through."""
+"""Nothing must have come through for so many lives of a directory record."""
 BUDGETS = 2.0
-"""Times a microbatch's budget, where that is more."""
+"""The wait is at least so many budgets of a microbatch."""
 
 
 def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -> float:
-    """Seconds without any answer to a microbatch after which a stage with so many `stages_behind` it counts as lost,
-    whoever answers there. Who is nearer to the end of the pipeline is the first to lose patience: what does not get
-    through there fails at all stages before."""
+    """Seconds without any answer to a microbatch after which a stage counts as lost, even if peers answer there.
+
+    `stages_behind` is the number of stages after it. A sender near the end of the pipeline loses patience first: what
+    does not get through there fails at all stages before.
+    """
     return (1 + stages_behind) * max(LIVES * record_seconds, BUDGETS * budget_seconds)
 
 

@@ -1,9 +1,9 @@
 """How many microbatches an origin keeps under way: as few as keep the devices at work, never more than a step's share.
 
-More of them hide the time that a microbatch is away; each one beyond the first makes a gradient staler, and where no
-device is free they only wait in queues. An origin sees two things: at what rate they end for each number under way,
-which says from where on another one brings nothing to itself; and for how much of its way a microbatch waits for
-devices, its own and others', which says from where on another one only takes a place from other origins.
+More of them hide the time that a microbatch is away. Each one beyond the first makes a gradient staler, and if no
+device is free they only wait in queues. An origin sees two things. The rate at which microbatches end, for each number
+under way, shows from where on another one brings nothing to itself. The part of its way that a microbatch waits for
+devices shows from where on another one only takes a place from other origins.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
 
 FIRST = 2
 WINDOW = 12
-"""Microbatches behind one rate; three times as many as are under way, where that is more."""
+"""One rate is measured over so many microbatches, or over three times the number under way if that is more."""
 FRESH = 40
-"""Windows for which a rate is believed at the most, and never for longer than had been watched when it was seen: then
-that number is tried again. What the first windows say is of a swarm that is only beginning."""
+"""A rate is believed for at most so many windows; then that number is tried again.
+
+It is never believed for longer than the origin had been watching when it was seen. The first windows tell only of a
+swarm that is beginning.
+"""
 ENOUGH_WAITING = 2.0
-"""Own microbatches that wait for devices on their way, on average: with so many the devices that limit are at work."""
+"""If so many own microbatches wait for devices on average, the devices that limit the pipeline are at work."""
 MOST_WAITING = 3.0
-"""With more, places are taken from other origins and nothing is won: they do the same."""
+"""If more own microbatches wait for devices, they take places from other origins. Nothing is won, since the others do
+the same."""
 LAST_ONE = 1 / 16
-"""Part of one microbatch in what is taken for usual."""
+"""The latest microbatch has this weight in the moving average of the waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,11 @@ def of_use(kept: int, waiting: float) -> int:
 
 
 def next_limit(rates: dict[int, Rate], window: int, most: int) -> int:
-    """Microbatches to keep under way in the next window: the least number that brings nearly as much as the best does,
-    of those up to `most`. A neighbour of it that was not tried of late is tried."""
+    """Microbatches to keep under way in the next window.
+
+    It is the least number, up to `most`, that brings nearly as much as the best does. A neighbour of it that was not
+    tried of late is tried.
+    """
     believed = {n: each.a_second for n, each in rates.items() if window - each.window < min(FRESH, 1 + each.window)}
     fresh = {n: rate for n, rate in believed.items() if n <= most}
     if not fresh:
@@ -62,17 +69,22 @@ def next_limit(rates: dict[int, Rate], window: int, most: int) -> int:
 
 
 def holds_back(missing: float, under_way: int, waiting: float) -> bool:
-    """Whether a microbatch had better be drawn after the next inner step than now: then its gradient is of the weights
-    that it changes. `missing`: microbatches until that step, all of which must be under way; `waiting`: the part of
-    its way for which one waits for devices and links. By so much it may be drawn later and be back no later, and while
-    one waits so long that part of those `under_way` come back."""
+    """Tell whether a microbatch had better be drawn after the next inner step: its gradient is then of the weights that
+    it changes.
+
+    `missing` counts microbatches until that step; all of them must be under way. `waiting` is the part of its way that
+    a microbatch waits for devices and links. It may be drawn later by so much and be back no later. In that time the
+    same part of those `under_way` come back.
+    """
     return 0 < missing <= min(under_way, waiting * under_way)
 
 
 class InFlight:
-    """The limit that one origin keeps to. `setting` is a number, or `auto`; `share` says how many microbatches a step
-    of this replica has now, `missing` how many its next step still lacks. `changed` fires when one may be drawn that
-    could not before."""
+    """The limit that one origin keeps to. `setting` is a number, or `auto`.
+
+    `share` says how many microbatches a step of this replica has now, `missing` how many its next step still lacks.
+    `changed` fires when one may be drawn that could not before.
+    """
 
     def __init__(
         self,
@@ -101,7 +113,7 @@ class InFlight:
         return min(self._wanted, max(1, self._share()), self.most) if self._auto else self.most
 
     def open_to(self, number: int, under_way: int) -> bool:
-        """Whether whoever has this number, from 0, of those that draw may draw now, beside so many."""
+        """Tell whether the drawer of this number, from 0, may draw now beside so many under way."""
         if self._released:
             return True
         return number < self.limit and not holds_back(self._missing(), under_way, self._waiting)
@@ -112,10 +124,13 @@ class InFlight:
         self.changed.fire()
 
     def carried(self, seconds: float, waited: float, link_wait: float = 0.0) -> None:
-        """A microbatch was trained, so many seconds after it was drawn, for which of them it waited for devices once
-        its forward had begun: until then it takes nobody's place and is of the newest weights. `link_wait`: for how
-        many it waited for its link. That says that it could have been drawn later, and not that its place brings
-        nothing: while links wait for each other at random, one more fills what would be empty."""
+        """A microbatch was trained `seconds` after it was drawn.
+
+        `waited` counts the seconds that it waited for devices once its forward had begun. Until then it takes nobody's
+        place and is of the newest weights. `link_wait` counts the seconds that it waited for its link. Such a
+        microbatch could have been drawn later, but its place is not useless. While links wait for each other at random,
+        one more fills what would be empty.
+        """
         if seconds > 0.0:
             self._waiting += LAST_ONE * ((waited + link_wait) / seconds - self._waiting)
         if not self._auto:

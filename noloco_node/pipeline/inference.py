@@ -1,7 +1,7 @@
-"""Forward only, for who generates a text through the swarm: one stage of one window, for whoever asks, within a ration.
+"""Forward only, for a user that generates a text through the swarm: one stage of one window, within a ration.
 
-Whoever asks carries the activations from stage to stage itself: each node works for the peer that it has before it, by
-its authenticated id, and for nobody's word. What it may have is a share of the tokens that this node trains.
+The user carries the activations from stage to stage itself. Each node works for the peer before it, by its
+authenticated id, and for nobody's word. A peer may have a share of the tokens that this node trains.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 from noloco_node.transport.tensor_checks import all_finite
 
 AT_ONCE = 2
-"""Windows of all askers that a node holds."""
+"""A node holds at most so many windows, those of all askers together."""
 SAVED_WINDOWS = 32
-"""What all askers together may have at once, however little was asked before; one of them half of it."""
+"""All askers together may have so many windows at once, however little was asked before. One of them may have half."""
 WEIGHT = 4.0
-"""What a token counts in its turn on the device, beside a token that is trained."""
+"""A token counts so much in its turn on the device, beside a token that is trained."""
 
 
 class ForwardHeader(WireModel):

@@ -1,7 +1,7 @@
-"""Which microbatches this replica has trained, so that none is trained twice, and the answers to the last of them.
+"""The microbatches that this replica has trained, so that none is trained twice, and the answers to the last of them.
 
-An id is the word of whoever sent it. So a repeat is known by its sender, whom the link authenticates, by its id, and by
-its content: what somebody else sent under the same id, or the same sender from other weights, is another microbatch.
+An id is only the sender's word. A repeat is therefore known by its sender, which the link authenticates, by its id, and
+by its content. If another sender uses the same id, or the same sender has other weights, it is another microbatch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWERS_KEPT = 32
 KEPT_ANSWER_BYTES = 64 << 20
 MICROBATCHES_REMEMBERED = 4096
 INLINE_BYTES = 1 << 20
-"""Up to this size checksums are taken on the event loop (0.15 ms)."""
+"""Checksums of up to so many bytes are taken on the event loop (0.15 ms)."""
 
 
 class MicrobatchName(NamedTuple):
@@ -34,8 +34,10 @@ class MicrobatchName(NamedTuple):
     mode: Mode
     id: str
     content: tuple[int, ...]
-    """CRC-32 of each tensor. No stronger hash is needed: who makes two of its own contents agree gets its own former
-    answer, and a sender's names are nobody else's."""
+    """CRC-32 of each tensor. No stronger hash is needed.
+
+    A sender that makes two of its own contents agree gets its own former answer, and no other sender can use its names.
+    """
 
 
 async def content_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:

@@ -13,28 +13,31 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
 
 WANTED_SECONDS = 1.0
-"""How long a peer that was refused is taken to want a place still: it asks again within a fraction of that."""
+"""A refused peer is taken to want a place for so many seconds; it asks again within a fraction of that."""
 RELIABLE_SECONDS = 120.0
-"""How long a peer is taken to bring work after a place of it came to something."""
+"""A peer is taken to bring work for so many seconds after a place of it came to something."""
 PEERS_REMEMBERED = 1024
 AHEAD_SECONDS = 0.5
-"""Of a device's work that may wait for it before a microbatch is sent on to others: to ask another takes about that."""
+"""A microbatch is sent on to others if more than so many seconds of a device's work wait before it. To ask another peer
+takes about as long."""
 ASKS_TO_WAIT = 2
-"""Asks that came to nothing, after which a microbatch may wait wherever there is a place. A sender that has asked all
-whom it sees counts as many."""
+"""After so many asks that came to nothing, a microbatch may wait wherever there is a place. A sender that has asked all
+the peers it sees counts as many."""
 OF_A_MICROBATCH = 1 / 8
-"""Part of one in what a microbatch usually takes."""
+"""The latest microbatch has this weight in the moving average of the time that one takes."""
 
 
 class MicrobatchLimiter:
-    """At most `limit` microbatches at once, those on their way included. A quarter of the places (none of fewer than
-    four) is for others than whoever has most: one peer that fills what it can get shuts nobody out. Places that
-    others found taken just now are kept for them, until they ask again, from whoever has more than its part. While
-    there are peers whose places came to something of late, half of all are for these: keys that were never seen before
-    cost nothing, and a place is held for as long as its body is on its way.
+    """At most `limit` microbatches at once, including those on their way.
 
-    Where work waits for the device already that comes before its own, whoever has not asked around yet is refused as
-    well: another device may be idle, and only this node knows how long a microbatch takes here."""
+    A quarter of the places (none of fewer than four) is kept from the peer that has most, so that one peer that fills
+    what it can shuts nobody out. A peer that was just refused has a place kept for it until it asks again, from a peer
+    that has more than its part. While some peers' places came to something of late, half of all places are for them.
+    Keys that were never seen before cost nothing, and a place is held for as long as its body is on its way.
+
+    If the device has enough work waiting, a sender that has not asked around yet is refused as well. Another device may
+    be idle, and only this node knows how long a microbatch takes here.
+    """
 
     def __init__(
         self, limit: int, clock: Callable[[], float] = ambient.monotonic, load: Callable[[], DeviceLoad] = DeviceLoad
@@ -47,14 +50,14 @@ class MicrobatchLimiter:
         self._limit_per_peer = limit - limit // 4
         self._clock = clock
         self._taken: dict[PeerId, int] = {}
-        """By peer; none of those that have none."""
+        """The places each peer has taken; a peer without any is not listed."""
         self._count = 0
         self._answered: dict[PeerId, int] = {}
-        """Of these, those that an answer was given to."""
+        """The number of a peer's places that were answered."""
         self._reliable = PeerTimes[PeerId](PEERS_REMEMBERED)
-        """Whose last place came to something, and until when that counts."""
+        """The peers with a place that lately came to something, and until when that counts."""
         self._wanted = PeerTimes[PeerId](limit)
-        """Who was refused last, and until when it is taken to want a place."""
+        """The peers that were refused lately, and until when each is taken to want a place."""
 
     @property
     def taken(self) -> int:
@@ -101,10 +104,11 @@ class MicrobatchLimiter:
         self._count -= 1
 
     def _ahead_of(self, peer: PeerId) -> int:
-        """Of the microbatches that wait for the device those whose turn comes before that of a new one of `peer`.
+        """Count the microbatches waiting for the device whose turn comes before a new one of `peer`.
 
-        Senders take turns, so whoever has many waiting is before it with one more than `peer` has itself. Were all
-        counted, whoever fills a device would have it alone, since everybody else was sent on."""
+        Senders take turns, so a sender with many waiting is before it with one more than `peer` has itself. If all were
+        counted, a sender that fills a device would have it alone, since every other one was sent on.
+        """
         waiting = self._load().waiting
         if not waiting:
             return 0

@@ -1,10 +1,10 @@
-"""How activations travel on each link, of the codecs that the run allows: by what carrying them takes.
+"""How activations travel on each link: the codec, of those that the run allows, is chosen by the time that carrying
+takes.
 
-A link is quick enough for a codec where carrying a microbatch and its gradient takes little beside what is done with
-them at the other end: then the device is what limits the training, and nothing is won by sending less. What carrying
-takes is the sender's own clock less what the answer says of the work. A peer that tells a lie there gets wider or
-narrower codes, and harms nobody. What it takes beyond the least that it has taken of late is waiting: others were on
-the way to the same link, at either end.
+A link is quick enough for a codec if carrying a microbatch and its gradient takes little beside the work at the other
+end. Then the device limits the training, and nothing is won by sending less. The time of carrying is the sender's own
+clock less what the answer says of the work. A peer that lies there gets wider or narrower codes, and harms nobody. Time
+beyond the least of late is waiting: other transfers were on the same link, at either end.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from noloco_node.peer_table import PeerTable
 from noloco_node.training.activation_codec import DTYPES, decode, encode
 
 CARRIED_SHARE = 1 / 4
-"""Of the time that the work takes: what carrying may take for the link to be quick enough."""
+"""A link is quick enough if carrying takes at most this share of the time that the work takes."""
 OF_A_MICROBATCH = 1 / 8
-"""Part of one microbatch in what a link usually takes."""
+"""The latest microbatch has this weight in the moving average of a link's times."""
 PROBES = 1 / 32
-"""Share of microbatches that go by another codec than the link's own, so that it is known what that takes now. They
-also hide which microbatches are copies for an audit, since those go by the codec of the first."""
+"""This share of microbatches goes by another codec than the link's own, to measure what that one takes now.
+
+They also hide which microbatches are copies for an audit, since those go by the codec of the first.
+"""
 LONGER = 1 / 256
-"""Part of one microbatch by which the least that carrying takes grows towards what it takes: a way that has become
-longer is believed after some hundreds, and one that only has more on it is found free now and then by then."""
+"""The least time of carrying grows by this part towards the latest time.
+
+A way that has become longer is believed after some hundreds of microbatches. A way that only has more traffic is found
+free now and then by that time.
+"""
 LINKS_REMEMBERED = 1024
 INLINE_NUMBERS = 1 << 15
-"""So many are coded on the event loop (0.2 ms), more beside it."""
+"""So many numbers are coded on the event loop (0.2 ms); more are coded beside it."""
 
 
 @dataclass(slots=True)
@@ -69,8 +74,11 @@ class LinkCodecs:
         return self._allowed[-1] if link is None else codec_for(self._bytes, link.carrying, link.work)
 
     def carried(self, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> float:
-        """A microbatch went to `peer` and its gradient came back within so many seconds, of which the peer says that
-        its work took `work`; None: it says nothing. Returns for how many of them it waited for the link."""
+        """A microbatch went to `peer` and its gradient came back after `took` seconds. Returns the seconds that it
+        waited for the link.
+
+        The peer says that its work took `work` seconds; None if it says nothing.
+        """
         if work is None:
             return 0.0
         link = self._links[peer] = self._links.get(peer) or _Link()
@@ -83,17 +91,22 @@ class LinkCodecs:
 
 
 def least_carrying(before: float | None, seconds: float) -> float:
-    """What carrying takes at the least, where nothing else is on the way, now that one took so many `seconds`; None:
-    that one is the first."""
+    """The least seconds that carrying takes with nothing else on the way, after one took `seconds`.
+
+    `before` is None for the first one.
+    """
     return seconds if before is None else min(seconds, before + LONGER * (seconds - before))
 
 
 def codec_for(
     sizes: Mapping[ActivationCodec, int], carrying: Mapping[ActivationCodec, float], work: float
 ) -> ActivationCodec:
-    """The widest codec that a link is quick enough for, else the narrowest. `sizes`: bytes of each, from wide to
-    narrow; `carrying`: seconds that it takes with those that were tried, at least one; `work`: seconds at the other
-    end. What was not tried is taken to need time by its bytes, which is too much where the link is merely long."""
+    """The widest codec that a link is quick enough for, else the narrowest.
+
+    `sizes` gives the bytes of each, from wide to narrow. `carrying` gives the seconds that each tried codec takes; at
+    least one was tried. `work` is seconds at the other end. A codec that was not tried is taken to need time by its
+    bytes, which is too much if the link is merely long.
+    """
     for codec, size in sizes.items():
         near = sorted((abs(sizes[tried] - size), seconds / sizes[tried]) for tried, seconds in carrying.items())
         if near[0][1] * size <= CARRIED_SHARE * work:

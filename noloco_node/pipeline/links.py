@@ -12,16 +12,16 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 
 RELAYED_WEIGHT = 1 / 4
-"""How often a peer behind a relay is chosen, beside one that is connected directly."""
+"""The weight of a peer behind a relay, in the choice beside peers that are connected directly."""
 LEAST_WEIGHT = 1 / 8
-"""Of a stage peer whose way is slow, relayed or not."""
+"""The least weight of a stage peer with a slow way, relayed or not."""
 TOLERANCE = 1.5
-"""Times what the quicker half of the stage peers take for a byte from which a way is slow: its weight falls as the
-square of what is beyond."""
+"""A way is slow if a byte takes more than so many times as long as for the quicker half of the stage peers. Its weight
+falls as the square of the excess."""
 OF_AN_EXCHANGE = 1 / 4
-"""Part of one exchange in what a way usually takes."""
+"""The latest exchange has this weight in the moving average of a way's seconds per byte."""
 REMEMBERED_SECONDS = 900.0
-"""After which a way is tried like any other."""
+"""After so many seconds a way is tried like any other."""
 STAGE_PEERS_REMEMBERED = 1024
 
 
@@ -58,8 +58,10 @@ class PeerWays:
 
 
 def way_weights(seconds_per_byte: Sequence[float | None], relayed: Sequence[bool]) -> list[float]:
-    """How often to choose each way, beside 1 for a direct and quick one; None: not known, and so not slow. Where all
-    are relayed that says nothing, and what is slow is said by the quicker half of those that are known."""
+    """How often to choose each way, beside 1 for a direct and quick one; None is not known, and so not slow.
+
+    If all ways are relayed, that says nothing. The quicker half of the known ways says what is slow.
+    """
     known = sorted(each for each in seconds_per_byte if each is not None)
     quick = TOLERANCE * known[(len(known) - 1) // 2] if known else 0.0
     beside_direct = not all(relayed)

@@ -1,4 +1,4 @@
-"""A model that lies in pieces on the nodes of a run: asked stage by stage for what comes next, by one who looks on.
+"""A model that lies in pieces on the nodes of a run: an onlooker asks it stage by stage for the next token.
 
 There is no cache of keys and values: for each token the whole text so far goes through all stages anew, on a random
 route. A peer that dies, is silent or refuses is replaced by another of its stage.
@@ -36,27 +36,28 @@ from noloco_node.transport.messages import TensorSpec
 
 ANSWERING = (PeerState.TRAINING, PeerState.FINISHING)
 LOOK_SECONDS = 15.0
-"""Between two looks at who is there, while all is well."""
+"""Seconds between two readings of the directory, while all is well."""
 PAUSE_SECONDS = (0.25, 1.0)
-"""After a round in which every replica of a stage said no."""
+"""Seconds of pause, least and most, after a round in which every replica of a stage said no."""
 PATIENCE_SECONDS = 120.0
-"""So long a stage may bring nothing before the text ends."""
+"""The text ends after a stage has brought nothing for so many seconds."""
 NOBODY_SECONDS = 30.0
-"""So long where the directory shows nobody at the stage at all."""
+"""The text ends after so many seconds if the directory shows nobody at the stage at all."""
 WORTH_SAYING_SECONDS = 5.0
 SILENT_SECONDS = 60.0
-"""So long who was silent is asked only where nobody else is there: that others are full makes no way to it."""
+"""A silent peer is asked again before so many seconds only if nobody else is there. Full peers beside it do not change
+that."""
 FOR_GOOD = frozenset(
     {Refusal.UNKNOWN_METHOD, Refusal.NOT_ADMITTED, Refusal.WRONG_PROTOCOL, Refusal.WRONG_RUN, Refusal.BANNED}
 )
-"""Refusals that waiting does not change."""
+"""These refusals do not change by waiting."""
 SHOWN_REASONS = 4
 WORDS = {
     PeerUnreachable: "cannot be reached",
     DeadlinePassed: "is silent",
     ProtocolViolation: "answers what was not asked for",
 }
-"""For a person: what p2pd says of a failed call has several lines."""
+"""A short text for a person: what p2pd says of a failed call has several lines."""
 
 
 class LiveModel:

@@ -40,15 +40,15 @@ from noloco_node.trust.sources_seen import DrawnBy
 COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
 PEERS_COUNTED = 1024
-"""Peers whose work is counted one by one; of more, those seen last."""
+"""The work of so many peers is counted one by one; of more, those seen last are kept."""
 
 Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=MAX_PARTS)]
-"""How often each expert of a mixture was chosen for the tokens of a microbatch."""
+"""The number of times that each expert of a mixture was chosen for the tokens of a microbatch."""
 
 Mode = Literal["train", "evaluate"]
 
 COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
-"""Refusals that say nothing against who gives them."""
+"""These refusals say nothing against the peer that gives them."""
 
 NO_MEMORY = "there is no memory for this microbatch here now"
 
@@ -78,7 +78,7 @@ class MicrobatchHeader(WireModel):
 
     @property
     def drawn(self) -> DrawnBy:
-        """Who drew it, and when by its clock."""
+        """The origin that drew it, and the time by the origin's clock."""
         return DrawnBy(PeerId(self.origin), self.origin_clock)
 
 
@@ -122,7 +122,7 @@ class Outgoing:
     codec: ActivationCodec | None = None
     """How they travel; None: as suits the link."""
     asks: int = 0
-    """Of it that came to nothing, before the one that was answered."""
+    """The number of asks that came to nothing before the one that was answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Trained:
     scale: float = 0.0
     """Root mean square of the gradient."""
     peer: str = ""
-    """Who answered."""
+    """The peer that answered."""
     chosen: tuple[int, ...] = ()
     """How often all stages chose each expert."""
     codec: ActivationCodec | None = None
@@ -257,8 +257,11 @@ def check_specs(
 
 
 def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor, router: Router | None = None) -> Trained:
-    """What came back for these activations. Raises BadAnswer where it counts other tokens than they have, and where a
-    `router` is trained and the counts cannot be those of all stages."""
+    """The result that came back for these activations.
+
+    Raises BadAnswer if it counts other tokens than they have, or if a `router` is trained and the counts cannot be
+    those of all stages.
+    """
     header = answer.header
     if header.tokens != activations.shape[0] * activations.shape[1]:
         raise BadAnswer(f"the answer counts {header.tokens} tokens in activations {tuple(activations.shape)}")
@@ -272,7 +275,8 @@ def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor, router: R
 
 
 async def decoded(trained: Trained, codec: ActivationCodec, dtype: torch.dtype) -> Trained:
-    """The same with its gradient as numbers of this precision. Raises BadAnswer where codes stand for no numbers."""
+    """This result with its gradient as numbers of this precision. Raises BadAnswer where codes stand for no
+    numbers."""
     if trained.gradient is None or trained.gradient.dtype == dtype:
         return trained
     gradient = await from_wire(trained.gradient, codec, dtype)

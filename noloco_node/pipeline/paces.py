@@ -1,7 +1,7 @@
-"""How long a next-stage peer takes, and how often asking it brings what was asked for, beside its stage peers.
+"""How long a next-stage peer takes, and how often it brings what was asked for, beside its stage peers.
 
 What a peer says of its load costs it nothing; the time that it takes is the sender's own. A peer that answers just
-below each deadline, or fails at once each time, breaks no rule: it is asked less, in relation to its stage peers.
+below each deadline, or fails at once each time, breaks no rule. It is asked less, in relation to its stage peers.
 """
 
 from __future__ import annotations
@@ -15,31 +15,34 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
 
 TOLERANCE = 1.5
-"""Times what its stage peers take from which a peer is slow: it is asked the less, by the square of what is beyond."""
+"""A peer is slow if it takes more than so many times as long as its stage peers. It is asked less by the square of the
+excess."""
 OF_AN_ANSWER = 1 / 8
-"""Part of one answer in what a peer usually takes and brings."""
+"""The latest answer has this weight in the moving averages of a peer's time and yield."""
 SLOWNESS_HALVES_AFTER = 20.0
 """Slowness halves in so many times as long as the peer takes: one slow answer costs its giver some minutes at most."""
 FAILURES_HALVE_SECONDS = 30.0
 LEAST_WEIGHT = 1 / 16
-"""Of one whose answers never bring anything. That costs little time, and it may have come to itself."""
+"""The least weight of a peer, even if its answers never bring anything. It costs little time, and the peer may have
+recovered."""
 LITTLE = 1 / 4
-"""Of what its stage peers bring: less than that is no work."""
+"""A peer that brings less than this share of what its stage peers bring does no work."""
 HANG_SECONDS = 1.0
-"""A failure that took longer has held a request up for nothing."""
+"""A failure that took more seconds has held a request up for nothing."""
 REST_MULTIPLE = 3.0
-"""Times what the last such failure took that a peer rests, for each time but the first that it has held requests up."""
+"""A peer that has held requests up rests for so many times the last failure's seconds. Each time but the first adds as
+much again."""
 LONGEST_REST_SECONDS = 600.0
-"""Also how long such a time is remembered."""
+"""A peer rests at most so many seconds; a request held up for nothing is remembered as long."""
 FEW = 8
-"""Peers among which it is looked anew each time what is quick; among more, once in `BOUNDS_SECONDS`."""
+"""Among so many peers the quick ones are determined at each request; among more, once in `BOUNDS_SECONDS`."""
 BOUNDS_SECONDS = 1.0
 BOUNDS_CHANGE = 1 / 8
-"""Answers by which they are looked at anew, beside the peers that answered before: where answers are as rare as seconds
-each of them would have it looked."""
+"""The bounds are computed anew early only after answers from this share of the known peers. If each answer takes
+seconds, every one of them would compute them."""
 
 PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
-"""Others further on gave up, says who answers so."""
+"""A peer that gives one of these refusals says that others further on gave up."""
 
 
 class RequestOutcome(Enum):
@@ -120,7 +123,8 @@ class Paces:
         self._answers = 0
         """Requests that ended since bounds were looked for."""
         self._known: list[_Pace] = []
-        """Of those among whom it was looked last: every microbatch asks, and of a large stage few were ever asked."""
+        """The known peers among those that the bounds were last computed for. Every microbatch asks, and of a large
+        stage few were ever asked."""
 
     def began(self, peer: PeerId) -> float:
         """A request is under way; returns when it began."""
@@ -132,8 +136,11 @@ class Paces:
         return now
 
     def ended(self, peer: PeerId, began: float, how: RequestOutcome) -> float:
-        """It has ended. Returns the seconds for which the peer is to be left alone: the first time in a while that it
-        held requests up for nothing costs it none, since a node may stand still for a moment."""
+        """The request has ended. Returns the seconds for which the peer is to be left alone.
+
+        The first time in a while that it held requests up for nothing costs it none, since a node may stand still for a
+        moment.
+        """
         pace, now = self._paces[peer], self._clock()
         under_way = self._under_way[peer]
         under_way.remove(began)
@@ -167,9 +174,11 @@ class Paces:
         return min(LONGEST_REST_SECONDS, REST_MULTIPLE * (len(hangs) - 1) * (now - began))
 
     def weights(self, peers: Sequence[PeerId], among: Sequence[PeerId] | None = None) -> dict[PeerId, float]:
-        """How often to ask each, beside 1 for one as quick as its stage peers, which are those in `among`; who is not
-        named has 1. The second quickest says what is quick, so that one that answers anything at once says nothing of
-        the others."""
+        """How often to ask each peer, beside 1 for one as quick as its stage peers, which are those in `among`.
+
+        A peer that is not in the result has 1. The second quickest peer says what is quick, so that one that answers
+        anything at once says nothing of the others.
+        """
         now, paces, weights = self._clock(), self._paces, dict[PeerId, float]()
         reference, best = self._bounds(peers if among is None else among, now)
         for peer in peers:
@@ -193,7 +202,7 @@ class Paces:
         return self._paces[peer].came_at(now) < LITTLE * self._bounds(peers, now).best
 
     def _bounds(self, peers: Sequence[PeerId], now: float) -> _Bounds:
-        """Of a stage that is large: as of a moment ago, since every microbatch asks."""
+        """The bounds among `peers`; for a large stage as of a moment ago, since every microbatch asks."""
         kept = self._kept
         if len(peers) > FEW and kept is not None and kept.among is peers and self._serves(kept, now):
             return kept.bounds

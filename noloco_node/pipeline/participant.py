@@ -79,7 +79,7 @@ class Pipeline(Participant):
 
     @property
     def in_hand(self) -> int:
-        """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+        """The microbatches that this node holds: on stage 0 its own under way, elsewhere other nodes'."""
         return self.server.pending if self.origin is None else self.origin.under_way
 
     @property

@@ -1,6 +1,6 @@
 """A microbatch's way there and back.
 
-Each hop has one owner: the sender keeps the activations until the gradient is back, and on a refusal, a time-out or a
+Each hop has one owner. The sender keeps the activations until the gradient is back. On a refusal, a time-out or a
 broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers; `source.py` has its origin.
 """
 
@@ -67,15 +67,15 @@ from noloco_node.trust.sources_seen import OriginsSeen
 logger = logging.getLogger(__name__)
 
 BUDGET_SHARE_PASSED_ON = 0.9
-"""Each hop gives the next one less time than it has, so that it can fail upward before its own time is over."""
+"""Each hop gives the next one this share of its time, so that it can fail upward before its own time is over."""
 
 MIN_BUDGET_MS = 50
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
 ROUNDS_TO_DESPAIR = 3
-"""In which every peer of good repute has refused a microbatch, before one on trial is asked for more than its word."""
+"""Every peer of good repute must refuse a microbatch in so many rounds before a peer on trial is asked for it."""
 NOBODY_WARNING_SECONDS = 30.0
 SCALE_MULTIPLE = 16.0
-"""Activations whose root mean square is this many times the usual one are refused."""
+"""Activations are refused if their root mean square is this many times the usual one."""
 
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
@@ -124,9 +124,9 @@ class Downstream:
     async def send(self, outgoing: Outgoing, budget: float) -> Trained:
         """Have the next stage train (or evaluate) a microbatch.
 
-        Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up:
-        that is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
-        origin tries another peer then: whoever always says so may be the one at fault.
+        Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up. The
+        latter is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
+        origin tries another peer then: a peer that always says so may be the one at fault.
         """
         deadline = ambient.monotonic() + budget
         failures, attempt, rounds, reached, busy_since = 0, 0, 0, False, math.inf
@@ -180,9 +180,8 @@ class Downstream:
         raise given_up(Refusal.BUDGET_SPENT, why, reached)
 
     def _patience(self, remaining: float) -> float:
-        """Seconds for one attempt. The origin keeps half of what is left for a second one, so that a peer that is
-        silent (stopped, hung) does not eat the whole budget; a later hop gives all it has, or a deep pipeline's share
-        would shrink to nothing."""
+        """Seconds for one attempt. The origin keeps half for a second one, so that a silent peer (stopped, hung) does
+        not eat the whole budget. A later hop gives all it has, or a deep pipeline's share would shrink to nothing."""
         if self._stage > 0:
             return remaining
         return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
@@ -315,8 +314,8 @@ class PipelineServer:
         return on_tensors(transport, MICROBATCH, self.handle, self.admit)
 
     def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:
-        """Refuse what is not meant for this node, malformed, too large, or too much now; else keep a place for it, from
-        before its body arrives."""
+        """Refuse a microbatch that is not meant for this node, malformed, too large, or too much now. Otherwise keep a
+        place for it, from before its body arrives."""
         if not self._accepting():
             raise Refused(Refusal.DRAINING)
         if self._behind is not None and self._behind.stands_back:

@@ -1,4 +1,4 @@
-"""Who gets the next microbatch: a pure choice, and the book that remembers what it needs."""
+"""The choice of the peer for the next microbatch: a pure function, and the book that remembers what it needs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from noloco_node.trust.reputation import Reputation, Trust, after_audit
 logger = logging.getLogger(__name__)
 
 SUSPENSIONS = Doubling(5.0, 60.0)
-"""How long a peer whose stream broke or timed out is passed over, by the failures before that."""
+"""A peer whose stream broke or timed out is passed over for so many seconds, by the number of failures before."""
 
 LOAD_LIFE_SECONDS = 3.0
-"""How long a reported load counts. One that never aged would keep a peer that was busy once from ever being asked
-again, and so from correcting its figure: routes would lock in, and the mixing that the method rests on would end."""
+"""A reported load counts for so many seconds.
+
+If it never aged, a peer that was busy once would never be asked again and could not correct its figure. Routes would
+lock in, and the mixing that the method rests on would end.
+"""
 
 FULL = 1 << 20
-"""Load of a peer that refuses since it is full: as large as one may be."""
+"""This load, the largest there may be, marks a peer that refuses since it is full."""
 
 UNBLEMISHED = Reputation()
 
@@ -62,13 +65,16 @@ def choose_peer(
 ) -> PeerId | None:
     """The peer for one microbatch, or None where nobody may be asked now.
 
-    `uniform` draws one (the paper's); `balanced` draws two and takes the less loaded, or one of less weight than others
-    as often as its weight says, and of those behind a relay fewer than of those that are not; `fixed` always takes the
-    candidate at `own_rank` (this peer's place among its stage peers), modulo their number, for the ablation of routing.
-    Suspended peers are passed over, unless all are: then the one that returns first is tried, so that a stage with a
-    single slow peer is never cut off. Peers on trial come into question where all ordinary ones are suspended or the
-    sender is `desperate`, since they have refused it in several rounds; peers that are set aside where there are no
-    others. That an ordinary one is excluded, being busy say, opens no way to either.
+    `uniform` draws one, as the paper does. `balanced` draws two and takes the less loaded. A peer of less weight is
+    drawn as often as its weight says, and a peer behind a relay less often than others. `fixed`, for the ablation of
+    routing, always takes the candidate at `own_rank`, modulo their number. That rank is this peer's place among its
+    stage peers.
+
+    Suspended peers are passed over, unless all are. Then the one that returns first is tried, so that a stage with a
+    single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones are suspended. They may also be
+    chosen if the sender is `desperate`, since the others have refused in several rounds. Peers that are set aside may
+    be chosen if there are no others. An ordinary peer that is excluded, because it is busy for example, opens no way to
+    either.
     """
     pool = [c for c in candidates if c.trust is Trust.ORDINARY]
     if desperate or all(c.suspended_until > now for c in pool):
@@ -106,14 +112,15 @@ def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_ful
 
 
 def _burden(candidate: Candidate) -> tuple[int, int]:
-    """Own requests count even when the last answer is older than they are; what others sent shows in the answer. Of two
-    that are both full the own ones decide."""
+    """Own requests count even when the last answer is older than they are; what others sent shows in the answer.
+
+    Between two full peers the own requests decide.
+    """
     return max(candidate.outstanding, candidate.load), candidate.outstanding
 
 
 class RoutingBook:
-    """What this node knows of its next-stage peers: who lives, own requests under way, reported load, suspensions,
-    and what audits say of them.
+    """What this node knows of its next-stage peers: the live ones, own requests under way, load, suspensions, audits.
 
     Many methods: each notes or answers one thing of a peer.
     """
@@ -124,7 +131,7 @@ class RoutingBook:
         self._clock = clock
         self._peers: Sequence[PeerId] = ()
         self._in_order: tuple[PeerId, ...] = ()
-        """The same by their ids, for `fixed`."""
+        """The live peers sorted by their ids, for `fixed`."""
         self._outstanding: dict[PeerId, int] = {}
         self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
@@ -133,7 +140,7 @@ class RoutingBook:
         self._doubted: set[PeerId] = set()
         self._reputes = PeerTable[PeerId, Reputation](PEERS_REMEMBERED, self._forget_repute)
         self._unseen: dict[PeerId, float] = {}
-        """Since when those of the doubted are not live here, as far as their reputes do not know it yet."""
+        """The time since which a doubted peer has not been live here, if its repute does not know it yet."""
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
@@ -154,7 +161,7 @@ class RoutingBook:
         self.own_rank = own_rank
 
     def _forget(self, peers: Sequence[PeerId]) -> None:
-        """What says nothing any more: loads that are too old, and all of who is no longer live."""
+        """Drop loads that are too old, and all that is known of peers that are no longer live."""
         now = self._clock()
         self._load = {peer: load for peer, load in self._load.items() if now - load[1] < LOAD_LIFE_SECONDS}
         for table in (self._load, self._suspended, self._failures):
@@ -162,8 +169,11 @@ class RoutingBook:
                 del table[gone]
 
     def _note_unseen(self, peers: Sequence[PeerId]) -> None:
-        """Of a large stage others are seen every few minutes, and who is doubted would come back when its time is over:
-        so for those that this sender cannot choose it stands still."""
+        """Stop the clock of doubted peers that this sender cannot choose now.
+
+        In a large stage other peers are seen every few minutes. Without this a doubted peer would come back when its
+        time is over.
+        """
         now, live = self._clock(), set(peers)
         for peer in self._unseen.keys() & live:
             self._reputes[peer] = self._seen_again(peer, now)
@@ -181,10 +191,11 @@ class RoutingBook:
         self._unseen.pop(peer, None)
 
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
-        """A peer for one microbatch, or None where nobody may be asked now. `desperate`: also those on trial.
+        """A peer for one microbatch, or None where nobody may be asked now. With `desperate`, peers on trial may be
+        asked too.
 
-        Of many peers a few are drawn and looked at, so that this costs the same whatever their number: who is drawn
-        from a few drawn ones is drawn from all alike. All are looked at where none of the few may be asked.
+        In a large stage a few peers are drawn and examined, so that the cost does not grow with the stage. A draw from
+        a few drawn ones is a draw from all. All are examined if none of the few may be asked.
         """
         now, few = self._clock(), not desperate and len(self._peers) > FEW
         if few and self._strategy == "fixed" and not excluded and not self._doubted:
@@ -197,7 +208,7 @@ class RoutingBook:
         return self._chosen(self._described(self._peers, now), now, excluded, desperate=desperate)
 
     def _drawn(self, excluded: Collection[PeerId]) -> list[PeerId]:
-        """A few live peers, and beside them a few of those that are excluded: these say whether others are full."""
+        """A few live peers, and beside them a few excluded ones, which say whether others are full."""
         peers, many, chance = self._peers, len(self._peers), self._rng.random
         if not excluded:
             places = dict[int, None]()
@@ -277,8 +288,11 @@ class RoutingBook:
             self._suspended[peer] = max(self._suspended.get(peer, 0.0), self._clock() + seconds)
 
     def asks_for(self, peer: PeerId) -> int:
-        """What a sender counts as asked before it asks `peer`: all that is needed to wait there where this was busy a
-        moment ago and was chosen all the same, and where the strategy says who gets it; else nothing."""
+        """The number of asks that a sender counts before it asks `peer`.
+
+        It is as many as are needed to wait there if the peer was busy a moment ago and was chosen all the same. It is
+        as many if the strategy is not `balanced`. Otherwise it is 0.
+        """
         load, when = self._load.get(peer, (0, 0.0))
         known_full = load == FULL and self._clock() - when < LOAD_LIFE_SECONDS
         return ASKS_TO_WAIT if known_full or self._strategy != "balanced" else 0
@@ -289,8 +303,10 @@ class RoutingBook:
         return self._peers
 
     def burden_of(self, peer: PeerId) -> tuple[int, int | None]:
-        """Own requests under way to a peer, and how many other microbatches it said that it holds; None where it has
-        not said so lately, or only that it is full."""
+        """Own requests under way to a peer, and how many other microbatches it said that it holds.
+
+        The second is None if it has not said so lately, or only that it is full.
+        """
         now = self._clock()
         said, when = self._load.get(peer, (FULL, now))
         known = said < FULL and now - when < LOAD_LIFE_SECONDS

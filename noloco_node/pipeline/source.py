@@ -32,7 +32,7 @@ from noloco_node.trust.sources_seen import DrawnBy
 logger = logging.getLogger(__name__)
 
 PAUSES = Doubling(0.05, 5.0)
-"""After samples in a row that were put back: others are in trouble."""
+"""Seconds of pause after samples in a row that were put back, since others are in trouble."""
 EVALUATED_AT_ONCE = 2
 
 
@@ -148,8 +148,10 @@ class MicrobatchSource:
         self._in_flight.changed.fire()
 
     async def evaluate(self, windows: Tensor, sources: Sequence[int] = ()) -> list[tuple[float, int]]:
-        """Losses (nats, summed over tokens) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens:
-        of each source, of which there are so many `sources` windows one after the other, or of all together.
+        """Losses (nats, summed over tokens) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens.
+
+        `sources` counts the windows of each source, which lie one after the other. There is one pair for each source,
+        or one for all together.
 
         Raises HopFailed.
         """

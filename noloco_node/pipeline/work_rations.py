@@ -16,10 +16,13 @@ from noloco_node.transport.interface import Release
 from noloco_node.transport.rations import Budget, PeerBudgets
 
 STRANGERS_SHARE = 0.03
-"""Of the tokens that a node trains, those that it evaluates for peers whose microbatches it has not trained. Eight keys
-outside a run that asked for nothing else took its pace from 7,372 to 2,713 tokens/s."""
+"""A node evaluates at most this share of the tokens that it trains for peers whose microbatches it has not trained.
+
+Eight keys outside a run that asked for nothing else took its pace from 7,372 to 2,713 tokens/s.
+"""
 SAVED_EVALUATIONS = 4
-"""Evaluations of one origin that strangers may have at once: each origin evaluates before its first microbatch."""
+"""Strangers may have so many evaluations of one origin at once, since each origin evaluates before its first
+microbatch."""
 PEERS_REMEMBERED = 1024
 
 
@@ -29,8 +32,11 @@ def turn_of(sender: PeerId, header: MicrobatchHeader, tokens: int) -> QueueTurn:
 
 
 class Rations:
-    """Tokens that askers may have: `share` of those that are `trained` here, and what was saved up of it, `most` at
-    once. Of all that, one asker gets half."""
+    """A ration of tokens for askers: `share` of the tokens `trained` here, and what was saved up of it, at most `most`
+    at once.
+
+    One asker gets half of all that.
+    """
 
     def __init__(self, share: float, most: float, trained: Callable[[], int]) -> None:
         self._trained = trained
@@ -68,8 +74,11 @@ class _Account:
 
 
 class EvaluationRations:
-    """Who works here evaluates as much as it trains here, or twice what the run's evaluations take where that is more;
-    it gives the device's time for it out of its own turns. All others share a ration."""
+    """A ration of evaluations. A peer evaluates as much as it trains here, or twice what the run's evaluations take if
+    that is more.
+
+    It gives the device's time for it out of its own turns. All others share a ration.
+    """
 
     def __init__(self, spec: RunSpec, worker: StageWorker) -> None:
         one = spec.evaluation.windows * spec.data.sequence_length
@@ -86,8 +95,10 @@ class EvaluationRations:
         account.trained += tokens
 
     def place(self, peer: PeerId, tokens: int, take: Callable[[], Release]) -> Release:
-        """The place that `take` gives, with so many tokens to evaluate booked; none where it is to be trained. Refused
-        (`busy`) where the peer may not have so many now. Whoever is refused a place has had nothing."""
+        """The place that `take` gives, with so many tokens to evaluate booked; 0 tokens if it is to be trained.
+
+        Raises Refused (`busy`) if the peer may not have so many now. A peer that is refused a place has spent nothing.
+        """
         if not tokens:
             return take()
         account = self._has_earned(peer, tokens)
@@ -101,7 +112,7 @@ class EvaluationRations:
         return release
 
     def _has_earned(self, peer: PeerId, tokens: int) -> _Account | None:
-        """The account of a peer whose own work bears so many more tokens."""
+        """The account of a peer that has worked enough here for so many more tokens, else None."""
         account = self._accounts.get(peer)
         share = max(1.0, 2.0 * self._usual * self._worker.live_replicas)
         if account is None or account.evaluated + tokens > self._saved + share * account.trained:
