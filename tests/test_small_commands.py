@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -222,9 +223,10 @@ def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[st
 
 
 def test_there_is_one_version() -> None:
-    """The changelog's newest entry and the image's label say what the package says."""
+    """The changelog's newest release and the image's label say what the package says."""
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert next(line for line in changes.splitlines() if line.startswith("## ")).split()[1] == __version__
+    entries = re.findall(r"^## (\S+)", changes, flags=re.MULTILINE)
+    assert next(entry for entry in entries if entry != "Unreleased") == __version__
     assert f"ARG VERSION={__version__}\n" in (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
