@@ -1,4 +1,5 @@
-"""Who serves which stage: signed records in hivemind's DHT, what this node makes of them, and whom it asks for proof.
+"""The directory: signed records in hivemind's DHT that say which peer serves which stage.
 
-May import `bootstrap`, `transport` and below.
+It also holds what this node makes of the records, and the calls that ask peers for proof. May import `bootstrap`,
+`transport` and below.
 """

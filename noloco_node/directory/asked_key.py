@@ -1,12 +1,11 @@
-"""What a look-up asks for: a key, and marks of what the asker holds of it already, so that it is told nothing twice,
-and nothing that it knows to be over.
+"""What a look-up asks for: a key, and marks of what the asker holds of it already.
 
-A mark is a short hash of a record's signer, and its expiry: whoever is asked leaves out that record and all before it.
-Near a key many are asked at once, and most of what those hold who do not store it is older than what the asker has. The
-hash is salted, with a salt that is drawn for each request: nobody can seek a key in advance whose mark hides another's.
-A key of the DHT's own length asks for everything, as before there were marks.
+A mark is a short hash of a record's signer, and its expiry. The asked node leaves out that record and all before it, so
+nothing is told twice. Near a key many nodes are asked at once. Most records of those that do not store it are older
+than what the asker has. The hash is salted, with a salt drawn for each request: nobody can seek a key in advance whose
+mark hides another's. A key of the DHT's own length asks for everything, as before there were marks.
 
-Whoever follows a few of those under a key asks for these alone: nothing is told of signers that are not marked.
+An asker that follows a few signers under a key asks for these alone: nothing is told of signers that are not marked.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ from hashlib import blake2b
 from itertools import islice
 
 KEY_BYTES = 20
-"""Of a key of the DHT."""
+"""The length of a DHT key in bytes."""
 SIGNER_BYTES, EXPIRY_BYTES = 3, 3
 MARK_BYTES = SIGNER_BYTES + EXPIRY_BYTES
 MOST_MARKS = 256
 MOST_NEIGHBOURS = 20
 TICKS = 1024
-"""Of an expiry, a second: a record expires a millisecond later at least than the one before it."""
+"""The ticks of a second in an expiry; a record expires at least a millisecond later than the one before it."""
 
 _HEAD = struct.Struct(">B8s")
 _ONLY_MARKED = 0x80
-"""Of the first byte, beside the number of neighbours. Who does not know of it names more of these, and tells all."""
+"""This bit of the first byte stands beside the number of neighbours. A node that does not know it names more
+neighbours, and tells all records."""
 _TURN = 1 << (8 * EXPIRY_BYTES)
-"""Ticks after which a mark's expiry begins anew: 4.5 hours, more than twice the longest life."""
+"""A mark's expiry begins anew after so many ticks: 4.5 hours, more than twice the longest life."""
 
 
 def _nothing() -> dict[bytes, int]:
@@ -62,8 +62,11 @@ class AskedKey:
 def pack_asked(
     key: bytes, held: Iterable[tuple[str, float]], salt: bytes, neighbours: int, *, only_marked: bool = False
 ) -> bytes:
-    """A key of a request by who holds these signers' records, with their expiries (DHT time, seconds), and wants
-    those of others as well, or not."""
+    """Pack one key of a request for an asker that holds these signers' records, with their expiries (DHT time,
+    seconds).
+
+    With `only_marked` the asker wants no other signers' records.
+    """
     salted = _salted(salt)
     marks = b"".join(
         _mark(salted, signer) + _ticks(expires).to_bytes(EXPIRY_BYTES, "big")

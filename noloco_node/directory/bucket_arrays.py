@@ -1,5 +1,6 @@
-"""`StageLevel` for many nodes at once, for a simulation that runs more of them than can be looked at one by one: the
-same decisions on rows of arrays (tests hold them equal). Node i of a call is row i of what it is told.
+"""`StageLevel` for many nodes at once, for a simulation of more nodes than one can step one by one.
+
+It takes the same decisions on rows of arrays (tests hold them equal). Node i of a call is row i of what it is told.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from noloco_node.directory.buckets import (
 )
 
 NONE = -1
-"""No candidate; and of a count: none yet."""
+"""This value stands for no candidate, and for a count that there is not yet."""
 
 
 class StageLevels:
@@ -38,7 +39,7 @@ class StageLevels:
         self._rng = rng
         self.level = np.zeros(many, np.int64)
         self._counts = np.full((many, KEPT), NONE, np.int64)
-        """Records of the buckets whose counts make the estimate, the latest last; NONE where there is none."""
+        """The counts of records in the buckets that make the estimate, the latest last; NONE where there is none."""
         self._count_levels = np.zeros((many, KEPT), np.int64)
         self._count_buckets = np.full((many, KEPT), UNNAMED, np.int64)
         self._here = np.full((many, LOOKED_BACK), NONE, np.int64)

@@ -1,5 +1,6 @@
-"""When a node reads another bucket of a stage, and when that takes the place of one that it holds: of one node, or of
-many at once by rows, for a simulation of more nodes than can be looked at one by one.
+"""When a node reads another bucket of a stage, and when that bucket takes the place of one that it holds.
+
+The functions work for one node, or for many at once by rows: a simulation has more nodes than it can step one by one.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from numpy.typing import NDArray
 from noloco_node.directory.buckets import RAISE, TARGET
 
 HELD = 2
-"""Buckets of a near stage that a node holds."""
+"""A node holds so many buckets of a near stage."""
 WHOLLY_HELD = 1
-"""The level that has no more buckets."""
+"""At this level or below, all buckets are held and there are no others to exchange them for."""
 RENEWED_SECONDS = 120.0
-"""After which one of them is another: a quarter of the view in a minute."""
+"""After so many seconds a held bucket is exchanged for another: a quarter of the view in a minute."""
 SAMPLED_AGAIN = 0.6
-"""Of a record's life, between two buckets that are read for the number alone, once that has settled."""
+"""Once the number has settled, a bucket is read for it every so many record lives."""
 READ_AGAIN, READ_AGAIN_AT_LAST = 0.4, 0.5
-"""Of a record's life, for what is held: a record is renewed at a third of it. The second where buckets are full."""
+"""A held bucket is read again after the first part of a record's life, or at most the second if buckets are full. A
+record is renewed at a third of its life."""
 SETTLED = 4
-"""Buckets of a level that are read at once, one at each look, when this node has come to it."""
+"""A node that has come to a level reads so many of its buckets at once, one at each look."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -34,8 +36,10 @@ def drawn_again(fullness: float, life: float) -> float: ...
 @overload
 def drawn_again(fullness: Floats, life: float) -> Floats: ...
 def drawn_again(fullness: float | Floats, life: float) -> float | Floats:
-    """Seconds between two buckets that are read for the number alone, of a stage whose buckets hold so many records:
-    the fuller they are, the more rarely, so that as many come in a second."""
+    """Seconds between two buckets that are read for the number alone; `fullness` is the number of records in a bucket.
+
+    The fuller buckets are, the more rarely they are read, so that as many records come in a second.
+    """
     return SAMPLED_AGAIN * life * _times_full(fullness)
 
 
@@ -44,7 +48,7 @@ def held_again(fullness: float, life: float) -> float: ...
 @overload
 def held_again(fullness: Floats, life: float) -> Floats: ...
 def held_again(fullness: float | Floats, life: float) -> float | Floats:
-    """The same between two looks at a bucket that is held: all that are shown must be read again before they end."""
+    """Seconds between two reads of a held bucket; all records that are shown must be read again before they end."""
     return life * np.minimum(READ_AGAIN * _times_full(fullness), READ_AGAIN_AT_LAST)
 
 
@@ -63,9 +67,12 @@ def draws(
     since: float | Floats,
     again: float | Floats,
 ) -> bool | Flags:
-    """Whether a bucket is read for the number now, by who has read so many of its level, may be about to leave that,
-    would hold the next (`has_a_place`), and drew the last one so long `since`, where one is drawn `again` after so
-    long (seconds)."""
+    """Tell whether a node reads a bucket for the number now.
+
+    It has read `drawn_here` buckets of its level and may be `confirming` that it leaves the level. `has_place` says
+    that it would hold the next bucket (`has_a_place`). It drew the last one `since` seconds ago and usually draws one
+    `again` after so many seconds.
+    """
     return (drawn_here < SETTLED) | confirming | has_place | (since >= again)
 
 
@@ -74,6 +81,9 @@ def has_a_place(level: int, held: int, since: float) -> bool: ...
 @overload
 def has_a_place(level: Ints, held: Ints, since: Floats) -> Flags: ...
 def has_a_place(level: int | Ints, held: int | Ints, since: float | Floats) -> bool | Flags:
-    """Whether what is drawn at a level is held from now on, by who holds so many and has exchanged one of them so long
-    `since`: where all places are taken, the eldest goes, unless there are no others."""
+    """Tell whether a bucket drawn at a level is held from now on.
+
+    The node holds `held` buckets and has exchanged one of them `since` seconds ago. If all places are taken, the eldest
+    goes, unless there are no other buckets.
+    """
     return (held < HELD) | ((since >= RENEWED_SECONDS) & (level > WHOLLY_HELD))

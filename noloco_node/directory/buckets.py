@@ -1,13 +1,13 @@
-"""A stage's records by buckets: which keys a node writes and reads where the stage is too large to be read whole.
+"""A stage's records by buckets: the keys a node writes and reads if the stage is too large to be read whole.
 
-A bucket holds the peers whose hash begins with the same bits; how many bits is the level. Each node finds the level
-alone, from how full the buckets are that it reads, so that some 64 records lie in each. Level 0 is the one key of the
-whole stage: up to about 64 replicas everybody sees everybody there.
+A bucket holds the peers whose hash begins with the same bits; the number of bits is the level. Each node finds the
+level alone, from the fullness of the buckets that it reads, so that some 64 records lie in each. Level 0 is the one key
+of the whole stage: up to about 64 replicas every node sees all others there.
 
-A record lies at its owner's level and at the levels beside it, or nodes of different levels would not see each other
-and each side would take itself for the whole stage. The nodes of bucket 0 write at level 0 as well: so that key always
-shows some 64 nodes of a stage of any size, to newcomers, to swarms that meet, and to whoever asks whether the stage is
-served at all. How far their hashes begin with zeros tells the level that they come from.
+A record lies at its owner's level and at the levels beside it. Otherwise nodes of different levels would not see each
+other, and each side would take itself for the whole stage. The nodes of bucket 0 write at level 0 as well, so that key
+always shows some 64 nodes of a stage of any size. Newcomers, swarms that meet, and askers whether the stage is served
+at all read it. The zeros at the beginning of those nodes' hashes tell the level that they come from.
 """
 
 from __future__ import annotations
@@ -26,41 +26,49 @@ from typing import NamedTuple
 from noloco_node.identity.peer_id import PeerId
 
 TARGET = 64
-"""Records of a bucket."""
+"""The wanted number of records in a bucket."""
 RAISE, LOWER = 1.5, 0.4375
-"""Times the target above which a bucket is too full, and below which it is too empty. Between a level's bounds lies
-more than a factor of two, or nodes would go up and down; and less than four, or a stage of some sizes would suit two
-levels that do not write where the other reads."""
+"""A bucket is too full above the first multiple of the target, and too empty below the second.
+
+Between a level's bounds lies more than a factor of two, or nodes would go up and down. It is less than four, or a stage
+of some sizes would suit two levels that do not write where the other reads.
+"""
 HIGHER_TOO = 0.75
-"""Times the target from which the next level would be half full enough to be somebody's: records are written there."""
+"""From this multiple of the target on, the next level would be full enough for some node: records are written there
+too."""
 MOST_LEVEL = 20
-"""64 million replicas of a stage."""
+"""The highest level; it is enough for 64 million replicas of a stage."""
 PREFIX_BITS = 32
 BEHIND = 12
-"""Records of a first bucket from which they speak of its level: a bucket may hold far fewer than the others of its
-level, and for good."""
+"""So many records of a first bucket speak of its level. A bucket may for good hold far fewer than the others of its
+level."""
 BEYOND_CHANCE = (3.5, 2.0)
-"""Standard deviations beyond what so small a stage has by chance, from which they do. Where nothing lies beyond the
-first, the second is enough: beside sixty that came at once a first bucket is hidden."""
+"""Records speak of a level if they are so many standard deviations beyond what so small a stage has by chance.
+
+If nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden.
+"""
 LOOKED_BACK = 4
-"""Latest looks that decide on the level: three of four must be too full, or too empty; no bucket decides alone."""
+"""So many latest looks decide on the level: three of four must be too full, or too empty; no bucket decides alone."""
 UNNAMED = -1
-"""In place of the number of a bucket of which that was not kept."""
+"""This stands for the number of a bucket if that was not kept."""
 KEPT = 10
-"""Buckets whose counts make the estimate."""
+"""The counts of so many buckets make the estimate."""
 CROWDED = 2 * TARGET
-"""Records from which on a bucket is crowded: somebody sought ids for it. It counts for no more than so many."""
+"""A bucket with so many records is crowded: somebody sought ids for it. It counts for no more than so many."""
 CONFIRMING = 3
-"""Buckets of a level far above that must be as full as it says before a node goes there."""
+"""So many buckets of a level far above must be as full as it says before a node goes there."""
 CONFIRMED_AGAIN = 8
-"""Looks at level 0 for which a level that was not confirmed is left alone."""
+"""A level that was not confirmed is left alone for so many looks at level 0."""
 FALL = 3
-"""Levels down at once, where all is empty."""
+"""A node goes down so many levels at once if all is empty."""
 LEAST_OF_MIDDLE, MOST_OF_MIDDLE = 0.625, 1.375
-"""Of the middle bucket, as which those beyond count: by chance three of a thousand that hold 64 lie there, of others
-somebody sought ids for them, or kept records from being found."""
+"""A bucket counts for at least and at most these multiples of the middle bucket.
+
+By chance three of a thousand buckets of 64 lie beyond. For others somebody sought ids, or kept records from being
+found.
+"""
 SPREAD = 1.4826
-"""Standard deviation beside the median absolute deviation."""
+"""The standard deviation of normal counts is so many times their median absolute deviation."""
 
 
 class Place(NamedTuple):
@@ -87,17 +95,17 @@ def prefix_of(peer: PeerId) -> int:
 
 
 def bucket_of(prefix: int, level: int) -> int:
-    """The bucket at a level of whoever has this prefix."""
+    """The bucket at a level of a peer with this prefix."""
     return prefix >> (PREFIX_BITS - level)
 
 
 def by_lot(peer: PeerId, lot: bytes) -> bytes:
-    """By which peers are put in an order that nobody knows who does not know the lot."""
+    """A key to sort peers in an order that is unknown without the lot."""
     return hashlib.blake2b(peer.encode(), key=lot, digest_size=8).digest()
 
 
 def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]:
-    """Levels at which who has found `level`, and so many records in its buckets, writes its record."""
+    """The levels at which a node writes its record after it has found `level`, and so many records in its buckets."""
     levels = [level]
     if level > 0:
         levels.append(level - 1)
@@ -109,11 +117,12 @@ def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]
 
 
 def level_behind(prefixes: Collection[int]) -> int:
-    """The level, from 2 on, whose first bucket lies among what was found at level 0; 0 where none does: all of level 1
-    write there.
+    """The level, from 2 on, of the first bucket among the records found at level 0; 0 if there is none.
 
-    Of records that lie there by chance half as many have one more leading zero; of a first bucket as many have, down to
-    its level. The highest level is meant of which more lie there than by chance."""
+    All of level 1 write at level 0. Of records that lie there by chance half as many have one more leading zero. Of a
+    first bucket as many have, down to its level. The result is the highest level with more records than chance
+    explains.
+    """
     zeros = [0] * (PREFIX_BITS + 1)
     for prefix in prefixes:
         zeros[PREFIX_BITS - prefix.bit_length()] += 1
@@ -127,11 +136,13 @@ def level_behind(prefixes: Collection[int]) -> int:
 
 
 def estimated(densities: Sequence[float], counts: Sequence[int], buckets: int) -> Estimate:
-    """The number that some of so many `buckets` speak for, and its error: what such counts vary by chance, or what
-    these vary by, whichever is more, as far as others were not read; at the least as if one was not.
+    """The number that some of so many `buckets` speak for, and its error.
 
-    It is their mean, of which each bucket moves no more than its share of 0.375 of the middle one. Of four buckets that
-    are all read the middle alone would be off by 4 to 5 %, for everybody alike."""
+    The number is their mean; each bucket moves it by no more than its share of 0.375 of the middle one. Of four buckets
+    that are all read the middle alone would be off by 4 to 5 %, for every node alike. The error is what such counts
+    vary by chance, or what these vary, whichever is more. It covers the buckets that were not read, and at least one of
+    them.
+    """
     middle = median(densities)
     if middle <= 0.0:
         return Estimate(0.0, 1.0)
@@ -153,11 +164,13 @@ class BucketLook(NamedTuple):
 
 
 def _still_counts(earlier: BucketLook, new: BucketLook, named: int) -> bool:
-    """Whether an earlier look says something beside a `new` one, of whose level so many buckets are known by number.
+    """Tell whether an earlier look says something beside a `new` one; `named` buckets of the new one's level are known
+    by number.
 
-    Of a bucket its last look counts; at level 0 everybody is seen, and what was before is over; a crowded bucket of
-    another level only says how many there are at least; and that level says nothing any more once enough of this one is
-    known."""
+    The last look at a bucket counts. At level 0 all peers are seen, and what was before is over. A crowded bucket of
+    another level only says how many there are at least. That level says nothing any more once enough of this one is
+    known.
+    """
     if earlier.level == new.level and earlier.bucket != UNNAMED:
         return new.level > 0 and earlier.bucket != new.bucket
     if new.level == 0 or named >= min(LOOKED_BACK, 1 << new.level):
@@ -167,11 +180,11 @@ def _still_counts(earlier: BucketLook, new: BucketLook, named: int) -> bool:
 
 
 class StageLevel:
-    """How one node sees one stage: at which level, and what its buckets say of the number. `took` is told what was
-    found where.
+    """One node's view of one stage: its level, and what its buckets say of the number. `took` is told what was found
+    where.
 
-    No bucket decides alone: of the latest looks each bucket counts once, and of a few buckets none is looked at twice
-    before all were, nor twice in a row. Else, of two buckets, one would be most of the latest looks by chance.
+    No bucket decides alone: of the latest looks each bucket counts once. A bucket is looked at again only after all
+    others of a few, and never twice in a row. Otherwise one of two buckets would by chance be most of the latest looks.
     """
 
     def __init__(self, rng: random.Random, level: int = 0) -> None:
@@ -187,8 +200,10 @@ class StageLevel:
         self._halfway = False
         """The candidate lies between this level and one that was spoken of."""
         self._spoken = self._highest = MOST_LEVEL
-        """The level that was spoken of last, and the highest that is listened to: where one turned out to be nobody's,
-        those below it are tried, one time after another, whatever is spoken of."""
+        """The level that was spoken of last, and the highest that is listened to.
+
+        After a level turned out to be nobody's, those below it are tried one after another, whatever is spoken of.
+        """
         self._doubted_for = 0
 
     @property
@@ -267,10 +282,13 @@ class StageLevel:
             self._hear_of(behind)
 
     def _vote(self, count: int) -> None:
-        """A level far above is real where most of its buckets are as full as that: ids that were sought for one bucket
-        say nothing of the others, and records that lie at level 0 alone are nobody's. Where it is not, one half as far
-        above may be, as long as its buckets are all full: a first bucket is now and then fuller than others by chance,
-        and speaks of a level too high; and sought ids make nearer levels look real with fewer."""
+        """A level far above is real if most of its buckets are as full as that.
+
+        Ids that were sought for one bucket say nothing of the others, and records that lie at level 0 alone are
+        nobody's. If it is not real, one half as far above may be, as long as its buckets are all full. A first bucket
+        is now and then fuller than others by chance, and speaks of a level too high. With fewer buckets, sought ids
+        make nearer levels look real.
+        """
         self._votes.append(count)
         if len(self._votes) < CONFIRMING or self._candidate is None:
             return
@@ -282,7 +300,7 @@ class StageLevel:
             if level > 1:  # at the first level of all few write yet when a stage grows quickly, and all were just seen
                 self._counts.extend(BucketLook(level, UNNAMED, vote) for vote in votes)
         elif level == self._spoken and not self._halfway and level - 1 > self.level:
-            self._consider(level - 1)  # where whoever is at that level writes as well
+            self._consider(level - 1)  # nodes at that level write here as well
         elif self.level < (halfway := (self.level + level) // 2):
             self._consider(halfway, between=True)
         elif level > 1 or self._halfway or self.fullness <= RAISE * TARGET:
@@ -298,7 +316,7 @@ class StageLevel:
             if self._candidate is None:
                 self._hear_of(1)
         elif lower_middle > RAISE * TARGET and self.level < MOST_LEVEL:
-            self._go_to(self.level + 1)  # where those write whose buckets are full; beyond it nobody does
+            self._go_to(self.level + 1)  # nodes with full buckets write there; beyond it nobody does
         elif upper_middle < LOWER * TARGET and self.level > 0:
             down = int(math.log2(TARGET / max(upper_middle, 1)))
             self._go_to(max(0, self.level - min(FALL, max(1, down))))

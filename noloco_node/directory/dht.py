@@ -46,25 +46,27 @@ T = TypeVar("T")
 
 STORE_SECONDS = 5.0
 WALK_AGAIN = 0.5
-"""Of a record's life: how often everybody near the stages' keys is asked."""
+"""All nodes near the stages' keys are asked every so many record lives."""
 JOIN_SECONDS = 20.0
 ENTER_TRIES = 2
-"""One lost request does not decide that those who let this node in are gone."""
+"""One lost request does not decide that the nodes that let this one in are gone."""
 MAX_LIFE_SECONDS = 3600.0
-"""A record that claims to live much longer than this from now is not held: its owner could never leave."""
+"""A record that claims to live more than so many seconds from now is not held: its owner could never leave."""
 WITHDRAWAL_SECONDS = 10.0
-"""What a withdrawal may live longer than what it withdraws."""
+"""A withdrawal may live so many seconds longer than what it withdraws."""
 SMALLEST_EXTENSION = 1e-3
 ALSO_ASKED = 8
-"""Peers that have answered this node and are asked for records whatever their places: a stranger that took all places
-near a key does not come between those who know each other."""
+"""So many peers that have answered this node are asked for records whatever their places.
+
+A stranger that took all places near a key then does not come between nodes that know each other.
+"""
 MOST_ENTRANCES = 2
 MOST_IDS = 1024
-"""Names of keys that are remembered."""
+"""The names of so many keys are remembered."""
 LOOKED_AT = 4
-"""Peers among which those are told first that work, for each record that is told."""
+"""For each record that is told, so many peers are examined and those that work are told first."""
 ALSO_TOLD = 3
-"""Of these, those that an own record is stored at besides the nodes nearest to its key."""
+"""An own record is stored at so many of the peers that have answered, besides the nodes nearest to its key."""
 
 
 class Joined(Protocol):
@@ -84,7 +86,7 @@ class Joined(Protocol):
 class DhtDirectory:
     """Implements `Directory` on the DHT. Made by `join_directory`.
 
-    Many methods: those of a directory, and of each the rule of where rows come from or go to.
+    Many methods: they are those of a directory, and for each the rule of where rows come from or go to.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class DhtDirectory:
         """See `_introduced`."""
         self._roots = {self._id_of(place := Place(stage, 0, 0)).to_bytes(): place for stage in range(stages)}
         self._root_keys = tuple(self._roots)
-        """The same by stage."""
+        """The keys of the whole stages, by stage."""
         node.enough_of = self._enough_of
         self._walked_at: dict[Any, float] = {}
         """DHT time of the last walk to each stage's key: not all are looked at equally often."""
@@ -151,9 +153,11 @@ class DhtDirectory:
         return ambient.wall()
 
     async def enter(self, peers: Sequence[str]) -> None:
-        """Make this node known to the peers at these addresses, and to those near it. Raises UserError where none of
-        them takes it, with the reason, or those that did are gone before it knows anybody: it would be alone, and take
-        the run for one that has not begun."""
+        """Make this node known to the peers at these addresses, and to those near it.
+
+        Raises UserError if none of them takes it, with the reason, or if they are gone before it knows anybody. It
+        would be alone, and take the run for one that has not begun.
+        """
         self._entrances = [parse_address(text).peer for text in peers]
         if not peers:
             return
@@ -192,9 +196,11 @@ class DhtDirectory:
         return answers
 
     async def publish(self, record: PeerRecord, life: float) -> bool:
-        """Sign and store this node's record for `life` seconds, or a little longer where its last one would outlive it
-        (whatever expires later is kept: so a withdrawal always wins over what it withdraws). This node always holds
-        and serves its own."""
+        """Sign and store this node's record for `life` seconds, or a little longer if its last one would outlive it.
+
+        The record that expires later is kept, so a withdrawal always wins over what it withdraws. This node always
+        holds and serves its own record.
+        """
         assert record.peer_id == self._identity.peer_id, "a node can only publish its own record"
         own, stage = self._identity.peer_id, record.stage
         self._life = self._walker.life = life
@@ -229,8 +235,10 @@ class DhtDirectory:
         return tuple(dict.fromkeys((*places, *(place for place in self._written if place.stage == record.stage))))
 
     async def _store(self, key_id: Any, row: Stored) -> bool:
-        """Store an own record at those nearest to its key. Whether anybody took it soon, or nobody is there to ask: who
-        stalls holds up nothing, and may take it later."""
+        """Store an own record at the nodes nearest to its key; True if one took it soon, or there is none to ask.
+
+        A node that stalls holds up nothing, and may take it later.
+        """
         if not self._walker.near(key_id):
             await self._walker.walk([key_id], self._also(ALSO_ASKED))
         elif not self._walker.holders(key_id):
@@ -252,9 +260,11 @@ class DhtDirectory:
         return not tasks or any(task.done() and not task.cancelled() and task.result() for task in tasks)
 
     async def refresh(self) -> DirectoryView:
-        """Look once: at all stages, or where they are large at some of their buckets (`SampledView`). A row stays until
-        a newer one is found, its life ends, or strangers' rows are so many that not all have a place; a look-up that
-        fails, or sees only some of the records, loses nobody."""
+        """Read the directory once: all stages, or some buckets of large ones (`SampledView`).
+
+        A row stays until a newer one is found, its life ends, or there are too many strangers' rows for all to have a
+        place. A look-up that fails, or sees only some of the records, loses nobody.
+        """
         places = self._sampled.to_read(self.now())
         only = {place: self._sampled.followed_at(place) for place in places}
         roots = [place for place in places if place.level == 0 and not self._sampled.is_glanced_at(place.stage)]
@@ -280,9 +290,11 @@ class DhtDirectory:
         return tuple(self._rows(place, now) for place in self._roots.values())
 
     async def _look_at_stages(self, keys: Sequence[Any]) -> None:
-        """Ask two of the holders of each key for what is new; everybody near once in half a record's life, so that
-        whatever those two leave out is found before its life ends, and whenever one of them does not answer or this
-        node sees nobody else."""
+        """Ask two of the holders of each key for what is new.
+
+        All nodes near it are asked once in half a record's life, so that whatever those two leave out is found before
+        its life ends. They are also asked if one of the two does not answer, or if this node sees nobody else.
+        """
         if not keys:
             return
         now, own = self.now(), self._identity.peer_id
@@ -312,8 +324,10 @@ class DhtDirectory:
         return {peer: LiveRecord(held.record, held.expires, held.signed, place.level) for peer, held in live}
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """See `Directory.to_tell`. Others are some that have answered this node, first those whose work it has seen:
-        nobody's word is passed on."""
+        """See `Directory.to_tell`. The others are some that have answered this node, first those that it has seen work.
+
+        Nobody's word is passed on.
+        """
         now, known = self.now(), self._acquaintances
         own, some = self._own_to_tell(now)[:most], list[tuple[int, PeerId]]()
         if most > len(own):
@@ -328,8 +342,8 @@ class DhtDirectory:
         return (*own, *islice((row for row in others if row is not None), most - len(own)))
 
     def _introduced(self) -> list[tuple[int, PeerId]]:
-        """Whoever is in the view or at level 0, with the stage, without this node; as it was when a record last came
-        or went."""
+        """The peers in the view or at level 0, with their stages, without this node; as of the last record that came or
+        went."""
         if self._known_as_of[0] is not self._view or self._known_as_of[1] != len(self._records):
             self._known_as_of = (self._view, len(self._records))
             now, roots = self.now(), self._root_keys
@@ -380,8 +394,8 @@ class DhtDirectory:
         await _leave(self._node)
 
     def _also(self, most: int) -> list[Any]:
-        """Some peers of the view that have answered this node, and those that it entered by: who has just come knows
-        nobody else."""
+        """Some peers of the view that have answered this node, and those that it entered by: a newcomer knows nobody
+        else."""
         known = {peer for rows in self._view.stages for peer in rows if self._acquaintances.answers(peer)}
         known.discard(self._identity.peer_id)
         some = self._rng.sample(sorted(known), min(most, len(known)))
@@ -389,7 +403,7 @@ class DhtDirectory:
         return [_peer(peer) for peer in dict.fromkeys((*some, *entrances))]
 
     async def _seek_a_lost_peer(self) -> None:
-        """Ask for one that vanished: who fails to answer is dropped from the routes, and never asked again."""
+        """Ask for one that vanished: a node that fails to answer is dropped from the routes, and never asked again."""
         peer = self._lost.due(self.now())
         if peer is not None and await self._node.ping(_peer(peer)):
             logger.info("%s, which had vanished, answers again", peer)
@@ -408,10 +422,11 @@ async def join_directory(
 ) -> DhtDirectory:
     """Join the DHT through the initial peers that `p2p` is connected to, or start a new one if there are none.
 
-    Where `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
-    Records that claim to live much longer than `record_seconds` are not held. Who `only_asks` has no place in the DHT.
-    `validator` is for many nodes in one process, which need not each judge the same record.
-    Raises UserError: PEERS_UNREACHABLE where none of them answers in the DHT, CONFIG where clocks differ too much.
+    If `run_id` is None this node only holds the records of whatever runs come by, and looks up none (`stages` is 0).
+    Records that claim to live much longer than `record_seconds` are not held. With `only_asks` this node has no place
+    in the DHT. `validator` is for many nodes in one process, which need not each judge the same record.
+
+    Raises UserError: PEERS_UNREACHABLE if none of them answers in the DHT, CONFIG if clocks differ too much.
     """
     met = acquaintances or Acquaintances()
 
@@ -455,7 +470,7 @@ def _place_of(row: SignedRecord) -> Place:
 
 
 def _whole(view: DirectoryView, as_of: DirectoryView) -> DirectoryView:
-    """Only stages of which everybody is seen in `as_of`: who is not in a sample has not vanished."""
+    """Keep only stages that are seen whole in `as_of`: a peer that is missing in a sample has not vanished."""
     stages = enumerate(view.stages)
     return DirectoryView(tuple(rows if as_of.scale(stage) == EVERYBODY else {} for stage, rows in stages))
 

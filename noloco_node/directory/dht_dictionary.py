@@ -9,12 +9,12 @@ import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 DICTIONARY_CODE = 0x50
 MOST_ROWS = 1024
-"""Rows of a dictionary that are looked at; an honest one has fewer."""
+"""At most so many rows of a dictionary are examined; an honest one has fewer."""
 
 _msgpack: Any = msgpack
 
 _Row = tuple[str, bytes, float]
-"""Signer, what it signed, expiry in DHT time."""
+"""A row is a signer, what it signed, and the expiry in DHT time."""
 
 
 def pack_one(value: object) -> bytes:
@@ -28,7 +28,7 @@ def unpack_one(data: bytes) -> object:
 
 
 def pack_dictionary(rows: Sequence[_Row]) -> bytes:
-    """As hivemind packs a value with subkeys."""
+    """Pack rows as hivemind packs a value with subkeys."""
     items = [[signer, pack_one(signed), expires] for signer, signed, expires in rows]
     latest = max((expires for _, _, expires in rows), default=0.0)
     return pack_one(_msgpack.ExtType(DICTIONARY_CODE, pack_one([float("inf"), latest, items])))

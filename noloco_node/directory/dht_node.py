@@ -1,6 +1,6 @@
 """A node of the DHT: hivemind's messages and routing table, and rules of our own for what strangers say.
 
-A node's place follows from its key: its node id is the hash of its peer id, so each peer has one, and whoever wants a
+A node's place follows from its key: its node id is the hash of its peer id, so each peer has one. A peer that wants a
 place near a stage's key must search for a key. Records go through the intake one by one; answers are bounded.
 """
 
@@ -49,45 +49,51 @@ PING, STORE, FIND = "DHTProtocol.rpc_ping", "DHTProtocol.rpc_store", "DHTProtoco
 RPC_SECONDS = 3.0
 BUCKET_SIZE, DEPTH_MODULO = 20, 5
 REPLICAS = 5
-"""Nodes nearest to a key that its records are stored at."""
+"""Records are stored at so many nodes nearest to their key."""
 MOST_CALLS = 128
-"""Own requests under way."""
+"""At most so many own requests are under way."""
 MOST_ASKED = 256
-"""Keys in one request for records: a run has no more stages."""
+"""A request for records has at most so many keys: a run has no more stages."""
 MOST_STORED = 256
-"""Records of one request that are looked at."""
+"""At most so many records of one request are examined."""
 ROW_BYTES = 24
-"""Of a record in an answer, beside its signer and what it signed."""
+"""A record takes so many bytes in an answer, beside its signer and what it signed."""
 ANSWER_BYTES = 256 << 10
-"""Records of one key in an answer."""
+"""Records of one key take at most so many bytes in an answer."""
 ANSWERS_BYTES = 1 << 20
-"""Records of all keys in an answer: p2pd carries 4 MiB, and hivemind's handler breaks on more."""
+"""Records of all keys take at most so many bytes in an answer: p2pd carries 4 MiB, and hivemind's handler breaks on
+more."""
 ASKED_BYTES, ASKED_BYTES_A_SECOND = float(16 << 20), float(4 << 20)
-"""Records that one peer is given in answers."""
+"""One peer is given so many bytes of records in answers at once, and so many a second."""
 ASKED_TOGETHER: dict[bool, tuple[float, float]] = {
     False: (float(32 << 20), float(8 << 20)),
     True: (float(64 << 20), float(16 << 20)),
 }
-"""The same for all peers together that have not answered this node, and for all that have: a megabyte takes some seven
-milliseconds of its loop. Peers at work here have only their own."""
+"""All peers together are given so many bytes of records at once, and so many a second: first those that have not
+answered this node, then those that have.
+
+A megabyte takes some seven milliseconds of its loop. Peers at work here have only their own budgets.
+"""
 HAND_OVER_RECORDS = 96
 HAND_OVER_KEYS = 32
 HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND = 16.0, 1.0
 CHECKS_AT_A_STRETCH = 16
-"""Signatures after which the event loop has a turn."""
+"""The event loop has a turn after so many checked signatures."""
 MAX_PEER_ID_BYTES = 64
 MOST_CALL_BACKS = 64
-"""Newcomers that are called back at once, each one time: who lets that call hang must not hold up anything else."""
+"""At most so many newcomers are called back at once, each one time. One that lets the call hang must not hold up
+anything else."""
 MAX_DICTIONARY_BYTES = 512 << 10
-"""Records of one key in a message from others."""
+"""Records of one key take at most so many bytes in a message from others."""
 ASKED_KEY_COST = float(16 << 10)
-"""What looking a key up for a peer counts as, beside the records: it takes as long as packing so many bytes."""
+"""A look-up of a key for a peer costs so many bytes besides the records: it takes as long as packing so many."""
 LOOKED_AT_BYTES = 512
-"""What each record under a key counts as at least, whether it is in the answer or not."""
+"""Each record under a key costs at least so many bytes, whether it is in the answer or not."""
 ENOUGH_SECONDS = 4000.0
-"""A record that expires so late is said to be held of whom none is wanted: no other lives as long."""
+"""A record that expires so many seconds from now is claimed as held, for signers of which none is wanted. No other
+lives as long."""
 MOST_PINGS = 8
-"""Nodes of full buckets that are asked at once whether they are still there."""
+"""At most so many nodes of full buckets are asked at once whether they are still there."""
 
 Nearest = list[tuple[Any, Any]]
 """Node ids and peer ids as hivemind has them, the nearest first."""
@@ -123,8 +129,10 @@ def peer_name(peer: Any) -> PeerId:
 
 
 class BoundedTable(RoutingTable):
-    """hivemind's routing table, which remembers nothing of nodes that are gone, and whose lists of replacements do not
-    grow with invented keys."""
+    """hivemind's routing table, bounded: it remembers nothing of nodes that are gone.
+
+    Its lists of replacements do not grow with invented keys.
+    """
 
     def add_or_update_node(self, node_id: Any, peer_id: Any) -> Any:
         """See hivemind: a node to ask whether it is still there, where there is no place."""
@@ -144,8 +152,8 @@ class BoundedTable(RoutingTable):
         super().__delitem__(node_id)
 
     def get_nearest_neighbors(self, query_id: Any, k: int, exclude: Any = None) -> list[tuple[Any, Any]]:
-        """See hivemind, whose own way from bucket to bucket takes several times as long: they hold some hundred
-        nodes."""
+        """See hivemind. Its own way from bucket to bucket takes several times as long, and the buckets hold some
+        hundred nodes."""
         untyped, key = cast("Any", self), int(query_id)
         every = (
             (key ^ node, node, peer) for bucket in untyped.buckets for node, peer in bucket.nodes_to_peer_id.items()
@@ -181,7 +189,7 @@ class DhtNode:
         self._calling_back: set[Any] = set()
         self._rested = 0
         self.enough_of: Callable[[bytes], Iterable[str]] = _of_nobody
-        """Of whom no newer record is wanted under a key."""
+        """The signers under a key of which no newer record is wanted."""
         self._hand_overs = Budget(HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND, ambient.monotonic)
         self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
         self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
@@ -222,8 +230,10 @@ class DhtNode:
     async def find(
         self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE, only: Collection[str] | None = None
     ) -> dict[Any, Nearest] | None:
-        """Ask a peer for records that this node lacks, of all signers or of these alone, which go through the intake,
-        and for so many of the nodes that it knows nearest to each key. None where it does not answer."""
+        """Ask a peer for records that this node lacks, of all signers or of these alone; they go through the intake.
+
+        Returns so many of the nodes that the peer knows nearest to each key; None if it does not answer.
+        """
         asked = [self._asking_for(key.to_bytes(), neighbours, only) for key in keys]
         request = _pb.FindRequest(keys=asked, peer=self._info)
         response = await self._request(peer, FIND, request, _pb.FindResponse)
@@ -290,9 +300,11 @@ class DhtNode:
         return response
 
     async def handle_find(self, request: Any, context: Any) -> Any:
-        """A node asks for records: it gets those that it lacks whose signers brought them here or answer this node, as
-        far as they fit those first of whom most is known; and this node's own in any case, since it is only now that
-        its signer brings it."""
+        """Answer a node that asks for records with those that it lacks.
+
+        A record is told if its signer brought it here or answers this node. As many go as fit, those first of which
+        most is known. This node's own record always goes, since it is only now that its signer brings it.
+        """
         self._met(context.remote_id, request.peer.node_id)
         response = _pb.FindResponse(results=[], peer=self._info)
         allowances = self._allowances(peer_name(context.remote_id))
@@ -371,8 +383,10 @@ class DhtNode:
         return itself
 
     def _met(self, peer: Any, claimed: bytes) -> bool:
-        """Keep a peer that asked or answered in the routing table, and hand a new one what it should hold; whether it
-        takes part in the DHT under its own id."""
+        """Keep a peer that asked or answered in the routing table, and hand a new one what it should hold.
+
+        Returns whether it takes part in the DHT under its own id.
+        """
         node_id = node_id_of(peer)
         if node_id == self.node_id or not self._is_itself(peer, claimed):
             return False
@@ -400,8 +414,11 @@ class DhtNode:
         return rows[:HAND_OVER_RECORDS]
 
     async def _call_back(self, peer: Any) -> bool:
-        """Whether a peer that asks for it can be reached, as far as is known: where too many others are being called
-        back nothing speaks against it, or who lets these calls hang would turn every newcomer away."""
+        """Tell whether a peer that asks for it can be reached, as far as is known.
+
+        If too many others are being called back, nothing speaks against it. Otherwise peers that let these calls hang
+        would turn every newcomer away.
+        """
         if peer in self._calling_back:
             return False
         if len(self._calling_back) >= MOST_CALL_BACKS:
@@ -423,7 +440,7 @@ class DhtNode:
                 self._pings -= 1
 
     def _true_neighbours(self, result: Any) -> Nearest:
-        """The nodes of an answer whose ids are those of their peers, at most as many as a bucket holds."""
+        """The nodes of an answer with the ids of their peers, at most as many as a bucket holds."""
         true: Nearest = []
         for claimed, raw in zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False):
             if len(true) >= BUCKET_SIZE:

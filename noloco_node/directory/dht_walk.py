@@ -1,7 +1,7 @@
-"""Walks through the DHT: who is near some keys is asked for their records and for nodes that are nearer still.
+"""Walks through the DHT: nodes near some keys are asked for their records and for nodes that are nearer still.
 
-Everyone near is asked at once and each answer counts as it comes, so one that stalls holds nobody up, and what others
-were introduced by it is asked last and least.
+All nodes near are asked at once and each answer counts as it comes, so one that stalls holds nobody up. Nodes that it
+introduced are asked last and least.
 """
 
 from __future__ import annotations
@@ -21,32 +21,36 @@ from noloco_node.peer_table import PeerTable
 
 WALK_SECONDS = 5.0
 STRANGERS_SECONDS = 2.0
-"""How long a walk waits for nodes that did not answer when they were asked last, or never were."""
+"""A walk waits so many seconds for nodes that did not answer when they were asked last, or never were."""
 PATIENCE = 0.1
-"""Of a record's life: how long is waited for who stalls at most, and half of it before a second holder is asked; a walk
-that nobody answers takes no more than `WALK_PATIENCE`. Else views would empty where records are short-lived."""
+"""A walk waits at most so many record lives for nodes that stall, and half as long before it asks a second holder.
+
+A walk that nobody answers takes no more than `WALK_PATIENCE`, or views would empty if records are short-lived.
+"""
 WALK_PATIENCE = 0.25
 MOST_INTRODUCED = 40
-"""Nodes that one walk asks on the word of others."""
+"""One walk asks at most so many nodes on the word of others."""
 MOST_BY_ONE = 8
-"""Of these, on the word of one."""
+"""One walk asks at most so many nodes on the word of one."""
 PAUSES = Doubling(5.0, 300.0)
 MOST_REMEMBERED = 1024
 GLANCED = 2
-"""Nodes asked at once for one bucket."""
+"""So many nodes are asked at once for one bucket."""
 SECOND_SECONDS = 0.5
-"""How long a look at the stages waits for the first of two holders before it asks the second beside it."""
+"""A look at the stages waits so many seconds for the first of two holders before it asks the second beside it."""
 FEW_NEIGHBOURS = 8
-"""Of each key that who answers is to name, where those nearest to it are known."""
+"""A node names so many neighbours of each key in its answer if the nearest to it are known."""
 MOST_GLANCED = 12
 ROUNDING = 1e-3
-"""Seconds by which a clock may be off when a wait is over."""
+"""A clock may be off by so many seconds when a wait is over."""
 HOLDERS_SECONDS = 60.0
-"""After which the nodes nearest to a bucket's key are looked for anew: those that were are gone in the end, and others
-have come between."""
+"""After so many seconds the nodes nearest to a bucket's key are sought anew. The former ones are gone in the end, and
+others have come between."""
 RELIABLE_ASKED = 4
-"""Nodes that answered when they were asked last, drawn anew for each walk and asked whatever their places: whoever
-takes the places near a key later does not take the others out of sight."""
+"""So many nodes that answered when they were last asked are drawn for each walk and asked whatever their places.
+
+A node that later takes the places near a key then does not take the others out of sight.
+"""
 
 
 @dataclass(slots=True)
@@ -60,7 +64,7 @@ class _Pause:
 
 @dataclass(frozen=True, slots=True)
 class _Near:
-    """Who answered in the last walk to a key, the nearest first, and when."""
+    """The nodes that answered in the last walk to a key, the nearest first, and the time of it."""
 
     nodes: tuple[Any, ...]
     at: float
@@ -68,7 +72,7 @@ class _Near:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk: the candidates of each key by node id, and who has been asked and has answered."""
+    """One walk: the candidates of each key by node id, and the nodes that have been asked and have answered."""
 
     keys: tuple[Any, ...]
     candidates: dict[Any, dict[Any, Any]]
@@ -80,7 +84,7 @@ class _Walk:
 
 
 class _Seeking:
-    """Those who are asked in one search for the nearest to a key, and who of them are late."""
+    """The nodes that are asked in one search for the nearest to a key, and those of them that are late."""
 
     def __init__(self, soon: float) -> None:
         self.soon = soon
@@ -121,8 +125,11 @@ class _Seeking:
 
 
 class _Candidates:
-    """Those who may be nearest to a key, in one search, and on whose word: names cost nothing, so who has named one
-    that does not answer is asked for the others that he alone has named when nobody else is left."""
+    """The nodes that may be nearest to a key, in one search, and the peers that named them.
+
+    Names cost nothing. The other nodes that only the namer of a silent node has named are therefore asked when nobody
+    else is left.
+    """
 
     def __init__(self, key: Any, known: dict[Any, Any], silent: Collection[Any]) -> None:
         self._key = key
@@ -134,7 +141,7 @@ class _Candidates:
         self.answered: dict[Any, Any] = {}
 
     def due(self, late: Collection[Any], most: int) -> list[Any]:
-        """Whom to ask next, so many at most."""
+        """The nodes to ask next, so many at most."""
         there = {node_id: peer for node_id, peer in self._peers.items() if peer not in late}
         trusted = [node_id for node_id in there if not self._is_doubtful(node_id)]
         for some in (trusted, there):
@@ -145,7 +152,7 @@ class _Candidates:
         return due[: max(0, min(most, MOST_GLANCED - self._spent))]
 
     def is_asked(self, peer: Any) -> None:
-        """Who is named first by somebody is asked on trust."""
+        """The peer is being asked; the first one that somebody names is asked on trust."""
         node_id = node_id_of(peer)
         self._asked.add(peer)
         self._spent += 1
@@ -153,7 +160,7 @@ class _Candidates:
             self._on_trust.add(node_id)
 
     def is_silent(self, peer: Any) -> None:
-        """It has not answered, or not yet. Who was asked on trust in vain takes nobody's turn."""
+        """The peer has not answered, or not yet. One that was asked on trust in vain takes nobody's turn."""
         node_id = node_id_of(peer)
         self._doubted |= self._named_by.get(node_id, set())
         if node_id in self._on_trust:
@@ -163,7 +170,7 @@ class _Candidates:
     def has_answered(self, peer: Any, named: Iterable[tuple[Any, Any]]) -> None:
         """It is there, and has named others."""
         for node_id, other in named:
-            if node_id in self._gone:  # else whoever names it again takes a place among the nearest with it
+            if node_id in self._gone:  # else another that names it gives it a place among the nearest again
                 continue
             if node_id not in self._peers or node_id in self._named_by:
                 self._named_by.setdefault(node_id, set()).add(peer)
@@ -197,7 +204,7 @@ class Walker:
 
     @property
     def patience(self) -> float:
-        """Seconds for which who stalls is waited for."""
+        """Seconds to wait for a node that stalls."""
         return min(STRANGERS_SECONDS, PATIENCE * self.life)
 
     async def walk(self, keys: Sequence[Any], also: Sequence[Any] = ()) -> None:
@@ -230,8 +237,10 @@ class Walker:
             self._found(key, [walk.candidates[key][node_id] for node_id in answered])
 
     async def look(self, keys: Sequence[Any]) -> bool:
-        """Ask two of those that were nearest to each key in its last walk, the second for what the first did not have;
-        False where not every key has two that answer."""
+        """Ask two of the nodes nearest to each key in its last walk, the second for what the first did not have.
+
+        Returns False if not every key has two that answer.
+        """
         pairs: list[tuple[Any, list[Any]]] = []
         for key in keys:
             near = self.near(key)
@@ -251,7 +260,7 @@ class Walker:
         return all(node_id_of(peer) in walk.candidates[key] for key, peers in pairs for peer in peers)
 
     async def _wait_for(self, peers: Iterable[Any], seconds: float, until: str = asyncio.ALL_COMPLETED) -> None:
-        """For the answers of those of them that are being asked."""
+        """Wait for the answers of those peers that are being asked."""
         under_way = [self._asking[peer] for peer in peers if peer in self._asking]
         if under_way:
             await asyncio.wait(under_way, timeout=seconds, return_when=until)
@@ -261,15 +270,17 @@ class Walker:
         return self._near[key].nodes if key in self._near else ()
 
     def holders(self, key: Any) -> tuple[Any, ...]:
-        """The same, unless they were found too long ago."""
+        """The nodes nearest to a key, unless they were found too long ago."""
         recent = key in self._near and self._clock() - self._near[key].at < HOLDERS_SECONDS
         return self.near(key) if recent else ()
 
     async def glance(self, key: Any, only: Collection[str] | None = None) -> bool:
-        """Ask two nodes that hold a bucket's records, the second for what the first did not have, or where none is
-        known find those nearest to its key, a few at a time, and ask them; whether anybody answered. Of the many
-        buckets of a large stage nobody can ask everybody near each. `only` names the signers whose records are wanted,
-        where not all's."""
+        """Ask two nodes that hold a bucket's records, the second for what the first did not have; True if one answered.
+
+        If none is known it finds those nearest to its key, a few at a time, and asks them. In a large stage with many
+        buckets a node cannot ask all nodes near each. `only` names the signers whose records are wanted, None means
+        all.
+        """
         known = list(self.holders(key))
         self._rng.shuffle(known)
         answered = False
@@ -281,12 +292,15 @@ class Walker:
                     else:
                         self.silent(peer)
                 return answered or await self._seek_and_ask(key, known[:GLANCED], only)
-        except TimeoutError:  # whoever stalls holds up this bucket alone
+        except TimeoutError:  # a node that stalls holds up this bucket alone
             return answered
 
     async def _seek_and_ask(self, key: Any, silent: Sequence[Any], only: Collection[str] | None) -> bool:
-        """Find those nearest to a key, and ask one of them for its records, and soon all others for what it did not
-        have; whether one answered. Who stalls beside others is not waited for."""
+        """Find the nodes nearest to a key, ask one for its records, and soon all others for what it did not have; True
+        if one answered.
+
+        A node that stalls beside others is not waited for.
+        """
         soon = await self.seek(key, silent)
         near, asked = self.near(key), list[asyncio.Task[Any]]()
         try:
@@ -306,9 +320,12 @@ class Walker:
             await cancel_and_wait(asked)
 
     async def seek(self, key: Any, silent: Sequence[Any] = ()) -> float:
-        """Find those that are nearest to a key now, a few at a time, without those that were `silent`; the seconds in
-        which answers come. Nobody is asked for records: those of two holders at once would come twice. Who stalls keeps
-        nobody else from being asked: he counts as near again once he answers."""
+        """Find the nodes nearest to a key now, a few at a time, without those that were `silent`; returns the seconds
+        in which answers come.
+
+        Nobody is asked for records: two holders asked at once would send theirs twice. A node that stalls keeps no
+        other from being asked; it counts as near again once it answers.
+        """
         candidates = _Candidates(key, dict(self._node.nearest(key)), silent)
         seeking = _Seeking(min(SECOND_SECONDS, self.patience / 2.0))
         ends = self._clock() + WALK_SECONDS

@@ -1,10 +1,10 @@
-"""How often a node looks at the stages that it does not deal with, neither its own nor the next, and how much it reads.
+"""How often a node reads the stages that it does not deal with, neither its own nor the next, and how much of them.
 
-Of a large swarm it must know of them no more than that each is served, by some for example, and now and then how many
-there are: it follows a few of each, whose records it reads again before they end, and of one stage after another it
-reads a place whole, and draws there whom it follows from then on. So what is read does not go with the number of
-stages. Who is followed is asked whether it is there; of a stage that were shown whole few would have been asked, and it
-would seem poor.
+In a large swarm it needs to know only that each far stage is served, by some examples, and now and then the number. It
+follows a few peers of each and reads their records again before they end. One stage after another it reads one place
+whole, and draws there the peers that it follows from then on. What is read therefore does not grow with the number of
+stages. A followed peer is asked whether it is there. If a stage were shown whole, few of it would have been asked, and
+it would seem poor.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 
 TURN = 0.9
-"""Of a record's life, between two far stages of which a place is read whole."""
+"""One far stage after another has a place of it read whole, every so many record lives."""
 IDLE_AGAIN = 0.4
-"""The same where nobody of it is known to be at work."""
+"""A place of a stage with no known peer at work is read whole again after so many record lives."""
 ROOT_TURNS = 4
-"""Turns of a stage, at the least, between two at which level 0 is read as well as a bucket."""
+"""Level 0 is read as well as a bucket only after at least so many turns of a stage."""
 COUNTS = 4
-"""The latest buckets of a far stage that make its number: as many turns ago it had another."""
+"""So many latest buckets of a far stage make its number: as many turns ago it had another."""
 MOST_ROWS, LEAST_ROWS = 16, 3
-"""Of one far stage, that are followed."""
+"""The most and the fewest rows that are followed of one far stage."""
 ROWS = 48
-"""Of all of them together, as far as each has the least."""
+"""So many rows are followed of all far stages together, as long as each has the least."""
 
 
 def rows_of_each(far: int) -> int:
@@ -43,7 +43,7 @@ def idle_again(life: float) -> float:
 
 
 def few_again(life: float) -> float:
-    """Seconds after which the rows of those that are followed are read again, where records live so long."""
+    """Seconds after which the rows of followed peers are read again; records live `life` seconds."""
     return READ_AGAIN_AT_LAST * life
 
 
@@ -60,9 +60,11 @@ def at_work(row: LiveRecord, esteem: Esteem) -> bool:
 def drawn_of(
     rows: Mapping[PeerId, LiveRecord], most: int, rng: random.Random, standing: Callable[[PeerId], Esteem]
 ) -> tuple[tuple[PeerId, ...], float]:
-    """Who is followed of these, `most`, and for which share of all they speak. They are drawn at random from all; where
-    nobody among them is at work, from those that are, who speak for themselves alone: that a stage is served matters
-    more than who else is on the way there."""
+    """The peers to follow, at most `most` of these rows, and the share of all rows for which they speak.
+
+    They are drawn at random from all. If none among them is at work, they are drawn from those that are, and speak for
+    themselves alone. That a stage is served matters more than the others on their way there.
+    """
 
     def some(among: Sequence[PeerId]) -> tuple[PeerId, ...]:
         return tuple(sorted(rng.sample(among, min(most, len(among)))))
@@ -73,21 +75,24 @@ def drawn_of(
 
 
 class FarTurns:
-    """Which stages are far at a look, whose turn it is, and of which places only those are read that are followed."""
+    """The stages that are far at a look, the stage whose turn it is, and the places where only followed peers are
+    read."""
 
     def __init__(self) -> None:
         self.stages: Sequence[int] = ()
         """Those that are far."""
         self.followed: set[Place] = set()
-        """Where nothing is wanted at this look but newer records of those that are followed."""
+        """The places where at this look only newer records of followed peers are wanted."""
         self._last: int | None = None
-        """The stage whose turn was last."""
+        """The last stage that had its turn."""
         self._at = 0.0
         """When that was, DHT time, seconds."""
 
     def begin(self, far: Sequence[int], now: float, life: float) -> int | None:
-        """A look begins, at which these stages are far, and nothing is wanted of them yet. Whose turn it is; nobody's,
-        where the last was a moment ago."""
+        """Begin a look at which these stages are far, with nothing wanted of them yet.
+
+        Returns the stage whose turn it is; None if the last turn was a moment ago.
+        """
         self.stages, self.followed = far, set()
         if not far or 0.0 <= now - self._at < turn_again(life):
             return None
@@ -96,6 +101,6 @@ class FarTurns:
         return self._last
 
     def root_again(self, usual: float, life: float) -> float:
-        """Seconds between two looks at level 0 of one that lies above it, where they are `usual` for who deals with
+        """Seconds between two looks at level 0 of a far stage that lies above it; `usual` for nodes that deal with
         it."""
         return max(usual, ROOT_TURNS * len(self.stages) * turn_again(life))

@@ -1,5 +1,7 @@
-"""A node's first look at the directory. An empty one would make who joins others start from the seed beside a trained
-swarm: it is read until it shows somebody."""
+"""A node's first look at the directory: it is read until it shows somebody.
+
+An empty first look would make a joining node start from the seed beside a trained swarm.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """How many replicas train beside this one: by what they have shown, never by their records alone.
 
-Work counts in full, and until the peer has had its fair chance to show more and did not. Who answers and has shown
-nothing yet counts as far as others that came no earlier, drawn at random, turned out to work; at a common start, where
-nobody has shown anything, as if they did. Who does not answer counts nothing. Of a stage that is too large to call
-everybody in a minute, those that are not called yet count as far as others do that came no earlier and were drawn at
-random.
+A peer that worked counts in full, until it has had its fair chance to show more and did not. A peer that answers and
+has shown nothing yet counts in part. Its part is the share of peers that turned out to work, among peers drawn at
+random that came no earlier. At a common start, before anybody has shown anything, it counts as if they all did. A peer
+that does not answer counts nothing.
+
+A large stage has more peers than can be called in a minute. Those not called yet count by the share of those called,
+drawn at random, that came no earlier.
 """
 
 from __future__ import annotations
@@ -21,22 +23,25 @@ from noloco_node.peer_table import PeerTable
 from noloco_node.transport.acquaintance import WORK_AN_ASK, Acquaintances
 
 PRIOR = 3.0
-"""Stage peers that are taken to have worked at a common start, before any has been asked."""
+"""So many stage peers are taken to have worked at a common start, before any has been asked."""
 PRIOR_ASKS = 16
-"""Asks after which nothing of that is left."""
+"""After so many asks nothing of that assumption is left."""
 WELCOME_SHARE = 0.25
-"""Of those that have shown work, so many more (but one at least) count at once where they come later and answer."""
+"""Newcomers that answer count at once up to this share of the peers that have shown work, and at least one."""
 SAMPLE = 16
-"""Peers that must have been called before anything is said of the others."""
+"""So many peers must have been called before anything is said of the others."""
 SAMPLE_DOUBT = 2.0
-"""Standard deviations below what a sample says: four of a crowd that answer by chance say nothing of its rest."""
+"""A sample's share is lowered by so many standard deviations: four of a crowd that answer by chance say nothing of its
+rest."""
 STILL_STEPS = 8
-"""Inner steps of this replica within which a stage peer's clock that stands still says that it does not train."""
+"""A stage peer whose clock stands still for so many inner steps of this replica does not train."""
 STILL_PAUSES = 2.0
-"""Times as long as its clock last paused between two moves for which it must stand still at least: one that takes so
-many times longer over a step than this replica moves it as rarely."""
+"""A clock must stand still for at least so many times its last pause between two moves.
+
+A stage peer that is so many times slower than this replica moves its clock as rarely.
+"""
 FIRST_REMEMBERED = 4096
-"""Stage peers of which it is remembered, whether their records live or not, that they came no later than this one."""
+"""So many stage peers are remembered to have come no later than this one, whether their records live or not."""
 
 
 @dataclass(slots=True)
@@ -54,15 +59,20 @@ class _Seen:
 
 
 def is_there(known: Acquaintances, record: PeerRecord) -> bool:
-    """Whether the peer of a record answers this node, and says itself that it serves what the record says; of one that
-    is on its way to a stage, that it takes part in the run."""
+    """Tell whether the peer of a record answers this node, and says itself that it serves what the record says.
+
+    A peer on its way to a stage must say that it takes part in the run.
+    """
     peer = PeerId(record.peer_id)
     return known.takes_part(peer) if record.state is PeerState.JOINING else known.serves(peer, record.stage)
 
 
 def welcome_share(asks: int, worked: int, *, from_the_start: bool, work_an_ask: float = WORK_AN_ASK) -> float:
-    """Of stage peers that answer and have shown nothing yet, the share that counts, after so many `asks` for work of
-    their like, of which so many `worked`; of honest ones at least `work_an_ask` do."""
+    """The share that counts of stage peers that answer and have shown nothing yet.
+
+    It follows from so many `asks` for work of their like, of which so many `worked`; of honest ones at least
+    `work_an_ask` do.
+    """
     prior = PRIOR * max(0.0, 1.0 - asks / PRIOR_ASKS) if from_the_start else 0.0
     doubt = 0.0 if from_the_start else 1.0
     expected = max(float(worked), work_an_ask * asks)
@@ -70,8 +80,10 @@ def welcome_share(asks: int, worked: int, *, from_the_start: bool, work_an_ask: 
 
 
 def sampled_share(drawn: int, there: int) -> float:
-    """Of peers that have not been called, the share that counts as being there, where of `drawn` others, taken at
-    random, so many are `there`: what is safe to say, 0 where too few were drawn."""
+    """The share of uncalled peers that counts as being there: a safe lower estimate, 0 if too few were drawn.
+
+    Of `drawn` others, taken at random, so many are `there`.
+    """
     if drawn < SAMPLE:
         return 0.0
     share = there / drawn
@@ -79,7 +91,10 @@ def sampled_share(drawn: int, there: int) -> float:
 
 
 def unasked_share(asked: int, there: int) -> float:
-    """The same of a stage that is seen in part, of which few were asked when another part is seen: as those are."""
+    """The share of uncalled peers of a stage that is seen in part; they count as those that were asked.
+
+    Few of its peers have been asked when another part is seen.
+    """
     return there / asked if 0 < asked < SAMPLE else sampled_share(asked, there)
 
 
@@ -90,9 +105,11 @@ def share_error(number: float, rows: int) -> float:
 
 
 def count(working: float, first: float, later: Sequence[tuple[float, float]], first_share: float) -> float:
-    """This replica and those that count beside it: the `working` ones, the `first` ones that have been there from the
-    start at their share, and the `later` ones, each as far as it is there, with its share; a few of these are welcome
-    at once."""
+    """The number of replicas: this one, the `working` ones, and a share of the others.
+
+    The `first` ones, there from the start, count with `first_share`. Each of the `later` ones counts as far as it is
+    there, with its own share; a few of these are welcome at once.
+    """
     welcome = min(sum(there for there, _ in later), max(1.0, WELCOME_SHARE * working))
     return 1.0 + working + first * first_share + max(welcome, sum(there * share for there, share in later))
 
@@ -105,9 +122,12 @@ class Headcount:
         self._clock = clock
         self._seen: dict[PeerId, _Seen] = {}
         self._first = PeerTable[PeerId, None](FIRST_REMEMBERED)
-        """Who was introduced before work of a stage peer was seen may have come together with this replica; and while
-        the stage is seen in part nobody's coming says how long it has been there. Neither have they come anew when
-        their records have ended and are there again: since all stood still, or this node was cut off."""
+        """The peers that may have come together with this replica.
+
+        They were introduced before work of a stage peer was seen, or while the stage was seen in part. Then a peer's
+        coming does not say how long it has been there. They are not new if their records ended and are there again: all
+        stood still, or this node was cut off.
+        """
         self._settled, self._began_at = False, math.inf
         """Whether work of a stage peer was seen since the first look, and when that was."""
         self._in_part_since = math.inf
@@ -147,8 +167,10 @@ class Headcount:
         return self._known.has_worked(peer) and not self.idles(peer)
 
     def idles(self, peer: PeerId) -> bool:
-        """Whether this stage peer had its fair chance to work with this replica and did not, or says itself that its
-        clock stands still while this one's moves on."""
+        """Tell whether this stage peer had its fair chance to work with this replica and did not.
+
+        The same holds if its own records show a clock that stands still while this one's moves on.
+        """
         seen = self._seen.get(peer)
         if self._known.failed(peer):
             return True
@@ -159,11 +181,14 @@ class Headcount:
     def replicas(
         self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False
     ) -> Estimate:
-        """Replicas of the stage that train, this one included, where these stage peers answer, and nothing is known of
-        whether the `unsure` ones do. Of a stage that is `sampled` nobody's coming says how long it has been there: all
-        count alike that have shown nothing yet, and no further than of those that had their chance worked; whose clock
-        was not watched for long yet, than of those that were watched moved. The error is half of what those would add
-        that count in part."""
+        """An estimate of the replicas of the stage that train, this one included, and its error.
+
+        The `answering` peers answer; it is not known whether the `unsure` ones do. In a stage that is `sampled` a
+        peer's coming does not say how long it has been there. All that have shown nothing yet then count alike, at most
+        with the share of peers that worked when they had their chance. A peer whose clock was not watched for long
+        counts at most with the share of watched peers whose clock moved. The error is half of what the partly counted
+        peers would add.
+        """
         working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
         moving = self._moving_share() if sampled else 1.0
         called, uncalled = dict.fromkeys(answering, 1.0), self._sampled(unsure)
@@ -190,13 +215,15 @@ class Headcount:
         return Estimate(number, max(0.0, could - number) / 2 / number)
 
     def _proven_share(self, working: float) -> float:
-        """Of those that had their chance to work with this replica, the share that did."""
+        """The share that worked of the peers that had their chance to work with this replica."""
         failed = sum(self._known.failed(peer) for peer in self._seen)
         return (working + PRIOR) / (working + failed + PRIOR)
 
     def _moving_share(self) -> float:
-        """Of those that were watched for long enough to tell, the share whose clock moves: a few that stand still say
-        little beside hundreds that do not."""
+        """The share with a moving clock of the peers that were watched for long enough to tell.
+
+        A few that stand still say little beside hundreds that do not.
+        """
         watched = [seen for seen in self._seen.values() if self._was_watched(seen)]
         still = sum(self._stands_still(seen) for seen in watched)
         return (len(watched) - still + PRIOR) / (len(watched) + PRIOR)
@@ -209,8 +236,11 @@ class Headcount:
         return paused >= STILL_PAUSES * seen.pause and self._has_had_time(seen.moved_at, seen.moved_step)
 
     def _has_had_time(self, since: float, step: int) -> bool:
-        """For its clock to move, from then on and from this inner step of this replica, as of the last look: since then
-        no record was read that could say so."""
+        """Tell whether its clock had time to move since then and since this inner step of this replica, as of the last
+        look.
+
+        After that look no record was read that could say so.
+        """
         return self._own_steps - step >= STILL_STEPS and self._looked_at - since >= self._still_seconds
 
     def _welcome_share(self, since: float, *, from_the_start: bool) -> float:
@@ -218,9 +248,12 @@ class Headcount:
         return welcome_share(asks, worked, from_the_start=from_the_start, work_an_ask=self._known.work_an_ask)
 
     def _sampled(self, unsure: Iterable[PeerId]) -> dict[PeerId, float]:
-        """As how much of a peer each of these counts: by the stage peers that came no earlier and were drawn at random,
-        so those that were there before say nothing of a crowd that comes later. Who has answered before, only not of
-        late, came with nobody: it counts as far as others that have (`_again_share`)."""
+        """The part for which each of these peers counts, by the stage peers that were drawn at random and came no
+        earlier.
+
+        Peers that were there before therefore say nothing of a crowd that comes later. A peer that has answered before,
+        only not of late, belongs to no crowd. It counts with the share of others that have (`_again_share`).
+        """
         counted = dict.fromkeys(unsure, 0.0)
         if not counted:
             return counted
@@ -244,8 +277,11 @@ class Headcount:
         return counted
 
     def _again_share(self) -> float:
-        """Of those that have answered before, the share that still does, by such as have been heard of late or let a
-        call go unanswered. It asks for no draw: in the long run each stage peer calls this node before it is drawn."""
+        """The share that still answers of the peers that have answered before.
+
+        It is judged by peers that have been heard of late or let a call go unanswered. It needs no draw: in the long
+        run each stage peer calls this node before it is drawn.
+        """
         met = [peer for peer in self._seen if self._known.met(peer)]
         there = sum(self._known.answers(peer) for peer in met)
         silent = sum(not self._known.answers(peer) and self._known.of(peer).silences > 0 for peer in met)

@@ -1,5 +1,8 @@
-"""Peers seen before, kept in a file: where they listen, so that the next start finds the swarm by another door, and
-what those held that this node has worked with, so that a stage is not begun anew while its state is only away."""
+"""Peers seen before, kept in a file, with the addresses where they listen and the states that they held.
+
+By the addresses the next start finds the swarm by another door. By the states of peers that this node has worked with,
+a stage is not begun anew while its state is only away.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ logger = logging.getLogger(__name__)
 MOST_PEERS = 32
 LOOK_SECONDS = 1.0
 PAUSES = Doubling(2.0, 30.0)
-"""Looks after which a peer is asked for again; the longest also where it is known: it may have moved."""
+"""Seconds after which a peer's address is asked for again; a known one is asked for after the longest, since it may
+have moved."""
 LAST_LOOK_SECONDS = 3.0
 ASKED_AT_ONCE = 4
 MAX_FILE_BYTES = 256 * 1024
@@ -89,7 +93,7 @@ class KnownPeers:
         self._load()
 
     def texts(self, run: str | None = None) -> tuple[str, ...]:
-        """All addresses, those of peers met last first; none where they belong to another run than `run`."""
+        """All addresses, those of the peers met last first; none if they belong to another run than `run`."""
         if run is not None and run != self.run:
             return ()
         return tuple(text for texts in self.addresses.values() for text in texts)
@@ -113,7 +117,7 @@ class KnownPeers:
         self.held = {peer: kept[peer] for _, peer in places if peer in first}
 
     def holders(self, run: str, stage: int) -> list[tuple[PeerId, HeldState]]:
-        """Who held the state of a stage of the run when this node saw it at work, the furthest first."""
+        """The peers that held the state of a stage of the run when this node saw it at work, the furthest first."""
         found = [(peer, held) for peer, held in self.held.items() if held.stage == stage and held.clock > 0.0]
         return sorted(found, key=lambda item: -item[1].clock) if run == self.run else []
 
@@ -140,9 +144,11 @@ class KnownPeers:
         holders: Callable[[], Mapping[PeerId, HeldState]] = dict,
         esteem: Callable[[PeerId], Esteem] = hearsay,
     ) -> NoReturn:
-        """Learn where the live peers listen, each as soon as it is seen (a short run may be over before long) and again
-        from time to time, and what those hold that work with this node, and keep the file up to date. Of more than have
-        a place, those of which it knows most (`worth_keeping`)."""
+        """Learn where the live peers listen and what working peers hold, and keep the file up to date.
+
+        Each address is learnt as soon as the peer is seen (a short run may be over before long) and again from time to
+        time. If there are more peers than places, those of which this node knows most stay (`worth_keeping`).
+        """
         waits: dict[PeerId, _Wait] = {}
         look = 0
         while True:
@@ -164,8 +170,10 @@ class KnownPeers:
             look += 1
 
     async def last_look(self, book: Book, run: str, met: Iterable[PeerId]) -> None:
-        """At a node's end: learn where those of the peers met listen that came too late for `keep`, as far as there is
-        room and it can be told within seconds, and write the file."""
+        """At a node's end learn where the peers met listen that came too late for `keep`, and write the file.
+
+        It learns as many as there is room for and as can be told within seconds.
+        """
         unknown = [peer for peer in met if peer not in self.addresses]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_LOOK_SECONDS):
@@ -174,9 +182,11 @@ class KnownPeers:
         await ambient.elsewhere(self.save, run)
 
     def worth_keeping(self, live: Iterable[PeerId], esteem: Callable[[PeerId], Esteem]) -> list[PeerId]:
-        """As many of these as the file has places for: first those of which this node knows most, of equals those that
-        it has already, then whom a lot of its own draws. By their ids all nodes would keep the same few, and whoever
-        sought ids for it would be all that they keep."""
+        """As many of these peers as the file has places for, those first of which this node knows most.
+
+        Among equals come the peers that the file has already, then those that a lot of this node's own draws. By their
+        ids all nodes would keep the same few, and an attacker that sought ids for it would be all that they keep.
+        """
         peers = list(live)
         if len(peers) <= MOST_PEERS:
             return peers

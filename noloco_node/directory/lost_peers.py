@@ -1,8 +1,8 @@
-"""Peers that vanished from the directory without a farewell, and when each is asked for next.
+"""Peers that vanished from the directory without a farewell, and the time when each is asked for next.
 
-A network that falls into two halves leaves two directories: each half forgets the other's nodes within a minute, and
-once the network is whole again nothing would ever bring the halves together. So a node keeps asking for those that it
-lost, ever more rarely; one answer on one node joins the halves.
+A network that falls into two halves leaves two directories: each half forgets the other's nodes within a minute. Once
+the network is whole again nothing would ever bring the halves together. So a node keeps asking for those that it lost,
+ever more rarely; one answer on one node joins the halves.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ class _Lost:
 
 
 class LostPeers:
-    """Who is missed; pure state, no clock of its own. Holds at most `MOST_REMEMBERED`, those first of whom this node
-    has seen work, then those that have answered it; chance decides among equals, so that the last lost has a place."""
+    """The missed peers; pure state, no clock of its own.
+
+    It holds at most `MOST_REMEMBERED`: first those that this node has seen work, then those that have answered it.
+    Chance decides among equals, so that the last lost has a place.
+    """
 
     def __init__(self, own: PeerId, rng: random.Random, known: Acquaintances) -> None:
         self._own = own
@@ -46,7 +49,8 @@ class LostPeers:
         return tuple(self._lost)
 
     def seen(self, old: DirectoryView, new: DirectoryView, now: float) -> None:
-        """Compare two views: who is gone from the second without having said so is missed, who is in it is not."""
+        """Compare two views: a peer that is gone from the second without having said so is missed, one that is in it is
+        not."""
         present = {peer for rows in new.stages for peer in rows} | {self._own}
         farewells = {peer for rows in old.stages for peer, row in rows.items() if row.record.state is PeerState.GONE}
         self._forget(present | farewells)
@@ -58,7 +62,7 @@ class LostPeers:
         self._forget([peer for peer, lost in self._lost.items() if now - lost.since > FORGET_SECONDS])
 
     def due(self, now: float) -> PeerId | None:
-        """Whom to ask for now, if anyone; the next time for it is set."""
+        """The peer to ask for now, or None; the next time for it is set."""
         for lost in self._lost.values():  # no pause is longer, unless the clock has gone back since
             lost.next_try = min(lost.next_try, now + 1.5 * PAUSES.longest)
         waiting = [peer for peer, lost in self._lost.items() if lost.next_try <= now]

@@ -60,8 +60,8 @@ class Membership:
     """Publishes this node's record and answers questions about the others.
 
     A live record introduces its peer, an answer over an own link makes it count as there, and only work as a replica
-    (`headcount`). `describe` gives the figures for the record; `ask` asks whoever a look at the directory shows and is
-    not known to be there; `on_change` is called after every look.
+    (`headcount`). `describe` gives the figures for the record. `ask` asks the peers that a look at the directory shows
+    and that are not known to be there. `on_change` is called after every look.
 
     Many methods: each is one question about the same view, a line or three.
     """
@@ -106,7 +106,7 @@ class Membership:
         return self._directory.now()
 
     def live(self, stage: int, *states: PeerState) -> tuple[PeerRecord, ...]:
-        """Live records of a stage, this node's own included if it has been read back: whoever is introduced."""
+        """Live records of a stage, this node's own included if it has been read back: all peers that are introduced."""
         return self._directory.view.live(stage, self._directory.now(), *states)
 
     def number(self, stage: int, *states: PeerState) -> int:
@@ -130,8 +130,10 @@ class Membership:
         return [peer for peer in self.stage_peers(*states) if not self._known.failed(peer)]
 
     def partners(self, *states: PeerState) -> list[PeerId]:
-        """Stage peers to average with: those that are there, without such as have had their chance and did not work,
-        while there are others; where nobody is there, those that once were."""
+        """Stage peers to average with: those that are there, or if there are none, those that once were.
+
+        Peers that have had their chance and did not work are left out while there are others.
+        """
         stage_peers = self.stage_peers(*states)
         if not stage_peers:
             records = self.live(self.stage, *states)
@@ -162,19 +164,26 @@ class Membership:
         return there or [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
 
     def own_rank(self) -> int:
-        """This peer's place among the replicas of its stage that are there, by peer id. Where only a sample of them is
-        seen, about what it is: some of those that share it in their samples have another then."""
+        """This peer's place among the replicas of its stage that are there, by peer id.
+
+        If only a sample of them is seen, it is about that place. Some of those that share it in their samples have
+        another then.
+        """
         rank = sum(peer < self._own for peer in self.stage_peers(*SERVING))
         return int((rank + prefix_of(self._own) / (1 << PREFIX_BITS)) * self.scale(self.stage))
 
     def rank_by_hash(self) -> int:
-        """About its place among the replicas of its stage that are there, by the hash that names buckets: by its own
-        hash and their number alone, so that nobody comes before it who is not there."""
+        """About this peer's place among the replicas of its stage that are there, by the hash that names buckets.
+
+        It depends on its own hash and their number alone, so that no absent peer comes before it.
+        """
         return int(prefix_of(self._own) / (1 << PREFIX_BITS) * self.replicas_per_stage()[self.stage])
 
     async def keepers(self, stage: int) -> list[PeerRecord]:
-        """Records of the others that say they keep a copy of a stage, also of such as this node does not see: of stages
-        that are seen in part the first by that hash keep copies, and are found at the stage's own key."""
+        """Records of other peers that say they keep a copy of a stage, even peers that this node does not see.
+
+        In a stage that is seen in part, the first peers by that hash keep copies, and are found at the stage's own key.
+        """
         first = [row.record for rows in await self._directory.first() for row in rows.values()]
         newest: dict[str, PeerRecord] = {}
         for record in (*first, *self.others(*PeerState)):
@@ -189,8 +198,11 @@ class Membership:
         return round(self.replicas().number)
 
     def replicas(self) -> Estimate:
-        """The same with its error: of the number of records, of the share of them that counts, and of the sample in
-        which that was found."""
+        """The number of replicas with its error.
+
+        The error is that of the number of records, of the share of them that counts, and of the sample in which that
+        was found.
+        """
         answering, unsure, left_out = list[PeerId](), list[PeerId](), list[PeerId]()
         unproven = self._directory.view.unproven_of(self.stage)
         records = self.live(self.stage, PeerState.TRAINING)
@@ -225,7 +237,8 @@ class Membership:
         return [record.clock for record in self._timekeepers()]
 
     def _timekeepers(self) -> list[PeerRecord]:
-        """Stage peers whose clocks are heard: that have worked with this replica; where none has, that are there."""
+        """Stage peers whose clocks are heard: those that have worked with this replica, or if none has, those that are
+        there."""
         old = [record for record in self.there(self.stage, *SERVING) if not record.newcomer]
         there = [record for record in old if not self._heads.idles(PeerId(record.peer_id))]
         return [record for record in there if self._heads.works(PeerId(record.peer_id))] or there
@@ -233,7 +246,7 @@ class Membership:
     def stage_peer_clocks(self) -> list[float]:
         """Present clocks of the same stage peers: what each record says, moved on by its age.
 
-        A record is renewed a few times in its life only, in which a fast swarm's clocks run far: without this, partners
+        A record is renewed a few times in its life only, in which a fast swarm's clocks run far. Without this, partners
         would be held to the past and the swarm's time would stand still.
         """
         replicas = self.live_replicas()
@@ -263,9 +276,11 @@ class Membership:
         return [peer for peer in answering if not any(peer in stage for stage in rows)]
 
     def unserved(self) -> list[int]:
-        """Stages, the own one aside, of which nobody that serves is there, whatever the records say. Of one that is
-        seen in part other nodes are drawn by and by (`far_stages`, `bucket_turns`): while none of those in view was
-        asked, nothing is known."""
+        """Stages other than the own one at which no serving peer is there, whatever the records say.
+
+        In a stage that is seen in part other nodes are drawn by and by (`far_stages`, `bucket_turns`). While none of
+        those in view was asked, nothing is known.
+        """
         others = [
             stage
             for stage in range(self.stages)
@@ -292,7 +307,7 @@ class Membership:
         return self._counts(own=int(self.state is not PeerState.GONE))
 
     def _counts(self, *states: PeerState, own: int) -> list[int]:
-        """Other nodes of each stage that are there, and `own` at this one's."""
+        """The number of other nodes of each stage that are there, and `own` at this one's."""
         counts = [round(self._there_and_unasked(stage, *states) * self.scale(stage)) for stage in range(self.stages)]
         counts[self.stage] += own
         return counts
@@ -346,7 +361,7 @@ class Membership:
         return stored
 
     async def refresh(self) -> None:
-        """Look at the directory once, and ask whom it shows."""
+        """Read the directory once, and ask the peers that it shows."""
         await self._directory.refresh()
         await self._ask()
         self._take_in()
@@ -378,8 +393,10 @@ class Membership:
         self._on_change()
 
     async def run(self) -> None:
-        """Renew the record in time, and look at the others every two seconds: neither waits for the other, since either
-        may take seconds where somebody has vanished."""
+        """Renew the record in time, and read the directory every two seconds.
+
+        Neither waits for the other, since either may take seconds if somebody has vanished.
+        """
         works = {"renew the own record": self._renew(), "look at the others": self._look()}
         await all_of([asyncio.create_task(work, name=name) for name, work in works.items()])
 
@@ -393,8 +410,11 @@ class Membership:
         return min(usual, LOOK_AGAIN_SECONDS) if self._hurried else usual
 
     async def _renew(self) -> None:
-        """Three times within the record's life, and once as soon as this node knows its speed, without which stage
-        peers take its clock to stand still, it ceases to be a newcomer, or it reads another block."""
+        """Renew the record three times within its life, and at once as soon as this node knows its speed.
+
+        Without its speed stage peers take its clock to stand still. It is also renewed at once when the node ceases to
+        be a newcomer, or reads another block.
+        """
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:

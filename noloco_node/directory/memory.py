@@ -30,7 +30,7 @@ class MemoryDirectoryHub:
         return self._buckets.setdefault(place, {}) if place.level else self.rows[place.stage]
 
     def live(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
-        """Those of them that live, as far as their holders have room."""
+        """The live rows of a place, as far as their holders have room."""
         rows = {peer: row for peer, row in self.at(place).items() if row.expires > now}
         if place.level:
             self._buckets[place] = dict(rows)
@@ -38,7 +38,7 @@ class MemoryDirectoryHub:
 
 
 class UnsignedDirectory:
-    """What directories have in common whose records nobody signs: none is told over own links, and all have room."""
+    """What directories without signatures have in common: no record is told over own links, and all have room."""
 
     @property
     def no_room(self) -> Mapping[str, int]:
@@ -57,7 +57,7 @@ class UnsignedDirectory:
 
 
 class MemoryDirectory(UnsignedDirectory):
-    """Implements `Directory` over a hub; `known` is who has dealings with this node."""
+    """Implements `Directory` over a hub; `known` tells which peers have dealings with this node."""
 
     def __init__(self, hub: MemoryDirectoryHub, known: Acquaintances | None = None) -> None:
         self._hub = hub

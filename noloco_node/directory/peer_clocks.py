@@ -10,11 +10,13 @@ from typing import Literal
 from noloco_node import ambient
 
 FROM_ORIGINS = 0.5
-"""Share of the lag that is allowed by which a partner's clock may differ from the origins' to be believed: a replica
-ten times as fast as its stage peers keeps within it, as its clock is tied to theirs."""
+"""A partner's clock is believed within this share of the allowed lag from the origins' clocks.
+
+A replica ten times as fast as its stage peers keeps within it, as its clock is tied to theirs.
+"""
 STANDS_BACK_SECONDS = 20.0
-"""How long who is far behind serves nobody, if no stage peer gives its state: for the stage peers' records may be
-lies."""
+"""A replica that is far behind serves nobody for at most so many seconds, if no stage peer gives its state. The stage
+peers' records may be lies."""
 
 
 def _unknown() -> None:
@@ -32,16 +34,16 @@ class PeerClocks:
     recorded: Callable[[], Sequence[float]]
     """Clocks of the same stage peers as they stand in their records."""
     origins_lead: Callable[[], float | None] = _unknown
-    """How far ahead of this clock those origins are whose microbatches are trained here; None on stage 0 and where it
-    is not known."""
+    """How far the origins whose microbatches are trained here are ahead of this clock, in tokens; None on stage 0 and
+    if it is not known."""
 
     def met(self, claimed: float) -> float:
-        """The clock of a partner to meet half-way, within bounds; where the directory knows no stage peer, around the
-        own clock.
+        """The clock of a partner to meet half-way, within bounds; around the own clock if the directory knows no stage
+        peer.
 
-        The directory's clocks run away with the own one where one partner lies to everybody, again and again. Those of
-        the origins do not: work stands behind them. They only hold a partner back, and never move a clock by
-        themselves, since whoever has most of the work for a while may say what it likes.
+        The directory's clocks run away with the own one if one partner lies to all, again and again. Those of the
+        origins do not: work stands behind them. They only hold a partner back, and never move a clock by themselves.
+        Otherwise an origin that has most of the work for a while could say what it likes.
         """
         own, lead = self.own(), self.origins_lead()
         estimated, recorded = heard(self.estimated(), own) or (own,), heard(self.recorded(), own) or (own,)
@@ -53,8 +55,10 @@ class PeerClocks:
         return min(own + max(0.0, lead + bound), max(own + min(0.0, lead - bound), believed))
 
     def not_beyond(self, claimed: float) -> float:
-        """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run. Where
-        the directory knows no stage peer, as it is claimed: who comes has no clock to hold it against."""
+        """A donor's clock, unless it is far ahead of what the directory says: it could end this replica's run.
+
+        If the directory knows no stage peer, the claim is taken: a newcomer has no clock to hold it against.
+        """
         estimated, recorded = heard(self.estimated(), self.own()), heard(self.recorded(), self.own())
         return min(claimed, believed_clock(claimed, estimated=estimated, recorded=recorded, max_lag=self.max_lag))
 
@@ -73,9 +77,13 @@ class PeerClocks:
 
 
 class FarBehind:
-    """Whether this replica stands back: it has found itself far behind its stage peers (its machine slept, it was cut
-    off), looks for one whose state it can take, and until then works for nobody, whom its old weights would mislead and
-    who would take it for a liar. For a bounded time, and again only after it was with the others."""
+    """Tells whether this replica stands back because it is far behind its stage peers (its machine slept, it was cut
+    off).
+
+    It looks for a stage peer whose state it can take. Until then it works for nobody: its old weights would mislead
+    others, and they would take it for a liar. It stands back for a bounded time, and again only after it was with the
+    others.
+    """
 
     def __init__(self, clocks: PeerClocks, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clocks = clocks
@@ -91,23 +99,25 @@ class FarBehind:
 
     @property
     def stands_back(self) -> bool:
-        """As of the last look."""
+        """Tell whether it stands back, as of the last look."""
         return self._since is not None and self._clock() - self._since < STANDS_BACK_SECONDS
 
 
 def heard(clocks: Sequence[float], own: float) -> Sequence[float]:
-    """Stage peers' clocks of which the median is taken: where they are even in number, the own one is the odd one. Of
-    two stage peers one may lie: half-way between the two is nobody's clock, and one lie would move it without bound."""
+    """The stage peers' clocks of which the median is taken; if they are even in number, the own one is added.
+
+    Of two stage peers one may lie. Half-way between the two is nobody's clock, and one lie would move it without bound.
+    """
     return [*clocks, own] if clocks and len(clocks) % 2 == 0 else clocks
 
 
 def believed_clock(claimed: float, *, estimated: Sequence[float], recorded: Sequence[float], max_lag: float) -> float:
     """A partner's clock as far as the directory bears it out: one peer's claim cannot push the swarm's time.
 
-    It is believed up to `max_lag` above the median of the stage peers' `estimated` present clocks, and down to
-    `max_lag` below the median of their `recorded` ones. An estimate may be ahead of the truth, so it never raises a
-    claim: otherwise the raised clocks would be recorded, estimated on, and time would run away. The upper bound is that
-    of the higher middle one: of two stage peers, one that lags must not take the word from the other.
+    It is believed up to `max_lag` above the median of the stage peers' `estimated` present clocks. Downwards it is
+    believed to `max_lag` below the median of their `recorded` ones. An estimate may be ahead of the truth, so it never
+    raises a claim. Otherwise the raised clocks would be recorded and estimated on, and time would run away. The upper
+    bound is that of the higher middle one: of two stage peers, one that lags must not take the word from the other.
     """
     if not estimated or not recorded:
         return claimed
@@ -126,11 +136,11 @@ def laggard(
 ) -> Literal["own", "other"] | None:
     """Which of two clocks lags the other by more than `max_lag`, else None.
 
-    What the partner claims is believed as `believed_clock` says, but never ahead of its own word: that would keep it
-    from being told that it is behind, and this replica would lag one that does not say that it is ahead. This replica
-    lags only where the `recorded` clocks, which are never ahead of the truth, agree by half. The partner lags only
-    where this replica is not itself ahead of its stage peers by as much: it would find nobody who agrees, and train
-    alone from then on. Averaging brings it back.
+    The partner's claim is believed as `believed_clock` says, but never beyond its own word. Otherwise it would not be
+    told that it is behind, and this replica would lag one that does not say that it is ahead. This replica lags only if
+    the `recorded` clocks, which are never ahead of the truth, agree by half. The partner lags only if this replica is
+    not itself ahead of its stage peers by as much. It would find no peer that agrees, and train alone from then on;
+    averaging brings it back.
     """
     votes, records = heard(estimated, own_clock), heard(recorded, own_clock)
     other = min(claimed, believed_clock(claimed, estimated=votes, recorded=records, max_lag=max_lag))

@@ -1,4 +1,4 @@
-"""The directory: who serves which stage. One DHT key a stage, one subkey a peer, a short life, signed records."""
+"""The records of the directory: one DHT key a stage, one subkey a peer, a short life, a signature."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PeerState(StrEnum):
 
 
 MOST_SAID = MOST_CLAIMS * MOST_ROWS
-"""Slots in a record: of each source of a mixture as many as of a single text."""
+"""A record has at most so many slots: for each source of a mixture as many as for a single text."""
 
 
 class SlotClaim(NamedTuple):
@@ -54,11 +54,11 @@ class OwnWord(BaseModel):
     name: NodeName = ""
     """The volunteer's name for it (`node.name`); others may bear the same."""
     tokens: Annotated[int, Field(ge=0, le=1 << 60)] = 0
-    """Behind its inner steps, those of earlier lives included."""
+    """The tokens behind its inner steps, those of earlier lives included."""
     training_loss: _Figure | None = None
-    """Of its last inner steps, nats per token."""
+    """The mean loss of its last inner steps, nats per token."""
     validation_loss: _Figure | None = None
-    """Of its last evaluation on the held-out text, nats per token; stage 0 alone takes one."""
+    """The loss of its last evaluation on the held-out text, nats per token; stage 0 alone takes one."""
     spread: _Figure | None = None
     """mean((θ_i − θ_j)²)/2 at its last averaging with a stage peer."""
 
@@ -83,11 +83,12 @@ class PeerRecord(BaseModel):
     """The stage of which it keeps a copy."""
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     finished: bool = False
-    """It has trained to the run's end. It says so after it left, too: who looks every few seconds must not miss it."""
+    """It has trained to the run's end. It says so after it left, too, for nodes that read the directory every few
+    seconds."""
     newcomer: bool = False
     """It has just joined and is not averaged with yet: it dials others."""
     slots: Annotated[tuple[SlotClaim, ...], Field(max_length=MOST_SAID)] = ()
-    """What it reads of a text that the replicas share; of who has left, what it gave back."""
+    """The slots that it reads of a text that the replicas share; a node that has left names those that it gave back."""
     protocol: Annotated[int, Field(ge=0, le=1 << 16)]
     version: Annotated[str, Field(max_length=32)]
     sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0
@@ -109,12 +110,12 @@ class LiveRecord:
     signed: bytes = b""
     """What the owner signed, as it can be told to others; empty where records are not signed (in memory)."""
     level: int = 0
-    """Of the bucket that it was signed for."""
+    """The level of the bucket that it was signed for."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignedRecord:
-    """A record as its owner signed it for its place, to be told to others; who takes it in checks it."""
+    """A record as its owner signed it for its place, to be told to others; the node that takes it in checks it."""
 
     stage: int
     peer: PeerId
@@ -122,7 +123,7 @@ class SignedRecord:
     """DHT time, seconds."""
     signed: bytes
     level: int = 0
-    """Of the bucket that it was signed for."""
+    """The level of the bucket that it was signed for."""
 
 
 class Scale(NamedTuple):
@@ -145,23 +146,30 @@ def _no_rows() -> dict[int, tuple[LiveRecord, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryView:
-    """What was read last: for each stage, its records by peer id. Life is judged by the reader, per record. Of a stage
-    that is too large to be read whole it is a sample, drawn at random by the hash of the peer id."""
+    """The directory as it was read last: for each stage, its records by peer id.
+
+    The reader judges the life of each record. A stage that is too large to be read whole is a sample, drawn at random
+    by the hash of the peer id.
+    """
 
     stages: tuple[Mapping[PeerId, LiveRecord], ...]
     scales: tuple[Scale, ...] = ()
     """By stage; where there is none, everybody is seen."""
     settled: bool = True
-    """Whether it is known how large each stage is. Of a large one the first look shows only some."""
+    """Tells whether the size of each stage is known. The first look at a large one shows only some."""
     unproven: tuple[Collection[PeerId], ...] = ()
-    """By stage, where it is a sample: those of it that were not there a moment ago, and that say nothing of the others
-    until they have been asked."""
+    """Peers by stage, for a stage that is a sample: those that came into the view a moment ago.
+
+    They say nothing of the others until they have been asked.
+    """
     _ordered: dict[int, tuple[LiveRecord, ...]] = field(default_factory=_no_rows, init=False, repr=False, compare=False)
     """Rows by peer id, of the stages that were asked for: the same view is asked many questions."""
 
     def live(self, stage: int, now: float, *states: PeerState) -> tuple[PeerRecord, ...]:
-        """Records of `stage` that live at DHT time `now` and are in one of `states` (any but GONE if none is named),
-        ordered by peer id."""
+        """Records of `stage` that live at DHT time `now` and are in one of `states`, ordered by peer id.
+
+        If no state is named, it is any but GONE.
+        """
         wanted = states or NOT_GONE
         return tuple(row.record for row in self._rows(stage) if row.expires > now and row.record.state in wanted)
 
@@ -177,12 +185,14 @@ class DirectoryView:
         return self.scales[stage] if stage < len(self.scales) else EVERYBODY
 
     def unproven_of(self, stage: int) -> Collection[PeerId]:
-        """Those of a stage that say nothing of the others yet (`unproven`)."""
+        """The peers of a stage that say nothing of the others yet (`unproven`)."""
         return self.unproven[stage] if stage < len(self.unproven) else ()
 
     def number(self, stage: int, now: float, *states: PeerState) -> int:
-        """How many records of `stage` live at DHT time `now` in one of `states` (see `live`): an estimate where only a
-        sample of them is here (`scale` says its error)."""
+        """The number of records of `stage` that live at DHT time `now` in one of `states` (see `live`).
+
+        It is an estimate if only a sample of them is here (`scale` says its error).
+        """
         return round(len(self.live(stage, now, *states)) * self.scale(stage).each)
 
     def anyone(self, now: float) -> bool:
@@ -194,8 +204,10 @@ class DirectoryView:
         return [record for stage in range(len(self.stages)) for record in self.live(stage, now)]
 
     def without(self, peer: PeerId) -> DirectoryView:
-        """The same without one peer: a node that comes back finds its former life's record still there, and must not
-        take itself for somebody else."""
+        """This view without one peer: a node that comes back finds its former life's record still there.
+
+        It must not take itself for somebody else.
+        """
         rest = tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages)
         return DirectoryView(rest, self.scales, self.settled, self.unproven)
 
@@ -226,13 +238,18 @@ class Directory(Protocol):
         ...
 
     async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
-        """What lies at each stage's own key, asked for now, whatever a look would ask for: everybody of a small stage;
-        of one that is seen in part those that come first by the hash of the peer id. Never raises."""
+        """What lies at each stage's own key, asked for now, whatever a look would ask for. Never raises.
+
+        It is everybody of a small stage, and the first peers by the hash of the peer id of one that is seen in part.
+        """
         ...
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """What to tell a peer: this node's own live records, the newest first, then others, such as work before such
-        as only answer, `most` in all."""
+        """The records to tell a peer, `most` in all.
+
+        First come this node's own live records, the newest first, then others, those that work before those that only
+        answer.
+        """
         ...
 
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:

@@ -1,7 +1,7 @@
 """Records told over own links: a call in which two nodes tell each other their own newest signed record and a few more.
 
-The DHT introduces; it must not decide. Where all its neighbours are hostile, nodes that have links to each other still
-see each other by this call, and whomever one of them has met. That it was answered at all shows that a peer is there.
+The DHT introduces; it must not decide. Even if all its neighbours there are hostile, nodes with links to each other see
+each other by this call, and all peers that one of them has met. An answer alone shows that a peer is there.
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ from noloco_node.transport.interface import Transport, Withdraw
 
 TIMEOUT_SECONDS = 5.0
 MOST_TOLD = 12
-"""Records in one message, the teller's own included: what a header holds, and few enough to check at once."""
+"""A message tells at most so many records, the teller's own included: what a header holds, and few enough to check at
+once."""
 MOST_WANTED = 1024
-"""That a message may ask for; told are `MOST_TOLD` at most."""
+"""A message may ask for so many records; at most `MOST_TOLD` are told."""
 FEW_TOLD = 4
-"""The same of those to a peer that has said before what it serves: its own record goes from either to the other each
-time, and of others it hears by the DHT and by whoever else calls it."""
+"""So many records are told to a peer that has said before what it serves.
+
+Its own record goes from either to the other each time. It hears of others by the DHT and by all the peers that call it.
+"""
 FEWEST_TOLD = 1
-"""The same where `MANY` are known, the own record alone: calls are as many as a node may make then."""
+"""So many records are told if `MANY` peers are known, the own record alone: calls are as many as a node may make then.
+"""
 MANY = 64
 ALL_AGAIN_SECONDS = 10.0
-"""Who never says what it serves is told as many as go in no oftener than that: else it would have a hundred times the
-bytes that it sends, for as long as it likes."""
+"""A peer that never says what it serves is told a full message at most once in so many seconds.
+
+Otherwise it would get a hundred times the bytes that it sends, for as long as it likes.
+"""
 MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
-"""Characters in base64."""
+"""The longest signed text, in characters of base64."""
 
 
 class ToldRecord(WireModel):
@@ -52,7 +58,7 @@ class ToldRecord(WireModel):
     """DHT time, seconds."""
     signed: Annotated[str, Field(max_length=MAX_SIGNED_TEXT)]
     level: Annotated[int, Field(ge=0, le=MOST_LEVEL)] = 0
-    """Of the bucket that it was signed for; it does not travel where that is the whole stage's."""
+    """The level of the bucket that it was signed for; it does not travel if that is the whole stage's."""
 
     @model_serializer(mode="wrap")
     def _brief(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -69,8 +75,10 @@ class RecordsMessage(WireModel):
     """The one that the sender serves."""
     records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
     wanted: Annotated[int, Field(ge=1, le=MOST_WANTED)] = MOST_TOLD
-    """Records that the sender would be told at most, of a later release perhaps more than go in; it does not travel
-    where that is as many as go in."""
+    """The sender would be told at most so many records. A later release may ask for more than go into a message.
+
+    The field does not travel if it is as many as go in.
+    """
 
     @model_serializer(mode="wrap")
     def _brief(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -90,7 +98,7 @@ class ToldRecords:
     stage: int | None = None
     """The stage of the run that it serves, as it says; None where it serves another run or version, or refused."""
     named: tuple[PeerId, ...] = ()
-    """Whose records it told."""
+    """The peers whose records it told."""
 
 
 def few_told(directory: Directory) -> int:
@@ -119,7 +127,7 @@ def serve_records(
 
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:
         check_run(told.run, run_id, told.protocol)
-        # who tells many has few ways to hear: whose records grow old there does
+        # a peer that tells many has few ways to hear: records grow old there
         most = max(to_be_told(peer, told.wanted), len(told.records))
         transport.acquaintances.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
@@ -138,8 +146,10 @@ async def tell(
     most: int = MOST_TOLD,
     timeout: float = TIMEOUT_SECONDS,
 ) -> ToldRecords:
-    """Tell a peer this node's `stage`, its own record and others, `most` in all, and take in what it answers within
-    `timeout` seconds, which are to be no more. Never raises for the peer."""
+    """Tell a peer this node's `stage`, its own record and others, and take in its answer within `timeout` seconds.
+
+    At most `most` records are told in all. Never raises for the peer.
+    """
     request = _packed(run_id, stage, directory.to_tell(most), wanted=most)
     try:
         told = await call(transport, peer, RECORDS, request, seconds=timeout)
@@ -172,7 +182,7 @@ def _packed(run_id: str, stage: int | None, rows: Sequence[SignedRecord], *, wan
 
 
 def _unpacked(told: Sequence[ToldRecord]) -> list[SignedRecord]:
-    """Those whose signed bytes are bytes at all; what is no base64 is passed over as any other bad record is."""
+    """The records whose signed bytes are bytes at all; what is no base64 is passed over as any other bad record is."""
     rows: list[SignedRecord] = []
     for each in told:
         try:

@@ -1,9 +1,9 @@
-"""The roll call: whom this node asks, and when, whether it is there and which stage it serves.
+"""The roll call: the peers that this node asks, and when, whether they are there and which stage they serve.
 
 A record only introduces its peer. Each introduced peer is asked over its own link; in a small swarm all are within
-seconds, in a large one a sample is. Who does not answer is asked again ever more rarely, so that a crowd of records
-without nodes behind them costs a few calls a second and delays nobody who calls this node itself. Of two that answer
-one asks: in a call each tells the other its record, and whoever works with this node is heard without being asked.
+seconds, in a large one a sample is. A silent peer is asked again ever more rarely. A crowd of records without nodes
+behind them therefore costs a few calls a second and delays no peer that calls this node itself. Of two that answer one
+asks: in a call each tells the other its record. A peer that works with this node is heard without being asked.
 """
 
 from __future__ import annotations
@@ -28,39 +28,50 @@ from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
 LOOK_SECONDS = 1.0
-"""Longest time between two looks whom to ask."""
+"""The longest time between two choices of peers to ask, in seconds."""
 CALL_SECONDS = 5.0
-"""Deadline of one call."""
+"""The deadline of one call in seconds."""
 SWEEP_SECONDS = 10.0
-"""For asking everybody before something is decided."""
+"""A sweep asks all peers within so many seconds before something is decided."""
 STRANGERS_SECONDS = 3.0
-"""Of these, for those of whom nothing is known, once anybody is there: a crowd of ghosts must not hold up a start."""
+"""A sweep waits at most so many seconds for peers it knows nothing of, once somebody is there. A crowd of ghosts must
+not hold up a start."""
 SHORTEST_CALL_SECONDS = 1.0
 MOST_ACQUAINTED = 64
-"""Peers that have answered this node, and are asked in a sweep before those that are named and introduced."""
+"""A sweep first asks up to so many peers that have answered this node, then those that are named and introduced."""
 MOST_NAMED = 256
 CALLS_A_SECOND = 4.0
-"""In the long run."""
+"""A node makes so many calls a second in the long run."""
 BURST = 16
-"""Calls that may be made at once after a quiet time, and calls under way."""
+"""So many calls may be made at once after a quiet time, and so many may be under way."""
 ASK_AGAIN = 0.8
-"""Times a record's life, about, for which a peer that answers is not asked again unless it falls silent; longer where
-it called or worked with this node meanwhile."""
+"""A peer that answers is asked again only after about so many record lives, unless it falls silent.
+
+It takes longer if the peer called or worked with this node meanwhile.
+"""
 LONGEST_QUIET = 0.6 * ANSWER_SECONDS
-"""The same in seconds at most, or its answer would no longer count."""
+"""A peer that answers is asked again after at most so many seconds, or its answer would no longer count."""
 OLD = 0.3
-"""Share of a record's life: whose record has no more left is asked for a newer one, since the DHT does not bring it."""
+"""A peer is asked for a newer record if less than this share of its record's life is left, since the DHT does not bring
+it."""
 ASK_FOR_RECORD = 0.3
-"""Times a record's life between two such calls, and to a peer that answers and has no record."""
+"""The part of a record's life between two such calls, and between calls to a peer that answers and has no record."""
 ALL_TOLD = 1.0 / 16.0
-"""Of the calls to strangers by who knows `MANY` that are there: the share in which either tells all that goes in, and
-not its own record alone. A node of a large swarm meets a stranger a second for as long as it runs, whom the directory
-has brought. To whose record has grown old, since it brings nothing of that one, all is told."""
+"""A node that knows `MANY` peers tells a full message in this share of its calls to strangers, else its own record
+alone.
+
+A node of a large swarm meets a stranger a second for as long as it runs, by the directory. A peer whose record has
+grown old is always told all, since the directory brings nothing of it.
+"""
 CHANGES_SECONDS, CROWD = 1.0, 256
-"""Seconds between two changes that are told, where so many are asked, and less in proportion: whoever is told looks at
-everybody, so that each answer would cost the more the larger the swarm is."""
+"""Changes are told at most once in so many seconds if so many peers are asked; with fewer, the interval is shorter in
+proportion.
+
+A listener examines all peers, so each answer would cost the more the larger the swarm is.
+"""
 PAUSES = Doubling(1.0, 300.0)
-"""Between two calls to a peer that has never answered; one that has is asked at least once in a record's life."""
+"""Seconds between two calls to a peer that has never answered; one that has is asked at least once in a record's life.
+"""
 
 
 class PeerKind(IntEnum):
@@ -86,7 +97,7 @@ class _Asked:
     """Calls of whatever kind that it had not answered when it was last asked."""
     under_way: bool = False
     has_told: bool = False
-    """It has told this node whom it knows."""
+    """The peer has told this node which peers it knows."""
     old: bool = False
     """Its record's life is nearly over."""
     asked_at: float = -math.inf
@@ -96,11 +107,13 @@ class _Asked:
 
 
 class RollCall:
-    """Asks who is there. `introduced` gives the records to go by; `on_change` is called soon after an answer, or its
-    absence, has changed who serves which stage. `run` must be running in the owner's task group; `sweep` needs none.
-    Who serves no `stage` only says hello: it takes no part, and has nothing to tell.
+    """Asks peers whether they are there.
 
-    Many methods: each is one rule of whom to ask, and when.
+    `introduced` gives the records to go by. `on_change` is called soon after an answer, or its absence, has changed a
+    stage's peers. `run` must be running in the owner's task group; `sweep` needs none. A node that serves no `stage`
+    only says hello: it takes no part, and has nothing to tell.
+
+    Many methods: each is one rule of which peer to ask, and when.
     """
 
     def __init__(
@@ -119,9 +132,10 @@ class RollCall:
         self._transport = transport
         self._calls_a_second = calls_a_second
         self._entrances = {peer: None for peer in entrances if peer != transport.peer_id}
-        """Initial peers, in order: asked, and for whom they know, before anybody whom only a record introduces."""
+        """The initial peers, in order: they, and the peers they know, are asked before those that only a record
+        introduces."""
         self._named: dict[PeerId, None] = {}
-        """Whom peers told of that answered in a sweep, the entrances' word first."""
+        """The peers that others named when they answered in a sweep, those named by the entrances first."""
         self._directory = directory
         self._run = run_id
         self._stage = stage
@@ -133,12 +147,12 @@ class RollCall:
         self._looked = Pulse()
         self._running = False
         self._has_changed, self._told_at = False, -math.inf
-        """Whether who is there has changed since that was told, and when it was."""
+        """Tells whether the peers that are there have changed since that was told, and when it was told."""
         self._found = False
         """Whether anybody that is introduced was there in the last sweep."""
         self._near_in_a_row = 0
         self._knows_many = False
-        """`MANY` of those that are introduced are there."""
+        """`MANY` of the introduced peers are there."""
         self._allowance = float(BURST)
         self._allowed_at = 0.0
         self._earliest = -math.inf
@@ -150,7 +164,7 @@ class RollCall:
         return self._transport.acquaintances
 
     def look(self) -> None:
-        """The directory was read: whoever is new is asked, whoever is gone is forgotten."""
+        """The directory was read: new peers are asked, peers that are gone are forgotten."""
         records = {PeerId(record.peer_id): record for record in self._introduced()}
         workers = [peer for peer in self._known.known_workers() if peer not in records]
         before = self._asked
@@ -165,7 +179,7 @@ class RollCall:
                 asked.next_try = now
             row = stages[record.stage].get(peer) if record.stage < len(stages) else None
             asked.record, asked.old = record, row is not None and row.expires - dht_time < OLD * self._life
-            if asked.old and not asked.in_vain:  # of who does not answer there is no newer one to be had
+            if asked.old and not asked.in_vain:  # a silent peer has no newer one to give
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
         self._knows_many = sum(map(self._confirmed, records)) >= MANY
         self._looked.fire()
@@ -190,13 +204,14 @@ class RollCall:
             self._running = False
 
     async def sweep(self, seconds: float) -> None:
-        """Ask every introduced peer that does not serve its stage yet as far as this node knows, `BURST` at a time, and
-        return when each has answered or fallen silent, or the time is up. Where `run` runs, it asks, and nobody waits
-        here.
+        """Ask every introduced peer that is not known to serve its stage yet, `BURST` at a time.
 
-        First come the initial peers and whoever has answered this node, then those that they name; all others share
-        `STRANGERS_SECONDS` where somebody is there by then. Of these, who was silent before is asked only where nobody
-        is there.
+        It returns when each has answered or fallen silent, or the time is up. While `run` runs, that asks, and this
+        returns at once.
+
+        The initial peers and those that have answered this node come first, then the peers that they name. All others
+        share `STRANGERS_SECONDS` if somebody is there by then. Of these, peers that were silent before are asked only
+        if nobody is there.
         """
         if self._running:
             return
@@ -226,7 +241,8 @@ class RollCall:
             await self._ask_in_turn(self._drawn(silent, len(silent)), until)
 
     def _acquainted(self) -> list[PeerId]:
-        """Initial peers that have not told yet whom they know, and others that answer and are not known to be there."""
+        """Initial peers that have not told yet which peers they know, and others that answer and are not known to be
+        there."""
         entrances = [peer for peer in self._entrances if (asked := self._asked.get(peer)) is None or not asked.has_told]
         answering = [peer for peer in self._known.answering() if peer not in self._entrances]
         seen = [peer for peer in answering if self._unsure(peer) or not self._known.takes_part(peer)]
@@ -249,8 +265,10 @@ class RollCall:
         await some_at_a_time(BURST, peers, ask)
 
     def _due(self, now: float) -> list[PeerId]:
-        """Whom to ask now, within what is allowed. Nobody is looked at before somebody's time has come, or a call to
-        somebody came to nothing."""
+        """The peers to ask now, within the allowance.
+
+        No peer is considered before the earliest one is due, or a call has come to nothing.
+        """
         self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * self._calls_a_second)
         self._allowed_at = now
         if now < self._earliest and self._silences == self._known.silences_in_all:
@@ -275,8 +293,10 @@ class RollCall:
         return drawn
 
     def _drawn(self, due: Sequence[PeerId], most: int) -> list[PeerId]:
-        """Who has said that it is there, who has called this node, and who is only introduced have the same chance,
-        and so have the stages: no crowd at one place keeps those elsewhere from being asked."""
+        """Draw peers of each kind (`PeerKind`) with the same chance, and of each stage with the same chance.
+
+        No crowd at one place then keeps those elsewhere from being asked.
+        """
         crowds: dict[PeerKind, dict[int, list[PeerId]]] = {}
         for peer in due:
             crowds.setdefault(self._kind(peer), {}).setdefault(self._stage_of(peer), []).append(peer)
@@ -295,7 +315,8 @@ class RollCall:
         return drawn
 
     def _wanted(self, kind: PeerKind, stages: list[int]) -> list[int]:
-        """Of who is only introduced the own stage and the next are asked first, and now and then another one."""
+        """The stages to draw from. Introduced peers of the own stage and the next are asked first, and now and then
+        another one."""
         own = self._stage()
         near = [] if own is None else [stage for stage in stages if stage in (own, own + 1)]
         if kind is not PeerKind.INTRODUCED or not near or len(near) == len(stages):
@@ -320,7 +341,8 @@ class RollCall:
         return False
 
     def _pressing(self, peer: PeerId) -> bool:
-        """It has called this node or moved: whoever likes can have itself asked so, and is no sample of the others."""
+        """The peer has called this node or moved. Any peer can have itself asked so, and it is no sample of the
+        others."""
         return self._known.answers(peer) and not self._confirmed(peer)
 
     def _kind(self, peer: PeerId) -> PeerKind:

@@ -1,12 +1,17 @@
-"""What one node makes of the buckets that it reads: which to read and write next, a view that is a sample of each
-stage, and how many records each of its rows stands for. How the keys are read and written is the directory's affair.
+"""What one node makes of the buckets that it reads: which to read and write next, and a view that is a sample of each
+stage.
 
-While a stage lies at level 0 its whole key is read, and the view is everybody. Above that this node holds two buckets
-of its own stage and of the next, which it reads again before their records end; every other minute another bucket,
-drawn at random, takes the place of the older one. A crowded bucket, somebody's who sought ids for it, is held as any
-other and has an ordinary one's places, so that it hides nobody for good and fills no view. Of other stages it sees a
-few (`far_stages`). At level 0 of a large stage it looks the more rarely the larger that is, for what lies behind:
-everybody would deal with those few, and ask their few holders.
+The view also says how many records each of its rows stands for. How the keys are read and written is the directory's
+affair.
+
+While a stage lies at level 0 its whole key is read, and the view is complete. Above that this node holds two buckets of
+its own stage and of the next, and reads them again before their records end. Every other minute another bucket, drawn
+at random, takes the place of the older one. A bucket may be crowded because an attacker sought ids for it. It is held
+as any other and has an ordinary one's places, so that it hides nobody for good and fills no view. Of other stages this
+node sees a few peers (`far_stages`).
+
+Level 0 of a large stage is read the more rarely the larger the stage is. Otherwise all nodes would deal with the few
+peers there, and ask their few holders.
 """
 
 from __future__ import annotations
@@ -41,21 +46,27 @@ from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
 
 WHOLE = 256
-"""Records of all stages together up to which all are read at every look, as long as no stage lies in buckets."""
+"""If all stages together have up to so many records, all are read at every look, as long as no stage lies in buckets.
+"""
 ROOT_AGAIN = 1.5
-"""Of a record's life, between two looks at level 0 of a stage that lies one above it; twice as long for each further
-level: so that key is read equally often however many read it."""
+"""Level 0 of a stage that lies one level above it is read every so many record lives.
+
+The interval doubles for each further level, so that the key is read equally often however many nodes read it.
+"""
 ROOT_SECONDS = 3600.0
-"""After which everybody looks there: two large swarms that meet may lie far apart."""
+"""Every node reads level 0 after so many seconds: two large swarms that meet may lie far apart."""
 PLACES = TARGET
-"""Rows that a crowded bucket has in a view."""
+"""A crowded bucket has so many rows in a view."""
 ASKED_AFTER = 45.0
-"""Seconds after which most of a bucket that is newly held have been asked whether they are there."""
+"""After so many seconds most of a newly held bucket have been asked whether they are there."""
 NEXT_LOOK = 0.1
-"""Of a record's life, for which a record must live still to be one of a sample: else those that end before the next
-look would be missing from what stands for the stage."""
+"""A record of a sample must still live for this part of a record's life.
+
+Records that end before the next look would be missing from what stands for the stage.
+"""
 KNOWN_PLACES = PLACES // 2
-"""Of these, the most that go to those that have answered; the others are drawn, or who is new would never be seen."""
+"""At most so many of these rows go to peers that have answered. The others are drawn, or new peers would never be seen.
+"""
 LOT_BYTES = 16
 USUAL_LIFE = 20.0
 
@@ -73,9 +84,11 @@ def places_of(rows: int) -> int:
 
 
 def shown_of(peers: Collection[PeerId], lot: bytes, standing: Callable[[PeerId], Esteem]) -> Collection[PeerId]:
-    """Whom of one bucket a view shows (`places_of`). Of a crowded one up to half are those of whom this node knows
-    most; the others fall to whoever the `lot` draws, those last that did not answer. The same lot draws the same
-    peers."""
+    """The peers of one bucket that a view shows (`places_of`); the same lot draws the same peers.
+
+    Of a crowded bucket up to half are those that this node knows best. The `lot` draws the others, those that did not
+    answer last.
+    """
     places = places_of(len(peers))
     if places == len(peers):
         return peers
@@ -97,8 +110,10 @@ class _Stage:
     began_at: float = math.inf
     """When the stage was first looked at."""
     new_since: dict[Place, float] = field(default_factory=dict[Place, float])
-    """When each held bucket was taken, of those that took another's place or were held at the beginning: until
-    `ASKED_AFTER` later what it shows is unproven."""
+    """The time since which each held bucket that took another's place, or was held at the beginning, has been held.
+
+    What it shows is unproven until `ASKED_AFTER` later.
+    """
     rows: dict[Place, _Rows] = field(default_factory=dict[Place, _Rows])
     """What was found where, until its life ends."""
     read_at: dict[Place, float] = field(default_factory=dict[Place, float])
@@ -111,17 +126,17 @@ class _Stage:
     crowded: set[Place] = field(default_factory=set[Place])
     """Places of which not all rows are here."""
     followed: tuple[PeerId, ...] = ()
-    """Of a far stage: those of it that are shown."""
+    """The peers of a far stage that are shown."""
     where: Place | None = None
     """The place that `followed` were drawn from."""
     share: float = 1.0
     """Part of the records at `where` for which `followed` speak (`drawn_of`)."""
     due: bool = False
-    """Of a far stage: its turn to be read whole has come, and nothing of it was read since."""
+    """The far stage's turn to be read whole has come, and nothing of it was read since."""
     idle: bool = False
-    """Of a far stage: nobody of those that are followed is at work."""
+    """None of the followed peers of the far stage is at work."""
     idle_at: float = -math.inf
-    """When a whole place was last wanted since nobody of those is; -inf while somebody is at work."""
+    """The last time that a whole place was wanted because no followed peer is at work; -inf while one is."""
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
@@ -191,17 +206,21 @@ class SampledView:
         return wanted
 
     def followed_at(self, place: Place) -> Collection[PeerId] | None:
-        """Of what is to be read at this look: whose records alone are wanted, where not all."""
+        """The peers whose records alone are wanted from a place at this look; None for all."""
         return self._stages[place.stage].followed if place in self._far.followed else None
 
     def is_glanced_at(self, stage: int) -> bool:
-        """Whether what two holders say of a stage is enough: this node has nothing to do with it, and knows of somebody
-        who is at work there."""
+        """Tell whether the word of two holders is enough for a stage.
+
+        It is if this node has nothing to do with the stage, and knows of a peer at work there.
+        """
         return stage in self._far.stages and not self._stages[stage].idle
 
     def enough_of(self, place: Place) -> Collection[PeerId]:
-        """Of whom nothing newer is wanted there: of those that are seen in their buckets level 0 has nothing to say but
-        that they are."""
+        """The peers of which nothing newer is wanted at a place.
+
+        Of peers seen in their buckets level 0 can tell only that they exist.
+        """
         each = self._stages[place.stage]
         if place.level or not each.level.level:
             return ()
@@ -213,7 +232,7 @@ class SampledView:
         each = self._stages[place.stage]
         each.read_at[place], each.began_at = now, min(each.began_at, now)
         if place in self._far.followed:
-            known = {**each.rows.get(place, {}), **rows}  # who was not found lives all the same
+            known = {**each.rows.get(place, {}), **rows}  # a peer that was not found lives all the same
             each.rows = {place: {peer: known[peer] for peer in each.followed if peer in known}}
             return
         before = each.level.level
@@ -253,16 +272,21 @@ class SampledView:
         return DirectoryView(rows, tuple(scales), settled, tuple(self._unproven(each, now) for each in self._stages))
 
     def _unproven(self, each: _Stage, now: float) -> Collection[PeerId]:
-        """Peers of buckets that are newly held, most of whom were not asked yet: they say nothing of the others. Nobody
-        where all buckets are held, nor where the level has changed later on: who was known before was not drawn."""
-        if len(each.held) >= 1 << each.level.level:  # who is there is seen
+        """Peers of buckets that are newly held: most were not asked yet, so they say nothing of the others.
+
+        It is empty if all buckets are held, or if the level has changed later on: peers that were known before were not
+        drawn.
+        """
+        if len(each.held) >= 1 << each.level.level:  # all that are there are seen
             return ()
         new = [place for place, at in each.new_since.items() if _since(at, now) < ASKED_AFTER]
         return {peer for place in new for peer in each.rows.get(place, ())}
 
     def _far_places(self, stage: int, each: _Stage, now: float, *, turn: bool) -> list[Place]:
-        """What is read of a far stage: those that are followed, now and then; where it is this one's `turn`, or none of
-        them is at work, all rows of that place or of another."""
+        """The places to read of a far stage: where followed peers lie, now and then.
+
+        On the stage's `turn`, or if no followed peer is at work, all rows of that place or of another are read.
+        """
         level, root = each.level.level, Place(stage, 0, 0)
         each.due |= turn or not each.followed
         idle = self._is_idle_again(each, now)
@@ -277,7 +301,7 @@ class SampledView:
         return wanted
 
     def _is_idle_again(self, each: _Stage, now: float) -> bool:
-        """Whether nobody of those that are followed is at work, and it is time to look for others."""
+        """Tell whether no followed peer is at work, and it is time to look for others."""
         rows = [(peer, row) for here in each.rows.values() for peer, row in here.items() if row.expires > now]
         each.idle = not any(at_work(row, self._standing(peer)) for peer, row in rows)
         if not each.idle:
@@ -303,14 +327,16 @@ class SampledView:
         again = held_again(fullness, self._life)
         wanted = [place for place in each.held if near and each.age(place, now) >= again]
         due = near and self._has_a_place(each, now)
-        # Of no near stage what was drawn last is all that is seen: the next must be here before its records end.
+        # For a far stage the bucket drawn last is all that is seen: the next must be here before its records end.
         often = drawn_again(fullness, self._life) if near else again
         drawn = self._drawn_of(stage, each, now, often, due=due)
         return wanted + [place for place in drawn if place not in wanted]
 
     def _drawn_of(self, stage: int, each: _Stage, now: float, again: float, *, due: bool) -> list[Place]:
-        """The bucket that is read for the number, where one is `due` or drawn already, or the last was drawn so long
-        ago that it is time `again` (seconds)."""
+        """The bucket that is read for the number, or none.
+
+        There is one if one is `due` or drawn already, or if the last was drawn `again` seconds ago.
+        """
         if each.drawn is not None and _since(each.drawn_at, now) > self._life:  # nobody answers for it
             each.drawn = None
         draw = draws(each.drawn_here, each.level.confirming, due, _since(each.drawn_at, now), again)
@@ -322,8 +348,8 @@ class SampledView:
         return has_a_place(each.level.level, len(each.held), _since(each.renewed_at, now))
 
     def _hold(self, each: _Stage, place: Place, rows: _Rows, now: float) -> None:
-        """A bucket of a near stage that was drawn takes the place of the older one where its time has come. Of another
-        stage the last is held."""
+        """A drawn bucket of a near stage takes the place of the older one if its time has come. For another stage the
+        last is held."""
         if self._near(place.stage):
             if place in each.held or not self._has_a_place(each, now):
                 return
@@ -347,7 +373,7 @@ class SampledView:
 
 
 def _rows_of(each: _Stage, now: float, life: float) -> _Rows:
-    """Of each peer the row that lives longest; of several buckets those alone that outlive the next look."""
+    """The longest-living row of each peer; if there are several buckets, only rows that outlive the next look."""
     if len(each.rows) == 1:  # of a far stage all that is known: it is served until the last of these has ended
         return next(iter(each.rows.values()))
     merged: dict[PeerId, LiveRecord] = {}
@@ -366,7 +392,7 @@ def _since(at: float, now: float) -> float:
 
 def _scale(each: _Stage, rows: _Rows, now: float) -> Scale:
     seen, estimate = sum(row.expires > now for row in rows.values()), each.level.estimate
-    if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: who is there is seen
+    if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: all that are there are seen
         return Scale(error=estimate.error) if each.crowded else Scale()
     return Scale(max(1.0, estimate.number * each.share / seen), estimate.error)
 

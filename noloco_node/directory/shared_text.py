@@ -12,7 +12,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import TextBlock
 
 OVERDUE = 0.45
-"""Share of a record's life after which it should have been renewed: it is renewed at a third."""
+"""A record is overdue after this share of its life: it should be renewed at a third."""
 
 
 class SharedText:
@@ -45,7 +45,7 @@ class SharedText:
         return self._turns.counts
 
     def to_say(self, *, leaving: bool) -> tuple[Claim, ...]:
-        """What the own record is to say; who leaves gives everything back."""
+        """What the own record is to say; a leaving node gives everything back."""
         claims = self._turns.leave() if leaving else self._turns.claims
         self.tell()
         return claims
@@ -71,7 +71,7 @@ class SharedText:
 
     @staticmethod
     def _is_last(word: Said, row: LiveRecord) -> bool:
-        """Who has died answers nobody, and counts no more, before its record shows it."""
+        """Tell whether the node has died: it answers nobody, and counts no more, before its record shows it."""
         return word.leaving or word.overdue or row.record.state is PeerState.DRAINING
 
     def _word(self, row: LiveRecord, now: float) -> Said:

@@ -1,8 +1,8 @@
 """The signed records that a node holds, for itself and for others: bounded, and hard to fill with strangers' keys.
 
-Records cost their signers nothing, so where places are short it counts what this node knows of the signer: that it
-works, that it answers, that it brought its record itself. Among equals chance decides who goes, in the half that came
-last: those that were there first keep their places, and in the other half no crowd keeps a newcomer out.
+Records cost their signers nothing. If places are short, what counts is this node's knowledge of the signer: that it
+works, that it answers, that it brought its record itself. Among equals chance takes one from the half that came last.
+Those that were there first keep their places, and in the other half no crowd keeps a newcomer out.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
 T = TypeVar("T")
 
 MOST_RECORDS = 512
-"""Records under one key."""
+"""At most so many records are held under one key."""
 MOST_HEARSAY = 32
-"""Records under one key that one peer brought of others, of whom this node knows nothing more."""
+"""One peer may bring so many records of others under one key, if this node knows nothing more of the others."""
 MOST_HEARSAY_OF_A_BUCKET = CROWDED
-"""The same under a key that is known to be a bucket's: it may be read from one of its holders alone, who brings as many
-as show that it is crowded. With fewer places a bucket of strangers would count for half of what it holds."""
+"""One peer may bring so many records of others under a key that is known to be a bucket's.
+
+The bucket may be read from one of its holders alone, which brings as many as show that it is crowded. With fewer places
+a bucket of strangers would count for half of what it holds.
+"""
 MOST_BUCKETS = 4096
-"""Keys that are remembered to be buckets'."""
+"""So many keys are remembered to be buckets'."""
 MOST_KEYS = 4096
-"""Stages of other people's runs that a seed holds the records of."""
+"""A seed holds the records of so many stages of other people's runs."""
 MOST_KEYS_A_SIGNER = 8
-"""A node serves one stage and may have just left some."""
+"""One signer may have records under so many keys: a node serves one stage and may have just left some."""
 MOST_IN_ALL = 16_384
 REGULAR_SECONDS = 60.0
-"""Whoever has brought its own record for this long, again and again, is known by that."""
+"""A peer that has brought its own record for so many seconds, again and again, is known by that."""
 SWEEP_SECONDS = 1.0
 SAMPLED = 32
-"""Places that are looked at for one to give up."""
+"""So many places are examined for one to give up."""
 FEW = 8
-"""The same among what one peer brought."""
+"""So many places of what one peer brought are examined for one to give up."""
 
 
 class Esteem(IntEnum):
@@ -63,7 +66,7 @@ class Esteem(IntEnum):
 
 
 def hearsay(_peer: PeerId) -> Esteem:
-    """Of somebody who has dealt with nobody."""
+    """The esteem of a peer in a node that has dealt with nobody."""
     return Esteem.HEARSAY
 
 
@@ -86,11 +89,11 @@ class NoRoom(StrEnum):
     SIGNER = "signer"
     """Its signer has as many under other keys as one may have: it moves much, or floods levels."""
     PLACES = "places"
-    """Of its key, or of all keys, every place is taken."""
+    """Every place of its key, or of all keys, is taken."""
     BRINGER = "bringer"
-    """Who brought it had brought as many of others as one may bring."""
+    """The peer that brought it had brought as many records of others as one may bring."""
     CHECKS = "checks"
-    """As many new signatures are checked for who brought it, or for its like, as may be."""
+    """No more new signatures are checked for now, of the peer that brought it or of its kind."""
 
 
 @dataclass(slots=True)
@@ -101,7 +104,7 @@ class HeldRecord:
     signed: bytes
     expires: float
     storer: PeerId
-    """Who brought it when it took its place."""
+    """The peer that brought it when it took its place."""
     first_direct: float | None = None
     """When its signer first brought it itself."""
     last_direct: float = 0.0
@@ -115,7 +118,7 @@ class RecordStore:
     """Records by key and signer. `esteem` says what is known of a peer; DHT time is handed in.
 
     Whatever end a record claims, it lives `longest` seconds of the monotonic `clock` here, unless a newer one comes in
-    time: the room that is left for clocks that differ is no life for ghosts.
+    time. The room that is left for clocks that differ is no life for ghosts.
 
     Many methods: each is one rule about which of the same rows stays.
     """
@@ -140,7 +143,7 @@ class RecordStore:
         self._rows: dict[bytes, dict[PeerId, HeldRecord]] = {}
         self._keys_of: Counter[PeerId] = Counter()
         self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
-        """By key and who brought it: signers of records that were brought by others than them."""
+        """By key and bringer: the signers of records that were brought by other peers than their signers."""
         self._buckets = PeerTable[bytes, None](MOST_BUCKETS)
         self.no_room = Counter[NoRoom]()
         """Records so far that were not taken in or gave way, by what had no room."""
@@ -177,12 +180,12 @@ class RecordStore:
         return self.esteem_of(signer, held, now) > Esteem.HEARSAY
 
     def vouched(self, key: bytes, now: float) -> dict[PeerId, HeldRecord]:
-        """Those of the live ones under `key` that it may."""
+        """The live records under `key` that this node vouches for."""
         live = self.live(key, now).items()
         return {signer: held for signer, held in live if self.vouches(signer, held, now)}
 
     def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, HeldRecord]]:
-        """The same, those of whose signers most is known first, equals by chance."""
+        """The records under `key` that this node vouches for, best-known signers first, equals by chance."""
         rows = list(self.vouched(key, now).items())
         self._rng.shuffle(rows)
         rows.sort(key=lambda row: -self.esteem_of(row[0], row[1], now))
@@ -263,9 +266,11 @@ class RecordStore:
         return True
 
     def _keep_hearsay_bounded(self, key: bytes, storer: PeerId, now: float) -> None:
-        """What one peer brings of others takes the place of something that it brought before, of equals by chance: an
-        id can be sought for. Only a few are looked at, since a peer may bring many, again and again; where nobody of
-        them is hearsay any more, little else is."""
+        """A new record of hearsay takes the place of one that the same peer brought before, of equals by chance.
+
+        By chance, since an id can be sought. Only a few are examined, since a peer may bring many, again and again; if
+        none of them is hearsay any more, little else is.
+        """
         rows, brought = self._rows[key], list(self._hearsay[key, storer])
         among = self._rng.sample(brought, min(FEW, len(brought)))
         of = {signer: self.esteem_of(signer, rows[signer], now) for signer in among}
@@ -275,10 +280,13 @@ class RecordStore:
             self._drop(key, victim)
 
     def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
-        """Whoever is not hearsay gets a place in any case, or newcomers would be shut out of a full stage; but only a
-        small share of the places falls to those of whom least is known, since all others are left alone while one of
-        theirs is among those looked at. Of equals the half stays that has been there for longer: a crowd that comes
-        later and answers like everybody else takes no place from those."""
+        """Give up the place of a record for a newcomer of this `esteem`; True if there was one.
+
+        A signer that is more than hearsay always gets a place, or newcomers would be shut out of a full stage. Only a
+        small share of the places falls to the least known signers. All others are left alone while one of theirs is
+        among those examined. Of equals the half that has been there longer stays: a later crowd that answers like all
+        others takes no place from it.
+        """
         self.no_room[NoRoom.PLACES] += 1
         rows = self._rows[key]
         among = self._sampled(signer for signer in rows if signer != self._own)

@@ -9,8 +9,11 @@ from statistics import median, median_low
 from noloco_node.directory.records import SERVING, DirectoryView, PeerState
 
 CREDIBLE_STRENGTH = 8.0
-"""A node counts at most for this many of the median one: what a record claims is only a claim. Where stages are chosen
-it is so only for a node that has worked with this one; of the others nothing beyond the median is believed."""
+"""A node counts at most for this many of the median one: what a record claims is only a claim.
+
+In the choice of a stage it does so only if it has worked with this node; of others nothing beyond the median is
+believed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class SwarmSummary:
     replicas: tuple[int, ...]
     """Live replicas of each stage, joining and leaving ones included."""
     tokens_per_second: float
-    """What the replicas of stage 0 say they train, together, each one's word `believed`."""
+    """The tokens a second that the replicas of stage 0 claim together, each one's word `believed`."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -34,15 +37,20 @@ class SwarmSummary:
 
 
 def believed(claimed: Iterable[float]) -> float:
-    """The sum of what nodes claim, tokens/s, each one's word believed up to a multiple of the median of those that say
-    anything."""
+    """The sum of what nodes claim, tokens/s.
+
+    Each word is believed up to a multiple of the median of those that say anything.
+    """
     said = [value for value in claimed if value > 0.0]
     return sum(min(value, CREDIBLE_STRENGTH * median_low(said)) for value in said)
 
 
 def outlook_of(view: DirectoryView, now: float, target_tokens: int) -> SwarmSummary:
-    """Read the view at DHT time `now`. Records are their owners' claims: the median of clocks bears a few false ones,
-    and so does the sum of speeds, in which nobody's word counts for more than a multiple of the median."""
+    """Read the view at DHT time `now`. Records are their owners' claims.
+
+    The median of clocks bears a few false ones. So does the sum of speeds, in which each word counts for at most a
+    multiple of the median.
+    """
     stages = range(len(view.stages))
     clocks = [record.clock for stage in stages for record in view.live(stage, now, *SERVING)]
     return SwarmSummary(

@@ -1,5 +1,8 @@
-"""Whether another node publishes records under this one's identity: two lives of one key, each of which takes messages
-that were meant for the other. A start finds out about one that can be dialled; one behind a router is found here."""
+"""Tells whether another node publishes records under this one's identity.
+
+Each of two lives of one key takes messages that were meant for the other. A start finds a twin that can be dialled; one
+behind a router is found here.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ class TwinWatch:
         """Set once there is one."""
 
     def look(self, view: DirectoryView, last: int) -> None:
-        """This life's records so far are those up to the sequence `last`. One record may have been brought about by a
-        clock that was ahead in an earlier life; who renews it lives."""
+        """This life's records so far are those up to the sequence `last`.
+
+        A clock that was ahead in an earlier life may explain one record. A node that renews its record lives.
+        """
         for row in (rows[self._own] for rows in view.stages if self._own in rows):
             if self._is_anothers(row, last):
                 if self._foreign not in (None, row.record.sequence):

@@ -26,21 +26,27 @@ from noloco_node.identity.keys import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of
 from noloco_node.identity.peer_id import PeerId
 
 MAX_RECORD_BYTES = 1664
-"""Of what is signed: an honest record has some 190 bytes, an invitation 460 more, and who reads blocks of as many
-sources as a mixture may have, and holds as many of each as it may, 800 more to say so."""
+"""The most bytes of what is signed.
+
+An honest record has some 190 bytes, an invitation 460 more. A node that reads blocks of as many sources as a mixture
+may have, and holds as many of each as it may, needs 800 more.
+"""
 MAX_SIGNED_BYTES = MAX_RECORD_BYTES + MAX_PUBLIC_KEY_BYTES + 520
-"""With the longest key and signature, which have the sizes that they must have, around it."""
+"""The most bytes of a signed record, with the longest key and signature around it; their sizes are fixed."""
 MAX_UNKNOWN_FIELDS = 4
-"""Of newer versions; padding has no other place."""
+"""A record may have so many fields of newer versions; padding has no other place."""
 MAX_SUBKEY_BYTES = 160
 MAX_EXPIRY = float(1 << 40)
-"""Seconds since 1970 that no honest record reaches; keeps arithmetic with expiries harmless."""
+"""No honest record reaches so many seconds since 1970. The bound keeps arithmetic with expiries harmless."""
 CACHED_VERDICTS = 8192
-"""Of more records than that some are judged anew at every look. Which verdict makes room is drawn: each look takes the
-records in about the same order, so that the oldest would be forgotten just before it is asked for, and every one."""
+"""So many verdicts are kept; of more records some are judged anew at every look.
+
+The verdict that makes room is drawn. Each look takes the records in about the same order, so the oldest would be
+forgotten just before it is needed, and so would every one.
+"""
 
 MOST_BUCKET_KEYS = 4096
-"""Keys of buckets that are remembered."""
+"""So many keys of buckets are remembered."""
 
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")
@@ -176,8 +182,10 @@ class RecordValidator(RecordValidatorBase):
 
 
 def _record_of(payload: bytes, peer: str) -> PeerRecord:
-    """ValueError (ValidationError included) for what is none. Whose it is the place says, and older versions a second
-    time."""
+    """The record in a signed payload. Raises ValueError (ValidationError included) if there is none.
+
+    The place says whose it is, and older versions say it a second time.
+    """
     parsed: object = from_json(payload, allow_inf_nan=False)
     if not isinstance(parsed, dict):
         raise ValueError("it is no JSON object")

@@ -24,7 +24,7 @@ ALWAYS = (
 )
 
 MAPS_PORT = "-natPortMap=1"
-"""A router is asked, by UPnP or NAT-PMP, to open the port for as long as p2pd runs."""
+"""This argument has a router asked, by UPnP or NAT-PMP, to open the port for as long as p2pd runs."""
 _ANNOUNCES = "-announceAddrs="
 _ANNOUNCED = re.compile(r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/\s]+)/tcp/(?P<port>\d{1,5})(?:/p2p/[^/\s]+)?/?")
 _SHORT = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.]+)\]|(?P<host>[^:/\s\[\]]+))(?::(?P<port>\d{1,5}))?")

@@ -1,7 +1,7 @@
 """hivemind's p2pd as this node's child process: started, watched, started again, and gone without a trace.
 
 Sockets lie in a private folder that is removed at the end. The daemon is in a session of its own, so a Ctrl-C in the
-terminal reaches the node only, and the kernel kills it when the node dies without a word.
+terminal reaches the node only. The kernel kills it when the node dies without a word.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class _DaemonAway(Exception):
 class PrivateP2P:
     """A running p2pd and the connection to it. Made by `start_p2p` or `running_p2p`. Implements `StreamHost`.
 
-    After the p2pd's death `restart` puts another in its place, behind the same object: while `supervised`, streams to
-    peers are not refused meanwhile but wait for it, as long as their caller's deadline lets them.
+    After the p2pd's death `restart` puts another in its place, behind the same object. While `supervised`, streams to
+    peers wait for it, as long as their caller's deadline lets them.
 
     Many methods: it stands for hivemind's P2P with all that the rest asks of one.
     """
@@ -88,7 +88,7 @@ class PrivateP2P:
         self.relays: tuple[PeerAddress, ...] = ()
         """Relays through which others reach this node."""
         self.lost_relays: set[PeerId] = set()
-        """Those of them that do not relay for this node now."""
+        """The relays that do not relay for this node now."""
 
     @property
     def own_id(self) -> PeerId:
@@ -97,7 +97,7 @@ class PrivateP2P:
 
     @property
     def hivemind_p2p(self) -> P2P:
-        """hivemind's view of the same daemon, for its DHT. The same object before and after a restart."""
+        """hivemind's own client of this daemon, for its DHT. The object stays the same over a restart."""
         assert self._p2p is not None
         return self._p2p
 
@@ -139,7 +139,10 @@ class PrivateP2P:
 
     def readdress(self, addresses: Sequence[str], relays: tuple[PeerAddress, ...]) -> None:
         """From the next `restart` on have others told these addresses, without the peer itself, and be reached through
-        these relays; without any address p2pd tells whatever it listens on."""
+        these relays.
+
+        Without any address p2pd tells all that it listens on.
+        """
         self._arguments = announcing(self._with_the_same_port(), addresses)
         self.relays, self.lost_relays = relays, set()
 

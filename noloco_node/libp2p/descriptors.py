@@ -1,4 +1,4 @@
-"""How many descriptors p2pd has open of those that it may: without any left it takes nobody new, and says nothing."""
+"""The share of its allowed descriptors that p2pd has open. Without any left it takes no new peer, and says nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import psutil
 logger = logging.getLogger(__name__)
 
 SHORT = 0.9
-"""Share in use from which newcomers may find no place."""
+"""Newcomers may find no place from this share in use on."""
 RELAXED = 0.7
-"""Below this it is over, and is said anew when it comes again."""
+"""Below this share the shortage is over; it is reported anew when it comes again."""
 
 
 class DescriptorWatch:

@@ -9,13 +9,13 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_unreachable
 
 BOOTSTRAP_FAILED = "failed to connect to bootstrap peers"
-"""What p2pd says before it ends, when every initial peer accepted a TCP connection and none was a peer."""
+"""p2pd says this before it ends, when every initial peer accepted a TCP connection and none was a peer."""
 ADDRESS_IN_USE = "address already in use"
 NOT_THIS_PEER = "something listens there, but it is not this peer"
 NOT_IN_TIME = f"{NOT_THIS_PEER}, or it is too busy to answer"
-"""p2pd tells neither which nor why."""
+"""p2pd does not tell which of these two it was."""
 BUSY_LOAD = 2.0
-"""Processes waiting for each core from which on a machine counts as busy."""
+"""A machine counts as busy from so many processes waiting for each core on."""
 
 
 @dataclass(frozen=True, slots=True)

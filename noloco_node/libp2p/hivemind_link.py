@@ -14,7 +14,7 @@ from noloco_node.aio import cancel_and_wait
 
 
 async def connect_hivemind(folder: Path) -> P2P:
-    """hivemind's view of the p2pd whose socket is `folder`/d; its own socket lies there too."""
+    """hivemind's client of the p2pd whose socket is `folder`/d; its own socket lies there too."""
     # hivemind puts its own socket where this class attribute says, and has no other way to be told.
     kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     p2p = cast("P2P", await cast("Any", kind).replicate(Multiaddr(f"/unix{folder}/d")))
@@ -33,8 +33,11 @@ class _WaitingCalls(dict[Any, "asyncio.Future[bytes]"]):
 
 
 def forgive_late_answers(control: Any) -> None:
-    """Have a client of p2pd pass over an answer whose call has just been given up. hivemind's would set it all the
-    same, fail, and read no answer any more: the node would be deaf in its directory while p2pd is well."""
+    """Have a client of p2pd ignore an answer to a call that has just been given up.
+
+    hivemind's would set it all the same, fail, and read no answer any more. The node would be deaf in its directory
+    while p2pd is well.
+    """
     control._pending_calls = _WaitingCalls(control._pending_calls)
 
 
@@ -47,8 +50,11 @@ class _UnderWay(dict[Any, "asyncio.Task[None]"]):
 
 
 def forget_ended_requests(control: Any) -> None:
-    """Have a client of p2pd keep no request that has ended. hivemind's keeps each that was given up while it was being
-    answered, some kilobytes, for good: whoever asks and hangs up would fill a node's memory."""
+    """Have a client of p2pd keep no request that has ended.
+
+    hivemind's keeps each request that was given up while it was being answered, some kilobytes, for good. A peer that
+    asks and hangs up would fill a node's memory.
+    """
     control._handler_tasks = _UnderWay(control._handler_tasks)
 
 

@@ -1,4 +1,4 @@
-"""A node's p2pd, started and connected: by which doors it enters, whether its identity is free, who relays for it."""
+"""A node's p2pd, started and connected: its doors into the swarm, the check of its identity, and its relays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Doors:
     seen_before: tuple[str, ...] = ()
     """Tried where no initial peer is named, or none of them answers."""
     may_found: bool = True
-    """Where no address is named and none of those answers, the node starts a swarm of its own."""
+    """If no address is named and none of those seen before answers, the node starts a swarm of its own."""
     comes_back: bool = False
     """The node has been in a run before."""
 
@@ -42,9 +42,9 @@ class Doors:
 async def start_p2p(settings: NodeSettings, identity: Identity, doors: Doors | None = None) -> PrivateP2P:
     """Start p2pd as the settings say and connect it to the initial peers that answer.
 
-    Raises UserError: PORT_IN_USE, PEERS_UNREACHABLE (also where none relays that should), IDENTITY_TAKEN (another live
-    node has this peer id), P2P_DAEMON, or CONFIG (a host or announced address that is none). Leaves nothing behind when
-    it raises or is cancelled.
+    Raises UserError: PORT_IN_USE, PEERS_UNREACHABLE (also if none relays that should), or IDENTITY_TAKEN (another live
+    node has this peer id). Others are P2P_DAEMON and CONFIG (a host or announced address that is none). Leaves nothing
+    behind when it raises or is cancelled.
     """
     node_arguments(settings, identity.path)
     check_port_free(settings.host, settings.port)
@@ -163,7 +163,7 @@ async def reached_by_a_stranger(settings: NodeSettings, node: PrivateP2P) -> str
 
 
 async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> None:
-    """A port that answers may belong to anything: go on only with the peers that are who their address says."""
+    """A port that answers may belong to anything: go on only with peers that have the identity in their address."""
     failures = await asyncio.gather(*(daemon.connect(peer.peer, [peer.text]) for peer in peers))
     daemon.joined_peers = tuple(peer.text for peer, failure in zip(peers, failures, strict=True) if failure is None)
     failed = zip(peers, failures, strict=True)

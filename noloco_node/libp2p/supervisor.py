@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 WINDOW_SECONDS = 600.0
 RESTARTS = Doubling(1.0, 4.0)
 MOST_DEATHS = 5
-"""Deaths within the window after which something is wrong that starting again does not mend."""
+"""After so many deaths within the window something is wrong that starting again does not mend."""
 CONNECT_SECONDS = 5.0
 RENEW_SECONDS = 5.0
-"""Time to end when told to, and to be there again."""
+"""Seconds that a p2pd has to end when told to, and to be there again."""
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
-"""Which peer listens at an address, told by a handshake and without a p2pd: cheap enough to do it for strangers.
+"""Find out which peer listens at an address, by a handshake and without a p2pd: cheap enough to do it for strangers.
 
-libp2p on TCP: both sides agree by multistream-select on TLS 1.3 (`/tls/1.0.0`), and the listener's certificate carries
+On TCP both sides of libp2p agree by multistream-select on TLS 1.3 (`/tls/1.0.0`). The listener's certificate carries
 its public key with a signature over the certificate's own key (libp2p's TLS specification). The handshake proves that
 the listener holds the certificate's key, so it is the peer that the public key names.
 """
@@ -27,7 +27,7 @@ SEQUENCE = 0x30
 
 
 class NoAnswer(Exception):
-    """Nobody is reached at an address, or whoever is there is no libp2p peer; says why."""
+    """Nobody is reached at an address, or the listener is no libp2p peer; the text says why."""
 
 
 async def who_answers(host: str, port: int, within: float) -> PeerId:
@@ -71,7 +71,7 @@ def _context() -> ssl.SSLContext:
 
 
 def peer_of_certificate(der: bytes) -> PeerId:
-    """The peer whose key vouches for a certificate. ValueError where none does."""
+    """The peer whose key vouches for a certificate. Raises ValueError if none does."""
     try:
         vouching, encoded = _vouching_and_key(x509.load_der_x509_certificate(der))
     except Exception as error:  # noqa: BLE001 - a stranger wrote it, and what the library raises has no common class

@@ -1,5 +1,5 @@
-"""Requests and answers between peers, with tensors: one interface, over libp2p and in memory; what is checked of every
-message, and what becomes of peers that break the rules.
+"""Requests and answers between peers, with tensors: one interface, over libp2p and in memory.
 
-May import `identity`. Knows neither directory nor pipeline.
+Every message is checked here, and peers that break the rules are banned. May import `identity`. Knows neither directory
+nor pipeline.
 """

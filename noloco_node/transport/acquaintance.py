@@ -1,4 +1,4 @@
-"""Whom this node knows by dealings of its own: who has answered it, and of whom it has seen work.
+"""What this node knows of peers by dealings of its own: which have answered it, and which it has seen work.
 
 A record in the directory costs its signer nothing, so it only introduces. An answer over an authenticated link shows
 that somebody is there; only work shows a replica. All of it is this node's own knowledge: nobody's word enters here.
@@ -16,36 +16,39 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 
 ANSWER_SECONDS = 60.0
-"""How long an answer counts."""
+"""An answer counts for so many seconds."""
 SILENCES_TOLERATED = 1
-"""Calls that the link may lose after an answer before the peer no longer counts as answering."""
+"""The link may lose so many calls after an answer before the peer no longer counts as answering."""
 WORK_SECONDS = 120.0
-"""How long work counts where a caller does not say."""
+"""Work counts for so many seconds if a caller does not say."""
 PEERS_REMEMBERED = 4096
-"""Of those whose work was seen, and as many of the others."""
+"""So many peers that worked are remembered, and as many others."""
 ASKS_REMEMBERED = 64
-"""Latest asks for work that are remembered: of peers without work so far, and of others, each."""
+"""So many latest asks for work are remembered of peers without work so far, and as many of others."""
 IDLES_ALLOWED = 2
-"""Times in a row that work which a peer was given may come to nothing; with the next one it has had its chance."""
+"""Work that a peer was given may come to nothing so many times in a row; with the next one it has had its chance."""
 IDLE_REST_SECONDS = 60.0
-"""How long it is left alone then at least: else as long as it took to find out, and twice as long after each further
-time. A bad line breaks three exchanges in a row now and then, at both ends at once, and none would begin another."""
+"""A peer that was let down is left alone for so many seconds, or for as long as it took to find out if that is more.
+
+The rest doubles after each further time. A bad line breaks three exchanges in a row now and then, at both ends at once,
+and none would begin another.
+"""
 MOST_IDLE_DOUBLINGS = 20
 ASKS_ALLOWED = 4
-"""Windows in which a peer may be asked and refuse without any work from it in between: at least."""
+"""A peer may refuse in at least so many windows without any work from it in between."""
 MOST_ASKS_ALLOWED = 64
 ASKS_TO_JUDGE = 16
-"""Asks of peers that had worked before, from which on they say how often who works refuses."""
+"""After so many asks of peers that had worked before, these asks say how often a working peer refuses."""
 WORK_AN_ASK = 0.25
-"""Of honest peers that are asked, so many come to work within the same window, as long as nothing else is known."""
+"""This share of honest peers comes to work in the window in which they are asked, while nothing else is known."""
 LEAST_WORK_AN_ASK, MOST_WORK_AN_ASK = 0.125, 0.5
 SHARE_DOUBT = 1.0
-"""Standard deviations below what those asks say."""
+"""The share that those asks show is lowered by so many standard deviations."""
 MISTAKEN = 0.001
-"""Of peers that refuse no more often than those do that work, so many are taken for such as never work again."""
+"""This share of working peers may by mistake be taken for peers that never work again."""
 REST_AN_ASK = 0.25
-"""Times as long as a peer has been asked in vain it is left alone, before it has a new chance; twice as long after each
-that came to nothing."""
+"""A peer rests for this part of the time that it was asked in vain, before it has a new chance. The rest doubles with
+each failed chance."""
 
 
 @dataclass(slots=True)
@@ -56,9 +59,11 @@ class _Ask:
 
 
 def coming_share(asks: int, came: int) -> float:
-    """Of asks of peers that work, the share that comes to work, where of so many so many did: what is safe to say;
-    `WORK_AN_ASK` where those are too few. A fast replica among slow ones, or one whose exchanges take as long as the
-    steps in between, is refused four times out of five by peers that all work."""
+    """A safe lower estimate of the share of asks of working peers that comes to work; `came` of `asks` did.
+
+    It is `WORK_AN_ASK` if the asks are too few. Peers that all work refuse a replica four times out of five if it is a
+    fast one among slow ones. They do so too if its exchanges take as long as the steps in between.
+    """
     if asks < ASKS_TO_JUDGE:
         return WORK_AN_ASK
     share = came / asks
@@ -84,19 +89,19 @@ class Acquaintance:
     """Calls that the link lost since the last answer."""
     worked_at: float = -math.inf
     tokens: int = 0
-    """Of the work that was seen, where it is counted in tokens."""
+    """The tokens of the work that was seen, where it is counted in tokens."""
     idles: int = 0
     """How often it was asked for work and none came, since work of it was last seen."""
     idle_since: float = math.inf
-    """When the first of those was; +inf where there is none, -inf where it is let down for good."""
+    """The time of the first idle; +inf if there is none, -inf if the peer is let down for good."""
     idle_at: float = -math.inf
-    """When the last of those was."""
+    """The time of the last idle."""
     asks: int = 0
     """How often this node asked it for work since work of it was last seen, each window counted once."""
     asked_at: float = -math.inf
     """When the last ask was that counts."""
     asks_began_at: float = -math.inf
-    """When the first of those was."""
+    """The time of the first ask that counts."""
     chances: int = 0
     """How often all that it was asked came to nothing, since work of it was last seen."""
     ask: _Ask | None = None
@@ -112,8 +117,9 @@ NOBODY = Acquaintance()
 
 
 class Acquaintances:
-    """One node's acquaintances. Bounded: who has only answered is forgotten before who has worked, who was
-    heard of longest ago first.
+    """One node's acquaintances, bounded in number.
+
+    Peers that have only answered are forgotten before peers that have worked, the longest silent first.
 
     Many methods: what is noted of a peer and what is asked of it are one line each.
     """
@@ -123,11 +129,11 @@ class Acquaintances:
         self._met = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
         self._workers = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
         self.silences_in_all = 0
-        """Calls that the link lost, to whomever, so far."""
+        """The number of calls that the link lost so far, to all peers together."""
         self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
         self._asks_again: deque[_Ask] = deque(maxlen=ASKS_REMEMBERED)
         self.work_an_ask = WORK_AN_ASK
-        """Of honest peers that this node asks for work, at least so many come to work in the same window."""
+        """At least this share of honest peers that this node asks for work comes to work in the same window."""
         self._asks_allowed = ASKS_ALLOWED
 
     def answered(self, peer: PeerId) -> None:
@@ -181,8 +187,10 @@ class Acquaintances:
         self._known(peer).drawn = serves
 
     def asked(self, peer: PeerId, window: float) -> None:
-        """This node asks `peer`, drawn at random from those that answer, for work; what it asks within `window`
-        seconds of the last time counts as one."""
+        """This node asks `peer`, drawn at random from those that answer, for work.
+
+        Asks within `window` seconds of the last one that counts are counted with it.
+        """
         known, now = self._known(peer), self._clock()
         if now - known.asked_at < window:
             return
@@ -260,8 +268,10 @@ class Acquaintances:
         return known.stage == stage and self._answers(known, ANSWER_SECONDS)
 
     def unsure(self, peer: PeerId, stage: int) -> bool:
-        """Whether nothing speaks against `peer`'s serving this stage, though it has not answered of late: this node has
-        not come to call it, or not again."""
+        """Tell whether nothing speaks against `peer`'s serving this stage, though it has not answered of late.
+
+        This node has not come to call it, or not again.
+        """
         known = self.of(peer)
         return known.drawn is not False and known.silences <= SILENCES_TOLERATED and known.stage in (None, stage)
 

@@ -1,8 +1,8 @@
-"""What peers have done wrong here, and what follows: a ban with a reason and an end, as a pure decision.
+"""The offences of peers against this node and what follows: a ban with a reason and an end, as a pure decision.
 
-An offence is something that no honest node sends, however bad its network is: links are encrypted and checksummed, so
-bytes that arrive changed were sent changed. A stream that breaks or stalls, a refusal to serve (BUSY included), being
-slow, and whatever a bound on norms scales down are none.
+An offence is something that no honest node sends, however bad its network is. Links are encrypted and checksummed, so
+bytes that arrive changed were sent changed. A stream that breaks or stalls, a refusal to serve (BUSY included), and
+slowness are none. Neither is what a bound on norms scales down.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
 logger = logging.getLogger(__name__)
 
 TOLERATED = 10.0
-"""Offences that a peer may have on its account; the next one brings a ban."""
+"""A peer may have so many offences on its account; the next one brings a ban."""
 FORGIVEN_A_SECOND = 1.0 / 30.0
-"""Offences that each second takes off the account."""
+"""Each second takes so many offences off the account."""
 BAN_SECONDS = Doubling(60.0, 3600.0)
-"""One peer's, one after the other; after as long as the longest without a ban the count begins anew."""
+"""Seconds of one peer's bans, one after the other. The count begins anew after a time without a ban as long as the
+longest."""
 PEERS_REMEMBERED = 4096
 
 
@@ -53,7 +54,7 @@ OFFENSIVE: Mapping[Refusal, Offence] = {
     Refusal.NOT_FINITE: Offence.NOT_FINITE,
     Refusal.FORGED: Offence.FORGED,
 }
-"""Refusals whose cause is an offence of the peer that was refused. All others are ordinary life."""
+"""Refusals caused by an offence of the peer that was refused. All others are ordinary life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class BanRecord:
     """One peer's account. Times are seconds on a clock that never goes back."""
 
     offences: float = 0.0
-    """As they stood at `since`; time forgives."""
+    """The number of offences as of `since`; time forgives."""
     since: float = 0.0
     bans: int = 0
     banned_until: float = -math.inf
@@ -106,7 +107,7 @@ class Bans:
         """So far, by the `Offence` that brought them."""
         self._changes = 0
         self._ends: list[float] = []
-        """Of the bans in force, as a heap."""
+        """The ends of the bans in force, as a heap."""
         self.on_ban: Callable[[PeerId], None] | None = None
         """Called when a ban begins."""
 

@@ -36,7 +36,7 @@ class BadAnswer(ValueError):
 
 
 class Nothing(WireModel):
-    """The header of an answer that only says yes, or whose tensors say all; and of a request that only asks."""
+    """The header of an answer that only says yes, or says all with its tensors. A request that only asks has it too."""
 
 
 NOTHING = Nothing()
@@ -66,13 +66,14 @@ class Reply(Generic[A]):
 
 
 Handler = Callable[[PeerId, Q], Awaitable[A | Reply[A]]]
-"""Answers a request without tensors; raises `Refused` to say no."""
+"""A function that answers a request without tensors; it raises `Refused` to say no."""
 TensorHandler = Callable[[PeerId, Q, tuple[Tensor, ...]], Awaitable[A | Reply[A]]]
-"""The same for a request with tensors."""
+"""A function that answers a request with tensors; it raises `Refused` to say no."""
 Judge = Callable[[PeerId, Q], None]
-"""Raises `Refused` to turn a request without tensors away before it is counted as one that is worked on."""
+"""A function that may turn a request without tensors away before it is counted as one in hand; it raises `Refused`."""
 TensorJudge = Callable[[PeerId, Q, tuple[TensorSpec, ...]], Release | None]
-"""The same before the tensors are read. What it returns gives back what it has reserved."""
+"""A function that may turn a request with tensors away before they are read. What it returns gives back what it has
+reserved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,10 @@ def on(transport: Transport, method: Method[Q, A], handle: Handler[Q, A], admit:
 def on_tensors(
     transport: Transport, method: Method[Q, A], handle: TensorHandler[Q, A], admit: TensorJudge[Q]
 ) -> Withdraw:
-    """Answer `method`, whose tensors `admit` must judge, from now on. What is none of its requests is refused as
-    `malformed`."""
+    """Answer `method` from now on; `admit` must judge its tensors.
+
+    A message that is none of its requests is refused as `malformed`.
+    """
 
     def admitted(peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> Admitted:
         request = parse(method.request, header)

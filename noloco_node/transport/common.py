@@ -14,7 +14,7 @@ from noloco_node.transport.messages import Message
 from noloco_node.transport.server import OPEN_TO_ALL, RequestDesk, TransportLimits
 
 Introduce = Callable[[PeerId, float], Awaitable[None]]
-"""Shows a peer, within so many seconds, that this node is invited. Raises like `Transport.call`."""
+"""A function that shows a peer, within so many seconds, that this node is invited. Raises like `Transport.call`."""
 
 
 class CommonTransport(ABC):

@@ -2,11 +2,11 @@
 
 A message is one HEADER frame, the BODY frames of its tensors in order, and one END frame. A refusal is one REFUSE
 frame. Before either answer any number of AT_WORK frames may come. Every frame starts with a fixed prefix: magic,
-version, kind, payload length, and a CRC-32 that covers prefix and payload. The header names all tensors, so both sides
-know the number and length of the BODY frames beforehand: each tensor is cut into pieces of `BODY_FRAME_BYTES`, the last
-one shorter, none for an empty tensor.
+version, kind, payload length, and a CRC-32 that covers prefix and payload.
 
-Whoever reads checks every bound before it allocates anything.
+The header names all tensors, so both sides know the number and length of the BODY frames beforehand. Each tensor is cut
+into pieces of `BODY_FRAME_BYTES`, the last one shorter, none for an empty tensor. A reader checks every bound before it
+allocates anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from noloco_node.transport.messages import (
 MAGIC = b"NL"
 FRAME_VERSION = 1
 BODY_FRAME_BYTES = 128 * 1024
-"""Longest BODY payload: short enough that one checksum never holds the event loop up, long enough to be cheap."""
+"""The most bytes of a BODY payload: short enough that one checksum never holds the event loop up, long enough to be
+cheap."""
 MAX_REFUSAL_BYTES = 2048
 MAX_DETAIL_CHARACTERS = 300
 MAX_METHOD_CHARACTERS = 64

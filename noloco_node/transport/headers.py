@@ -13,8 +13,11 @@ from noloco_node.transport.messages import JsonObject
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
 Rounds = Annotated[int, Field(ge=0, le=1 << 32)]
-"""Outer rounds of a state that a node takes over: far more than a run has, and far fewer than its own record may say,
-or it could say nothing more after its next one."""
+"""The number of outer rounds of a state that a node takes over.
+
+The bound is far more than a run has. It is far below what the node's own record may say, or that record could count no
+further after the next round.
+"""
 RunName = Annotated[str, Field(max_length=64)]
 StageIndex = Annotated[int, Field(ge=0, lt=256)]
 ProtocolVersion = Annotated[int, Field(ge=0, le=1 << 16)]
@@ -54,7 +57,9 @@ def check_run(run: str, own_run: str, protocol: int) -> None:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first mistake in a message, as one short printable line for its sender, and for a log: the place of a mistake
-    may have a name of the sender's own."""
+    """The first mistake in a message, as one short printable line for its sender and for a log.
+
+    The place of a mistake may have a name that the sender chose.
+    """
     problem = error.errors(include_url=False, include_input=False)[0]
     return shown(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}")

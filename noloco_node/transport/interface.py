@@ -19,12 +19,14 @@ from noloco_node.transport.errors import Refusal
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 
 Release = Callable[[], None]
-"""Gives back what an admission reserved."""
+"""A function that gives back what an admission reserved."""
 
 
 Withdraw = Callable[[], None]
-"""Ends the answering of one method by whoever served it: the handler is let go of, requests under way go on to their
-end. Where another serves a method of that name by then it does nothing."""
+"""A function that ends the answering of one method: its handler is let go, and requests under way go on to their end.
+
+If another handler serves a method of that name by then, it does nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,16 @@ class Admitted:
 
 
 Admit = Callable[[PeerId, JsonObject, tuple[TensorSpec, ...]], Admitted | Release | None]
-"""Looks at a request before its body is read; raises `Refused` to turn it away. Must not block. The release that it
-returns is called once, when the handler has answered or the request has come to nothing."""
+"""A function that sees a request before its body is read; it raises `Refused` to turn it away. It must not block.
+
+The release that it returns is called once, when the handler has answered or the request has come to nothing.
+"""
 
 Gate = Callable[[PeerId], bool]
-"""Whether a peer may ask for anything but the `hello` methods."""
+"""A function that tells whether a peer may ask for anything but the `hello` methods."""
 
 Handle = Callable[[PeerId, Message], Awaitable[Message]]
-"""Answers a request; raises `Refused` to say no. Cancelled when the caller goes away."""
+"""A function that answers a request; it raises `Refused` to say no. It is cancelled when the caller goes away."""
 
 
 @dataclass(slots=True)
@@ -88,7 +92,7 @@ class Transport(Protocol):
 
     @property
     def acquaintances(self) -> Acquaintances:
-        """Who has answered this node, and of whom it has seen work."""
+        """The peers that have answered this node, and those that it has seen work."""
         ...
 
     def guard(self, gate: Gate) -> None:
@@ -111,9 +115,9 @@ class Transport(Protocol):
     ) -> Message:
         """Send a request and wait for its answer.
 
-        `timeout` (seconds) bounds the whole call, `progress` each wait in which bytes ought to move (opening, writing,
-        and reading the body once the answer has begun). `max_answer_bytes` is checked before the answer's body is
-        allocated.
+        `timeout` (seconds) bounds the whole call. `progress` (seconds) bounds each wait in which bytes ought to move:
+        opening, writing, and reading the body once the answer has begun. `max_answer_bytes` is checked before the
+        answer's body is allocated.
 
         Raises `Refused` (a typed no), `PeerUnreachable` (certainly not carried out), or another `TransportError`
         (perhaps carried out).

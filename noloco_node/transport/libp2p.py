@@ -1,7 +1,7 @@
 """The transport on libp2p: requests and answers as frames on pooled streams, one request at a time on each.
 
-There is no half-close on these streams, and refusal, cancellation and death all look like an end of file: so every
-message ends with an END frame, a refusal is a frame of its own, and to cancel a request is to close its stream.
+There is no half-close on these streams, and refusal, cancellation and death all look like an end of file. So every
+message ends with an END frame, a refusal is a frame of its own, and closing its stream cancels a request.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ STREAM_PROTOCOL = "noloco/1"
 """The one libp2p protocol that carries every method."""
 
 LINGER_SECONDS = 1.0
-"""How long a stream that will be closed is still read, so that the refusal reaches the other side."""
+"""A stream that will be closed is still read for so many seconds, so that the refusal reaches the other side."""
 
 AT_WORK_SECONDS = 1.0
-"""How often a caller hears that its request is still in hand; far below any progress deadline."""
+"""A caller hears every so many seconds that its request is still in hand; far below any progress deadline."""
 UNWATCHED_SECONDS = 0.02
-"""A handler may take before it is looked whether its caller is still there: most take less."""
+"""A handler may take so many seconds before its caller's presence is checked: most take less."""
 MOST_AT_WORK = 4096
-"""AT_WORK frames before an answer: who sends more only wants to keep this node busy."""
+"""So many AT_WORK frames may come before an answer; a peer that sends more only wants to keep this node busy."""
 
 STREAMS_LOOKED_AT = 64
-"""For one to close, where there are too many."""
+"""If there are too many streams, so many are examined to find one to close."""
 
 T = TypeVar("T")
 
@@ -176,9 +176,12 @@ class Libp2pTransport(CommonTransport):
                 del self._incoming[peer]
 
     def _make_room(self, peer: PeerId) -> bool:
-        """Whether there is a place for one more stream of `peer`. Where there is none one is closed that nothing has
-        come on, of whom this node has seen no work: first of whoever holds most. That costs an honest caller nothing,
-        which opens another; without it a few keys could hold all places and keep everybody out."""
+        """Tell whether there is a place for one more stream of `peer`, after closing another stream if need be.
+
+        The closed stream is one on which nothing has come, of a peer that this node has not seen work, of the one that
+        holds most first. It costs an honest caller nothing, which opens another. Without it a few keys could hold all
+        places and keep everybody out.
+        """
         if len(self._held) < self._limits.max_streams:
             return True
         free = [stream for stream in self._held if stream not in self._answering]
@@ -251,8 +254,8 @@ class Libp2pTransport(CommonTransport):
     async def _drain(self, stream: FramedStream, envelope: Envelope) -> bool:
         """Throw a refused request's body away so that the stream can be used again; False if that takes too long.
 
-        Closing with bytes unread would destroy the refusal on its way, so a large body is read for a moment too: its
-        sender stops as soon as it sees the refusal.
+        Closing with bytes unread would destroy the refusal on its way. A large body is therefore read for a moment too:
+        its sender stops as soon as it sees the refusal.
         """
         small = envelope.body_bytes <= self._limits.drain_bytes
         try:
@@ -292,8 +295,7 @@ async def _exchange(lease: Lease, sending: _Sending) -> Message:
 
 
 async def _exchange_at_length(lease: Lease, sending: _Sending) -> Message:
-    """The same where the request takes a while: the stream is read while it is written, since a refusal may come
-    early."""
+    """Exchange a request that takes a while: the stream is read while it is written, since a refusal may come early."""
     stream, progress = lease.stream, sending.progress
     writing = asyncio.create_task(stream.write_message(sending.payload, sending.request.tensors, progress))
     try:
@@ -321,8 +323,11 @@ async def _answered(lease: Lease, prefix: Prefix, sending: _Sending) -> Message:
 async def _answer_begins(
     next_prefix: Callable[[], Awaitable[Prefix]], stream: FramedStream, sending: _Sending
 ) -> Prefix:
-    """The prefix of the answer or refusal. While the request goes out, its own deadline holds; from then on something
-    must come within `progress` seconds, again and again: the answer, or word that the other side is at work on it."""
+    """The prefix of the answer or refusal.
+
+    While the request goes out, its own deadline holds. From then on something must come within `progress` seconds,
+    again and again: the answer, or word that the other side is at work on it.
+    """
     for _ in range(MOST_AT_WORK):
         prefix = await next_prefix()
         if prefix.kind is not FrameKind.AT_WORK:
@@ -332,8 +337,10 @@ async def _answer_begins(
 
 
 async def _next_prefix(stream: FramedStream, writing: asyncio.Task[None], progress: float) -> Prefix:
-    """A stream that ends while it is written ends for the reader too, and the refusal that explains it may be on its
-    way: so only a stalled writer stops the wait."""
+    """The next prefix; only a stalled writer stops the wait for it.
+
+    A stream that ends while it is written ends for the reader too, and the refusal that explains it may be on its way.
+    """
     reading = asyncio.create_task(stream.read_prefix(progress))
     try:
         await asyncio.wait((writing, reading), return_when=asyncio.FIRST_COMPLETED)
@@ -358,8 +365,10 @@ async def _read_answer(stream: FramedStream, prefix: Prefix, sending: _Sending) 
 
 
 async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T], progress: float) -> T:
-    """Run a handler for as long as its caller is there, who is told now and then that it is being worked on;
-    StreamEnded once the caller has gone."""
+    """Run a handler for as long as its caller is there, and tell the caller now and then that it is being worked on.
+
+    Raises StreamEnded once the caller has gone.
+    """
     handling = asyncio.create_task(answering)
     try:
         await asyncio.wait((handling,), timeout=UNWATCHED_SECONDS)

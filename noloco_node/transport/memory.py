@@ -110,8 +110,10 @@ class Carrier(Protocol):
 
 
 class MemoryNetwork:
-    """What the transports of one test share: who is there, and which faults are injected. What is sent takes the time
-    that `carrier` says; without one, none."""
+    """What the transports of one test share: the peers and the injected faults.
+
+    A message takes the time that `carrier` says; without one, none.
+    """
 
     def __init__(self, carrier: Carrier | None = None) -> None:
         self._carrier = carrier
@@ -202,11 +204,11 @@ class MemoryTransport(CommonTransport):
         self._network = network
         self._peer_id = peer_id
         self._calls: dict[asyncio.Future[_Answered], tuple[PeerId, float]] = {}
-        """Under way: to whom, and the seconds without a byte after which each is given up."""
+        """The calls under way: to which peer, and the seconds without a byte after which each is given up."""
         self._handlers: dict[asyncio.Task[_Answered], None] = {}  # in the order in which they began
         self._closed = False
         self._context = copy_context()
-        """In which it was made: what it answers runs there, whoever asks."""
+        """The context in which it was made: its handlers run there, whichever task asks."""
         network.attach(self)
 
     @property
@@ -340,8 +342,10 @@ class MemoryTransport(CommonTransport):
                 outcome.set_exception(error)
 
     def stall(self, stalled: Callable[[PeerId, PeerId], bool]) -> None:
-        """No byte moves any more between those that are `stalled`: calls under way are given up when their time without
-        one has passed, unless bytes move again by then."""
+        """No byte moves any more between pairs that are `stalled`.
+
+        Calls under way are given up when their time without a byte has passed, unless bytes move again by then.
+        """
         loop = asyncio.get_running_loop()
 
         def give_up(outcome: asyncio.Future[_Answered], target: PeerId) -> None:

@@ -19,7 +19,7 @@ WIRE_DTYPES: dict[str, torch.dtype] = {
     "i32": torch.int32,
     "u8": torch.uint8,
 }
-"""Names of dtypes on the wire. Nothing else can be sent."""
+"""The dtypes by their names on the wire. Nothing else can be sent."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in WIRE_DTYPES.items()}
 
@@ -62,5 +62,5 @@ class Message:
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[TensorSpec, ...]:
-    """Of each tensor, in order."""
+    """The spec of each tensor, in order."""
     return tuple(map(TensorSpec.of, tensors))

@@ -15,26 +15,28 @@ T = TypeVar("T")
 
 FIRST_PIECES = 4
 MOST_PIECES = 32
-"""What 1 Gbit/s holds over a round trip of 250 ms, in pieces of 1 MiB."""
+"""The most pieces under way: 1 Gbit/s holds so many of 1 MiB over a round trip of 250 ms."""
 GAIN, LOSS = 1.2, 1.05
-"""Twice as many pieces under way are kept where so many times as many would come in a second, half as many where what
-would come is less by no more than this."""
+"""Twice as many pieces are kept under way if the rate grows by the first factor. Half as many are kept if it falls by
+no more than the second."""
 REST, MOST_REST = 4, 64
-"""Looks at as many pieces as are under way between a trial that changed nothing and the next one: twice as many after
-each such trial."""
+"""The looks between a trial that changed nothing and the next, at first and at most. The number doubles after each such
+trial."""
 NEWEST_WEIGHT = 0.25
-"""Of the newest look in the rate that the next trial is held against."""
+"""The newest look has this weight in the rate that the next trial is compared with."""
 
 
 class Width:
-    """How many pieces to have under way: twice as many again and again while that makes the transfer faster, else as
-    many as before. On a line that is full more of them would only wait, and whatever else goes over it behind them.
-    Now and then, more and more seldom, half as many and twice as many are tried: neither a bad moment nor a good one
-    decides for a transfer of an hour. Half as many also where a piece took a quarter of its time: a line may become
-    slow under way.
+    """How many pieces to have under way.
 
-    The rate is what is under way over the mean time that a piece takes (Little's law), not what came in some time:
-    pieces of many streams come in bursts."""
+    The number is doubled again and again while that makes the transfer faster. On a line that is full more pieces would
+    only wait, and other traffic on it would wait behind them. Now and then, more and more seldom, half as many and
+    twice as many are tried. Neither a bad moment nor a good one then decides for a transfer of an hour. The number is
+    also halved if a piece took a quarter of its time: a line may become slow under way.
+
+    The rate is the number under way over the mean time that a piece takes (Little's law). It is not what came in some
+    time, since pieces of many streams come in bursts.
+    """
 
     def __init__(self, fixed: int | None, limit: float) -> None:
         """`fixed`, from the beginning, where that is a number. `limit`: seconds within which a piece must be
@@ -51,15 +53,21 @@ class Width:
         self._look_anew(-math.inf)
 
     def begin_with(self, pieces: int) -> None:
-        """No more than so many at first. Where that is fewer than a fixed number, that is from now on the most: a slow
-        beginning must not hold the whole transfer to less."""
+        """No more than so many pieces are under way at first.
+
+        If that is fewer than a fixed number, the number is no longer fixed: a slow beginning must not hold the whole
+        transfer to less.
+        """
         if pieces < self.pieces:
             self.pieces = self._kept = pieces
             self._fixed = None
 
     def wider(self) -> None:
-        """One more is under way from now on. Its first piece may take many times as long as others: a new stream
-        begins slowly, and what such a one takes says nothing of the line."""
+        """One more piece is under way from now on.
+
+        Its first piece may take many times as long as others. A new stream begins slowly, and its time says nothing of
+        the line.
+        """
         self._first += 1
 
     def not_wider(self) -> None:
@@ -67,8 +75,10 @@ class Width:
         self._first -= 1
 
     def came(self, began: float, now: float, *, first: bool = False) -> None:
-        """One more piece is here, which was asked for when it `began`, both in monotonic seconds; `first` of those that
-        go one after another."""
+        """One more piece is here; it was asked for when it `began`, both in monotonic seconds.
+
+        `first` marks the first piece of a lane that fetches pieces one after another.
+        """
         self._first -= first
         if self._fixed is not None:
             return

@@ -13,7 +13,7 @@ from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.streams import FramedStream
 
 StreamHandler = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Serves one incoming stream of an authenticated peer until it returns."""
+"""A function that serves one incoming stream of an authenticated peer until it returns."""
 
 
 class StreamHost(Protocol):

@@ -1,4 +1,4 @@
-"""What a node serves: its methods, who may have how many requests under way, and how failures become refusals.
+"""What a node serves: its methods, a bound on each peer's requests under way, and how failures become refusals.
 
 Both transports answer requests through this, so they refuse alike.
 """
@@ -24,7 +24,7 @@ from noloco_node.transport.messages import Message, TensorSpec
 logger = logging.getLogger(__name__)
 
 OPEN_TO_ALL = "hello"
-"""Methods whose names begin so are answered to whoever is not admitted to the run."""
+"""Methods with this prefix are answered even to peers that are not admitted to the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,17 @@ class TransportLimits:
     progress_seconds: float = 15.0
     """A request that has begun must bring a whole frame within this time."""
     min_bytes_per_second: int = 32 << 10
-    """A body, and an answer, has `progress_seconds` and on top as long as it takes at this speed: or a peer that sends
-    a little now and then would hold its place for hours."""
+    """A body, and an answer, has `progress_seconds` and on top as long as it takes at this speed.
+
+    Without it a peer that sends a little now and then would hold its place for hours.
+    """
     idle_seconds: float = 60.0
     """A stream without a request is closed after this time; callers close theirs after half of it."""
     drain_bytes: int = 4 << 20
-    """The body of a refused request is read and thrown away up to this size; a larger one for a moment only, then the
-    stream is closed."""
+    """The body of a refused request is read and thrown away up to this size.
+
+    A larger one is read for a moment only, then the stream is closed.
+    """
 
 
 @dataclass(slots=True)
@@ -157,11 +161,11 @@ class RequestDesk:
         return method
 
     async def answer(self, peer: PeerId, method: str, request: Message, place: RequestPlace) -> tuple[bytes, Message]:
-        """Run the handler of who admitted it; its answer, and the answer's encoded envelope. The place is free again
-        before it is sent. Refused (`draining`) where that one has gone: another stage may serve a method of this name.
+        """Run the handler that admitted the request; returns its answer and the answer's encoded envelope.
 
-        The handler's failures, and an answer that cannot be sent, become `Refused(INTERNAL)` and are logged; nothing
-        of them reaches the peer.
+        The place is free again before the answer is sent. Raises Refused (`draining`) if that handler has gone: another
+        stage may serve a method of this name. The handler's failures, and an answer that cannot be sent, become
+        `Refused(INTERNAL)` and are logged; nothing of them reaches the peer.
         """
         served = place.method
         try:

@@ -1,8 +1,8 @@
 """Messages on a byte stream: reads and writes frames with a deadline on every wait.
 
-What comes is read as far as it is there, and a deadline is set only where something is not there yet: most frames of a
-small message come together. One timer of a stream looks after the deadlines of its reader: setting and lifting one for
-each wait costs more than reading a frame.
+Bytes that are there are read at once, and a deadline is set only for bytes that are not: most frames of a small message
+come together. One timer of a stream watches the deadlines of its reader. Setting and lifting one for each wait costs
+more than reading a frame.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from noloco_node.transport.frames import (
 from noloco_node.transport.messages import WIRE_DTYPES, TensorSpec
 
 READ_AHEAD_BYTES = 4096
-"""Read beyond what is needed now: a header, or the END frame behind a body."""
+"""So many bytes may be read beyond what is needed now: a header, or the END frame behind a body."""
 MOST_UNSENT_BYTES = 64 * 1024
-"""Written and not taken by the system yet; with more, a writer waits."""
+"""A writer waits if more bytes than this are written and not taken by the system yet."""
 
 
 class StreamEnded(Exception):

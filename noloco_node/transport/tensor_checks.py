@@ -7,7 +7,8 @@ from torch import Tensor
 from noloco_node import ambient, finite
 
 INLINE_ELEMENTS = 1 << 18
-"""Tensors up to this size are checked on the event loop: handing them to a thread would take longer (0.1 ms)."""
+"""Tensors of up to so many elements are checked on the event loop: handing them to a thread would take longer (0.1 ms).
+"""
 
 
 async def all_finite(tensor: Tensor) -> bool:

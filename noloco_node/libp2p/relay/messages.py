@@ -1,4 +1,4 @@
-"""Messages of libp2p's circuit relay v2, as far as a relay and those who reserve a place with it need them.
+"""Messages of libp2p's circuit relay v2, as far as a relay and the peers that reserve a place with it need them.
 
 Each is a length and a protobuf message (`HopMessage`, `StopMessage` of the specification), of which only numbers and
 byte strings occur.
@@ -16,9 +16,9 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.identity.varint import varint
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
-"""Spoken to a relay: reserve a place with it, or be connected to a peer that has one."""
+"""The protocol spoken to a relay: reserve a place with it, or be connected to a peer that has one."""
 STOP = "/libp2p/circuit/relay/0.2.0/stop"
-"""Spoken by a relay to a peer that has a place: somebody wants to be connected to it."""
+"""The protocol a relay speaks to a peer that has a place: somebody wants to be connected to it."""
 
 MAX_MESSAGE_BYTES = 4096
 RESERVE, CONNECT = 0, 1
@@ -62,7 +62,7 @@ def stop_request(caller: PeerId) -> bytes:
 
 
 def wanted_peer(fields: Fields) -> PeerId:
-    """Whom a request to connect names. ValueError where that is nobody."""
+    """The peer that a request to connect names. Raises ValueError if it names none."""
     named = fields.get(2)
     if not isinstance(named, bytes):
         raise ValueError("no peer is named")

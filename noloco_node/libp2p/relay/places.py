@@ -1,5 +1,6 @@
-"""How a node that nobody can dial stays reachable: places with relays, asked for again and again, and direct
-connections wherever this node itself can make one.
+"""How a node that nobody can dial stays reachable.
+
+It asks relays for places again and again, and makes direct connections wherever it can dial itself.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from noloco_node.transport.pool import StreamHost
 logger = logging.getLogger(__name__)
 
 RENEW_SECONDS = 10.0
-"""Between two requests for a place: far below a relay's `PLACE_SECONDS`, and how long a relay that came back waits."""
+"""Seconds between two requests for a place: far below a relay's `PLACE_SECONDS`. A relay that came back waits as long.
+"""
 LOOK_SECONDS = 2.0
-"""Between two looks for peers that are connected through a relay and could be dialled."""
+"""Seconds between two searches for peers that are connected through a relay and could be dialled."""
 ASK_SECONDS = 10.0
 DIAL_SECONDS = 3.0
 MOST_RELAYS = 3
 NOT_A_RELAY = "it relays for nobody"
 DIRECT_AGAIN = Doubling(4.0, 300.0)
-"""Between attempts at a direct connection to one peer: it may only just have told others where it is reached."""
+"""Seconds between attempts at a direct connection to one peer; it may only just have told others its address."""
 
 
 class RelayedHost(StreamHost, Protocol):
@@ -51,7 +53,7 @@ class RelayedHost(StreamHost, Protocol):
 
     @property
     def lost_relays(self) -> set[PeerId]:
-        """Those of them that do not relay for it now."""
+        """The relays that do not relay for this node now."""
         ...
 
     async def connections(self) -> Mapping[PeerId, Sequence[str]]:
@@ -96,7 +98,7 @@ async def ask_for_place(host: StreamHost, relay: PeerId) -> str | None:
 
 
 async def willing_relays(host: StreamHost, peers: Sequence[PeerAddress]) -> tuple[PeerAddress, ...]:
-    """Those of the peers that relay for this node, at most `MOST_RELAYS`. UserError (PEERS_UNREACHABLE) where none."""
+    """The peers that relay for this node, at most `MOST_RELAYS`. Raises UserError (PEERS_UNREACHABLE) if none does."""
     direct = [peer for peer in peers if peer.relay is None]
     reasons = await asyncio.gather(*(ask_for_place(host, peer.peer) for peer in direct))
     willing = [peer for peer, reason in zip(direct, reasons, strict=True) if reason is None]

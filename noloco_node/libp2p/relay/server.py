@@ -1,6 +1,6 @@
-"""A relay: carries encrypted connections to peers that nobody can dial, where its owner wants that.
+"""A relay: carries encrypted connections to peers that nobody can dial, if its owner wants that.
 
-libp2p's circuit relay v2, served by this node in the place of its p2pd: that one's relay cannot be turned off, serves
+libp2p's circuit relay v2 is served by this node in the place of its p2pd. That one's relay cannot be turned off, serves
 every stranger, and ends each connection after 128 KiB (decision 150). So every node runs this one, most of them to say
 no. The two ends run TLS with each other through the relay, which can neither read nor change what they say.
 """
@@ -38,17 +38,22 @@ from noloco_node.transport.pool import StreamHost
 logger = logging.getLogger(__name__)
 
 PLACE_SECONDS = 60.0
-"""How long a place is kept for a peer that does not ask again."""
+"""A place is kept for so many seconds for a peer that does not ask again."""
 MOST_PLACES = 128
 MOST_CIRCUITS = 256
 MOST_CIRCUITS_OF_ONE = 64
 MOST_CIRCUITS_OF_A_PAIR = 4
-"""From one caller to one peer. p2pd wants one; a second stands while the first has died unnoticed. More, and one caller
-could use up all circuits of the peer that it calls."""
+"""So many circuits may run from one caller to one peer.
+
+p2pd wants one; a second stands while the first has died unnoticed. With more, one caller could use up all circuits of
+the peer that it calls.
+"""
 MOST_HANDSHAKES = 256
 MOST_HANDSHAKES_OF_ONE = 16
-"""Requests that are being read or refused, the next is dropped. A node may call many peers at once, each in an instant;
-only who never finishes its requests has as many open."""
+"""If so many requests of one peer are being read or refused, the next is dropped.
+
+A node may call many peers at once, each in an instant. Only a peer that never finishes its requests has as many open.
+"""
 HANDSHAKE_SECONDS = 10.0
 COPY_BYTES = 256 * 1024
 
@@ -71,7 +76,7 @@ class CircuitRelay:
         self._carry_for_others = carry
         self._places: dict[PeerId, float] = {}
         self._circuits: Counter[tuple[PeerId, PeerId]] = Counter()
-        """By caller and whom it called."""
+        """The number of circuits by caller and called peer."""
         self._handshakes: Counter[PeerId] = Counter()
         self._serving: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -124,7 +129,7 @@ class CircuitRelay:
             writer.transport.abort()
 
     async def _handshake(self, peer: PeerId, stream: Stream) -> PeerId | None:
-        """Whom a peer wants to be connected to; None where its request has been answered."""
+        """The peer that another wants to be connected to; None if its request has been answered."""
         self._handshakes[peer] += 1
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
@@ -141,7 +146,8 @@ class CircuitRelay:
             self._handshakes = +self._handshakes
 
     async def _answer(self, peer: PeerId, request: Fields) -> bytes | PeerId:
-        """What to answer at once, or whom the peer wants to be connected to. ValueError where it asks for neither."""
+        """The answer to give at once, or the peer that another wants to be connected to. Raises ValueError if it asks
+        for neither."""
         kind = request.get(1, RESERVE)
         if not self._carry_for_others:
             return hop_answer(Status.PERMISSION_DENIED)
@@ -231,8 +237,11 @@ class CircuitRelay:
                 await writer.drain()
 
     async def _forget_disconnected(self) -> None:
-        """Nobody is reached through a connection that has gone; who has gone would hold its place for a while yet, and
-        one machine with a key after another could hold them all."""
+        """Drop the places of peers whose connection has gone; nobody is reached through it.
+
+        Otherwise such a peer would hold its place for a while yet, and one machine with a key after another could hold
+        them all.
+        """
         with contextlib.suppress(OSError, TimeoutError):
             connected = await self._host.connections()
             self._places = {peer: until for peer, until in self._places.items() if peer in connected}
@@ -243,8 +252,11 @@ class CircuitRelay:
 
 
 async def _answer_and_wait(stream: Stream, answer: bytes) -> None:
-    """Send an answer and let the asker end the stream: p2pd resets one that is closed at this end, and with it, now and
-    then, goes what is still on its way (decision 155)."""
+    """Send an answer and let the asker end the stream.
+
+    p2pd resets a stream that is closed at this end, and now and then what is still on its way is lost with it (decision
+    155).
+    """
     async with asyncio.timeout(HANDSHAKE_SECONDS):
         await write_message(stream[1], answer)
         await stream[0].read(1)
