@@ -37,21 +37,15 @@ from noloco_node.transport.messages import TensorSpec
 logger = logging.getLogger(__name__)
 
 CHUNKS_A_DEADLINE = 2.0
-"""An exchange moves at least so many chunks each way per progress deadline.
-
-With the usual 1 MiB in 20 s that is 0.84 Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight,
-carries fifteen times as much.
-"""
+"""An exchange moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that is 0.84
+Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""
 MOST_SECONDS = 600.0
 """An exchange takes at most so many seconds, however large the stage is: at 20 Mbit/s each way that is 1.5 GB."""
 DEADLINES_OF_GRACE = 2.0
 """An exchange has so many progress deadlines besides, for the wait for the device, its arithmetic, and a late start."""
 STALE_SECONDS, STALE_WINDOWS = 5.0, 1
 """An opening is refused if it comes later than both after the agreement: seconds, and windows of H inner steps of this
-replica.
-
-Such an opening is of weights from before. Both sides would move by half of what was trained since.
-"""
+replica. Such an opening is of weights from before. Both sides would move by half of what was trained since."""
 LEAVE_SECONDS = 2.0
 """Seconds to tell a partner that an exchange is over. Without it the partner finds out by itself, only later."""
 NOBODY = PeerId("")

@@ -28,11 +28,9 @@ from noloco_node.identity.peer_id import PeerId
 TARGET = 64
 """The wanted number of records in a bucket."""
 RAISE, LOWER = 1.5, 0.4375
-"""A bucket is too full above the first multiple of the target, and too empty below the second.
-
-Between a level's bounds lies more than a factor of two, or nodes would go up and down. It is less than four, or a stage
-of some sizes would suit two levels that do not write where the other reads.
-"""
+"""A bucket is too full above the first multiple of the target, and too empty below the second. Between a level's bounds
+lies more than a factor of two, or nodes would go up and down. It is less than four, or a stage of some sizes would suit
+two levels that do not write where the other reads."""
 HIGHER_TOO = 0.75
 """From this multiple of the target on, the next level would be full enough for some node: records are written there
 too."""
@@ -43,10 +41,8 @@ BEHIND = 12
 """So many records of a first bucket speak of its level. A bucket may for good hold far fewer than the others of its
 level."""
 BEYOND_CHANCE = (3.5, 2.0)
-"""Records speak of a level if they are so many standard deviations beyond what so small a stage has by chance.
-
-If nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden.
-"""
+"""Records speak of a level if they are so many standard deviations beyond what so small a stage has by chance. If
+nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden."""
 LOOKED_BACK = 4
 """So many latest looks decide on the level: three of four must be too full, or too empty; no bucket decides alone."""
 UNNAMED = -1
@@ -62,11 +58,8 @@ CONFIRMED_AGAIN = 8
 FALL = 3
 """A node goes down so many levels at once if all is empty."""
 LEAST_OF_MIDDLE, MOST_OF_MIDDLE = 0.625, 1.375
-"""A bucket counts for at least and at most these multiples of the middle bucket.
-
-By chance three of a thousand buckets of 64 lie beyond. For others somebody sought ids, or kept records from being
-found.
-"""
+"""A bucket counts for at least and at most these multiples of the middle bucket. By chance three of a thousand buckets
+of 64 lie beyond. For others somebody sought ids, or kept records from being found."""
 SPREAD = 1.4826
 """The standard deviation of normal counts is so many times their median absolute deviation."""
 

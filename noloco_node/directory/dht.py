@@ -56,10 +56,8 @@ WITHDRAWAL_SECONDS = 10.0
 """A withdrawal may live so many seconds longer than what it withdraws."""
 SMALLEST_EXTENSION = 1e-3
 ALSO_ASKED = 8
-"""So many peers that have answered this node are asked for records whatever their places.
-
-A stranger that took all places near a key then does not come between nodes that know each other.
-"""
+"""So many peers that have answered this node are asked for records whatever their places. A stranger that took all
+places near a key then does not come between nodes that know each other."""
 MOST_ENTRANCES = 2
 MOST_IDS = 1024
 """The names of so many keys are remembered."""

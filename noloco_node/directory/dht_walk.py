@@ -23,10 +23,8 @@ WALK_SECONDS = 5.0
 STRANGERS_SECONDS = 2.0
 """A walk waits so many seconds for nodes that did not answer when they were asked last, or never were."""
 PATIENCE = 0.1
-"""A walk waits at most so many record lives for nodes that stall, and half as long before it asks a second holder.
-
-A walk that nobody answers takes no more than `WALK_PATIENCE`, or views would empty if records are short-lived.
-"""
+"""A walk waits at most so many record lives for nodes that stall, and half as long before it asks a second holder. A
+walk that nobody answers takes no more than `WALK_PATIENCE`, or views would empty if records are short-lived."""
 WALK_PATIENCE = 0.25
 MOST_INTRODUCED = 40
 """One walk asks at most so many nodes on the word of others."""
@@ -47,10 +45,8 @@ HOLDERS_SECONDS = 60.0
 """After so many seconds the nodes nearest to a bucket's key are sought anew. The former ones are gone in the end, and
 others have come between."""
 RELIABLE_ASKED = 4
-"""So many nodes that answered when they were last asked are drawn for each walk and asked whatever their places.
-
-A node that later takes the places near a key then does not take the others out of sight.
-"""
+"""So many nodes that answered when they were last asked are drawn for each walk and asked whatever their places. A node
+that later takes the places near a key then does not take the others out of sight."""
 
 
 @dataclass(slots=True)

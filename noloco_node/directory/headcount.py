@@ -36,10 +36,8 @@ rest."""
 STILL_STEPS = 8
 """A stage peer whose clock stands still for so many inner steps of this replica does not train."""
 STILL_PAUSES = 2.0
-"""A clock must stand still for at least so many times its last pause between two moves.
-
-A stage peer that is so many times slower than this replica moves its clock as rarely.
-"""
+"""A clock must stand still for at least so many times its last pause between two moves. A stage peer that is so many
+times slower than this replica moves its clock as rarely."""
 FIRST_REMEMBERED = 4096
 """So many stage peers are remembered to have come no later than this one, whether their records live or not."""
 

@@ -10,10 +10,8 @@ from typing import Literal
 from noloco_node import ambient
 
 FROM_ORIGINS = 0.5
-"""A partner's clock is believed within this share of the allowed lag from the origins' clocks.
-
-A replica ten times as fast as its stage peers keeps within it, as its clock is tied to theirs.
-"""
+"""A partner's clock is believed within this share of the allowed lag from the origins' clocks. A replica ten times as
+fast as its stage peers keeps within it, as its clock is tied to theirs."""
 STANDS_BACK_SECONDS = 20.0
 """A replica that is far behind serves nobody for at most so many seconds, if no stage peer gives its state. The stage
 peers' records may be lies."""

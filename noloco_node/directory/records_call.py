@@ -32,19 +32,15 @@ once."""
 MOST_WANTED = 1024
 """A message may ask for so many records; at most `MOST_TOLD` are told."""
 FEW_TOLD = 4
-"""So many records are told to a peer that has said before what it serves.
-
-Its own record goes from either to the other each time. It hears of others by the DHT and by all the peers that call it.
-"""
+"""So many records are told to a peer that has said before what it serves. Its own record goes from either to the other
+each time. It hears of others by the DHT and by all the peers that call it."""
 FEWEST_TOLD = 1
 """So many records are told if `MANY` peers are known, the own record alone: calls are as many as a node may make then.
 """
 MANY = 64
 ALL_AGAIN_SECONDS = 10.0
-"""A peer that never says what it serves is told a full message at most once in so many seconds.
-
-Otherwise it would get a hundred times the bytes that it sends, for as long as it likes.
-"""
+"""A peer that never says what it serves is told a full message at most once in so many seconds. Otherwise it would get
+a hundred times the bytes that it sends, for as long as it likes."""
 MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
 """The longest signed text, in characters of base64."""
 

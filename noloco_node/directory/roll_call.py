@@ -45,10 +45,8 @@ CALLS_A_SECOND = 4.0
 BURST = 16
 """So many calls may be made at once after a quiet time, and so many may be under way."""
 ASK_AGAIN = 0.8
-"""A peer that answers is asked again only after about so many record lives, unless it falls silent.
-
-It takes longer if the peer called or worked with this node meanwhile.
-"""
+"""A peer that answers is asked again only after about so many record lives, unless it falls silent. It takes longer if
+the peer called or worked with this node meanwhile."""
 LONGEST_QUIET = 0.6 * ANSWER_SECONDS
 """A peer that answers is asked again after at most so many seconds, or its answer would no longer count."""
 OLD = 0.3
@@ -58,17 +56,11 @@ ASK_FOR_RECORD = 0.3
 """The part of a record's life between two such calls, and between calls to a peer that answers and has no record."""
 ALL_TOLD = 1.0 / 16.0
 """A node that knows `MANY` peers tells a full message in this share of its calls to strangers, else its own record
-alone.
-
-A node of a large swarm meets a stranger a second for as long as it runs, by the directory. A peer whose record has
-grown old is always told all, since the directory brings nothing of it.
-"""
+alone. A node of a large swarm meets a stranger a second for as long as it runs, by the directory. A peer whose record
+has grown old is always told all, since the directory brings nothing of it."""
 CHANGES_SECONDS, CROWD = 1.0, 256
 """Changes are told at most once in so many seconds if so many peers are asked; with fewer, the interval is shorter in
-proportion.
-
-A listener examines all peers, so each answer would cost the more the larger the swarm is.
-"""
+proportion. A listener examines all peers, so each answer would cost the more the larger the swarm is."""
 PAUSES = Doubling(1.0, 300.0)
 """Seconds between two calls to a peer that has never answered; one that has is asked at least once in a record's life.
 """

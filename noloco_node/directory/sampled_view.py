@@ -49,10 +49,8 @@ WHOLE = 256
 """If all stages together have up to so many records, all are read at every look, as long as no stage lies in buckets.
 """
 ROOT_AGAIN = 1.5
-"""Level 0 of a stage that lies one level above it is read every so many record lives.
-
-The interval doubles for each further level, so that the key is read equally often however many nodes read it.
-"""
+"""Level 0 of a stage that lies one level above it is read every so many record lives. The interval doubles for each
+further level, so that the key is read equally often however many nodes read it."""
 ROOT_SECONDS = 3600.0
 """Every node reads level 0 after so many seconds: two large swarms that meet may lie far apart."""
 PLACES = TARGET
@@ -60,10 +58,8 @@ PLACES = TARGET
 ASKED_AFTER = 45.0
 """After so many seconds most of a newly held bucket have been asked whether they are there."""
 NEXT_LOOK = 0.1
-"""A record of a sample must still live for this part of a record's life.
-
-Records that end before the next look would be missing from what stands for the stage.
-"""
+"""A record of a sample must still live for this part of a record's life. Records that end before the next look would be
+missing from what stands for the stage."""
 KNOWN_PLACES = PLACES // 2
 """At most so many of these rows go to peers that have answered. The others are drawn, or new peers would never be seen.
 """

@@ -29,11 +29,9 @@ MOST_RECORDS = 512
 MOST_HEARSAY = 32
 """One peer may bring so many records of others under one key, if this node knows nothing more of the others."""
 MOST_HEARSAY_OF_A_BUCKET = CROWDED
-"""One peer may bring so many records of others under a key that is known to be a bucket's.
-
-The bucket may be read from one of its holders alone, which brings as many as show that it is crowded. With fewer places
-a bucket of strangers would count for half of what it holds.
-"""
+"""One peer may bring so many records of others under a key that is known to be a bucket's. The bucket may be read from
+one of its holders alone, which brings as many as show that it is crowded. With fewer places a bucket of strangers would
+count for half of what it holds."""
 MOST_BUCKETS = 4096
 """So many keys are remembered to be buckets'."""
 MOST_KEYS = 4096

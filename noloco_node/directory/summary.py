@@ -9,11 +9,8 @@ from statistics import median, median_low
 from noloco_node.directory.records import SERVING, DirectoryView, PeerState
 
 CREDIBLE_STRENGTH = 8.0
-"""A node counts at most for this many of the median one: what a record claims is only a claim.
-
-In the choice of a stage it does so only if it has worked with this node; of others nothing beyond the median is
-believed.
-"""
+"""A node counts at most for this many of the median one: what a record claims is only a claim. In the choice of a stage
+it does so only if it has worked with this node; of others nothing beyond the median is believed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,8 @@ _TAKEN = 0.5
 that has learnt nothing takes as much."""
 _LIKE_OTHERS = 1.5
 _CHANCE = 0.25
-"""By chance a partner may take back this share of a replica's own motion.
-
-If little is learnt between two exchanges, an honest partner lacks the replica's own noise. That looks as if the partner
-took something back.
-"""
+"""By chance a partner may take back this share of a replica's own motion. If little is learnt between two exchanges, an
+honest partner lacks the replica's own noise. That looks as if the partner took something back."""
 
 
 class DifferenceBound:

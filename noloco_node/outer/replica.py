@@ -20,10 +20,8 @@ _IN_CACHE = 1 << 16
 TRAIL_STEPS = 16
 """A trail averages over so many outer steps (decision 157)."""
 LEARNT_STEPS = 16
-"""What a replica itself has learnt is averaged over so many outer steps.
-
-Over fewer, honest partners seem to take back what it learnt in the last steps, for these are all that they lack.
-"""
+"""What a replica itself has learnt is averaged over so many outer steps. Over fewer, honest partners seem to take back
+what it learnt in the last steps, for these are all that they lack."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,8 @@ from torch import Tensor
 from noloco_node.outer.names import Momentum
 
 MIN_TOKEN_WEIGHT = 2.0 / 3.0
-"""The least n·w of a member.
-
-Replicas exchange after H/2 to H inner steps, so the token counts of an honest pair differ up to twofold. A member that
-claims endless tokens takes a third of its partner's weight, and no more.
-"""
+"""The least n·w of a member. Replicas exchange after H/2 to H inner steps, so the token counts of an honest pair differ
+up to twofold. A member that claims endless tokens takes a third of its partner's weight, and no more."""
 MAX_TOKEN_WEIGHT = 2.0
 
 

@@ -20,11 +20,8 @@ FIRST = 2
 WINDOW = 12
 """One rate is measured over so many microbatches, or over three times the number under way if that is more."""
 FRESH = 40
-"""A rate is believed for at most so many windows; then that number is tried again.
-
-It is never believed for longer than the origin had been watching when it was seen. The first windows tell only of a
-swarm that is beginning.
-"""
+"""A rate is believed for at most so many windows; then that number is tried again. It is never believed for longer than
+the origin had been watching when it was seen. The first windows tell only of a swarm that is beginning."""
 ENOUGH_WAITING = 2.0
 """If so many own microbatches wait for devices on average, the devices that limit the pipeline are at work."""
 MOST_WAITING = 3.0

@@ -27,16 +27,11 @@ CARRIED_SHARE = 1 / 4
 OF_A_MICROBATCH = 1 / 8
 """The latest microbatch has this weight in the moving average of a link's times."""
 PROBES = 1 / 32
-"""This share of microbatches goes by another codec than the link's own, to measure what that one takes now.
-
-They also hide which microbatches are copies for an audit, since those go by the codec of the first.
-"""
+"""This share of microbatches goes by another codec than the link's own, to measure what that one takes now. They also
+hide which microbatches are copies for an audit, since those go by the codec of the first."""
 LONGER = 1 / 256
-"""The least time of carrying grows by this part towards the latest time.
-
-A way that has become longer is believed after some hundreds of microbatches. A way that only has more traffic is found
-free now and then by that time.
-"""
+"""The least time of carrying grows by this part towards the latest time. A way that has become longer is believed after
+some hundreds of microbatches. A way that only has more traffic is found free now and then by that time."""
 LINKS_REMEMBERED = 1024
 INLINE_NUMBERS = 1 << 15
 """So many numbers are coded on the event loop (0.2 ms); more are coded beside it."""

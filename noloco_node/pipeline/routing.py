@@ -25,11 +25,8 @@ SUSPENSIONS = Doubling(5.0, 60.0)
 """A peer whose stream broke or timed out is passed over for so many seconds, by the number of failures before."""
 
 LOAD_LIFE_SECONDS = 3.0
-"""A reported load counts for so many seconds.
-
-If it never aged, a peer that was busy once would never be asked again and could not correct its figure. Routes would
-lock in, and the mixing that the method rests on would end.
-"""
+"""A reported load counts for so many seconds. If it never aged, a peer that was busy once would never be asked again
+and could not correct its figure. Routes would lock in, and the mixing that the method rests on would end."""
 
 FULL = 1 << 20
 """This load, the largest there may be, marks a peer that refuses since it is full."""

@@ -15,11 +15,9 @@ from noloco_node.peer_table import PeerTable
 from noloco_node.trust.sources_seen import QUIET_PAUSES, RECENT_MICROBATCHES, SENDERS_REMEMBERED, weighted_median
 
 MOST_TIMES_OTHERS = 2.0
-"""A sender with losses unlike the others' keeps at most so many times the pace of the median other sender.
-
-Beside two others that is half of what is trained. One origin of four that flooded with wrong labels had 78 % of the
-last stage's tokens.
-"""
+"""A sender with losses unlike the others' keeps at most so many times the pace of the median other sender. Beside two
+others that is half of what is trained. One origin of four that flooded with wrong labels had 78 % of the last stage's
+tokens."""
 
 
 EIGHTH = 1 / 8

@@ -17,9 +17,7 @@ from noloco_node.transport.rations import Budget, PeerBudgets
 
 STRANGERS_SHARE = 0.03
 """A node evaluates at most this share of the tokens that it trains for peers whose microbatches it has not trained.
-
-Eight keys outside a run that asked for nothing else took its pace from 7,372 to 2,713 tokens/s.
-"""
+Eight keys outside a run that asked for nothing else took its pace from 7,372 to 2,713 tokens/s."""
 SAVED_EVALUATIONS = 4
 """Strangers may have so many evaluations of one origin at once, since each origin evaluates before its first
 microbatch."""

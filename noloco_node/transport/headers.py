@@ -13,11 +13,8 @@ from noloco_node.transport.messages import JsonObject
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
 Rounds = Annotated[int, Field(ge=0, le=1 << 32)]
-"""The number of outer rounds of a state that a node takes over.
-
-The bound is far more than a run has. It is far below what the node's own record may say, or that record could count no
-further after the next round.
-"""
+"""The number of outer rounds of a state that a node takes over. The bound is far more than a run has. It is far below
+what the node's own record may say, or that record could count no further after the next round."""
 RunName = Annotated[str, Field(max_length=64)]
 StageIndex = Annotated[int, Field(ge=0, lt=256)]
 ProtocolVersion = Annotated[int, Field(ge=0, le=1 << 16)]

@@ -24,9 +24,7 @@ Release = Callable[[], None]
 
 Withdraw = Callable[[], None]
 """A function that ends the answering of one method: its handler is let go, and requests under way go on to their end.
-
-If another handler serves a method of that name by then, it does nothing.
-"""
+If another handler serves a method of that name by then, it does nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +37,8 @@ class Admitted:
 
 
 Admit = Callable[[PeerId, JsonObject, tuple[TensorSpec, ...]], Admitted | Release | None]
-"""A function that sees a request before its body is read; it raises `Refused` to turn it away. It must not block.
-
-The release that it returns is called once, when the handler has answered or the request has come to nothing.
-"""
+"""A function that sees a request before its body is read; it raises `Refused` to turn it away. It must not block. The
+release that it returns is called once, when the handler has answered or the request has come to nothing."""
 
 Gate = Callable[[PeerId], bool]
 """A function that tells whether a peer may ask for anything but the `hello` methods."""

@@ -43,17 +43,12 @@ MOST_PLACES = 128
 MOST_CIRCUITS = 256
 MOST_CIRCUITS_OF_ONE = 64
 MOST_CIRCUITS_OF_A_PAIR = 4
-"""So many circuits may run from one caller to one peer.
-
-p2pd wants one; a second stands while the first has died unnoticed. With more, one caller could use up all circuits of
-the peer that it calls.
-"""
+"""So many circuits may run from one caller to one peer. p2pd wants one; a second stands while the first has died
+unnoticed. With more, one caller could use up all circuits of the peer that it calls."""
 MOST_HANDSHAKES = 256
 MOST_HANDSHAKES_OF_ONE = 16
-"""If so many requests of one peer are being read or refused, the next is dropped.
-
-A node may call many peers at once, each in an instant. Only a peer that never finishes its requests has as many open.
-"""
+"""If so many requests of one peer are being read or refused, the next is dropped. A node may call many peers at once,
+each in an instant. Only a peer that never finishes its requests has as many open."""
 HANDSHAKE_SECONDS = 10.0
 COPY_BYTES = 256 * 1024
 
