@@ -22,17 +22,17 @@ from noloco_node.errors import UserError
 from noloco_node.pauses import Doubling
 
 OPEN_TURNS = 2
-"""Blocks that may have been taken and not drawn to their end: the present one and the next."""
+"""So many blocks may have been taken and not drawn to their end: the present one and the next."""
 MOST_FAILED = 10
-"""So many different blocks in a row that broke off end the run of this node, or all there are, where they are fewer."""
+"""So many different blocks in a row that broke off end the run of this node, or all blocks if there are fewer."""
 PAUSES = Doubling(1.0, 60.0)
-"""After blocks in a row that broke off: the disk or the hub may be away for a while."""
+"""Seconds of pause after blocks in a row that broke off: the disk or the hub may be away for a while."""
 ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The blocks of one source, and who reads which next."""
+    """The blocks of one source, and the turns in which they are read."""
 
     blocks: Blocks
     turns: Turns
@@ -52,8 +52,10 @@ _Step = tuple[Tokens, list[_Mark]]
 
 
 class BlockReader:
-    """Reads the blocks of rows into portions of `size` windows, on the prefetch thread: of a mixture as many rows as it
-    has sources, each window of the row that `order` names."""
+    """Reads the blocks of rows into portions of `size` windows, on the prefetch thread.
+
+    A mixture has as many rows as sources; `order` names the row of each window.
+    """
 
     def __init__(self, rows: Sequence[Row], size: int, order: SourceOrder | None = None) -> None:
         self._size, self._order = size, order
@@ -69,11 +71,9 @@ class BlockReader:
         return own[0] if self._order is None else MixedPosition(order=self._begins, sources=own)
 
     def portions(self) -> Portions:
-        """Without end. Raises UserError (DATA) where block after block cannot be read, or holds not one window.
-
-        A portion of less than `size` windows is all of `MOST_BEGUN` blocks of a source: no more of them may be begun
-        before these are drawn.
-        """
+        """Portions without end. Raises UserError (DATA) if block after block cannot be read, or holds not one window. A
+        portion of less than `size` windows is all of `MOST_BEGUN` blocks of a source: no more of them may be begun
+        before these are drawn."""
         steps = [row.steps() for row in self._rows]
         made = _Made.of(len(steps))
         while True:
@@ -154,7 +154,7 @@ class _Made:
 
 
 class _RowReader:
-    """Reads the blocks of one row, window by window. `changed` wakes whoever waits."""
+    """Reads the blocks of one row, window by window. `changed` wakes the waiting thread."""
 
     def __init__(self, row: Row, changed: threading.Condition) -> None:
         self._blocks, self.turns, self._changed = row.blocks, row.turns, changed

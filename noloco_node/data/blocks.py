@@ -45,7 +45,7 @@ class StreamedBlocks:
         return len(self._shards.names) * self._parts
 
     def name(self, block: int) -> str:
-        """Of the shard."""
+        """The name of the block's shard."""
         return self._shards.names[block // self._parts]
 
     def read(self, turn: Turn) -> Iterator[Tokens]:

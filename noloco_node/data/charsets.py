@@ -10,7 +10,7 @@ from noloco_node.data.documents import data_error
 from noloco_node.errors import UserError
 
 LOST = "\ufffd"
-"""Stands for what could not be read."""
+"""This character stands for what could not be read."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),  # begins as the mark of UTF-16 does
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -19,7 +19,7 @@ _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
 )
 _FEW = 3
-"""Lost characters that end no run, however short the file: somebody's name in a comment."""
+"""So many lost characters end no run, however short the file: somebody's name in a comment."""
 _OFTEN_SIMPLE = frozenset(
     "的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得于着下自之年过发后作里"
 )
@@ -28,7 +28,7 @@ _OFTEN_COMPLEX = frozenset(
 )
 _OFTEN_LATIN = frozenset("éèàçäöüßñáíóúâêîôûãõåøæÄÖÜÉ’‘“”–—«»°£€")
 _ENOUGH = 0.4
-"""Of a score from 0 to 1."""
+"""A guess needs so high a score, from 0 to 1."""
 
 
 def encoding_of(beginning: bytes, named: str | None) -> str:
@@ -80,7 +80,7 @@ def fitting_encoding(content: bytes) -> str | None:
 
 
 def _wide(content: bytes) -> str | None:
-    """Of two or four bytes a character: where the zeros lie says which comes first."""
+    """The encoding of two or four bytes a character: the places of the zeros tell which byte comes first."""
     zeros = [content[at::4].count(0) for at in range(4)]
     quarter, odd, even = len(content) // 4, zeros[1] + zeros[3], zeros[0] + zeros[2]
     if min(zeros[2:]) > 0.9 * quarter:

@@ -1,10 +1,13 @@
-"""Who reads which slot of the endless row of blocks, as far as one replica knows: pure functions of what was said.
+"""The claims of replicas on slots of the endless row of blocks, as one replica knows them: pure functions of what was
+said.
 
 Each replica says which slots it has taken (`Claim`), and nobody shares them out. A slot that is claimed is taken for
-good, but for two cases: whoever leaves gives its slots back with the place up to which it has read, and the slots of
-one of whom nothing was heard for a while are holes from the place that it last said. Whoever needs a slot takes one of
-the lowest that are free, at random, so that two seldom take the same; of two that did, one yields before it begins.
-Nothing here asks who a replica sees: a claim that is not seen is not heeded, and that costs an overlap, never a halt.
+good, but for two cases. A leaving replica gives its slots back with the place up to which it has read. The slots of a
+replica that was not heard of for a while are holes from the place that it last said.
+
+A replica that needs a slot takes one of the lowest free ones, at random, so that two seldom take the same. If two did,
+one yields before it begins. Nothing here asks which peers a replica sees: a claim that is not seen is not heeded, and
+that costs an overlap, never a halt.
 """
 
 from __future__ import annotations
@@ -21,29 +24,30 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_CLAIMS = 4
-"""Slots that one replica may claim at a time: what it reads, what its reader holds already, and the next."""
+"""One replica may claim so many slots at a time: what it reads, what its reader holds already, and the next."""
 CREDIBLE_PACE = 8.0
 """Slots of one peer count for at most so many times the median of its stage peers', and a few at once."""
 ALLOWED_AT_ONCE = 4
 REACH = 16
-"""Slots a replica beyond the median claim that are believed: a far claim must not draw the others after it."""
+"""Claims are believed up to so many slots a replica beyond the median claim: a far claim must not draw the others after
+it."""
 REACH_AT_LEAST = 64
 FURTHEST = 1 << 40
-"""No run comes so far: whoever says so, be they most of the stage peers, draws nobody to where a slot cannot be
+"""No run comes so far. A peer that says so, even with most of the stage peers, draws nobody to where a slot cannot be
 told."""
 HORIZON = 32
-"""Slots a replica behind the others' claims in which a slot that nobody took is still waited for."""
+"""A slot that nobody took is waited for within so many slots a replica behind the others' claims."""
 FIRST_SPREAD = 4
-"""Slots a replica over which claims are spread where nobody has claimed any yet."""
+"""First claims are spread over so many slots a replica."""
 LEAST_SPREAD = 8
 LEAST_SHARE = 0.125
 WHOLE_VIEW = 0.75
-"""Share of its stage peers from which on a replica sees all that they say, in their order."""
+"""A replica that sees this share of its stage peers sees all that they say, in their order."""
 SHARE_STEP = 0.25
 JUDGED_IN_PATIENCE = 12
-"""How often, while it waits for one of whom nothing is heard, a replica looks at all of them."""
+"""While a replica waits for a silent one, it judges all of them so many times within its patience."""
 PACE_SECONDS = 30.0
-"""Time that is taken to have passed for whoever was first seen just now."""
+"""A peer that was first seen just now is taken to have been there for so many seconds."""
 
 
 _Count = Annotated[int, Field(ge=0, le=1 << 48)]
@@ -51,8 +55,8 @@ _Count = Annotated[int, Field(ge=0, le=1 << 48)]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A slot that a replica has taken, how many windows of its block are drawn, by whomever, and whether this replica
-    has begun to read it."""
+    """A slot that a replica has taken, how many windows of its block are drawn, and whether this replica has begun
+    it."""
 
     slot: int
     position: int = 0
@@ -93,7 +97,7 @@ class Said:
 
 @dataclass(slots=True)
 class _StagePeer:
-    """What was seen of one peer. Times are seconds on the clock of whoever looks."""
+    """What was seen of one peer. Times are seconds on the clock of the observer."""
 
     since: float
     heard: float
@@ -107,15 +111,15 @@ class _StagePeer:
     taken: int = 0
     """Slots it has claimed so far."""
     earlier: frozenset[int] = frozenset()
-    """Those that it said before it said that it has begun them, or that it had when it was first seen: who claims as
-    begun what it never claimed as its next has no right to it."""
+    """The slots that the peer claimed before it said that it has begun them, and those that it had when first seen. A
+    peer that claims as begun what it never claimed as its next has no right to it."""
     left: bool = False
 
 
 @dataclass(slots=True)
 class SlotBook:
-    """What one replica knows of the row. `patience`: seconds after which whoever was not heard of has vanished;
-    `row`: slots of a pass.
+    """What one replica knows of the row. After `patience` seconds without a word a peer has vanished; `row` is the
+    slots of a pass.
 
     `look` takes in what was said, `choose` names a slot to claim, `keeps` says whether to hold on to one.
 
@@ -128,12 +132,12 @@ class SlotBook:
     base: int = 0
     """Everything below it is settled: taken, or no longer waited for."""
     taken: set[int] = field(default_factory=set[int])
-    """Slots from `base` on that were claimed, by whomever, and not given back."""
+    """Slots from `base` on that any peer claimed and did not give back."""
     holes: dict[int, int] = field(default_factory=dict[int, int])
-    """Slots that were given up by who had begun them, and where to go on in each."""
+    """Slots that were begun and given up, and where to go on in each."""
     stage_peers: dict[str, _StagePeer] = field(default_factory=dict[str, _StagePeer])
     closed: set[int] = field(default_factory=set[int])
-    """Slots that this replica holds or has finished, and those of which stage peers have ceased to speak without
+    """Slots that this replica holds or has finished. Also slots that stage peers have ceased to speak of without
     leaving them to another."""
     holders: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Which stage peers claim a slot."""
@@ -148,10 +152,10 @@ class SlotBook:
     own_taken: int = 0
     """Slots it has claimed since."""
     judged: float = -math.inf
-    """When these were last looked at, and who has vanished."""
+    """The time when these were last examined for peers that have vanished."""
     live: int = 1
     share: float = 1.0
-    """Of its stage peers, those that a look shows, smoothed."""
+    """The share of its stage peers that a look shows, smoothed."""
     started: bool = False
     """It has claimed a slot of its own."""
 
@@ -168,7 +172,7 @@ class SlotBook:
             self.pace = self._usual_pace(now)
         dropped = [(word.peer, claim) for word in news if not word.leaving for claim in self._take_in(word, now)]
         self.closed.update(claim.slot for peer, claim in dropped if not self._was_yielded(peer, claim))
-        for word in news:  # last: who left a slot to one that leaves has not finished it
+        for word in news:  # last: a peer that left a slot to one that leaves has not finished it
             if word.leaving:
                 self._leave(word, now)
         if news:
@@ -191,8 +195,8 @@ class SlotBook:
         self.closed.discard(slot)
 
     def keeps(self, claim: Claim, *, settled: bool) -> bool:
-        """Whether to hold on to an own claim as it was last said to others; `settled` where they have known of it for
-        so long that whoever claims the slot now came later."""
+        """Tell whether to hold on to an own claim as it was last said to others. `settled` says that they have known of
+        it for so long that a peer that claims the slot now came later."""
         if settled and (claim.begun or self.share >= WHOLE_VIEW):
             return True
         return self._goes_first(self.own, claim)
@@ -230,8 +234,9 @@ class SlotBook:
             self.share += (share - self.share) * SHARE_STEP
 
     def _forget_vanished(self, now: float) -> None:
-        """Who is not heard of any more has vanished. Its slots are open from where its last word says, if that word
-        was seen to be its last: who has only seen earlier ones leaves them to who has seen more."""
+        """Treat peers that are no longer heard of as vanished. A vanished peer's slots are open from its last word on,
+        if that word was seen to be its last. A replica that has seen only earlier words leaves them to others that have
+        seen more."""
         for peer in [peer for peer, seen in self.stage_peers.items() if now - seen.heard > self.patience]:
             seen = self.stage_peers.pop(peer)
             self._hold(peer, seen.claims, ())
@@ -279,8 +284,8 @@ class SlotBook:
         return True
 
     def _was_yielded(self, peer: str, claim: Claim) -> bool:
-        """Whether a stage peer that ceased to speak of this claim left the slot to another, and was not at its end: it
-        had read nothing that it told of, and the other's claim goes before its own."""
+        """Tell whether a stage peer that ceased to speak of this claim left the slot to another, and was not at its
+        end. It had then read nothing that it told of, and the other's claim goes before its own."""
         return claim.position == 0 and not self._goes_first(peer, claim)
 
     def _leave(self, word: Said, now: float) -> None:
@@ -344,8 +349,8 @@ class SlotBook:
             self.taken.discard(claim.slot)
 
     def _settle(self) -> None:
-        """Who has not begun takes all that the others have reached as taken; what lies far behind them is no longer
-        waited for."""
+        """A replica that has not begun takes all that the others have reached as taken. What lies far behind them is no
+        longer waited for."""
         highest = sorted(seen.highest for seen in self.stage_peers.values() if seen.claims)
         self.frontier = top = highest[-1 - len(highest) // 8] if highest else -1
         if not self.started:
@@ -360,8 +365,8 @@ class SlotBook:
             self.closed = {slot for slot in self.closed if slot >= oldest}
 
     def _spread(self) -> int:
-        """Free slots among which to draw: enough that those who draw at about the same time seldom meet, and no more,
-        so that no gap stays open for long."""
+        """The number of free slots to draw from. There are enough that peers that draw at about the same time seldom
+        meet, and no more, so that no gap stays open for long."""
         if self.live == 1:
             return 1
         wanted = FIRST_SPREAD * self.live if self._is_first() else int(self.live / 2 / self.share)
@@ -384,13 +389,13 @@ class SlotBook:
 
 
 def _each_slot_once(word: Said) -> Said:
-    """The same word, where it names no slot twice; of claims on one slot the last counts."""
+    """This word with each slot named once; of claims on one slot the last counts."""
     once = {claim.slot: claim for claim in word.claims}
     return word if len(once) == len(word.claims) else replace(word, claims=tuple(once.values()))
 
 
 def _first(claim: Claim, peer: str, other: Claim, other_peer: str) -> bool:
-    """Of two claims on a slot, whether the first one stands: who has begun goes before who has not, else chance
+    """Tell whether the first of two claims on a slot stands. A begun claim goes before one that is not, else chance
     decides, the same wherever it is asked."""
     if claim.begun != other.begun:
         return claim.begun

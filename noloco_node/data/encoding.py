@@ -23,13 +23,13 @@ from noloco_node.data.tokenizers import (
 from noloco_node.marks import BEGINS
 
 BEGINNING_LENGTH = 1 << 20
-"""Characters, or ids, of the first documents that are looked at before anything starts."""
+"""So many characters, or ids, of the first documents are examined before anything starts."""
 
 
 def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
-    """The run's tokenizer; for `none` what stands for one. It may have more tokens than the model: `encode` looks at
-    those that occur. Raises UserError (DATA) where there is none such, where it is `bytes` and the model has fewer
-    tokens, and where the model lacks the token between documents."""
+    """The run's tokenizer, or for `none` a stand-in. It may have more tokens than the model: `encode` checks those that
+    occur. Raises UserError (DATA) if there is none such, if it is `bytes` and the model has fewer tokens, or if the
+    model lacks the token between documents."""
     vocab_size = min(vocab_size, BEGINS)
     if spec.tokenizer == NO_TOKENIZER:
         return NoTokenizer(vocab_size)
@@ -97,8 +97,8 @@ def check_ids(least: int, largest: int, where: str, tokenizer: Tokenizer, spec: 
 
 
 def check_made_tokens(spec: DataSpec, tokenizer: Tokenizer) -> None:
-    """Raise UserError (DATA) where files say beforehand that they hold ids outside the vocabulary, as Parquet may, and
-    where they hold text for which there is no tokenizer."""
+    """Raise UserError (DATA) if files say beforehand that they hold ids outside the vocabulary, as Parquet may. It is
+    raised too if they hold text and there is no tokenizer."""
     for number, part in enumerate(spec.parts):
         with naming_part(spec, number):
             _check_made(part, tokenizer)
@@ -119,7 +119,8 @@ def _check_made(spec: DataSpec, tokenizer: Tokenizer) -> None:
 
 
 def _check_beginning(spec: DataSpec, tokenizer: Tokenizer) -> None:
-    """Of a tokenizer that is larger than the model: one that does not belong to it shows in the first documents."""
+    """Check the first documents with a tokenizer that is larger than the model: one that does not belong to it shows
+    there."""
     left = BEGINNING_LENGTH
     for document in read_documents(spec):
         if not document.is_blank:

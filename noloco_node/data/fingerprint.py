@@ -1,4 +1,4 @@
-"""One short name for a text, the same wherever it is kept: who holds another text is told so before it trains."""
+"""One short name for a text, the same wherever it is kept: a node with another text is told so before it trains."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class Fingerprint:
 
     @property
     def text(self) -> str:
-        """As `run.data.fingerprint` has it: `text-` and 32 hex digits."""
+        """The fingerprint as `run.data.fingerprint` has it: `text-` and 32 hex digits."""
         return TEXT + self._digest.hex()

@@ -17,8 +17,8 @@ from noloco_node.data.documents import data_error, unreadable
 
 _STATE, _INFO = "state.json", "dataset_info.json"
 _NOBODYS = frozenset({"lost+found", "__pycache__"})
-"""Folders of no text of the user's: one that nobody can read, at the top of a disk, and what Python compiles beside
-sources, which outweighs these."""
+"""These folders hold no text of the user's: one that nobody can read, at the top of a disk, and compiled Python.
+Compiled files outweigh their sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ def keys_of(root: Path, paths: Sequence[Path]) -> dict[Path, str]:
 
 
 def rows_of_datasets(paths: Sequence[Path], *, whole: bool) -> list[Path]:
-    """Without what the `datasets` library keeps beside its rows: `state.json` names the files of a saved folder, and in
-    a folder of its cache results are called `cache-`. Raises UserError (DATA) where a `whole` folder lacks one of its
-    files, or is saved as numbers of rows."""
+    """The paths without what the `datasets` library keeps beside its rows. `state.json` names the files of a saved
+    folder, and in a folder of its cache results are called `cache-`. Raises UserError (DATA) if a `whole` folder lacks
+    one of its files, or is saved as numbers of rows."""
     kept: list[Path] = []
     of_folder: dict[Path, frozenset[str] | None] = {}
     for path in paths:
@@ -145,7 +145,7 @@ def _file_names(listed: object) -> Iterator[str]:
 
 
 def _matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """As `glob` does: `**` is any number of folders, and what is hidden matches by its dot alone."""
+    """Match as `glob` does: `**` is any number of folders, and what is hidden matches by its dot alone."""
     if not pattern:
         return not parts
     if pattern[0] == "**":

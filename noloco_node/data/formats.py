@@ -20,7 +20,7 @@ from noloco_node.data.documents import damaged, data_error, unreadable
 from noloco_node.errors import UserError
 
 HEAD_BYTES = 64 << 10
-"""How much of a file is looked at to tell what it holds."""
+"""So many bytes of a file are read to tell what it holds."""
 BINARY_PROBE_BYTES = 8192
 
 
@@ -51,11 +51,11 @@ _NAMED = {
     ".arrow": Format.ARROW,
     ".feather": Format.ARROW,
 }
-"""What a suffix promises; every other one promises text."""
+"""The format that a suffix promises; every other suffix promises text."""
 _TEXT_NAMES = frozenset({".txt", ".text", ".md", ""})
 _PACKED_NAMES = {".gz": Packing.GZIP, ".zst": Packing.ZSTD, ".zstd": Packing.ZSTD}
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
-"""A frame of zstd that holds no text, but what a program has to say to itself."""
+"""The beginning of a frame of zstd that holds no text, but what a program has to say to itself."""
 _PACKED_MAGIC = {b"\x1f\x8b": Packing.GZIP, b"\x28\xb5\x2f\xfd": Packing.ZSTD}
 _MAGIC = {b"PAR1": Format.PARQUET, b"ARROW1": Format.ARROW, b"\xff\xff\xff\xff": Format.ARROW}
 _UNREAD_MAGIC = {b"PK\x03\x04": "a zip archive", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x04\x22\x4d\x18": "lz4"}
@@ -141,13 +141,13 @@ class ReadMeter:
     """How many bytes of files, as they lie on the disk, have gone by."""
 
     before: int = 0
-    """Of the files before this one."""
+    """Bytes of the files before this one."""
     passed: int = 0
-    """Of this one."""
+    """Bytes of this file that were passed."""
 
     @property
     def total(self) -> int:
-        """Of all of them."""
+        """Bytes of all files."""
         return self.before + self.passed
 
 
@@ -159,7 +159,7 @@ class _Metered(io.FileIO):
         self._meter = meter
 
     def readinto(self, buffer: Any, /) -> int | None:
-        """As any file does."""
+        """Read as any file does."""
         count = super().readinto(buffer)
         self._meter.passed = self.tell()
         return count

@@ -16,7 +16,7 @@ from noloco_node.errors import UserError
 
 REMOTE = ("hf://", "https://", "http://")
 KEPT = "datasets.packaged_modules.cache"
-"""What reads a dataset that the library kept here, where the hub gives none."""
+"""This module reads a dataset that the library kept here, if the hub gives none."""
 ShardReader = Callable[[], Iterator[Document]]
 
 
@@ -57,8 +57,8 @@ def revision_of(spec: DataSpec) -> str:
 
 
 def check_not_here(name: str) -> None:
-    """Raise UserError (DATA) where the name of a dataset is that of something on this machine, or what the library
-    takes for files of the folder that it is started in."""
+    """Raise UserError (DATA) if the name of a dataset is also the name of something on this machine. It is raised too
+    if the library would take it for files of the folder that it is started in."""
     if not HUB_DATASET.fullmatch(name):
         raise data_error(f"'{name}' is no dataset of the hub", "name it as OWNER/NAME, such as allenai/c4")
     if Path(name).exists():
@@ -69,7 +69,7 @@ def check_not_here(name: str) -> None:
 
 
 def check_files(name: str, files: Mapping[str, Iterable[str]]) -> None:
-    """Raise UserError (DATA) where a dataset, whose own card says where its files lie, names one that is no hub's."""
+    """Raise UserError (DATA) if a dataset's own card names a file that is no hub's."""
     for file in chain.from_iterable(files.values()):
         if not file.startswith(REMOTE) or "::" in file:
             raise data_error(
@@ -115,8 +115,8 @@ def _loaded(spec: DataSpec) -> Any:
 
 
 def _check_shown(spec: DataSpec) -> None:
-    """Raise UserError (DATA) where the hub is there and shows no such dataset to one without a token. What the library
-    kept here from before may be private, and whoever wrote the run may not choose it."""
+    """Raise UserError (DATA) if the hub is there and shows no such dataset without a token. What the library kept here
+    from before may be private, and the author of the run may not choose it."""
     hub: Any = importlib.import_module("huggingface_hub")
     refused: Any = importlib.import_module("huggingface_hub.errors").HfHubHTTPError
     try:

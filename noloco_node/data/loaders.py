@@ -25,16 +25,17 @@ from noloco_node.errors import UserError
 logger = logging.getLogger(__name__)
 
 MASK = "attention_mask"
-"""The column beside token ids that is 0 where they are padding."""
+"""This column beside token ids is 0 where they are padding."""
 LONGEST_TEXT = 16 << 20
-"""Characters of a text file that are one document; a longer file is cut at line ends into documents of a sixteenth."""
+"""A text file of up to so many characters is one document. A longer file is cut at line ends into documents of a
+sixteenth."""
 BATCH_ROWS = 256
 JSON_CHARACTERS = 1 << 20
 _KINDS = {"int": "whole numbers", "float": "numbers", "bool": "true and false", "dict": "groups of fields"}
 _BETWEEN = re.compile(r"[\s,]*")
 
 _LEAST, _LARGEST = -(1 << 63), (1 << 63) - 1
-"""Of int64."""
+"""The least and the largest int64."""
 
 
 def load(file: SourceFile, field: str) -> Iterator[Document]:
@@ -51,8 +52,8 @@ def load(file: SourceFile, field: str) -> Iterator[Document]:
 
 
 def first_look(file: SourceFile, field: str) -> None:
-    """Raise UserError (DATA) where a file of rows can be seen not to have the column, any rows, or a sound end, without
-    reading all of it."""
+    """Raise UserError (DATA) if a file of rows can be seen not to have the column, any rows, or a sound end. It does
+    not read all of it."""
     if file.format is Format.TEXT:
         return
     if file.format is Format.PARQUET:
@@ -122,8 +123,8 @@ def two_columns(field: str, where: str) -> UserError:
 def with_column(
     rows: Iterable[tuple[int, Mapping[str, object]]], field: str, place: Callable[[int], str], where: str
 ) -> Iterator[tuple[int, Mapping[str, object]]]:
-    """The numbered rows that have the column; others hold no text, as those do whose column is empty. Raises UserError
-    (DATA) where none of the first has it, naming the first by its `place`."""
+    """The numbered rows that have the column; others hold no text, and neither does a row with an empty column. Raises
+    UserError (DATA) if none of the first has it, naming the first by its `place`."""
     lacking: list[tuple[int, Mapping[str, object]]] = []
     found, count = False, 0
     for number, row in rows:
@@ -143,7 +144,7 @@ def with_column(
 
 
 def _whole_numbers(value: object) -> Tokens | None:
-    """As int64; what is larger becomes the largest of these, which no vocabulary has."""
+    """The numbers as int64; a larger one becomes the largest int64, which no vocabulary has."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
     elif isinstance(value, list):
@@ -201,7 +202,7 @@ class _Decoded(io.TextIOWrapper):
         self._lost = self._characters = self._looked = 0
 
     def read(self, size: int | None = -1, /) -> str:
-        """As any text file does."""
+        """Read as any text file does."""
         text = super().read(size)
         self._count(text)
         if size is None or size < 0 or len(text) < size:
@@ -367,7 +368,8 @@ def _open_parquet(file: SourceFile, field: str) -> Any:
 
 
 def _arrow_file(file: SourceFile, field: str) -> Iterator[Document]:
-    """Of both kinds: with a table of contents at its end, and as a stream, which `datasets` writes."""
+    """The documents of an Arrow file of either kind: with a table of contents at its end, and as a stream, which
+    `datasets` writes."""
     pa = _arrow()
     try:
         with pa.OSFile(str(file.path)) as stream:

@@ -130,6 +130,6 @@ def naming_part(spec: DataSpec, number: int) -> AbstractContextManager[None]:
 
 
 def mixed_fingerprint(parts: Sequence[str]) -> str:
-    """Of a mixture, from those of its sources in their order: of all documents, where each of these is."""
+    """The fingerprint of a mixture from its sources' in their order; it covers all documents if each of these does."""
     begin = TEXT if all(part.startswith(TEXT) for part in parts) else SHARDS
     return begin + blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

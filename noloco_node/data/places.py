@@ -16,7 +16,7 @@ from noloco_node.data.formats import READABLE, Format, Look, Packing, ReadMeter,
 from noloco_node.errors import UserError
 
 _ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-"""What `datasets` writes beside the rows."""
+"""`datasets` writes these files beside the rows."""
 _SPLITS = {
     "train": "train",
     "training": "train",
@@ -68,10 +68,10 @@ class Found:
 def find_files(path: str, split: str, encoding: str | None = None) -> Found:
     """The files that a path means.
 
-    A file is itself. A folder is its files of the format that has most of its bytes; the others are passed over. What a
-    glob names must all be of one format. Of the files of tables those of `split` are taken where their names say
-    splits. Raises UserError (DATA) where nothing is there, where it cannot be told what is there, and where a file of
-    rows is empty.
+    A file is itself. A folder is its files of the format that has most of its bytes; the others are passed over. All
+    files of a glob must be of one format. If the names of tables say splits, those of `split` are taken.
+
+    Raises UserError (DATA) if nothing is there, if it cannot be told what is there, or if a file of rows is empty.
     """
     path = os.path.expanduser(path)
     place = Path(path)
@@ -151,7 +151,7 @@ def _in_order(named: str, root: Path, looks: Sequence[Look], split: str) -> tupl
 
 
 def _of_split(named: str, root: Path, looks: Sequence[Look], split: str) -> list[Look]:
-    """Of tables whose names say splits, those of the wanted one."""
+    """The tables of the wanted split, if their names say splits."""
     if looks[0].format is Format.TEXT:
         return list(looks)
     splits = {seen.path: _split_of(seen.path.relative_to(root)) for seen in looks}

@@ -1,4 +1,4 @@
-"""Text read ahead on a thread of its own, so that who draws a microbatch does not wait for files and tokenizers."""
+"""Text read ahead on a thread of its own, so that drawing a microbatch does not wait for files and tokenizers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from noloco_node import ambient
 from noloco_node.data.samples import Position
 
 MOST_PORTIONS = 1024
-"""Read ahead at most, however small. Making one takes time and memory that its bytes do not say: of microbatches of 128
-tokens a node read thirty thousand ahead, for six seconds of CPU beside its first steps, and a short run drew few."""
+"""At most so many portions are read ahead, however small. Making one takes time and memory that its bytes do not say.
+With microbatches of 128 tokens a node read thirty thousand ahead. That took six seconds of CPU beside its first steps,
+and a short run drew few of them."""
 CLOSE_SECONDS = 5.0
-"""How long closing waits for the thread; one that hangs on a dead disk ends with the process."""
+"""Closing waits so many seconds for the thread; one that hangs on a dead disk ends with the process."""
 
 
 def _nothing() -> None:
@@ -69,8 +70,8 @@ class Prefetch:
         return self._waited + (ambient.monotonic() - self._waits_since if self._waiters else 0.0)
 
     async def draw(self) -> Tensor:
-        """The next windows; returns at once where some were read ahead. What ended the reading is raised here, after
-        everything that was read before it has been drawn: UserError (DATA) of a text that cannot be read."""
+        """The next windows; it returns at once if some were read ahead. An error that ended the reading is raised here,
+        after all that was read before it has been drawn: UserError (DATA) of a text that cannot be read."""
         while True:
             with self._changed:
                 if self._ready:

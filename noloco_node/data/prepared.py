@@ -31,13 +31,13 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.workers import cores
 
 BATCH_LENGTH = 1 << 18
-"""Characters that a thread tokenises at a time."""
+"""A thread tokenises so many characters at a time."""
 _Batch = list[tuple[Document, bool]]
 SAVE_SECONDS = 5.0
-"""How often a preparation writes down how far it has come."""
+"""A preparation writes down how far it has come every so many seconds."""
 _DONE, _UNDER_WAY = "manifest.json", "unfinished.json"
 _NOT_THE_TEXTS = frozenset({"path", "prepared", "fingerprint", "seed", "block_windows", "parts_per_shard"})
-"""Settings of `run.data` that tokens do not depend on."""
+"""Tokens do not depend on these settings of `run.data`."""
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -51,9 +51,9 @@ class TextManifest(BaseModel):
     text: dict[str, JsonValue]
     """The settings of `run.data` that the tokens depend on."""
     vocab_size: Annotated[int, Field(gt=0)]
-    """Of the tokenizer."""
+    """The number of ids of the tokenizer."""
     documents: _Count = 0
-    """Documents, or pieces of them, whose tokens are there."""
+    """The number of documents, or pieces of them, with tokens there."""
     so_far: str = Fingerprint().text
     """The fingerprint of these."""
     training: _Count = 0
@@ -61,11 +61,11 @@ class TextManifest(BaseModel):
     validation: _Count = 0
     """Tokens held out."""
     shards: _Count = 0
-    """Of a streamed text: each has a folder."""
+    """The number of shards of a streamed text: each has a folder."""
     fingerprint: str = ""
-    """Of the whole text, once all of it is there."""
+    """The fingerprint of the whole text, once all of it is there."""
     files: str = ""
-    """Of a text on this machine: the fingerprint of its files, by their ends."""
+    """The fingerprint of the files of a text on this machine, by their ends."""
 
 
 def prepare_run(
@@ -90,11 +90,11 @@ def prepare_run(
 def prepare(
     spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[PreparedSoFar], None] = lambda _: None
 ) -> TextManifest:
-    """Write the tokens of the text to `folder`; one that was interrupted there is gone on with. `told` hears now and
-    then how far it has come.
+    """Write the tokens of the text to `folder`; an interrupted preparation is continued.
 
-    Raises UserError (DATA) as `load_windows` does, where the folder holds another text's tokens, where the text has
-    changed since the interruption, and where the disk is full; RUN_FOLDER where the folder cannot be written.
+    `told` hears now and then how far it has come. Raises UserError (DATA) as `load_windows` does. It does so too if the
+    folder holds another text's tokens, the text has changed since the interruption, or the disk is full. It raises
+    RUN_FOLDER if the folder cannot be written.
     """
     made = not folder.is_dir()
     _make(folder)
@@ -176,7 +176,7 @@ def _writing(folder: Path) -> Generator[None]:
 
 
 def _leave_nothing(folder: Path, *, made: bool) -> None:
-    """Of a preparation that cannot be gone on with, since it ended before it was written down how far it had come."""
+    """Remove a preparation that cannot be continued, since it ended before it wrote down how far it had come."""
     if any((folder / name).exists() for name in (_DONE, _UNDER_WAY)):
         return
     with contextlib.suppress(OSError):
@@ -193,8 +193,8 @@ def _bytes_of(spec: DataSpec) -> int:
 def _tokenised(
     documents: Iterable[tuple[Document, bool]], done: int, tokenizer: Tokenizer, spec: DataSpec
 ) -> Iterator[tuple[Document, bool, Tokens | None]]:
-    """In their order, with their tokens but for the first `done` of them, by as many threads as there are cores: a
-    tokenizer lets go of Python's lock."""
+    """The documents in their order, with their tokens but for the first `done` of them. As many threads work as there
+    are cores: a tokenizer lets go of Python's lock."""
     threads, waiting = cores(), deque[tuple[_Batch, Future[list[Tokens]] | None]]()
 
     def tokens_of(batch: _Batch) -> list[Tokens]:
@@ -217,7 +217,7 @@ def _tokenised(
 
 
 def _batches(documents: Iterable[tuple[Document, bool]], done: int) -> Iterator[_Batch]:
-    """Of about BATCH_LENGTH; one ends with document `done`."""
+    """Batches of about BATCH_LENGTH characters; one ends with document `done`."""
     batch, length = list[tuple[Document, bool]](), 0
     for number, document in enumerate(documents, start=1):
         batch.append(document)
@@ -267,7 +267,7 @@ def prepare_streamed(
 
 
 def open_shards(spec: DataSpec, vocab_size: int) -> PreparedShards:
-    """Of a prepared streamed text, `vocab_size` being that of the run's tokenizer. Raises UserError (DATA)."""
+    """The shards of a prepared streamed text; `vocab_size` is that of the run's tokenizer. Raises UserError (DATA)."""
     folder, manifest = _prepared_folder(spec), read_manifest(spec)
     _check_vocabulary(manifest, folder, vocab_size)
     return PreparedShards(folder, manifest.shards, vocab_size)
@@ -289,8 +289,8 @@ def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile
 
 
 def read_manifest(spec: DataSpec) -> TextManifest:
-    """Of `run.data.prepared`. Raises UserError (DATA) where that is no finished preparation of the run's text, or not
-    all of it is there."""
+    """The manifest of `run.data.prepared`. Raises UserError (DATA) if that is no finished preparation of the run's
+    text, or not all of it is there."""
     folder = _prepared_folder(spec)
     manifest = _read(folder / _DONE)
     if manifest is None:
@@ -340,13 +340,14 @@ def _look(spec: DataSpec, number: int, part: DataSpec) -> str | None:
 
 
 def fingerprint_of(spec: DataSpec) -> str:
-    """Of the text: prepared, streamed, or read whole for it; of a mixture, of all sources. Raises UserError (DATA) as
-    reading does, and where it is not the one that the run names."""
+    """The fingerprint of the text, which is prepared, streamed, or read whole for it; of a mixture, of all sources.
+    Raises UserError (DATA) as reading does, and if it is not the one that the run names."""
     return fingerprints_of(spec)[0]
 
 
 def fingerprints_of(spec: DataSpec) -> tuple[str, list[str]]:
-    """That of the text, and of a mixture those of its sources. Raises UserError (DATA) as `fingerprint_of` does."""
+    """The fingerprint of the text, and if it is a mixture, one for each of its sources. Raises UserError (DATA) as
+    `fingerprint_of` does."""
     if not spec.mixture:
         return _fingerprint_of(spec), []
     found: list[str] = []

@@ -38,7 +38,7 @@ PARTS = ("training", "validation")
 _ENDS = np.dtype("<u8")
 _ABOUT = "shard.json"
 LOOK_SECONDS = 0.5
-"""How often somebody hears how far a preparation has come."""
+"""A listener hears every so many seconds how far a preparation has come."""
 
 
 class PreparedShard(BaseModel):
@@ -52,7 +52,7 @@ class PreparedShard(BaseModel):
     documents: tuple[_Count, _Count]
     """To train on, and held out."""
     tokens: tuple[_Count, _Count]
-    """Of these."""
+    """The number of tokens of the two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PreparedSoFar:
     """How far a preparation has come."""
 
     done_bytes: int
-    """Of the source's files."""
+    """The bytes of the source's files that are done."""
     all_bytes: int
     """0 where nobody knows."""
     tokens: int
@@ -69,12 +69,9 @@ class PreparedSoFar:
 def prepare_shards(
     spec: DataSpec, vocab_size: int, folder: Path, told: Callable[[PreparedSoFar], None]
 ) -> list[PreparedShard]:
-    """Write the tokens of every shard to a folder of its own below `folder`, each by a process, as many at once as
-    there are cores; those that are there already are kept.
-
-    Raises UserError (DATA) where a shard cannot be read, where another one was prepared under its number, and where the
-    disk is full: then nothing half written is left.
-    """
+    """Write the tokens of every shard to a folder of its own below `folder`. Each shard has a process, as many at once
+    as there are cores; shards that are there already are kept. Raises UserError (DATA) if a shard cannot be read, if
+    another one was prepared under its number, or if the disk is full. Then nothing half written is left."""
     files = shard_files(spec)
     shards: dict[int, PreparedShard] = {}
     for number, file in enumerate(files):
@@ -155,11 +152,11 @@ class PreparedShards:
 
 
 _passed: list[Any] = []
-"""In a process that tokenises: where it says how far it has come, for all shards."""
+"""A process that tokenises says here how far it has come, for all shards."""
 
 
 def _begin(passed: object) -> None:
-    """Of a process that tokenises: a parent that is killed cannot end it."""
+    """Begin a process that tokenises: a parent that is killed cannot end it."""
     _passed.append(passed)
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is started by a process"
@@ -241,7 +238,7 @@ def _read(place: Path) -> PreparedShard:
 
 
 def _whole(place: Path, vocab_size: int) -> PreparedShard:
-    """The shard, all of whose files have the size that it says."""
+    """The shard, if all its files have the size that it says."""
     found, width = _read(place), token_type(vocab_size).itemsize
     for name, documents, tokens in zip(PARTS, found.documents, found.tokens, strict=True):
         for ending, wanted in (("ends", documents * _ENDS.itemsize), ("tokens", tokens * width)):

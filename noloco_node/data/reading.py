@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who reads, and in which measure."""
+    """The reading replica, and its measure."""
 
     peer_id: str
     microbatch_windows: int
@@ -42,19 +42,17 @@ class Reader:
 
 
 MakeTurns = Callable[[int, Position], Turns]
-"""Makes the turns over so many blocks, from a position on: one for each source."""
+"""A function that makes the turns over so many blocks, from a position on: one for each source."""
 _HeldOut = tuple[Tensor, tuple[tuple[str, int], ...]]
-"""`Samples.held_out` and `Samples.held_out_of`."""
+"""The values of `Samples.held_out` and `Samples.held_out_of`."""
 
 
 def open_samples(
     spec: DataSpec, vocab_size: int, reader: Reader, position: Position, make_turns: MakeTurns | None = None
 ) -> Samples:
-    """All that stage 0 asks of its text, from `position` on. A thread reads ahead until `close`.
-
-    `make_turns` says who reads which block of a text in blocks next; without it each replica walks through all of them.
-    Raises UserError (DATA) as `load_windows` does.
-    """
+    """All that stage 0 asks of its text, from `position` on. A thread reads ahead until `close`. `make_turns` makes the
+    turns in which blocks of a text are read; without it each replica walks through all of them. Raises UserError (DATA)
+    as `load_windows` does."""
     if spec.streaming:
         shards = _shards(spec, vocab_size)
         blocks = [_streamed(each, spec) for each in shards]
@@ -156,7 +154,7 @@ def _own_turns(seed: int, peer_id: str, count: int, begin: Position) -> OwnTurns
 
 
 def _shards(spec: DataSpec, vocab_size: int) -> list[Shards]:
-    """Of each source."""
+    """The shards of each source."""
     tokenizer = fitting_tokenizer(spec, vocab_size)
     found: list[Shards] = []
     for number, part in enumerate(spec.parts):
@@ -167,7 +165,7 @@ def _shards(spec: DataSpec, vocab_size: int) -> list[Shards]:
 
 
 def _held_out(shards: Sequence[Shards], spec: DataSpec, count: int) -> _HeldOut:
-    """Of a mixture each source's share, or all that it has where these are fewer."""
+    """The held-out windows; of a mixture each source's share, or all that it has if these are fewer."""
     found: list[Tensor] = []
     for number, (each, wanted) in enumerate(zip(shards, apportioned(spec.weights, count), strict=True)):
         with naming_part(spec, number):

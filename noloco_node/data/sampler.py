@@ -13,8 +13,8 @@ _ROUNDS = 6
 class Permutation:
     """A random-looking bijection of range(count), the same for the same key on every machine and library version.
 
-    A balanced Feistel network with a keyed BLAKE2b as round function over the next power of 4, walked along its
-    cycles until it lands inside (at most 4 steps on average).
+    It is a balanced Feistel network with a keyed BLAKE2b as round function over the next power of 4. It is walked along
+    its cycles until it lands inside (at most 4 steps on average).
     """
 
     def __init__(self, count: int, key: str) -> None:
@@ -57,7 +57,7 @@ class SamplerPosition(BaseModel):
 
 
 BEGINNING = SamplerPosition()
-"""Before the first window."""
+"""The position before the first window."""
 
 
 class WindowSampler:

@@ -17,8 +17,8 @@ from noloco_node.data.turns import TurnPosition
 from noloco_node.marks import BEGINS, without_marks
 
 Position = SamplerPosition | TurnPosition | SharedPosition | MixedPosition
-"""Where drawing goes on: in a walk over numbered windows, in a row of blocks, in one that replicas share, or in several
-of such rows."""
+"""The position where drawing goes on. It is in a walk over numbered windows, in a row of blocks, in one that replicas
+share, or in several such rows."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and labels, both int64 [b, T]; the labels with marks where documents begin (`marks.BEGINS`)."""
@@ -38,12 +38,11 @@ class Samples:
     waited_seconds: Callable[[], float] = float
     """Time that drawing has had to wait for the text, so far."""
     held_out_of: tuple[tuple[str, int], ...] = ()
-    """Of a mixture: each source's name and how many of the held-out windows are its own, which lie together, in this
-    order."""
+    """Each source's name in a mixture and the number of its held-out windows, which lie together, in this order."""
     blocks: int | None = None
-    """Of a text that is read in blocks: how many there are; of a mixture, in the source with the fewest."""
+    """The number of blocks of a text that is read in blocks; in a mixture, of the source with the fewest."""
     shared: SharedRows | None = None
-    """Where the replicas share the text: who reads what."""
+    """The rows by which the replicas share the text, if they do."""
     passed_over: Callable[[], list[str]] = list
     """What could not be read, and so is not trained on, since it was asked for last; for a person."""
     close: Callable[[], None] = lambda: None
@@ -57,7 +56,7 @@ def by_source(windows: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 def inputs_and_labels(windows: Tensor) -> Batch:
-    """Of rows of token ids: labels are the inputs moved on by one token, and take over the inputs' marks."""
+    """Split rows of token ids: labels are the inputs moved on by one token, and take over the inputs' marks."""
     rows = windows.to(torch.int64)
     ids, marks = without_marks(rows), rows[:, :-1] & BEGINS
     return ids[:, :-1].contiguous(), ids[:, 1:] | marks

@@ -16,7 +16,7 @@ from noloco_node.data.sources import is_held_out, warn_of_left_out
 from noloco_node.data.tokenizers import Tokenizer, Tokens
 
 ENDS_BYTES = 64 << 10
-"""Of each shard so much of the beginning and of the end is in the fingerprint."""
+"""The fingerprint covers so many bytes of the beginning and of the end of each shard."""
 
 
 class Shards(Protocol):
@@ -24,11 +24,11 @@ class Shards(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the shards, for a person, in the order that all machines agree on."""
+        """The names of the shards, for a person, in the order that all machines agree on."""
         ...
 
     def training(self, shard: int, part: int, parts: int) -> Iterator[Tokens]:
-        """Of the documents of the shard to train on those whose number is `part` modulo `parts`."""
+        """The tokens of the shard's training documents whose number is `part` modulo `parts`."""
         ...
 
     def held_out(self, shard: int) -> Iterator[Tokens]:
@@ -64,15 +64,13 @@ class TextShards:
 
 
 def shard_files(spec: DataSpec) -> tuple[SourceFile, ...]:
-    """Of a text on this machine. Raises UserError (DATA) as `find_files` does."""
+    """The shards of a text on this machine. Raises UserError (DATA) as `find_files` does."""
     return find_files(spec.path or "", spec.split, spec.encoding).files
 
 
 def fingerprint_of_shards(files: Sequence[SourceFile]) -> str:
-    """Of the places, sizes, beginnings and ends of the files: to read all of them is what streaming is to avoid.
-
-    Raises UserError (DATA) where one cannot be read.
-    """
+    """A fingerprint of the places, sizes, beginnings and ends of the files: streaming is to avoid reading all of them.
+    Raises UserError (DATA) if one cannot be read."""
     found = hashlib.blake2b(digest_size=16)
     for file in files:
         try:

@@ -69,7 +69,7 @@ class SharedRows:
         )
 
     def _parted(self, claims: Iterable[Claim]) -> list[list[Claim]]:
-        """Those of each row."""
+        """The claims of each row."""
         rows: list[list[Claim]] = [[] for _ in self._rows]
         for claim in claims:
             slot, number = divmod(claim.slot, len(rows))

@@ -14,12 +14,12 @@ from noloco_node.data.sampler import Permutation
 from noloco_node.data.turns import MOST_BEGUN, Turn
 
 PATIENCE_LIVES = 3.0
-"""Lives of a record for which a replica that nothing is heard of keeps its slots: who sees the others in part only
-hears of each of them now and then, and a node that starts again goes on with its own."""
+"""A silent replica keeps its slots for so many record lives. A replica that sees the others in part hears of each of
+them only now and then, and a node that starts again goes on with its own slots."""
 SETTLED_LIVES = 2.0
-"""Lives of a record after which a claim is known to whoever would claim the same slot."""
+"""After so many record lives a claim is known to every replica that would claim the same slot."""
 FIRST_WAIT_LIVES = 0.2
-"""Lives of a record for which a claim stands before its block is begun, where others are there: two looks."""
+"""A claim stands for so many record lives before its block is begun, if others are there: two looks."""
 
 
 Outcome = Literal["begun", "finished", "yielded", "given_back"]
@@ -187,8 +187,9 @@ class SharedTurns:
             return told
 
     def _resume(self) -> None:
-        """Go on from the position of an earlier life: with what it knew of the row, and with its own slots that nobody
-        else has taken, where none of the others has come further since, or while they wait for who has not left."""
+        """Go on from the position of an earlier life, with what it knew of the row. It goes on with its own slots that
+        nobody else has taken, unless one of the others has come further since. It also does so while they wait for a
+        replica that has not left."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
@@ -209,7 +210,7 @@ class SharedTurns:
             self._claim(slot, start)
 
     def _stands(self, claim: Claim) -> bool:
-        """Whether whoever claims the same slot at about the same time must have heard of it."""
+        """Tell whether a replica that claims the same slot at about the same time must have heard of the claim."""
         if not self._book.stage_peers and self._book.live == 1:
             return True
         said = self._published.get(claim.slot)

@@ -30,12 +30,14 @@ def divided(
     spec: DataSpec, found: Fingerprint | None = None, meter: ReadMeter | None = None
 ) -> Iterator[tuple[Document, bool]]:
     """The documents that are not blank, and whether each is held out: a share of them is, chosen by a hash of their
-    keys. Those to train on and those to validate on are each at least one; no document is in both.
+    keys.
 
-    A text of fewer than 2 / holdout documents is cut into pieces first, so that one's own text in one file can be
-    held out in part. Of a longer one only the first documents are in memory at once. `found` becomes the fingerprint
-    of the whole, and `meter` hears how far it has come. Raises UserError (DATA) when the source is missing, unreadable,
-    empty or not the run's text.
+    At least one is to train on and one to validate on; no document is in both. A text of fewer than 2 / holdout
+    documents is cut into pieces first, so that one's own text in one file can be held out in part. Of a longer one only
+    the first documents are in memory at once. `found` becomes the fingerprint of the whole, and `meter` hears how far
+    it has come.
+
+    Raises UserError (DATA) when the source is missing, unreadable, empty or not the run's text.
     """
     found = found or Fingerprint()
     documents = counted(read_documents(spec, meter), found)
@@ -67,8 +69,8 @@ def counted(documents: Iterable[Document], fingerprint: Fingerprint) -> Iterator
 
 
 def fingerprint_of_documents(spec: DataSpec) -> str:
-    """Of the whole text of one source, which is read for it; memory does not grow with it. Raises UserError (DATA) as
-    reading does, and where it is not the one that the run names."""
+    """The fingerprint of the whole text of one source, which is read for it; memory does not grow with it. Raises
+    UserError (DATA) as reading does, and if it is not the one that the run names."""
     found = Fingerprint()
     for _ in counted(read_documents(spec), found):
         pass
@@ -101,9 +103,9 @@ def read_documents(spec: DataSpec, meter: ReadMeter | None = None) -> Iterator[D
 
 
 def check_source(spec: DataSpec) -> None:
-    """Raise UserError (DATA) where it can be seen without reading the text that it cannot be trained on: a place of
-    this machine that is not there, cannot be told, lacks the column or any rows, or is too short. A dataset of a hub is
-    not asked for."""
+    """Raise UserError (DATA) if it can be seen without reading the text that it cannot be trained on. A place of this
+    machine may be missing, ambiguous, without the column or any rows, or too short. A dataset of a hub is not asked
+    for."""
     for number, part in enumerate(spec.parts):
         with naming_part(spec, number):
             _check_one(part)
@@ -138,7 +140,7 @@ def is_held_out(document: Document, spec: DataSpec) -> bool:
 
 
 def held_out_of(documents: Sequence[Document], holdout: float) -> frozenset[str]:
-    """Keys of the documents whose hash falls below the share `holdout`, and of at least one, but never of all."""
+    """Keys of the documents whose hash falls below the share `holdout`: of at least one, but never of all."""
     if len(documents) < 2:
         raise data_error("the training text is a single short document", "add more text")
     ranked = sorted(documents, key=lambda document: (_share(document.key), document.key))

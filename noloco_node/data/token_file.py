@@ -1,5 +1,7 @@
-"""Tokens on a disk: written once from beginning to end, then read a window at a time, so that memory does not grow
-with the text."""
+"""Tokens on a disk: written once from beginning to end, then read a window at a time.
+
+Memory does not grow with the text.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,14 @@ from noloco_node.errors import UserError
 from noloco_node.marks import BEGINS
 
 BUFFERED_BYTES = 4 << 20
-"""Tokens that wait in memory to be written."""
+"""So many bytes of tokens wait in memory to be written."""
 
 
 class TokenFile:
-    """A file of token ids of one width, little-endian; of a `marked` one the first id of each document is larger by
-    the size of the vocabulary. It is closed when nobody holds it any more."""
+    """A file of token ids of one width, little-endian; it is closed when nobody holds it any more.
+
+    In a `marked` one the first id of each document is larger by the size of the vocabulary.
+    """
 
     def __init__(self, fd: int, vocab_size: int, where: str, *, marked: bool = False) -> None:
         self._fd, self._where = fd, where
@@ -82,7 +86,7 @@ class TokenFile:
         self._waiting, self._waiting_bytes = [], 0
 
     def cut_to(self, count: int) -> None:
-        """Keep the first `count` tokens, of those that are written. OSError where there are fewer."""
+        """Keep the first `count` of the written tokens. Raises OSError if there are fewer."""
         if count > self.count:
             raise OSError(errno.EIO, f"{self._where} holds {self.count} tokens, not {count}")
         os.ftruncate(self._fd, count * self._dtype.itemsize)

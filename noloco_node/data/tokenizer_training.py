@@ -19,23 +19,24 @@ from noloco_node.data.tokenizers import encodable
 from noloco_node.errors import ExitCode, UserError
 
 END = "<|endoftext|>"
-"""Stands after each document; the only token that is no text."""
+"""This token stands after each document; it is the only one that is no text."""
 SMALLEST = 257
-"""Tokens that there are without any text: each byte, and the end."""
+"""So many tokens exist without any text: each byte, and the end."""
 LARGEST = 1 << 20
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """No token reaches over the end of one of these: a word with the space before it, up to three digits, signs, ends of
-lines, space. Every character belongs to one. It is what the tokenizers of Llama 3 and Qwen take."""
+lines, space. Every character belongs to one. The tokenizers of Llama 3 and Qwen take the same pattern."""
 LONGEST_TOKEN = 128
-"""Bytes of a token at the most: a text without spaces, or one that repeats itself, gives tokens as long as itself."""
+"""A token has at most so many bytes: a text without spaces, or one that repeats itself, gives tokens as long as
+itself."""
 PIECE = 1 << 20
-"""Characters that are handed over at once."""
+"""So many characters are handed over at once."""
 
 _Told = Callable[[int, int, bool], None]
-"""Hears how many documents and bytes were read, and whether that was all."""
+"""A function that hears how many documents and bytes were read, and whether that was all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Learnt:
     text_bytes: int
     """UTF-8 bytes of these documents."""
     bytes_per_token: float | None
-    """Of documents that it did not learn from; None where there was none."""
+    """Bytes a token of documents that it did not learn from; None if there was none."""
 
 
 class TextTaken:
@@ -120,12 +121,13 @@ def train_tokenizer(
     most_bytes: int,
     told: _Told = lambda _documents, _bytes, _read: None,
 ) -> Learnt:
-    """Learn a tokenizer of at most `vocab_size` tokens from the first documents of the run's text that are not held
-    out, `documents` and `most_bytes` at most, and write it to `folder` for `AutoTokenizer`. `told` is called on another
-    thread.
+    """Learn a tokenizer from the first documents of the run's text that are not held out, and write it to `folder`.
 
-    Raises UserError: USAGE for a size out of bounds, RUN_FOLDER where the folder exists or cannot be made, DATA as
-    `divided` does and where there is no text. Nothing is left under that name where it does not come to its end.
+    It has at most `vocab_size` tokens, learnt from at most `documents` and `most_bytes`, and is written for
+    `AutoTokenizer`. `told` is called on another thread.
+
+    Raises UserError: USAGE for a size out of bounds, RUN_FOLDER if the folder exists or cannot be made. It raises DATA
+    as `divided` does and if there is no text. Nothing is left under that name if it does not come to its end.
     """
     if not SMALLEST <= vocab_size <= LARGEST:
         raise UserError(

@@ -82,8 +82,10 @@ class NoTokenizer:
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers, from the hub, where a `revision` of it may be meant, or a folder. Of one that has
-    more ids than `most`, only those below it may be trained on; who trains looks at what `encode` gives."""
+    """A tokenizer of transformers, from the hub, at a `revision` if one is meant, or from a folder.
+
+    If it has more ids than `most`, only those below it may be trained on; the trainer checks what `encode` gives.
+    """
 
     def __init__(self, name: str, revision: str | None = None, most: int | None = None) -> None:
         self.name, self.backend = name, _load_backend(name, revision)
@@ -155,8 +157,8 @@ def load_tokenizer(spec: DataSpec, most: int | None = None) -> Tokenizer:
 
 
 def tokenizer_words(spec: DataSpec) -> str | None:
-    """What names the run's tokenizer, for a person; None for one that this package has itself, or none. Of one of the
-    hub without a revision it is that which the hub's cache on this machine holds."""
+    """The name of the run's tokenizer, for a person; None for one that this package has itself, or none. For one of the
+    hub without a revision, the revision is that which the hub's cache on this machine holds."""
     if spec.tokenizer in (BYTES, NO_TOKENIZER):
         return None
     if spec.own_tokenizer:
@@ -180,7 +182,7 @@ def _revision_here(name: str) -> str | None:
 
 
 def no_tokenizer(what: str) -> UserError:
-    """Text meets a run whose text is token ids."""
+    """The error for text in a run whose text is token ids."""
     return UserError(
         ExitCode.DATA,
         f"run.data.tokenizer is 'none', and {what}",

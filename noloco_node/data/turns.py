@@ -1,4 +1,4 @@
-"""Who reads which block of a text next: turns, taken one after the other."""
+"""The turns in which blocks of a text are read, taken one after the other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from noloco_node.data.claims import MOST_CLAIMS, SharedPosition
 from noloco_node.data.sampler import Permutation
 
 MOST_BEGUN = MOST_CLAIMS - 1
-"""Blocks that may be begun and not drawn to their end: the claim beside theirs is the next one's."""
+"""So many blocks may be begun and not drawn to their end: the claim beside them is for the next one."""
 
 
 @dataclass(frozen=True, slots=True)

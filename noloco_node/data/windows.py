@@ -26,11 +26,10 @@ from noloco_node.errors import ExitCode, UserError
 
 
 class Windows:
-    """Training and validation windows, each of `sequence_length` + 1 tokens, without overlap; those of a mixture are
-    numbered one source after the other.
+    """Training and validation windows, each of `sequence_length` + 1 tokens, without overlap.
 
-    `train` and `validation` give (inputs, labels), both int64 [len(indices), sequence_length]: labels are the inputs
-    moved on by one token.
+    Windows of a mixture are numbered one source after the other. `train` and `validation` give (inputs, labels), both
+    int64 [len(indices), sequence_length]: labels are the inputs moved on by one token.
     """
 
     def __init__(self, parts: Sequence[tuple[TokenFile, TokenFile]], spec: DataSpec) -> None:
@@ -44,7 +43,7 @@ class Windows:
         self._validation = _Numbered([part[1] for part in parts], self._length)
 
     def by_source(self) -> list[Windows]:
-        """Those of each source by itself."""
+        """The windows of each source by itself."""
         if not self._spec.mixture:
             return [self]
         return [Windows([tokens], part) for tokens, part in zip(self._parts, self._spec.parts, strict=True)]
@@ -75,7 +74,7 @@ class Windows:
         return _rows(self._validation.windows(self.validation_indices(count)))
 
     def validation_indices(self, count: int) -> list[int]:
-        """`count` held-out windows (all, where there are fewer), spread over the text; equal on every machine. Of a
+        """`count` held-out windows (all, if there are fewer), spread over the text; equal on every machine. In a
         mixture each source gives its share of them, or all that it has."""
         chosen: list[int] = []
         numbered = self._validation
@@ -116,11 +115,11 @@ class _Numbered:
 
 
 def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
-    """Read, split, tokenize and pack the text of the run, into files that are gone when this process ends; a prepared
-    text is only opened.
+    """Read, split, tokenize and pack the text of the run, into files that are gone when this process ends.
 
-    Raises UserError: CONFIG for a streamed text; DATA when the source or tokenizer cannot be used, when the tokenizer's
-    vocabulary exceeds the model's `vocab_size`, or when training or validation text is shorter than one window.
+    A prepared text is only opened. Raises UserError: CONFIG for a streamed text; DATA when the source or tokenizer
+    cannot be used. It raises DATA too when the tokenizer's vocabulary exceeds the model's `vocab_size`, or when
+    training or validation text is shorter than one window.
     """
     if spec.streaming:
         raise UserError(
@@ -146,7 +145,7 @@ def load_windows(spec: DataSpec, vocab_size: int) -> Windows:
 
 
 def _tokenised(spec: DataSpec, tokenizer: Tokenizer, found: Fingerprint) -> tuple[TokenFile, TokenFile]:
-    """Of one source: tokens to train on, and those held out; `found` becomes the fingerprint of the text."""
+    """The tokens of one source to train on, and those held out; `found` becomes the fingerprint of the text."""
     marked = spec.attention == "document"
     training, validation = (TokenFile.nameless(tokenizer.vocab_size, marked=marked) for _ in range(2))
     for document, held_out in divided(spec, found):

@@ -1,4 +1,4 @@
-"""Who a node is: keys, peer ids, signatures, invitations, and the addresses at which peers are found.
+"""The identity of a node: keys, peer ids, signatures, invitations, and the addresses at which peers are found.
 
 Knows no network: it may import configuration and storage.
 """

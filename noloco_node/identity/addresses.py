@@ -18,7 +18,7 @@ from noloco_node.identity.peer_id import PeerId
 logger = logging.getLogger(__name__)
 
 CIRCUIT = "/p2p-circuit"
-"""In an address: behind it comes a peer that is reached through the one before it."""
+"""Behind this part of an address comes a peer that is reached through the one before it."""
 _ADDRESS = re.compile(
     r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})"
     rf"(?:/p2p/(?P<relay>[^/]+){CIRCUIT})?/p2p/(?P<peer>[^/]+)/?"
@@ -27,7 +27,7 @@ RETRY_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
 MAX_SHOWN = 300
 MOST_ADDRESSES = 4
-"""Addresses kept of one peer."""
+"""So many addresses of one peer are kept."""
 ALL_OFF = (
     "; if all nodes of the run are off, start its seed first, or one node by its noloco-node run CONFIG without "
     "--initial-peers, and the others once that is up (docs/operations.md, When everything was off)"
@@ -43,11 +43,11 @@ class PeerAddress:
     port: int
     peer: PeerId
     relay: PeerId | None = None
-    """Whoever listens at host and port, where the peer is reached through it."""
+    """The peer that listens at host and port, if the named peer is reached through it."""
 
     @property
     def dialled(self) -> PeerId:
-        """Who listens at host and port."""
+        """The peer that listens at host and port."""
         return self.relay or self.peer
 
 
@@ -123,8 +123,8 @@ def _peer_id(text: str) -> PeerId:
 
 
 async def try_peers(texts: Sequence[str], within: float) -> tuple[list[PeerAddress], dict[str, str]]:
-    """The addresses where a TCP connection opens, in order, and why each of the others does not count; retries all for
-    up to `within` seconds until one answers."""
+    """The addresses where a TCP connection opens, in order, and for each of the others why it does not count. It
+    retries all of them for up to `within` seconds until one answers."""
     reasons: dict[str, str] = {}
     candidates: list[PeerAddress] = []
     for text in texts:
@@ -163,8 +163,8 @@ def shown(text: str) -> str:
 
 
 def peers_unreachable(reasons: Mapping[str, str], *, comes_back: bool = False) -> UserError:
-    """The error that says for each initial peer why it cannot be joined; to a node that `comes_back` to a run, also how
-    that begins again when all of its nodes were off."""
+    """The error that says for each initial peer why it cannot be joined. A node that `comes_back` to a run is also told
+    how the run begins again after all of its nodes were off."""
     lines = "".join(f"\n  {text}: {why}" for text, why in reasons.items())
     return UserError(
         ExitCode.PEERS_UNREACHABLE,
@@ -199,8 +199,8 @@ async def why_silent(address: PeerAddress) -> str | None:
 
 
 def dialable(texts: Iterable[str]) -> tuple[str, ...]:
-    """Those addresses that a node may dial by TCP, public ones first; a peer's loopback only where it has no other (it
-    is on this machine then)."""
+    """The addresses that a node may dial by TCP, public ones first. A peer's loopback address counts only if it has no
+    other (it is on this machine then)."""
     parsed: list[PeerAddress] = []
     for text in texts:
         try:

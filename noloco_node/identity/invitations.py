@@ -1,8 +1,8 @@
 """Invitations by a run's owner: what is handed out, what is shown to others, and how either is checked.
 
-The owner's key signs who may take part in which run until when: one peer by its id, or whoever holds the key inside the
-invitation. That key never travels: its holder signs its own peer id with it, and shows the owner's signature and this
-one. So the proof, which lies in the public directory, is of no use to anybody else.
+The owner's key signs a right to take part in one run until some moment. It is for one peer by its id, or for any holder
+of the key inside the invitation. That key never travels: its holder signs its own peer id with it, and shows the
+owner's signature and this one. So the proof, which lies in the public directory, is of no use to anybody else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from noloco_node.identity.keys import Identity, ed25519_peer_id, ed25519_public_
 from noloco_node.identity.peer_id import PeerId
 
 PREFIX = "noloco-invitation-"
-"""Begins the text of every invitation."""
+"""The text of every invitation begins so."""
 MAX_INVITATION_CHARACTERS = 2048
 
 _GRANT_DOMAIN = b"noloco invitation 1\0"
@@ -80,7 +80,7 @@ class Invitation(BaseModel):
     """The private key behind the grant's subject, where it is by key."""
 
     def proof_for(self, peer: PeerId) -> Proof:
-        """What `peer`, who holds this invitation, shows to others."""
+        """The proof that `peer`, a holder of this invitation, shows to others."""
         if self.seed is None:
             return Proof(grant=self.grant)
         key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(self.seed))
@@ -93,7 +93,7 @@ class Invitation(BaseModel):
 
 
 def invite(owner: Identity, run: str, expires: int, peer: str | None) -> Invitation:
-    """An invitation to the run until `expires` (seconds since 1970), for one peer, or for whoever holds it."""
+    """An invitation to the run until `expires` (seconds since 1970), for one peer, or for any holder."""
     if peer is not None:
         return Invitation(grant=_signed(owner, run, expires, peer, by_key=False))
     key = Ed25519PrivateKey.generate()

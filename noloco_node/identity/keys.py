@@ -32,20 +32,20 @@ logger = logging.getLogger(__name__)
 MAX_PUBLIC_KEY_BYTES = 1024
 MIN_RSA_BITS, MAX_RSA_BITS = 2048, 4096
 MAX_INLINE_KEY_BYTES = 42
-"""Longest encoded public key that a peer id holds whole rather than as a hash (libp2p's peer id specification)."""
+"""The longest encoded public key that a peer id holds whole rather than as a hash (libp2p's peer id specification)."""
 ED25519_BYTES = 32
 BACKUP_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 BACKUP_OWNER = b"noloco-node identity "
-"""Begins the line above the label, which goes on with the peer id. Other tools skip it (RFC 7468, section 2)."""
+"""The line above the label begins so and goes on with the peer id. Other tools skip it (RFC 7468, section 2)."""
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system says that has none, as on most memory sticks."""
+"""A file system without hard links, as on most memory sticks, answers with one of these errors."""
 
 _RSA = 0
 _ED25519 = 1
 _TYPE_TAG, _DATA_TAG = 0x08, 0x12
-"""Field 1 as a varint, field 2 as bytes."""
+"""The tags of field 1 as a varint and of field 2 as bytes."""
 _SHORTEST_HEAD, _LONGEST_HEAD = 4, 6
-"""Bytes before the content: two tags, the type, and the length in one byte to three."""
+"""The number of bytes before the content: two tags, the type, and the length in one byte to three."""
 
 
 class BadKey(Exception):
@@ -189,10 +189,8 @@ def lock_path_of(path: Path) -> Path:
 
 
 def holder_of(path: Path) -> str | None:
-    """Who on this machine runs under the identity file now, in words; None: nobody. OSError if it cannot be told.
-
-    Never makes the lock file.
-    """
+    """The process on this machine that runs under the identity file now, in words; None if there is none. Raises
+    OSError if it cannot be told. Never makes the lock file."""
     return lock_holder(lock_path_of(path))
 
 

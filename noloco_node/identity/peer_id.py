@@ -1,4 +1,4 @@
-"""The name of a peer. Apart from `transport` for those who want neither torch nor the network."""
+"""The name of a peer. It is apart from `transport` for modules that need neither torch nor the network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Copies of other stages' slow weights, kept against the day on which a stage loses its last replica.
+"""Copies of other stages' slow weights, kept for the day on which a stage loses its last replica.
 
-Half precision, without momenta: enough to go on from. A node gives its own stage's weights to guards, and what it
-guards to whoever restores that stage; both by the same two methods, chunk by chunk.
+They are in half precision, without momenta: enough to go on from. A node gives its own stage's weights to guards. It
+gives what it guards to a node that restores that stage. Both use the same two methods, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -43,28 +43,30 @@ from noloco_node.transport.interface import Transport, Withdraw
 logger = logging.getLogger(__name__)
 
 _Pace = Callable[[int, str], Awaitable[None]]
-"""Waits until so many bytes may be given to this reader."""
+"""A function that waits until so many bytes may be given to this reader."""
 
 IDLE_SHARE = 3.0
-"""Pause after each chunk of a copy that is renewed, in times that the chunk took: training needs the network more."""
+"""After each chunk of a copy that is renewed comes a pause of so many times the chunk's time: training needs the
+network more."""
 SPARE_GUARDS = 3
-"""Nodes of a stage that is seen in part that take themselves for each one that is to keep a copy, on average: with one,
-there would be none more than a third of the time."""
+"""In a stage that is seen in part, on average so many nodes take themselves for each one that is to keep a copy. With
+one, there would be none more than a third of the time."""
 RETRY_SHARE = 0.1
 """After a failure a guard tries again in this share of the usual time."""
 RESTORE_ATTEMPTS = 3
-"""For each piece of a copy that a lost stage is brought back from."""
+"""Each piece of a copy that a lost stage is brought back from is asked for so many times."""
 OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
-"""One lost request is not to decide what a stage goes on from."""
+"""An offer is asked for with this deadline in seconds, and so many times: one lost request must not decide what a stage
+goes on from."""
 HOLDERS_ASKED = 16
 COPIES_COMPARED = 3
-"""Strangers' copies that are fetched to be compared."""
+"""So many strangers' copies are fetched to be compared."""
 EXPORT_FRESH_SECONDS = 30.0
-"""A copy in full precision goes to newcomers for so long: who exports asks all replicas at once."""
+"""A copy in full precision goes to newcomers for so many seconds: an exporter asks all replicas at once."""
 SLOWEST_SHARE = 1.5
 """A copy in full precision may be read for so many times as long as it takes at its donor's least rate."""
 MOST_COLLECTORS = 4
-"""Peers that a node waits for at the run's end."""
+"""At the run's end a node waits for at most so many exporters."""
 HAND_OVER_LOOK_SECONDS = 0.2
 LARGEST = 65504.0
 """The largest number in half precision."""
@@ -87,7 +89,7 @@ class StageCopies:
         idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
         least = least_rate(limits, LEAST_OF_EXPORTS)
         self.reading_seconds = max(READING_SECONDS, SLOWEST_SHARE * 4 * max(parameters, default=0) / least)
-        """For so long a copy in full precision is held at most for who reads it."""
+        """A copy in full precision is held for its readers for at most so many seconds."""
         self._given: dict[CopyPrecision, GivenCopies] = {
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),
             "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1, reading_seconds=self.reading_seconds),
@@ -111,8 +113,8 @@ class StageCopies:
         )
 
     async def keep(self, membership: Membership, worker: StageWorker, pace: _Pace = unpaced) -> None:
-        """During one stay: give copies of this stage, those in full precision at this `pace`, and keep that of another
-        one where the run asks for it."""
+        """During one stay give copies of this stage, those in full precision at this `pace`. Also keep a copy of
+        another stage if the run asks for it."""
         self._own, self._pace = (membership.stage, worker), pace
         try:
             while True:
@@ -155,14 +157,16 @@ class StageCopies:
         own: Tensor | None = None,
         reached: float = math.inf,
     ) -> StageCopy | None:
-        """The copy of `stage` that was trained furthest, of those that this node and the owners of `records` keep; None
-        where no clock is beyond `beyond`.
+        """The furthest trained copy of `stage` that this node and the owners of `records` keep; None if no clock is
+        beyond `beyond`.
 
-        Copies of sources whose work this node has seen come before those of strangers. Of these it takes one that goes
-        on from what it has itself (its own copy, or `own`: flat, of its checkpoint, whose clock `beyond` is), where it
-        has that; else one that is like another stranger's, and one alone only where there is nothing else, which it
-        says loudly. `first` are the weights that the run began with (flat); `reached`: how far the swarm is, beyond
-        which nobody gains by what it claims.
+        Copies of sources that this node has seen work come before those of strangers. This node may have something
+        itself: its own copy, or `own`, flat, of its checkpoint, whose clock `beyond` is. Then it takes the stranger's
+        copy that goes on from that. Otherwise it takes one that is like another stranger's. It takes a single one only
+        if there is nothing else, and warns of it.
+
+        `first` are the weights that the run began with (flat). `reached` says how far the swarm is; a claim beyond it
+        gains nothing.
         """
         offers = [(manifest, peer) for manifest, peer in await self._ask_all(stage, records) if manifest.clock > beyond]
         kept = self.kept if self.kept is not None and self.kept.stage == stage and self.kept.clock > beyond else None
@@ -200,7 +204,8 @@ class StageCopies:
         return self._transport.acquaintances.of(PeerId(source)).worked_at > -math.inf
 
     async def _ask_all(self, stage: int, records: Sequence[PeerRecord]) -> list[tuple[CopyManifest, PeerId]]:
-        """What those offer who say that they keep a copy; of many, who has answered this node lately comes first."""
+        """The offers of the peers that say that they keep a copy; of many, those that have answered this node lately
+        come first."""
         holders = [PeerId(record.peer_id) for record in records if record.guards == stage]
         self._rng.shuffle(holders)
         holders.sort(key=self._transport.acquaintances.answers, reverse=True)
@@ -217,8 +222,8 @@ class StageCopies:
             return None
 
     async def renew(self, membership: Membership) -> bool:
-        """Take a newer copy of the stage that this node is to guard, where it is to guard one; False where it got none
-        that may take the place of what it keeps."""
+        """Take a newer copy of the stage that this node is to guard, if it is to guard one. Returns False if it got
+        none that may take the place of what it keeps."""
         stage = guarded_stage(membership.stage, guard_rank(membership), self._spec.stages, self._spec.guard_copies)
         if self.kept is not None and self.kept.stage != stage and membership.there(self.kept.stage, PeerState.TRAINING):
             self.kept = None  # never that of a stage which only this copy may be left of
@@ -242,8 +247,8 @@ class StageCopies:
         return True
 
     def _may_take_the_place(self, copy: StageCopy) -> bool:
-        """Of the copy that is kept: not where it is far behind that, by the word of one whose work this node has not
-        seen. It may be all that is left of a stage."""
+        """Tell whether the copy may take the place of the one that is kept. It may not if it is far behind that one and
+        its source has not been seen to work: the kept copy may be all that is left of a stage."""
         kept = self.kept
         if kept is None or kept.stage != copy.stage or self._has_worked(copy.manifest.source):
             return True
@@ -314,7 +319,7 @@ class StageCopies:
                 return self.kept
             taken = ambient.monotonic()
             copy = given.fresh(peer, taken)
-            if copy is None:  # one for all who ask at the same time: it takes memory
+            if copy is None:  # one copy for all that ask at the same time, since it takes memory
                 if not given.room(taken):
                     raise Refused(Refusal.BUSY, "copies of other moments are being read")
                 copy = await self._copy_own(stage, self._own[1], precision)
@@ -343,9 +348,9 @@ class StageCopies:
 
 
 def guard_rank(membership: Membership) -> int:
-    """A node's place among those of its stage that may keep copies. In a stage that is seen in part each estimates its
-    own, and no node or several may take a place: so several are meant to. They come first by the hash that names
-    buckets, since these are who a node finds that sees other buckets (`Membership.keepers`)."""
+    """A node's place among the nodes of its stage that may keep copies. In a stage that is seen in part each node
+    estimates its own, and no node or several may take a place: so several are meant to. They come first by the hash
+    that names buckets. A node that sees other buckets finds these (`Membership.keepers`)."""
     return (
         membership.own_rank()
         if membership.scale(membership.stage) == 1.0
@@ -354,8 +359,9 @@ def guard_rank(membership: Membership) -> int:
 
 
 def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:
-    """The stage of which the node with this place among its stage peers keeps a copy, or None: `copies` nodes of each
-    stage keep one each, the first of the next stage, the second of the one after that, and so on round the pipeline."""
+    """The stage of which the node with this place among its stage peers keeps a copy, or None. `copies` nodes of
+    each stage keep one each. The first copies the next stage, the second the one after that, and so on round the
+    pipeline."""
     if stages < 2 or rank >= copies:
         return None
     return (own_stage + 1 + rank % (stages - 1)) % stages

@@ -1,5 +1,7 @@
-"""How a copy of a stage's slow weights is asked for and read: by a guard, by who brings a lost stage back, and by who
-takes the model home."""
+"""How a copy of a stage's slow weights is asked for and read.
+
+A guard, a node that brings a lost stage back, and an exporter of the model do so.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ async def chunks_of_copy(
     seconds: float,
     attempts: int = 1,
 ) -> AsyncGenerator[int]:
-    """Bring the weights of `manifest` into `into`, one chunk after another, each within `seconds` and asked for
-    `attempts` times where the link fails; yields how many came since last. Raises as `ask_for_copy`: what has come is
+    """Bring the weights of `manifest` into `into`, one chunk after another, each within `seconds`. Each is asked for
+    `attempts` times if the link fails. It yields how many came since last. Raises as `ask_for_copy`: what has come is
     worth nothing unless it goes on to its end."""
     step = spec.limits.chunk_bytes // into.element_size()
     named = CopyRequest(run=manifest.run, stage=manifest.stage, root=manifest.root, precision=manifest.precision)

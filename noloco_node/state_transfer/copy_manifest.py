@@ -1,8 +1,8 @@
 """What a copy of a stage's slow weights proves of itself, and which of several is taken when the stage is lost.
 
-The replica that a copy was taken from signs its manifest, so whoever hands it on can change neither weights nor clock.
-A key costs nothing, though: a stranger may sign what it likes. So sources whose work this node has seen come first, and
-of strangers the one whose weights are like those of the others.
+The replica that a copy was taken from signs its manifest, so a peer that hands it on can change neither weights nor
+clock. A key costs nothing, though: a stranger may sign what it likes. Sources that this node has seen work therefore
+come first. Of strangers the one whose weights are like those of the others does.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from noloco_node.transport.headers import ClockValue, PeerName, Rounds, RunName,
 from noloco_node.transport.interface import Transport
 
 ALIKE = 0.5
-"""Two copies are alike where the one that has come further from the run's first weights has at least this share of the
-way of the other behind it."""
+"""Two copies are alike if the one further from the run's first weights has at least this share of the other's way
+behind it."""
 MOST_FURTHER = 4.0
-"""And has come no more than so many times as far."""
+"""Two copies are alike only if one has come no more than so many times as far as the other."""
 LEAST_COSINE = 0.5
-"""Of the ways of two copies, or of what a node has itself and of what goes on from it; 0.77 and 0.83 between states of
-a run at an eighth of its course and at its end. Without it noise of four times the way passes for the same way."""
+"""The least cosine between the ways of two copies, or between a node's own way and a copy that goes on from it. It is
+0.77 and 0.83 between states of a run at an eighth of its course and at its end. Without this bound noise of four times
+the way passes for the same way."""
 PIECE = 1 << 20
 
 
 CopyPrecision = Literal["fp16", "fp32"]
-"""`fp16` for guards, who keep copies; `fp32` for who takes the model home."""
+"""`fp16` is for guards, which keep copies; `fp32` is for exporters of the model."""
 DTYPES: dict[CopyPrecision, torch.dtype] = {"fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -71,7 +72,7 @@ class StageCopy:
 
     @property
     def stage(self) -> int:
-        """Whose weights they are."""
+        """The stage of these weights."""
         return self.manifest.stage
 
     @property
@@ -109,7 +110,7 @@ def read_offer(
 
 
 def two_faced(manifests: Collection[CopyManifest]) -> set[str]:
-    """Sources that have signed different weights as those of one round at one clock."""
+    """The sources that have signed different weights as those of one round at one clock."""
     roots: dict[tuple[str, int, float], set[str]] = {}
     for manifest in manifests:
         roots.setdefault((manifest.source, manifest.outer_rounds, manifest.clock), set()).add(manifest.root)
@@ -134,15 +135,16 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def goes_on(copy: Tensor, own: Tensor, first: Tensor, times: float) -> bool:
-    """Whether a copy has gone on from what a node has itself, which was trained 1/`times` as long: most of that way is
-    behind it, and it has come on in about that direction, no further than so long a training may bear."""
+    """Tell whether a copy has gone on from what a node has itself, which was trained 1/`times` as long. Most of that
+    way must be behind the copy. It must have come on in about that direction, no further than so long a training may
+    bear."""
     product, copied, had = _ways(copy, own, first)
     along = product >= max(ALIKE * had, LEAST_COSINE * math.sqrt(copied * had))
     return along and copied <= (MOST_FURTHER * max(1.0, times)) ** 2 * had
 
 
 def _ways(one: Tensor, other: Tensor, first: Tensor) -> tuple[float, float, float]:
-    """Of the ways of two from the first weights the product, and the square of each."""
+    """The product of two ways from the first weights, and the square of each."""
     product, squares = 0.0, [0.0, 0.0]
     for start in range(0, first.numel(), PIECE):
         zero = first[start : start + PIECE].double()
@@ -158,9 +160,12 @@ def choose_copy(
     first: Tensor,
     reached: float,
 ) -> tuple[StageCopy | None, bool]:
-    """Which of some strangers' copies to take, and whether anything speaks for it: what this node has of the stage
-    (`own`: weights and clock) where it has that, and the others. None where it has something of its own that none goes
-    on from. A claim to be further than `reached`, where the swarm is, counts no more than to be there."""
+    """The one of some strangers' copies to take, and whether anything speaks for it.
+
+    The other copies speak for it, and what this node has of the stage (`own`: weights and clock). The result is None if
+    this node has something of its own and no copy goes on from that. A claim to be further than `reached`, where the
+    swarm is, counts no more than to be there.
+    """
     if own is not None:
         weights, clock = own
         strangers = [copy for copy in strangers if goes_on(copy.weights, weights, first, copy.clock / clock)]

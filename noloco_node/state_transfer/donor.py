@@ -37,7 +37,7 @@ from noloco_node.transport.interface import Transport, Withdraw
 SNAPSHOT_LIFE_SECONDS = 60.0
 SNAPSHOT_SHARED_SECONDS = 10.0
 HELD_SHARE = 0.05
-"""Share of a donor's time that taking snapshots, which holds the device, may cost at most."""
+"""Snapshots hold the device; they may cost at most this share of a donor's time."""
 
 
 @dataclass(slots=True)
@@ -56,11 +56,11 @@ async def nobody_relayed(_peer: PeerId) -> bool:
 
 
 class StateDonor:
-    """Gives this replica's state to stage peers: one snapshot at a time, shared by those who ask at the same time.
+    """Gives this replica's state to stage peers: one snapshot at a time, shared by all that ask at the same time.
 
-    At most `places` read at once; others are told `busy`, which is no offence, and who came first gets the next place
-    (`Readers`). Peers that `relayed` says are connected through a relay only are refused. `tend` must be called every
-    second or two.
+    At most `places` peers read at once. Others are told `busy`, which is no offence, and the first of them gets the
+    next place (`Readers`). Peers that `relayed` says are connected through a relay only are refused. `tend` must be
+    called every second or two.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class StateDonor:
         )
 
     async def handle_open(self, peer: PeerId, request: StateRequest) -> Reply[SignedManifest]:
-        """The signed manifest of the snapshot that is held, where that is the one asked for or not old yet, else of a
-        new one; `peer` has a place as a reader then. Raises Refused: relayed, or busy."""
+        """The signed manifest of a snapshot; `peer` has a place as a reader then. Raises Refused: relayed, or busy. It
+        is the snapshot that is held, if that is the one asked for or not old yet, else a new one."""
         await self.refuse_relayed(peer)
         async with self._taking:
             now, held = ambient.monotonic(), self._held

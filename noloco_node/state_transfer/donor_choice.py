@@ -1,7 +1,8 @@
-"""Whose state a late joiner takes: it asks all at once who can give, takes the best, resumes, and goes on to the next.
+"""The choice of the donor of a joiner's state: it asks all at once which can give, takes the best, resumes, and goes on
+to the next.
 
-Replicas of a stage have different weights, so all chunks of a state come from one donor's snapshot. What several donors
-are good for is that none of them is needed.
+Replicas of a stage have different weights, so all chunks of a state come from one donor's snapshot. Several donors are
+good for one thing: none of them is needed.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ logger = logging.getLogger(__name__)
 ASKED_AT_ONCE = 16
 OFFER_SECONDS = 5.0
 RESUMES = 2
-"""Times in a row that one donor is asked to go on after a broken stream, while nothing worth it comes."""
+"""One donor is asked so many times in a row to go on after a broken stream, while nothing worth it comes."""
 RESUME_PAUSE_SECONDS = 0.5
 BUSY_PAUSE_SECONDS = (1.0, 4.0)
 BUSY_PATIENCE_SECONDS = 1800.0
 AWAY_TRIES = 6
-"""Times in a row that donors are asked of which none could be reached, was ready to give, or gave more than before."""
+"""Donors are asked so many times in a row while none can be reached, is ready to give, or gives more than before."""
 AWAY_PAUSES = Doubling(0.25, 4.0)
-"""Between those times."""
+"""Seconds of pause between those times."""
 NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL)
-"""Refusals of a donor that may give its state a moment later: it has just come, or its snapshot has been replaced."""
+"""A donor with one of these refusals may give its state a moment later: it has just come, or its snapshot has been
+replaced."""
 RELAYED_TRIES = 4
-"""Times that a donor is asked to which there is only a relayed connection: a direct one may be under way."""
+"""A donor with only a relayed connection is asked so many times: a direct one may be under way."""
 RELAYED_REST_SECONDS = 30.0
-"""From one such try of a laggard to the next: it trains meanwhile."""
+"""A laggard waits so many seconds between two such tries; it trains meanwhile."""
 TOLD_EVERY_SECONDS = 1.0
-"""Between two progress events."""
+"""Progress events come at most once in so many seconds."""
 
 
 class NoDonor(Exception):
@@ -71,11 +73,9 @@ class NoDonor(Exception):
 
 
 def rank_donors(offers: Mapping[PeerId, StateOffer], max_lag: float, rng: random.Random) -> list[PeerId]:
-    """Donors in the order in which to try them: the fresh before the stale, then by load, at random among equals.
-
-    Stale is a clock more than a quarter of `max_lag` behind the median of the offers: one donor that claims a clock far
-    in the future must not make all others look old.
-    """
+    """Donors in the order in which to try them: the fresh before the stale, then by load, at random among equals. A
+    donor is stale if its clock is more than a quarter of `max_lag` behind the median of the offers. One donor that
+    claims a clock far in the future must not make all others look old."""
     if not offers:
         return []
     middle = median(offer.clock for offer in offers.values())
@@ -136,11 +136,11 @@ class StateCopier:
     async def copy_best(
         self, donors: Callable[[], Awaitable[Sequence[PeerId]]], patience: float = BUSY_PATIENCE_SECONDS
     ) -> tuple[PeerId, StateManifest]:
-        """Take the state of the best donor that gives it; `donors()` looks who lives now.
+        """Take the state of the best donor that gives it; `donors()` finds those that live now. Raises NoDonor.
 
-        A donor whose state is no good is not asked again. While all who are left are busy, or give too slowly, waits
-        and asks again, `patience` seconds at most; where all are away or none is seen, `AWAY_TRIES` times. Raises
-        NoDonor.
+        A donor whose state is no good is not asked again. While all that are left are busy, or give too slowly, it
+        waits and asks again, for at most `patience` seconds. While all are away or none is seen, it asks `AWAY_TRIES`
+        times.
         """
         search = _Search()
         download: Download | None = None

@@ -1,9 +1,9 @@
-"""Which donor is too slow to be worth waiting for: a pure decision, made again at every window of a transfer.
+"""Tells which donor is too slow to be worth waiting for: a pure decision, made again at every window of a transfer.
 
-A donor that lets one chunk drip before each deadline would hold a joiner for hours beside an idle honest one. So who is
-slower than an honest donor at its slowest is left while another offers that may be faster, or is busy and may have a
-place by now. A few are tried; then the fastest of them is kept, since the slowness may be this node's own. The only
-donor is never given up.
+A donor that lets one chunk drip before each deadline would hold a joiner for hours beside an idle honest one. A donor
+slower than an honest one at its slowest is therefore left. That needs another that offers and may be faster, or is busy
+and may have a place by now. A few are tried; then the fastest of them is kept, since the slowness may be this node's
+own. The only donor is never given up.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import TransportError
 
 USUAL_SECONDS = 600.0
-"""A state that takes longer than this is worth a look at another donor."""
+"""If a state takes more seconds than this, another donor is worth trying."""
 CHUNKS_A_WINDOW = 2.0
-"""What each reader gets at least of an honest donor is twice this much in a progress deadline (`StateDonor`)."""
+"""An honest donor gives each reader at least twice so many chunks in a progress deadline (`StateDonor`)."""
 MOST_TRIED = 3
-"""Donors that are tried for a window each before the fastest is kept."""
+"""So many donors are tried for a window each before the fastest is kept."""
 MUCH_FASTER = 2.0
 
 
@@ -51,7 +51,7 @@ class DonorPaces:
         return len(tried) >= min(len(others), MOST_TRIED - 1) and max(tried, default=0.0) <= MUCH_FASTER * rate
 
     def next(self, ranked: Collection[PeerId]) -> PeerId:
-        """Whom of `ranked`, the best first, to take: one not known as slow, until a few are; then the fastest."""
+        """The next donor of `ranked`, the best first: one not known as slow, until a few are; then the fastest."""
         untried = [peer for peer in ranked if peer not in self._slow]
         slow = [peer for peer in ranked if peer in self._slow]
         if untried and len(slow) < MOST_TRIED:
@@ -100,6 +100,6 @@ class DonorPace:
 
 
 def floor_of(size: int, chunk: int, patience: float) -> float:
-    """Bytes per second below which another donor is looked at, for a state of `size` bytes in chunks of `chunk`, where
-    no part of it may take longer than `patience` seconds."""
+    """Another donor is tried if this one gives fewer bytes per second than this. The state has `size` bytes in chunks
+    of `chunk`, and no part of it may take longer than `patience` seconds."""
     return max(CHUNKS_A_WINDOW * chunk / patience, size / USUAL_SECONDS)

@@ -31,7 +31,7 @@ from noloco_node.transport.pieces import Width, side_by_side
 
 CHUNK_ATTEMPTS = 3
 MANIFEST_PATIENCE = 3
-"""Progress deadlines that a donor has for its snapshot and the hashing of it."""
+"""A donor has so many progress deadlines for its snapshot and the hashing of it."""
 
 
 class Download:

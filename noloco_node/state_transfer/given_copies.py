@@ -1,7 +1,7 @@
-"""Which copy of its own stage a node gives to guards: never an old one to anybody new. A pure account of who reads.
+"""The choice of the copy of its own stage that a node gives to guards: never an old one to anybody new.
 
-A copy takes memory, so there are two at most: the one that newcomers get, and one before it for those who had begun.
-Those in full precision, twice as large and seldom asked for, are one at most.
+It is a pure account of the readers. A copy takes memory, so there are two at most: the one that newcomers get, and one
+before it for earlier readers. Those in full precision, twice as large and seldom asked for, are one at most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from noloco_node.state_transfer.copy_manifest import StageCopy
 
 MOST_READERS = 64
 READING_SECONDS = 900.0
-"""A copy that is given to nobody new stays so long at most, for those who read it."""
+"""A copy that no longer goes to newcomers stays for at most so many seconds for its readers."""
 
 
 @dataclass(slots=True)
@@ -31,9 +31,11 @@ class _Given:
 
 
 class GivenCopies:
-    """The copies that are given. Times in monotonic seconds; a copy goes to newcomers for `fresh_seconds`, and who asks
-    for nothing new in `idle_seconds` reads no more. At most `most` are held, one or two, each for `reading_seconds`
-    at most after it goes to nobody new."""
+    """The copies that are given. Times are in monotonic seconds.
+
+    A copy goes to newcomers for `fresh_seconds`. A peer that asks for nothing new in `idle_seconds` reads no more. At
+    most `most` are held, one or two. Each is held for `reading_seconds` at most after it stops going to newcomers.
+    """
 
     def __init__(
         self, fresh_seconds: float, idle_seconds: float, most: int = 2, reading_seconds: float = READING_SECONDS
@@ -74,7 +76,7 @@ class GivenCopies:
         return (self._current is not None) + (self._older is not None) < self._most
 
     def add(self, copy: StageCopy, peer: PeerId, taken: float, now: float) -> None:
-        """A new copy, begun to be taken at `taken`, for this newcomer and those who come after it."""
+        """A new copy, begun to be taken at `taken`, for this newcomer and the peers that come after it."""
         self.tend(now)
         self._older = self._current or self._older
         self._current = _Given(copy, taken)

@@ -47,7 +47,7 @@ class StateTransfer(Participant):
         return self.donor.serve()
 
     def drain(self) -> None:
-        """Who leaves gives its state as long as it is there: it may be the last of its stage."""
+        """A leaving node gives its state as long as it is there: it may be the last of its stage."""
 
     def close(self) -> None:
         """Free the snapshot."""

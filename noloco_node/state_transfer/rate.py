@@ -1,7 +1,7 @@
 """How fast a node gives its state away: by what that costs its own training.
 
-A joiner's download competes with the donor's microbatches for the uplink, the event loop and the cores. How much, no
-setting can know, so it is measured: the donor gives for some windows, pauses for one, and compares how many tokens it
+A joiner's download competes with the donor's microbatches for the uplink, the event loop and the cores. No setting can
+know by how much, so it is measured. The donor gives for some windows, pauses for one, and compares how many tokens it
 trained a second in both.
 """
 
@@ -16,33 +16,35 @@ from noloco_node.training.fair_queue import FairQueue
 from noloco_node.training.progress import LastTrained
 
 KEPT_SHARE = 0.95
-"""Share of its undisturbed pace that a donor keeps beside a joiner: half of what it may lose at most, since measures
+"""A donor keeps this share of its undisturbed pace beside a joiner: half of what it may lose at most, since measures
 are noisy."""
 KEPT_BESIDE_EXPORTS = 0.985
-"""The same where only copies of the model are given, which may take long. All nodes of all stages give theirs at once,
-and each is slowed by the others as well, which it cannot tell from its own undisturbed pace."""
+"""A donor keeps this share of its pace if only copies of the model are given, which may take long. All nodes of all
+stages give theirs at once, and each is slowed by the others as well. It cannot tell that from its own undisturbed
+pace."""
 SLOWEST, FASTEST = 0.1, 1.5
-"""Bounds of one change of the rate, as factors."""
+"""One change of the rate is at least and at most so large, as factors."""
 CLIMB = 3.0
-"""The upper one until something has been lost: most who join a node on a wide line cost it nothing."""
+"""The upper factor until something has been lost: most joiners of a node on a wide line cost it nothing."""
 FIRST_RATE = 2e6
-"""What is given until a window has told what that costs: it should not fill a home's line."""
+"""Bytes per second that are given until a window has told what they cost: they should not fill a home's line."""
 LEAST_CHUNKS, LEAST_OF_EXPORTS = 4.0, 2.0
-"""That each joiner gets within a progress deadline, and each who exports, however much that costs."""
+"""Each joiner, and each exporter, gets at least so many chunks within a progress deadline, however much that costs."""
 HIGHEST_RATE = 4e9
 WINDOW_SECONDS = 4.0
 GIVING_WINDOWS = 2
-"""Windows of giving before one of silence."""
+"""So many windows of giving come before one of silence."""
 MOST_WINDOWS, MOST_SILENT = 2, 5
-"""Times as long as a window one of giving, and one of silence, lasts at most: until it holds a whole microbatch."""
+"""A window of giving, and one of silence, lasts at most so many times its usual length, until it holds a whole
+microbatch."""
 OF_BEFORE = 0.1
-"""Share of a pace's time that may lie before its window."""
+"""At most this share of a pace's time may lie before its window."""
 QUIET_WEIGHT = 0.25
-"""Of a new window of silence in their mean."""
+"""A new window of silence has this weight in their mean."""
 REMEMBERED = 0.97
-"""What a window of giving counts for when the next has come."""
+"""A window of giving keeps this part of its weight when the next has come."""
 SURPRISE = 0.2
-"""Share of the pace: where a window loses so much more than those before explain, they are forgotten."""
+"""Earlier windows are forgotten if a window loses more than they explain, by this share of the pace."""
 
 
 class Cost:
@@ -109,16 +111,16 @@ class DonorRate:
     def _begin_window(self) -> None:
         self._since, self._before, self._taken = self._now(), self._trained(), 0
         self._first: LastTrained | None = None
-        """As of the first end of a microbatch in this window."""
+        """The first end of a microbatch in this window."""
         self._hurried = False
         self._read: set[str] = set()
 
     async def take_patiently(self, size: int, reader: str) -> None:
-        """As `take`, for what may take long: see KEPT_BESIDE_EXPORTS."""
+        """Wait as `take` does, for a transfer that may take long: see KEPT_BESIDE_EXPORTS."""
         await self.take(size, reader, hurried=False)
 
     async def take(self, size: int, reader: str = "", *, hurried: bool = True) -> None:
-        """Wait until `size` bytes may be given to `reader`: of those who wait, each gets as much as the others."""
+        """Wait until `size` bytes may be given to `reader`; all waiting readers get as much as each other."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.push((reader,), float(size), turn)
         if not self._giving:
@@ -182,9 +184,9 @@ class DonorRate:
         self._begin_window()
 
     def _pace(self, ended: LastTrained) -> float | None:
-        """Tokens a second between the ends of two microbatches: seconds of an unfinished one would pass for slowness.
-        From the last one before the window where that is hardly longer than the window, else between two in it: what
-        was worked on before it was in another kind of window. None where there are no two."""
+        """Tokens a second between the ends of two microbatches; None if there are no two. Seconds of an unfinished one
+        would pass for slowness. The first end is the last one before the window if that is hardly longer than the
+        window, else one in it. Work before the window belongs to another kind of window."""
         begun = self._before
         if self._since - begun.at > OF_BEFORE * (ended.at - begun.at):
             begun = self._first

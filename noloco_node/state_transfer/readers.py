@@ -1,4 +1,4 @@
-"""Who may read a donor's snapshot: a pure account of its readers, and of those who wait for a place.
+"""A pure account of the readers of a donor's snapshot, and of the peers that wait for a place.
 
 A place is kept by reading, not by asking: only chunks that a reader has not had yet count. Time in which such a chunk
 waits for the donor's own rate is not the reader's. Nobody loses a place that nobody else wants.
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from noloco_node.identity.peer_id import PeerId
 
 WAIT_SECONDS = 15.0
-"""Who was refused is waited for until so long after it asked last."""
+"""A refused peer keeps its turn for so many seconds after it asked last."""
 MOST_WAITING = 64
 WHOLE_SECONDS = 900.0
-"""While others wait, a reader that takes the whole state within this time keeps its place: half of what they wait."""
+"""While others wait, a reader that takes the whole state within so many seconds keeps its place: half of what they
+wait."""
 FAIR_PART = 0.25
-"""So does one that takes this part of its share of the donor's rate."""
+"""While others wait, a reader that takes this part of its share of the donor's rate keeps its place."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class Readers:
         self._chunks = 0
 
     def begin(self, chunks: int) -> None:
-        """A new snapshot of so many chunks is given from now on: whoever read the last one reads no more."""
+        """A new snapshot of so many chunks is given from now on: readers of the last one read no more."""
         self._readers.clear()
         self._chunks = chunks
 
@@ -66,7 +67,7 @@ class Readers:
         self._waiting.clear()
 
     def reading(self, now: float, rate: float) -> list[PeerId]:
-        """Those who have a place and keep it where another wants it. `rate` in bytes per second, of the donor."""
+        """The peers that have a place and keep it if another wants it. `rate` is the donor's, in bytes per second."""
         self._forget(now)
         return [peer for peer, reader in self._readers.items() if not self._lags(reader, now, rate)]
 

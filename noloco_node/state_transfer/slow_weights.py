@@ -1,4 +1,4 @@
-"""The receiving side of a copy in full precision: who takes the model home asks each replica for its slow weights."""
+"""The receiving side of a copy in full precision: an exporter of the model asks each replica for its slow weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from noloco_node.transport.interface import Transport
 
 CHUNK_ATTEMPTS = 3
 PATIENCE = 4.0
-"""Progress deadlines that a chunk has, which the donor's own training comes before; and the taking of the copy."""
+"""A chunk has so many progress deadlines, since the donor's own training and the taking of the copy come before it."""
 TIMES_FURTHER = 2.0
-"""Of one moment's replicas one may be so many times as far from the others as these usually are from each other: noise
+"""Of one moment's replicas one may be so many times as far from the others as these usually are from each other. Noise
 of that length adds to the mean of four half of what the replicas differ by."""
 NEAR = 1 / 4
-"""Part of the way from the first weights that replicas may always differ by."""
+"""Replicas may always differ by this part of the way from the first weights."""
 
 
 async def fetch_slow(
@@ -44,12 +44,13 @@ async def fetch_slow(
 
 
 def of_one_mind(copies: Sequence[Tensor], first: Tensor) -> list[int]:
-    """Which of some replicas' weights (all flat, of one moment) are as near to the others as these are to each other;
-    all of them where they are two or fewer, since one voice is none. Takes a while: off the event loop.
+    """The replicas whose weights (all flat, of one moment) are as near to the others as these are to each other.
 
-    What decides is each one's median distance to the others, beside the median of all such distances, so that less than
-    half of them move it no further than to an honest one's. Replicas that hardly differ may differ by `NEAR` of the way
-    that they have come from the run's `first` weights.
+    All count if they are two or fewer, since one voice is none. It takes a while: call it off the event loop.
+
+    Each one's median distance to the others decides, beside the median of all such distances. Less than half of them
+    then move it no further than to an honest one's. Replicas that hardly differ may differ by `NEAR` of the way that
+    they have come from the run's `first` weights.
     """
     count = len(copies)
     if count < 3:

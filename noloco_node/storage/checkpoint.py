@@ -38,19 +38,19 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.safetensors"
 SLOW = "slow"
-"""Its tensor of slow weights."""
+"""The name of the tensor of slow weights."""
 
 MOST = 1 << 53
 """No count, and no number of tokens, is larger: a float holds them all."""
 NEVER_NEGATIVE = ("exp_avg_sq", "optimizer_steps")
-"""Tensors whose roots and powers the optimizer takes."""
+"""The optimizer takes roots and powers of these tensors."""
 
 _Count = Annotated[int, Field(ge=0, le=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 def held_name(number: int) -> str:
-    """Of the tensor of the windows of the sample held at this place."""
+    """The name of the tensor of the windows of the sample held at this place."""
     return f"held_{number}"
 
 
@@ -153,16 +153,19 @@ class OfAnotherStage(Unusable):
 
 
 class CheckpointFolder:
-    """The checkpoints of one node, by rising number. The last `keep` stay, and the newest of each stage that the node
-    has served: it may be all that is left of that stage one day. One is written at a time: what a stay was still
-    writing as the node left it would be mixed with the next one's."""
+    """The checkpoints of one node, by rising number.
+
+    The last `keep` stay, and the newest of each stage that the node has served: it may be all that is left of that
+    stage one day. One is written at a time. Otherwise what a stay was still writing as the node left it would be mixed
+    with the next one's.
+    """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self._keep = keep
         self._writing = threading.Lock()
         self.damaged: dict[Path, str] = {}
-        """Those that `newest` passed over last, and why; not those of another stage."""
+        """The checkpoints that `newest` passed over last, and why; not those of another stage."""
 
     def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Written:
         """Write one more, and then remove those that are too many. Raises CheckpointFailed, also where the state is no
@@ -216,8 +219,7 @@ class CheckpointFolder:
         return None
 
     def clocks(self, run_id: str) -> list[tuple[float, float]]:
-        """Of those of this run whose manifests can be read, in turn: when each was written (wall time), and its
-        clock."""
+        """The time (wall time) and the clock of each readable checkpoint of this run, in turn."""
         found: list[tuple[float, float]] = []
         for path in self._paths():
             try:
@@ -229,8 +231,8 @@ class CheckpointFolder:
         return found
 
     def birth(self, run_id: str) -> str | None:
-        """The life of the run whose state the newest readable checkpoint of this run is; None where there is none, or
-        an older release wrote it."""
+        """The life of the run that the newest readable checkpoint of this run belongs to. None if there is none, or an
+        older release wrote it."""
         for path in reversed(self._paths()):
             try:
                 standing = _read_manifest(path).standing
@@ -246,7 +248,8 @@ class CheckpointFolder:
         return any(_stage_of(path) is not None for path in self._paths())
 
     def any_sound(self, run_id: str) -> bool:
-        """Whether one of this run is whole, of whatever stage. Says nothing of those that are not."""
+        """Tell whether one checkpoint of this run is whole, of whatever stage. It says nothing of those that are
+        not."""
         for path in reversed(self._paths()):
             try:
                 read_checkpoint(path, run_id, None)
@@ -278,8 +281,8 @@ def _is_numbered(entry: Path) -> bool:
 
 
 def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
-    """Read one back. Raises Unusable for one that is torn, altered, of another run or stage, or that nobody could go on
-    from, whoever sealed it."""
+    """Read one back. Raises Unusable if it is torn, altered, of another run or stage, or of no use to go on from,
+    whatever its seal."""
     manifest = _read_manifest(path)
     standing = manifest.standing
     if standing.run_id != run_id:

@@ -10,15 +10,15 @@ from pathlib import Path
 from noloco_node import ambient
 
 PATIENCE_SECONDS = 0.2
-"""Whoever looks who holds the file holds it for an instant: that must not fail a start."""
+"""A process that asks for the holder of the file holds it for an instant: that must not fail a start."""
 PAUSE_SECONDS = 0.01
 
 NODE_LOCK = "node.lock"
-"""In the run folder of a node, held by its process."""
+"""This file in a node's run folder is held by its process."""
 
 
 class LockHeld(Exception):
-    """Somebody else holds the file; the message says who, in words."""
+    """Another process holds the file; the message names it, in words."""
 
 
 class FileLock:
@@ -50,10 +50,8 @@ class FileLock:
 
 
 def lock_holder(path: Path) -> str | None:
-    """Who on this machine holds the file now, in words; None: nobody. OSError if it cannot be told.
-
-    Looks by taking the lock for an instant, shared, and never makes the file.
-    """
+    """The process on this machine that holds the file now, in words; None if there is none. Raises OSError if it cannot
+    be told. It takes the lock for an instant, shared, and never makes the file."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

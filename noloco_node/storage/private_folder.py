@@ -13,9 +13,9 @@ import psutil
 
 PREFIX = "noloco-"
 SHARED_PREFIX = "noloco-swarm-"
-"""Of a folder for what is temporary of all daemons of one launcher."""
+"""The name of a folder for the temporary files of all daemons of one launcher begins so."""
 LONGEST_BASE = 60
-"""A Unix socket's path must fit into about 100 bytes, so a deep temporary folder is no good."""
+"""The longest temporary folder, in characters: a Unix socket's path must fit into about 100 bytes."""
 
 
 class PrivateFolder:
@@ -30,7 +30,7 @@ class PrivateFolder:
         self.path = draft.rename(base / draft.name.removeprefix("."))
 
     def note_child(self, pid: int) -> None:
-        """Write down which process serves this folder's sockets, for who finds it without this one."""
+        """Write down which process serves this folder's sockets, for a later process that finds it without this one."""
         (self.path / "pid").write_text(str(pid), encoding="ascii")
 
     def remove(self) -> None:
@@ -42,8 +42,8 @@ class PrivateFolder:
 
 
 def leave_shared_folder() -> None:
-    """Delete the temporary folder that a launcher made for its daemons, where this one was the last in it: a launcher
-    that was killed cannot do it."""
+    """Delete the temporary folder that a launcher made for its daemons, if this one was the last in it. A launcher that
+    was killed cannot do it."""
     base = Path(tempfile.gettempdir())
     if base.name.startswith(SHARED_PREFIX):
         with contextlib.suppress(OSError):
@@ -51,10 +51,8 @@ def leave_shared_folder() -> None:
 
 
 def sweep_dead_folders() -> int:
-    """Delete this user's folders whose processes were killed, and so could not do it; how many there were.
-
-    A child that outlived its node is killed, if it is still the process that was started for that folder.
-    """
+    """Delete this user's folders whose processes were killed, and so could not do it; returns how many there were. A
+    child that outlived its node is killed, if it is still the process that was started for that folder."""
     swept = 0
     for folder in _base().glob(f"{PREFIX}*"):
         try:

@@ -17,9 +17,9 @@ from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, lock_ho
 
 MARK = "run.json"
 TOKENIZER = "tokenizer.place.json"
-"""Where the run's tokenizer lies on this machine, beside what all nodes agree on."""
+"""This file says where the run's tokenizer lies on this machine, beside what all nodes agree on."""
 PROBE_BYTES = 8192
-"""Written to see whether the disk has room: what is smaller may fit into the rest of a block."""
+"""So many bytes are written to see whether the disk has room: fewer may fit into the rest of a block."""
 
 
 class EndWord(BaseModel):
@@ -31,13 +31,13 @@ class EndWord(BaseModel):
     expires: float
     """DHT time, seconds."""
     level: int
-    """Of the bucket that it was signed for."""
+    """The level of the bucket that it was signed for."""
     signed: str
     """Base64."""
 
 
 class RunMark(BaseModel):
-    """Whose run a folder holds."""
+    """The run and the node that a folder belongs to."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -69,11 +69,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path) -> RunFolder:
-        """Make the folder, or take the one that is there, and prove by a written file that it can be written.
-
-        Raises UserError (RUN_FOLDER) where it cannot, and where something lies in it that is no file or folder of a
-        node although it has the name of one.
-        """
+        """Make the folder, or take the one that is there, and prove by a written file that it can be written. Raises
+        UserError (RUN_FOLDER) if it cannot. It does so too if something lies there that has the name of a node's file
+        or folder and is none."""
         probe = path / ".probe"
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -161,8 +159,8 @@ class RunFolder:
         return former.ended
 
     def keep_spec(self, agreed: str) -> None:
-        """Write down what all nodes of the run agree on (`RunSpec.agreed_json`), where it does not stand there yet: who
-        makes a model out of this folder needs it. Raises UserError (RUN_FOLDER) where it cannot be written."""
+        """Write down what all nodes of the run agree on (`RunSpec.agreed_json`), if it does not stand there yet. An
+        export of a model out of this folder needs it. Raises UserError (RUN_FOLDER) if it cannot be written."""
         try:
             if not is_plain(self.run_spec) or read_small(self.run_spec) != agreed.encode():
                 atomic.write_bytes(self.run_spec, agreed.encode())
@@ -170,8 +168,8 @@ class RunFolder:
             raise _unwritable(self.path, error) from error
 
     def keep_tokenizer_place(self, folder: Path) -> None:
-        """Write down where the run's tokenizer lies on this machine: who makes a model out of this folder needs it.
-        Raises UserError (RUN_FOLDER) where it cannot be written."""
+        """Write down where the run's tokenizer lies on this machine, for an export of a model out of this folder.
+        Raises UserError (RUN_FOLDER) if it cannot be written."""
         try:
             atomic.write_json(self.path / TOKENIZER, {"folder": str(folder)})
         except OSError as error:

@@ -38,7 +38,7 @@ class Sealed(BaseModel):
         return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"seal"})).encode()).hexdigest()
 
     def sealed(self) -> Self:
-        """The same, its seal as it must be."""
+        """This manifest with its seal as it must be."""
         return self.model_copy(update={"seal": self.expected_seal()})
 
 
