@@ -12,10 +12,10 @@ from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.telemetry.events import Doing
 
 IDLE_SECONDS = 10.0
-"""Without a trained token for this long, and for as long as five inner steps usually take, a node is waiting."""
+"""A node is waiting after so many seconds without a trained token, and after the usual time of five inner steps."""
 USUAL_STEPS = 5
 SAY_AGAIN_SECONDS = 10.0
-"""Between two words on the same thing, when only its details have changed."""
+"""Two reports of the same thing, with only its details changed, are at least so many seconds apart."""
 
 What = Literal["joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining"]
 
@@ -32,11 +32,11 @@ class Facts:
     step_seconds: float
     """What an inner step usually takes."""
     before: int
-    """Live replicas of the stage before; those of the own one on stage 0."""
+    """The number of live replicas of the stage before; on stage 0 those of its own stage."""
     after: int
-    """Live replicas of the next stage; those of the own one on the last."""
+    """The number of live replicas of the next stage; on the last stage those of its own."""
     in_hand: int
-    """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+    """The number of microbatches that this node holds: on stage 0 its own under way, elsewhere other nodes'."""
     missing: Sequence[int] = ()
     """Stages that are waited for."""
     nodes: int = 0

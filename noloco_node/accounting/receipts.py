@@ -36,21 +36,23 @@ from noloco_node.transport.interface import Transport, Withdraw
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS, AT_LAST_SECONDS = 60.0, 600.0
-"""Between two receipts for a peer that has just begun to serve this node, and from three hours on: each is a line in a
-file."""
+"""Seconds between two receipts for a peer that has just begun to serve this node, and from three hours on. Each receipt
+is a line in a file."""
 OF_DEALINGS = 0.05
-"""Between, this part of the time that it has served: it is what at the most is lost where either of them goes."""
+"""In between, the interval is this part of the time that the peer has served; at most so much is lost if either
+goes."""
 RECALLED_BYTES = 2 << 20
-"""From the end of the file, by which a new life knows what was filed: some 3,700 receipts. A sender asks no more than
-`TRIES` times for one."""
+"""A new life reads so many bytes from the end of the file to know what was filed: some 3,700 receipts. A sender asks no
+more than `TRIES` times for one."""
 LEAST_SECONDS = 5.0
-"""Between two receipts of one peer in the long run; two may come at once, and what comes more often is `busy`."""
+"""In the long run two receipts of one peer are at least so many seconds apart. Two may come at once, and what comes
+more often is refused as `busy`."""
 CALL_SECONDS = 5.0
 CALLS_AT_ONCE = 32
-"""Receipts under way; those that answer first. In a large swarm hundreds of peers served within a minute, and a link is
-opened to each."""
+"""At most so many receipts are under way. In a large swarm hundreds of peers served within a minute, and each needs a
+link. Peers that answer come first."""
 LAST_SECONDS = 4.0
-"""For the last ones at a node's end; most have been sent when it began to leave."""
+"""Seconds for the last receipts at a node's end; most have been sent when it began to leave."""
 LAST_PAUSE_SECONDS = 0.5
 TRIES = 10
 
@@ -106,11 +108,12 @@ class Receipts:
         self._file = file
         self._session = ambient.token(8)
         self._serials = count()
-        """One row for all peers: each sees it rise, and nothing has to be remembered of who is gone."""
+        """One row of serial numbers for all peers: each sees it rise, and nothing is remembered of peers that are
+        gone."""
         self._pending: dict[PeerId, _Pending] = {}
         self._receipted = PeerTable[PeerId, tuple[float, float]](PEERS_COUNTED)
-        """When each peer had its first receipt, and its last. Of more, each is taken for new: receipts are as frequent
-        then as books by peer need that hold as many."""
+        """The times of each peer's first receipt and of its last. A peer beyond this number is taken for new: its
+        receipts are then as frequent as the books by peer need that hold as many."""
         self._filed = PeerTable[tuple[PeerId, str], int](PEERS_COUNTED)
         """The last serial number of each sender's session: what comes again comes soon."""
         self._settled = PeerTable[PeerId, float]()
@@ -139,8 +142,9 @@ class Receipts:
             self._withdraw()
 
     async def beside(self, work: Awaitable[None], moved: Pulse, leaving: Callable[[], bool]) -> None:
-        """Await `work` while the file is kept, and settle a last time at its end; not where it is cancelled, since that
-        means to leave at once. `leaving()`, asked whenever `moved` fires, says that little or nothing more comes."""
+        """Await `work` while the file is kept, and settle a last time at its end. It does not settle if it is
+        cancelled, since that means to leave at once. `leaving()`, asked whenever `moved` fires, says that little or
+        nothing more comes."""
         keeping = asyncio.create_task(self._keep(moved, leaving), name="receipts")
         keeping.add_done_callback(_say_if_it_failed)
         at_once = False
@@ -155,7 +159,7 @@ class Receipts:
                 await self.finish()
 
     async def _keep(self, moved: Pulse, leaving: Callable[[], bool]) -> None:
-        """Send receipts and write down the own work now and then, and as soon as this node is leaving: its peers may
+        """Send receipts and write down the own work now and then, and as soon as this node is leaving. Its peers may
         leave, too, before it has come to its end."""
         loop, told = asyncio.get_running_loop(), False
         due = loop.time() + EVERY_SECONDS
@@ -211,7 +215,10 @@ class Receipts:
         )
         text = statement_text(work)
         seal = self._transport.sign(text.encode())
-        self._written, self._counted = now, counts  # before it is written: whoever is cancelled meanwhile, it will be
+        self._written, self._counted = (
+            now,
+            counts,
+        )  # before it is written: even when cancelled, it will be
         await self._append(self._transport.peer_id, text, seal)
 
     def _make_receipts(self, *, due_only: bool) -> None:

@@ -1,8 +1,8 @@
-"""What this node has contributed: a file of signed statements that only ever grows, and what it says in sum.
+"""A file of signed statements of what this node has contributed. It only ever grows; this module also sums it up.
 
-Each line is one JSON object: a statement (canonical JSON as text), who signed it, and the seal. The node itself signs
-how much it worked since its last line; the peers that it served sign receipts. Whoever reads verifies every line. A
-receipt proves that the holder of some key says it was served: friends can write each other as many as they like.
+Each line is one JSON object: a statement (canonical JSON as text), its signer, and the seal. The node itself signs how
+much it worked since its last line; the peers that it served sign receipts. A reader verifies every line. A receipt
+proves that the holder of some key says it was served: friends can write each other as many as they like.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Name = Annotated[str, Field(max_length=128)]
 WallTime = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
 
 SignedBy = Callable[[PeerId, bytes, bytes], bool]
-"""(peer, seal, statement) -> whether that peer signed it."""
+"""A function of (peer, seal, statement) that tells whether that peer signed it."""
 
 MAX_LINE_BYTES = 16384
 
@@ -53,7 +53,7 @@ class Work(_Statement):
 
 
 class Receipt(_Statement):
-    """What `server` did for the one who signs. A receipt is named by its signer, `session` and `serial`."""
+    """What `server` did for the signer. A receipt is named by its signer, `session` and `serial`."""
 
     kind: Literal["receipt"] = "receipt"
     server: _Name
@@ -85,7 +85,7 @@ class Received:
 
 @dataclass(slots=True)
 class Contribution:
-    """A file in sum. `refused` counts lines that are no statement of whom they name."""
+    """A file in sum. `refused` counts lines that their named signer did not sign."""
 
     owner: PeerId
     tokens: int = 0
@@ -124,8 +124,8 @@ class ContributionFile:
 
 
 def read_entries(path: Path, check: SignedBy = signed_by, *, last: int | None = None) -> Iterator[Entry | None]:
-    """The lines of a file in order, or those that lie whole within its `last` bytes; None for one that is no statement
-    signed by whom it names. A cut-off last line is left out, and so is everything where there is no file."""
+    """The lines of a file in order, or those that lie whole within its `last` bytes; none if there is no file. A line
+    that its named signer did not sign gives None. A cut-off last line is left out."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -30,14 +30,14 @@ class NodeStats:
         self.lag = LoopLag()
 
     def surroundings(self) -> Surroundings:
-        """Whom this node sees, and what it holds."""
+        """The peers that this node sees, and what it holds."""
         known, clock = self._transport.acquaintances, self._worker.progress.clock
         in_hand, queued = self._pipeline.in_hand, self._worker.queued
         return surroundings(self._membership, known, self._pipeline.book, clock, in_hand=in_hand, queued=queued)
 
     def write(self) -> None:
-        """The account of this moment, as an event, and a warning of each part of the text that could not be read since
-        the last one."""
+        """Write the account of this moment, as an event. It also warns of each part of the text that could not be read
+        since the last one."""
         progress, traffic, conduct = self._worker.progress, self._transport.traffic, self._transport.conduct
         pipeline, ledger, downstream = self._pipeline, self._pipeline.ledger, self._pipeline.downstream
         for detail in pipeline.origin.passed_over() if pipeline.origin else ():

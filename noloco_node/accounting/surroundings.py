@@ -1,4 +1,4 @@
-"""Whom a node sees, for whoever looks at it: peers by stage, with load and lag."""
+"""The peers that a node sees, for displays: by stage, with load and lag."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def surroundings(
     in_hand: int,
     queued: int,
 ) -> Surroundings:
-    """Of a node whose clock stands at `clock`, at this moment."""
+    """The surroundings of a node whose clock stands at `clock`, at this moment."""
     records = membership.others()
     there = [record for record in records if is_there(known, record)]
     replicas = Counter(record.stage for record in there if record.state is PeerState.TRAINING)

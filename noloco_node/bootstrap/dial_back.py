@@ -1,7 +1,7 @@
 """`Can others reach me?`: a peer dials back to the one that asks, at the host that it sees it at and nowhere else.
 
-So nobody can have a third party dialled: the asker names ports only, at most a few, not often, and whoever answers
-there must be the asker itself, by the key behind its peer id.
+Nobody can therefore have a third party dialled. The asker names ports only, at most a few, not often. The peer that
+answers there must be the asker itself, by the key behind its peer id.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ logger = logging.getLogger(__name__)
 
 MAX_PORTS = 2
 MAX_HOSTS = 2
-"""Hosts that one peer is seen at and dialled at."""
+"""One peer is seen at, and dialled at, at most so many hosts."""
 DIAL_SECONDS = 4.0
 TIMEOUT_SECONDS = 20.0
 PEER_SECONDS = 20.0
-"""Least time between two questions of one peer."""
+"""Two questions of one peer are at least so many seconds apart."""
 AT_ONCE = 2
-"""Peers that a node dials back to at the same time."""
+"""A node dials back to so many peers at the same time."""
 
 _HOST = re.compile(r"/ip[46]/([^/]+)/tcp/\d+")
 
 Connections = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]
-"""The peers that a node is connected to, and the other ends of these connections."""
+"""A function that gives the peers that a node is connected to, and the other ends of these connections."""
 
 
 class Reached(StrEnum):
@@ -69,7 +69,7 @@ DIAL_BACK = Method("hello.dial_back", DialBack, Dialled)
 
 
 class DialBackTurns:
-    """Who may ask now: each peer once in a while, few at the same time."""
+    """The turns to ask: each peer once in a while, few at the same time."""
 
     def __init__(self) -> None:
         self._rest = PeerTimes[PeerId]()

@@ -42,7 +42,7 @@ class HeldOutLoss(WireModel):
 
 
 class Hello(WireModel):
-    """What a node says of itself to anyone who asks."""
+    """What a node says of itself to any peer that asks."""
 
     run: Plain
     """Run id; empty for a seed that holds the directory of any run."""
@@ -56,8 +56,8 @@ class Hello(WireModel):
     over: bool = False
     """The run has come to its end, as a seed remembers its records."""
     unaware: bool = False
-    """It does not know whether the run has come to its end: a seed that has seen no node of it at work yet, and a node
-    that does not train."""
+    """It does not know whether the run has come to its end. A seed that has seen no node of it at work yet does not,
+    nor does a node that does not train."""
     held_out: HeldOutLoss | None = None
     """None where this node has measured none."""
     birth: BirthId | None = None
@@ -77,8 +77,8 @@ def serve_hello(
     birth: Callable[[], str | None] = lambda: None,
 ) -> Withdraw:
     """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
-    and need not know of any run; `over` says whether it remembers the run's end, `unaware` whether it does not
-    know of that, `held_out` what a node of stage 0 has measured last, `birth` in which life of the run it is."""
+    and need not know of any run. `over` says whether it remembers the run's end, `unaware` whether it does not know of
+    that. `held_out` gives what a node of stage 0 has measured last, `birth` the life of the run that it is in."""
     run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _request: Nothing) -> Hello:
@@ -164,7 +164,7 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
 
 
 def said_to_be_over(hellos: Collection[Hello]) -> bool:
-    """Whether most of these peers say that the run has come to its end, of those that can know."""
+    """Tell whether most of these peers say that the run has come to its end, of the peers that can know."""
     aware = [hello for hello in hellos if not hello.unaware]
     return 2 * _overs(aware) > len(aware)
 

@@ -39,25 +39,25 @@ from noloco_node.transport.interface import Transport
 logger = logging.getLogger(__name__)
 
 MOST_ASKED = 4
-"""Peers that are asked to dial at once, of as many networks as there are."""
+"""At most so many peers are asked to dial at once, of as many networks as there are."""
 MOST_OF_THE_ONLY_NETWORK = 2
 MOST_ASKED_TO_RELAY = 8
 LOOK_SECONDS = 300.0
-"""Between two looks while all is well."""
+"""Seconds between two looks while all is well."""
 SOON = Doubling(PEER_SECONDS + 5.0, 600.0)
-"""After looks in a row that said nothing, or something else than the one before (the same peers answer again by then),
-and up to the longest where nobody reaches a node and nobody relays for it."""
+"""Seconds to the next look after looks in a row that said nothing, or something else than the one before. By then the
+same peers answer again. The longest is for a node that nobody reaches and nobody relays for."""
 REMEDY = (
     "others wait for its calls: open the port in the firewall or forward it in the router (docker run -p), tell others "
     "another one with --announce HOST:PORT, or join by a seed that was started with --relay-for-others"
 )
 TICK_SECONDS = 2.0
 RELAYED_LOOK_SECONDS = 10.0
-"""Between two looks at which peers are connected through relays only."""
+"""Seconds between two looks at which peers are connected through relays only."""
 LOST_SECONDS = 25.0
-"""How long all relays are given to come back before others are looked for."""
+"""All relays are given so many seconds to come back before others are looked for."""
 MAP_SECONDS = 8.0
-"""How long a router is given at the start to open a port that it was asked for."""
+"""At the start a router is given so many seconds to open a port that it was asked for."""
 MAP_LOOK_SECONDS = 0.2
 
 
@@ -93,8 +93,8 @@ class Policy:
 
 
 Readdress = Callable[[Sequence[str], tuple[PeerAddress, ...]], Awaitable[None]]
-"""Have others told these addresses, without the peer itself, and be reached through these relays from now on. With
-neither, p2pd tells whatever it listens on."""
+"""A function that has others told these addresses, without the peer itself, and be reached through these relays from
+now on. With neither, p2pd tells all that it listens on."""
 
 
 class ReachWatch:

@@ -13,11 +13,12 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 
 NETWORKS_AGREED = 2
-"""Networks whose peers must have reached an address that only they know to be this node's, before it is announced."""
+"""Peers of so many networks must have reached an address that only they know to be this node's, before it is
+announced."""
 MISSES = 2
-"""Looks in a row that must find a node out of reach before it asks for a relay."""
+"""So many looks in a row must find a node out of reach before it asks for a relay."""
 CHANGES = Doubling(60.0, 960.0)
-"""Between changes of what others are told: each costs all connections for a moment."""
+"""Seconds between changes of what others are told: each costs all connections for a moment."""
 CHANGES_COUNT_SECONDS = 3600.0
 
 
@@ -43,7 +44,7 @@ class Seen:
 
     observer: PeerId
     network: str
-    """Of the observer, as `network_of` says: peers of one network count as one."""
+    """The network of the observer, as `network_of` says: peers of one network count as one."""
     place: HostPort
     reached: bool
 
@@ -103,12 +104,12 @@ def network_of(host: str) -> str:
 
 
 def judge(seen: Sequence[Seen], own: Collection[HostPort], named: Collection[PeerId]) -> ReachFinding | None:
-    """Where this node is reached, by what peers found, each once a place; None where nobody dialled it.
+    """Where this node is reached, by what peers found, each once a place; None if nobody dialled it.
 
     Only the widest hosts count: that a neighbour reaches it says nothing of the world. An address that this node knows
-    for its own needs the word of one network, and no more that say otherwise. One that it knows from others only must
-    be reached from two networks, so that no single peer can have it announce a stranger's; where all who can be asked
-    are of one network, one of the peers that its owner `named` must be among them.
+    for its own needs the word of one network, and no more that say otherwise. An address that it knows only from others
+    must be reached from two networks, so that no single peer can have it announce a stranger's. If all peers that can
+    be asked are of one network, one of the peers that its owner `named` must be among them.
     """
     if not seen:
         return None
@@ -142,8 +143,8 @@ def next_step(
 
 
 def may_change(changes: Sequence[float], now: float) -> bool:
-    """Whether what others are told may be changed, after changes at these times: the more of
-    them within the hour, the longer the next one waits."""
+    """Tell whether what others are told may be changed, after changes at these times. The more of them within the hour,
+    the longer the next one waits."""
     recent = [at for at in changes if now - at < CHANGES_COUNT_SECONDS]
     if not recent:
         return True

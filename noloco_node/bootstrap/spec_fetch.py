@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 TIMEOUT_SECONDS = 20.0
 PROGRESS_SECONDS = 10.0
 MAX_SPEC_BYTES = 128 * 1024
-"""Largest RunSpec that travels; an ordinary one has 2 KiB."""
+"""The largest RunSpec that travels, in bytes; an ordinary one has 2 KiB."""
 SPEC = Method("hello.spec", Nothing, Nothing, at_once=2, text_bytes=MAX_SPEC_BYTES)
 
 
 def serve_spec(transport: Transport, spec: RunSpec) -> None:
-    """Hand out the RunSpec to anyone who asks, from now on: `RunSpec.agreed_json` as a tensor u8 [bytes]."""
+    """Hand out the RunSpec to any peer that asks, from now on: `RunSpec.agreed_json` as a tensor u8 [bytes]."""
     text = spec.agreed_json.encode()
 
     async def handle(_peer: PeerId, _request: Nothing) -> Reply[Nothing]:
@@ -92,11 +92,11 @@ async def fetch_run_spec(
 
 
 def read_agreed(text: bytes) -> RunSpec:
-    """Parse what a peer hands out. The path of a `text` source and that of a tokenizer's folder, whatever the peer
-    says, are `NOT_READ`, and weights to start from have none.
+    """Parse what a peer hands out. It may name files, but none of them is read.
 
+    The path of a `text` source and that of a tokenizer's folder are `NOT_READ`, and weights to start from have none.
     Raises ValueError (ValidationError included) for what is no RunSpec: other JSON, unknown settings, values out of
-    bounds, an inadmissible γ; and for text that a terminal should not be shown.
+    bounds, an inadmissible γ. It does so too for text that a terminal should not be shown.
     """
     parsed: object = from_json(text, allow_inf_nan=False)
     if not isinstance(parsed, dict):
@@ -123,9 +123,9 @@ def read_agreed(text: bytes) -> RunSpec:
 def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     """The RunSpec with what this volunteer has by itself: the places of the text and the tokenizer. Its run id stays.
 
-    Raises UserError: CONFIG where such a place is missing, where `own` contradicts the run, and where the run names
-    files of this machine without the volunteer's word, since a stranger must not choose what is read here; DATA as
-    `with_own_tokenizer` does.
+    Raises UserError: CONFIG if such a place is missing, or if `own` contradicts the run. It raises it too if the run
+    names files of this machine without the volunteer's word, since a stranger must not choose what is read here. It
+    raises DATA as `with_own_tokenizer` does.
     """
     mixture = _with_own_sources(spec, own, reads_text=reads_text)
     data = spec.data.model_copy(update={"prepared": own.prepared, "mixture": mixture})
@@ -138,11 +138,9 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
 
 
 def with_own_tokenizer(spec: RunSpec, named: str | None, *, reads: bool = True) -> RunSpec:
-    """The run with where this volunteer keeps its tokenizer, of which it has `named` the folder. Its run id stays.
-
-    Raises UserError: CONFIG where the place is missing and it is read here, and as `check_own_word` for a tokenizer
-    that is no folder; DATA where the folder holds none, or another.
-    """
+    """The run with the place where this volunteer keeps its tokenizer, in the folder `named`. Its run id stays. Raises
+    UserError: CONFIG if the place is missing and it is read here, and as `check_own_word` for a tokenizer that is no
+    folder. It raises DATA if the folder holds none, or another."""
     if not spec.data.own_tokenizer:
         check_own_word(spec, "tokenizer", spec.data.tokenizer, named, reads=reads)
         return spec
@@ -156,11 +154,11 @@ def with_own_tokenizer(spec: RunSpec, named: str | None, *, reads: bool = True) 
 
 
 def _with_own_sources(spec: RunSpec, own: OwnData, *, reads_text: bool) -> tuple[MixedSource, ...]:
-    """The sources of a mixture, each text with its place here; none where the run has one text.
+    """The sources of a mixture, each text with its place here; none if the run has one text.
 
-    Raises UserError (CONFIG) where `own` names a place of what is no text of the run's; and where a text is read here
-    whose place is not named, or which the run names on this machine without the volunteer's word, unless all of them
-    are prepared.
+    Raises UserError (CONFIG) if `own` names a place of what is no text of the run's. It raises it too if a text is read
+    here whose place is not named, or that the run names on this machine without the volunteer's word. If all are
+    prepared, it does not.
     """
     if not spec.data.mixture:
         if own.paths:
@@ -229,8 +227,8 @@ def _not_one(spec: RunSpec) -> UserError:
 
 
 def check_own_word(spec: RunSpec, name: str, value: str | None, named: str | None, *, reads: bool = True) -> None:
-    """Raise UserError (CONFIG) where the run's `data.NAME` is this `value` and the volunteer has `named` another; and
-    where it is a file of this machine, which is read here, without the volunteer's word."""
+    """Raise UserError (CONFIG) if the run's `data.NAME` is this `value` and the volunteer has `named` another. It is
+    raised too if it is a file of this machine, which is read here, without the volunteer's word."""
     if named is not None and named != value:
         raise UserError(
             ExitCode.CONFIG,
@@ -294,8 +292,8 @@ def _is_local(name: str) -> bool:
 
 
 def _of_one_run(hellos: dict[str, Hello], met_in: str | None) -> dict[str, Hello]:
-    """Those of the one run to join; the others are logged. A single key that names another run must not keep a
-    volunteer out, nor one process that answered for most of the peers that this node has written down."""
+    """The hellos of the one run to join; the others are logged. A single key that names another run must not keep a
+    volunteer out. Neither may one process that answered for most of the peers that this node has written down."""
     runs = Counter(hello.run for hello in hellos.values())
     chosen, votes = (met_in, len(hellos)) if met_in in runs else runs.most_common(1)[0]
     if 2 * votes <= len(hellos):

@@ -32,8 +32,8 @@ def check_invitation(setting: str) -> Check:
 
 
 async def check_admitted(door: Entrance, joined: Sequence[str], setting: str | None, own: PeerId) -> list[Check]:
-    """Whether the run that the peers at these addresses serve admits `own`, by its rule; none where no peer tells its
-    run, such as a seed that was given none: `join` asks another then."""
+    """Tell whether the run that the peers at these addresses serve admits `own`, by its rule. There is no check if no
+    peer tells its run, such as a seed that was given none: `join` asks another then."""
     if not joined:
         return []
     name = "admission"

@@ -39,12 +39,12 @@ from noloco_node.training.compute_device import check_device, idle_gpu, resolve_
 
 ADDRESS_SECONDS = 5.0
 MOST_ASKED = 5
-"""Peers that are asked to dial back."""
+"""At most so many peers are asked to dial back."""
 
 
 async def examine(settings: NodeSettings) -> list[Check]:
-    """Every check, in the order in which a person would mend things. Runs no training and takes no part in the swarm
-    but for a moment, under a peer id made for the purpose; never raises for what it finds."""
+    """Every check, in the order in which a person would mend things; never raises for what it finds. It runs no
+    training. It takes part in the swarm only for a moment, under a peer id made for the purpose."""
     checks = [
         *_machine(settings),
         await ambient.elsewhere(_device, settings.device),
@@ -58,7 +58,7 @@ async def examine(settings: NodeSettings) -> list[Check]:
     reached = await asyncio.gather(*(_address(text) for text in addresses))
     checks += reached
     live = tuple(text for text, check in zip(addresses, reached, strict=True) if check.outcome is CheckOutcome.PASS)
-    # One that cannot be used was said above: whom the run admits is of no use then.
+    # An invitation that cannot be used was reported above: the run's admission rule is of no use then.
     judged = not any(check.name == "invitation" and check.outcome is CheckOutcome.FAIL for check in checks)
     return checks + await _network(settings, live, judged)
 
@@ -158,8 +158,8 @@ async def _address(text: str) -> Check:
 
 
 async def _network(settings: NodeSettings, live: tuple[str, ...], judged: bool) -> list[Check]:
-    """What only a running p2pd can tell: whether it starts, clock and versions, whether others reach this node, and,
-    where it is to be `judged`, whether their run lets it in."""
+    """What only a running p2pd can tell: whether it starts, clock and versions, and whether others reach this node. If
+    the node is to be `judged`, it also tells whether their run lets it in."""
     began = ambient.monotonic()
     with tempfile.TemporaryDirectory(prefix="noloco-doctor-") as folder:
         own = settings.model_copy(update={"initial_peers": live, "identity": None, "run_folder": Path(folder)})
@@ -178,7 +178,7 @@ async def _network(settings: NodeSettings, live: tuple[str, ...], judged: bool) 
 
 
 def _own_id(settings: NodeSettings, door: Entrance) -> PeerId:
-    """The peer id that a run is asked to admit: the node's own, or where it has none yet, a new one, as its first start
+    """The peer id that a run is asked to admit: the node's own. If it has none yet, it is a new one, as its first start
     will make."""
     try:
         return load_identity(_identity_file(settings)).peer_id

@@ -46,9 +46,9 @@ SHOWN_WARNINGS = (
     ("identity_shared", "identity"),
     ("another_life", "birth"),
 )
-"""By what line of a node's present each is shown."""
+"""Each warning is shown by this line of a node's present."""
 SILENT_SECONDS = AT_LAST_SECONDS + 15.0
-"""A node that trains writes its account once in `AT_LAST_SECONDS` at least; one that is silent for longer is stuck or
+"""A node that trains writes its account at least once in `AT_LAST_SECONDS`; after so many silent seconds it is stuck or
 frozen."""
 
 _KIND = re.compile(rb'"event":"([a-z0-9_]+)"')
@@ -60,8 +60,10 @@ E = TypeVar("E", bound=Event)
 
 
 class Events:
-    """The last event of each kind in an event file, and the last warning of each, in the file's order: by their times
-    a machine whose clock was set back would look as it did before for as long as that."""
+    """The last event of each kind in an event file, and the last warning of each, in the file's order.
+
+    By their times a machine whose clock was set back would look as it did before for as long as that.
+    """
 
     def __init__(self, path: Path) -> None:
         lines: dict[bytes, bytes] = {}
@@ -108,8 +110,8 @@ def _parsed(line: bytes) -> AnyEvent | None:
 
 
 def status_lines(path: Path, now: float | None = None) -> list[str]:
-    """What `noloco-node status` prints: of a node, or of all nodes whose folders lie in that one, a line each.
-    UserError (RUN_FOLDER) where no node has ever run there."""
+    """The lines that `noloco-node status` prints, for a node, or for all nodes with folders in that one, a line each.
+    UserError (RUN_FOLDER) if no node has ever run there."""
     now, members = ambient.wall() if now is None else now, node_folders(path)
     if members != [path]:
         return [one_line(line) for line in _swarm(path, members, now)]
@@ -129,7 +131,7 @@ def status_lines(path: Path, now: float | None = None) -> list[str]:
 
 def node_folders(path: Path) -> list[Path]:
     """The folders of the nodes that ran in this one: itself, or those of a local swarm or of a machine's devices.
-    UserError (RUN_FOLDER) where no node has ever run there."""
+    UserError (RUN_FOLDER) if no node has ever run there."""
     events = RunFolder(path).events.name
     if (path / events).is_file():
         return [path]
@@ -151,8 +153,8 @@ def node_folders(path: Path) -> list[Path]:
 
 
 def _of_a_seed(folder: RunFolder) -> bool:
-    """Whether an identity has been in a network here that served no run as a node does: that one keeps its RunSpec,
-    also where its events were moved away."""
+    """Tell whether an identity has been in a network here that served no run as a node does. A node keeps its RunSpec,
+    even if its events were moved away."""
     return folder.identity.is_file() and folder.peers.is_file() and not folder.run_spec.exists()
 
 
@@ -353,7 +355,7 @@ def _since(total: Contribution) -> str:
         return "its own work is not written down yet: that follows once a minute, and at its end"
     try:
         begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
-    except (OverflowError, ValueError, OSError):  # whoever signed it may write any number
+    except (OverflowError, ValueError, OSError):  # the signer may write any number
         begun = "an unknown time"
     return f"since {begun}, {as_long(total.seconds)} at work, as this node says"
 

@@ -35,7 +35,7 @@ LOG_LINES = 8
 MOST_PEERS = 24
 NAME_WIDTH = 24
 OTHER_LINES = 18
-"""Of the screen, besides peers and log."""
+"""So many lines of the screen are for other things than peers and log."""
 PAGES = "start the node with --metrics-port N, and name that port here; a node says where its pages are when it is up"
 WATCH = "noloco-node watch ADDRESS shows a swarm, with the address that the seed printed; or open its page in a browser"
 
@@ -72,10 +72,8 @@ def _remedy(error: NoState) -> str:
 
 
 def follow(host: str, port: int, console: Console, *, once: bool) -> None:
-    """Show the node whose pages are there until Ctrl-C, or until it has ended; once where there is no terminal.
-
-    Raises UserError (CHECK_FAILED) where no node answers.
-    """
+    """Show the node with these pages until Ctrl-C, or until it has ended; once if there is no terminal. Raises
+    UserError (CHECK_FAILED) if no node answers."""
     follower = Follower(lambda: ask_state(host, port), f"{host} port {port}")
     follower.look()
     if once or not console.is_terminal:

@@ -43,10 +43,10 @@ from noloco_node.telemetry.words import (
 
 LOOK_SECONDS = 1.0
 _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
-"""Awaits something while the swarm is looked at."""
+"""A function that awaits something while the swarm is looked at."""
 MOST_LISTED = 40
 OTHER_LINES = 20
-"""Of the screen, besides stages and nodes."""
+"""So many lines of the screen are for other things than stages and nodes."""
 NAME_WIDTH = 22
 HAPPENINGS_SHOWN = 5
 WARNINGS_SHOWN = 2
@@ -54,11 +54,9 @@ WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "
 
 
 async def watch(settings: NodeSettings, console: Console, *, as_json: bool, follows: bool) -> None:
-    """Show the run that the peers at `settings.initial_peers` serve: once, or until Ctrl-C where it `follows`; on one
-    screen, or as one line of JSON for each look. Publishes nothing, and leaves nothing behind.
-
-    Raises UserError as a node that joins does, where no peer answers, or none gives a RunSpec.
-    """
+    """Show the run that the peers at `settings.initial_peers` serve: once, or until Ctrl-C if it `follows`. It shows
+    one screen, or one line of JSON for each look. It publishes nothing, and leaves nothing behind. Raises UserError as
+    a node that joins does, if no peer answers, or none gives a RunSpec."""
     log, draws = LogTail(), follows and not as_json
     configure_logging("WARNING", NodeLog(), (lambda _: None) if draws else None, log)
     with interruptible() as interrupts:
@@ -76,7 +74,7 @@ async def watch(settings: NodeSettings, console: Console, *, as_json: bool, foll
 
 
 def screen(view: SwarmView, height: int, warnings: Sequence[str] = ()) -> RenderableType:
-    """A swarm in so many lines of a terminal; its nodes get what is left. `warnings` are of who looks on."""
+    """A swarm in so many lines of a terminal; its nodes get what is left. `warnings` concern the onlooker."""
     most = max(3, min(MOST_LISTED, height - OTHER_LINES - len(view.stages)))
     happened = view.happenings[-HAPPENINGS_SHOWN:]
     parts: list[RenderableType] = [
@@ -98,7 +96,7 @@ def screen(view: SwarmView, height: int, warnings: Sequence[str] = ()) -> Render
 
 @contextlib.asynccontextmanager
 async def _onlooking(settings: NodeSettings) -> AsyncGenerator[tuple[Onlooker, _Serve]]:
-    """One who looks on, under a peer id made for the purpose; all is gone at the end of the block."""
+    """An onlooker under a peer id made for the purpose; all is gone at the end of the block."""
     async with looking_on(settings) as outside:
         over = await _is_over(outside.door, outside.spec)
         onlooker = Onlooker(outside.door.transport, outside.directory, outside.spec, over=over)

@@ -1,4 +1,4 @@
-"""The model card: what a person should know who finds an exported model."""
+"""The model card: what a person should know that finds an exported model."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ REPORTED = (
     "learns meanwhile and by what averaging makes of it.",
 )
 OWNERS = "(the owner's)"
-"""In place of where something lies on the owner's machine."""
+"""This stands in place of a path on the owner's machine."""
 MOST_NAMED = 64
-"""Replicas that are named; the rest are counted."""
+"""So many replicas are named; the rest are counted."""
 
 
 def model_card(

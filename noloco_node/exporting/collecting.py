@@ -32,15 +32,16 @@ from noloco_node.transport.interface import Transport
 logger = logging.getLogger(__name__)
 
 FIRST_SECONDS, LONGEST_SECONDS = 30.0, 600.0
-"""Pause after the first collection; it doubles up to the longest one."""
+"""The pause after the first collection, and the longest one, in seconds; it doubles in between."""
 SHARE = 20.0
 """A pause lasts at least so many times as long as the collection before it."""
 FEW_REPLICAS = 3
-"""Of each stage that are asked while the run goes on: three voices show which one is not like the others."""
+"""So many replicas of each stage are asked while the run goes on: three voices show which one is not like the
+others."""
 LAST_COLLECTIONS = 10
-"""At the run's end, one at each look: its nodes take their last steps and leave one after the other."""
+"""So many collections come at the run's end, one at each look: its nodes take their last steps and leave one by one."""
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the run comes to its end."""
+"""The run's end is looked for every so many seconds."""
 
 
 async def collect_weights(
@@ -68,9 +69,9 @@ class Collector:
         self._failed = ""
 
     async def follow(self, over: Callable[[], bool]) -> None:
-        """Collect now and then; where nodes say that they are at the run's end, at once, a few times; and a few times
-        more after it. `over` says that the end has come. Before that a record alone asks for little: anybody may write
-        one, and every collection costs the nodes."""
+        """Collect now and then, and a few times as soon as nodes say that they are at the run's end, and after it.
+        `over` says that the end has come. Before that a record alone asks for little: anybody may write one, and every
+        collection costs the nodes."""
         due, pause, last = 0.0, FIRST_SECONDS, 0
         ended = False
         while not (over() and ended and (last >= LAST_COLLECTIONS or not self._there())):
@@ -89,9 +90,9 @@ class Collector:
             await self._directory.refresh()
 
     async def collect(self, most: int, *, beside: bool = False) -> None:
-        """Fetch the slow weights of up to `most` replicas of each stage, and make the model anew where any came. They
-        take the place of those before, or with `beside` only of those of the same replicas. What fails is said once
-        and tried again at the next collection."""
+        """Fetch the slow weights of up to `most` replicas of each stage, and make the model anew if any came. They take
+        the place of those before, or with `beside` only of those of the same replicas. A failure is logged once and
+        tried again at the next collection."""
         try:
             if self._shapes is None:
                 self._shapes = await ambient.elsewhere(Shapes, self._run)

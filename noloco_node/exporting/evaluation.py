@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOST_NATS = 700.0
-"""Beyond, a perplexity is no number any more."""
+"""Beyond so many nats a perplexity is no number any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Score:
     text_bytes: int | None
     """None where the run has no tokenizer: what its tokens stand for is not known."""
     sources: tuple[tuple[str, Score], ...] = ()
-    """Of a mixture: of each source by its name."""
+    """The score of each source of a mixture, by its name."""
 
     @property
     def perplexity(self) -> float:
@@ -46,7 +46,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Of the text: what tokenizers of different kinds can be compared by."""
+        """Bits for a byte of the text, by which tokenizers of different kinds can be compared."""
         if self.text_bytes is None:
             return None
         return self.loss * self.tokens / (self.text_bytes * math.log(2.0))
@@ -126,8 +126,8 @@ class Bench:
     def best_of(
         self, kept: Mapping[int, Sequence[SavedReplica]], mean: Mapping[str, Tensor], say: Callable[[str], None]
     ) -> tuple[dict[int, list[SavedReplica]], dict[str, Tensor]]:
-        """One replica for each stage, and their weights: stage after stage the one with which the model, beside the
-        means of the stages that are not chosen yet, loses least."""
+        """One replica for each stage, and their weights. Stage after stage it is the one with which the model loses
+        least, beside the means of the stages that are not chosen yet."""
         model, state = model_of(self._run.model, mean), dict(mean)
         used: dict[int, list[SavedReplica]] = {}
         for stage in sorted(kept):

@@ -24,7 +24,7 @@ from noloco_node.telemetry.events import Evaluation, NodeStarted
 from noloco_node.telemetry.words import printable
 
 DEPTH = 4
-"""So many folders below the one that is named, nodes' folders are looked for."""
+"""Nodes' folders are searched for up to so many folders below the one that is named."""
 MOST_ID = 64
 
 
@@ -39,11 +39,11 @@ class _Saved:
 
 
 def gather_folders(paths: Sequence[Path], given: RunSpec | None) -> Gathered:
-    """What lies in run folders: nodes', local swarms', or such as hold several; and folders of weights alone. Of each
-    node the newest counts, be it its final weights or a checkpoint. `given` is the run, where no folder says it.
+    """The weights that lie in run folders: nodes', local swarms', folders of several, and folders of weights alone.
 
-    Raises UserError (RUN_FOLDER) for a folder without weights, for damaged ones, for several runs, and where nobody
-    says which run it is.
+    The newest of each node counts, be it its final weights or a checkpoint. `given` is the run, if no folder says it.
+    Raises UserError (RUN_FOLDER) for a folder without weights, for damaged ones, for several runs, and if the run is
+    not known.
     """
     places = list(dict.fromkeys(place.resolve() for path in paths for place in _places(path)))
     run = given or _with_tokenizer(_run_of(places), places)

@@ -16,9 +16,9 @@ from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout
 
 SHOWN = 5
-"""Of what is wrong, at most."""
+"""At most so many faults are shown."""
 SHORTEST_ID = 6
-"""Characters at the end of a peer id that stand for it."""
+"""So many characters at the end of a peer id stand for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Gathered:
     replicas: Mapping[int, Sequence[SavedReplica]]
     reported: Reported | None
     version: str
-    """Of noloco-node that trained it, as far as that is known."""
+    """The version of noloco-node that trained it, as far as that is known."""
 
     @property
     def clock(self) -> float:
@@ -93,7 +93,7 @@ class Shapes:
                 raise _unfit(stage, source, f"{name} holds NaN or infinity")
 
     def checked(self, replica: SavedReplica) -> SavedReplica:
-        """The same replica, checked when it is read."""
+        """This replica, checked when it is read."""
 
         def load() -> Mapping[str, Tensor]:
             state = replica.load()
@@ -121,7 +121,8 @@ def chosen(kept: Mapping[int, Sequence[SavedReplica]], which: str) -> dict[int, 
 
 
 def _is_called(replica: SavedReplica, name: str) -> bool:
-    """By its peer id, or the end of it, as it is shown; or by its folder, or that one's name."""
+    """Tell whether the replica has this name. It may be its peer id, or the end of it, as it is shown; or its folder,
+    or that one's name."""
     by_peer = len(name) >= SHORTEST_ID and replica.peer.endswith(name)
     return by_peer or name in (replica.source, replica.source.rpartition("/")[2])
 

@@ -46,10 +46,8 @@ async def continue_text(
     wish: Wish,
     write: Callable[[str], None],
 ) -> Spoken:
-    """Write the prompt, and what comes after it as it comes. The same seed and weights give the same text.
-
-    `longest`: tokens that the model sees. Raises UserError: USAGE for a prompt without a token, or a longer one.
-    """
+    """Write the prompt, and what comes after it as it comes; the same seed and weights give the same text. `longest`
+    counts the tokens that the model sees. Raises UserError: USAGE for a prompt without a token, or a longer one."""
     ids = _ids_of(wish.prompt, tokenizer)
     if not ids:
         raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
@@ -95,11 +93,11 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 async def generate_live(
     settings: NodeSettings, own: OwnData, wish: Wish, write: Callable[[str], None], say: Callable[[str], None]
 ) -> tuple[RunSpec, Spoken]:
-    """Continue a text through the stages of the run at `settings.initial_peers`, as one who looks on.
+    """Continue a text through the stages of the run at `settings.initial_peers`, as an onlooker.
 
-    Raises UserError as `looking_on` and `continue_text` do; CONFIG where the run's tokenizer is a folder, or a place of
-    this machine, without `own` word, DATA where it cannot be used, NO_DONOR where a stage gives nothing;
-    KeyboardInterrupt where a signal ended it.
+    Raises UserError as `looking_on` and `continue_text` do. It raises CONFIG if the run's tokenizer is a folder, or a
+    place of this machine, without `own` word. It raises DATA if the tokenizer cannot be used and NO_DONOR if a stage
+    gives nothing. A signal raises KeyboardInterrupt.
     """
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:

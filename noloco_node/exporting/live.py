@@ -1,4 +1,4 @@
-"""The weights of a run that is under way, from the nodes that train it, by one who is none of them."""
+"""The weights of a run that is under way, fetched from the nodes that train it by an onlooker."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MOST_REPLICAS = 8
-"""Of each stage that are averaged: what more would add to the mean is small, and every one costs a download."""
+"""At most so many replicas of each stage are averaged: more would add little to the mean, and each costs a download."""
 LOOKS = 4
 BUSY_LOOKS = 40
-"""Where those who could give one are busy: who broke off in the middle of a copy keeps its place for a minute."""
+"""Busy nodes are asked so many times: a peer that broke off in the middle of a copy keeps its place for a minute."""
 LOOK_SECONDS = 3.0
-"""Between two looks at who is there, where a stage has given nothing yet."""
+"""The directory is read every so many seconds while a stage has given nothing yet."""
 GIVING = (PeerState.TRAINING, PeerState.FINISHING)
 LEAVING = (PeerState.DRAINING,)
-"""Asked where a stage has no others: they may be gone before the copy is whole."""
+"""Nodes in these states are asked if a stage has no others: they may be gone before the copy is whole."""
 HELLO_SECONDS = 5.0
 
 _Progress = Callable[[int, int], None]
-"""Told how many bytes have come, and how many will."""
+"""A function that is told how many bytes have come, and how many will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ async def gather_live(
     settings: NodeSettings, spool: Path, told: _Progress, agreed: Callable[[RunSpec], object] = lambda _: None
 ) -> Gathered:
     """Fetch the slow weights of each stage's replicas of the run at `settings.initial_peers`, into files in `spool`.
-    `agreed` sees the run, off the event loop, before anything is fetched.
 
-    Raises UserError as `looking_on` and `agreed` do; NO_DONOR where the replicas of a stage give nothing, RUN_FOLDER
-    where the disk refuses; KeyboardInterrupt where a signal ended it.
+    `agreed` sees the run, off the event loop, before anything is fetched. Raises UserError as `looking_on` and `agreed`
+    do. It raises NO_DONOR if the replicas of a stage give nothing, and RUN_FOLDER if the disk refuses. A signal raises
+    KeyboardInterrupt.
     """
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:
@@ -96,7 +96,8 @@ async def gather_live(
 
 
 class Gatherer:
-    """Fetches from whoever the directory shows, several at once; one that fails is replaced by another of its stage."""
+    """Fetches from the peers that the directory shows, several at once; one that fails is replaced by another of its
+    stage."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Gatherer:
         self._came = self._wanted = self._files = 0
         self._asked: set[PeerId] = set()
         self._busy = False
-        """Somebody who was asked in the last look could give later."""
+        """A peer that was asked in the last look could give later."""
         self._warned: set[tuple[PeerId, str]] = set()
 
     async def gather(self) -> Gathered:
@@ -179,7 +180,7 @@ class Gatherer:
         return there
 
     async def _of_stage(self, stage: int) -> list[_Copy]:
-        """Copies of as many replicas as are asked for; each who fails is replaced as long as there are others."""
+        """Copies of as many replicas as are asked for; each that fails is replaced as long as there are others."""
         waiting = [peer for peer in self._candidates(stage) if peer not in self._asked]
         found: list[_Copy] = []
 
@@ -224,7 +225,7 @@ class Gatherer:
         return _Copy(stage, peer, manifest.clock, weights)
 
     def _of_one_time(self, copies: Sequence[_Copy]) -> list[_Copy]:
-        """Of each stage those whose clocks most of its replicas bear out: all of them train at this moment."""
+        """For each stage the copies whose clocks most of its replicas bear out: all of them train at this moment."""
         lag, kept = self._run.max_lag_tokens, list[_Copy]()
         middle = median_low([copy.clock for copy in copies]) if copies else 0.0
         for stage in range(self._run.stages):
@@ -261,9 +262,9 @@ class Gatherer:
 
 
 def reported_by(hellos: Sequence[Hello], max_lag: float) -> Reported | None:
-    """The median of the held-out losses that nodes of stage 0 have measured last, among those within `max_lag` tokens
-    of their median clock: less than half of them, whatever they say, move it no further than to what another one says.
-    None where nobody has measured any."""
+    """The median of the held-out losses that nodes of stage 0 have measured last; None if no node has measured any.
+    Only nodes within `max_lag` tokens of their median clock count. Less than half of them, whatever they say, move it
+    no further than to what another one says."""
     said = [hello.held_out for hello in hellos if hello.held_out is not None]
     if not said:
         return None

@@ -23,7 +23,7 @@ from noloco_node.storage.weights import load_slow, read_manifest
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "noloco_run.json"
-"""In a folder with a model: what the run's nodes agreed on, so that `eval` knows the held-out text."""
+"""This file in a model's folder says what the run's nodes agreed on, so that `eval` knows the held-out text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,18 @@ def mean_of(replicas: Sequence[SavedReplica]) -> dict[str, Tensor]:
 
 
 def agreeing(clocks: Sequence[float], within: float, near: float) -> list[int]:
-    """Places of the largest set of clocks that lie within so many tokens of each other. Of several sets as large it is
-    the one whose lowest clock is nearest to `near`. A clock is its owner's word: the largest one decides nothing."""
+    """The places of the largest set of clocks that lie within so many tokens of each other. If several sets are as
+    large, it is the one whose lowest clock is nearest to `near`. A clock is its owner's word: the largest one decides
+    nothing."""
     order = sorted(range(len(clocks)), key=lambda place: clocks[place])
     sets = [[p for p in order[start:] if clocks[p] - clocks[first] <= within] for start, first in enumerate(order)]
     return sorted(min(sets, key=lambda found: (-len(found), abs(clocks[found[0]] - near)))) if sets else []
 
 
 def in_time(replicas: Sequence[SavedReplica], max_lag: float, target: float) -> list[SavedReplica]:
-    """Those of a stage's replicas that are at most `max_lag` tokens behind the furthest, as stage peers average: one
-    that left early, or came when the others had gone, would pull the model back. A clock beyond the run's `target`
-    counts as the target."""
+    """The replicas of a stage that are at most `max_lag` tokens behind the furthest, as stage peers average. One that
+    left early, or came when the others had gone, would pull the model back. A clock beyond the run's `target` counts as
+    the target."""
     furthest = min(target, max(replica.clock for replica in replicas))
     kept = [replica for replica in replicas if furthest - replica.clock <= max_lag]
     if len(kept) < len(replicas):
@@ -93,12 +94,9 @@ def write_model(
     texts: Mapping[str, str] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a whole model to `folder`, an ordinary Hugging Face one, with further `texts` by the name of their file.
-    It is there as a whole or not at all; a folder already there is replaced.
-
-    Raises UserError: RUN_FOLDER where the weights are not those of the run's model or the disk refuses, DATA where
-    there is no such tokenizer.
-    """
+    """Write a whole model to `folder`, an ordinary Hugging Face one, with further `texts` by the name of their file. It
+    is there as a whole or not at all; a folder already there is replaced. Raises UserError: RUN_FOLDER if the weights
+    are not those of the run's model or the disk refuses, DATA if there is no such tokenizer."""
     if run.data.tokenizer != NO_TOKENIZER:
         load_tokenizer(run.data)
     try:

@@ -14,9 +14,9 @@ from noloco_node.telemetry.words import printable
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 STALE = ["*.safetensors", "*.safetensors.index.json"]
-"""Weights of an earlier push under other names, which transformers would load in place of the new ones."""
+"""An earlier push may have left weights under these names; transformers would load them in place of the new ones."""
 NO_ANSWER = cast("type[Exception]", hub_errors.HfHubHTTPError.__bases__[0])
-"""What the library's HTTP client raises, whichever that is."""
+"""The library's HTTP client raises this, whichever client that is."""
 MOST_SHOWN = 300
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN: a token that may write, from the hub's settings"
 

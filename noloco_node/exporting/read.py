@@ -29,11 +29,9 @@ def open_model(folder: Path) -> PreTrainedModel:
 
 
 def continued(folder: Path, wish: Wish, write: Callable[[str], None]) -> Spoken:
-    """Write the prompt, and what a folder's model says after it, as it comes.
-
-    UserError: RUN_FOLDER where it cannot be loaded or has no tokenizer, USAGE for a prompt without a token, or one that
-    is as long as the model's positions.
-    """
+    """Write the prompt, and what a folder's model says after it, as it comes. Raises UserError: RUN_FOLDER if it cannot
+    be loaded or has no tokenizer. It raises USAGE for a prompt without a token, or one that is as long as the model's
+    positions."""
     with _whole(folder):
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise UserError(

@@ -30,7 +30,8 @@ def are_addresses(sources: Sequence[str]) -> bool:
 
 
 def guest_settings(options: argparse.Namespace) -> NodeSettings:
-    """Of one who looks at the run of `options.sources`, which are addresses. UserError (CONFIG) where one is none."""
+    """The settings of an onlooker of the run at the addresses in `options.sources`. UserError (CONFIG) if one is
+    none."""
     from noloco_node.config.node_settings import NodeSettings
     from noloco_node.node.early_checks import check_peers
 
@@ -48,8 +49,8 @@ def gathered_live(
     beside: Path | None,
     agreed: Callable[[RunSpec], object] = lambda _: None,
 ) -> Gathered:
-    """Fetched from the nodes at `options.sources` into a folder that is gone when the stack is left: one beside the
-    path that is named, else one for temporary files. UserError as `gather_live`."""
+    """The weights fetched from the nodes at `options.sources` into a folder that is gone when the stack is left. The
+    folder is beside the path that is named, else one for temporary files. UserError as `gather_live`."""
     settings = guest_settings(options)
     with loading():
         import uvloop
@@ -88,8 +89,8 @@ def named_run(options: argparse.Namespace) -> RunSpec | None:
 
 
 def check_own_files(run: RunSpec, options: argparse.Namespace, *, reads_text: bool) -> None:
-    """Raise UserError (CONFIG) where a run that comes from strangers names files of this machine without the word of
-    whoever exports it: its tokenizer, which goes with the model, and its text where that is read."""
+    """Raise UserError (CONFIG) if a stranger's run names files of this machine without the exporting user's word. The
+    files are its tokenizer, which goes with the model, and its text if that is read."""
     if reads_text:
         with_text(run, options)
     else:
@@ -97,8 +98,8 @@ def check_own_files(run: RunSpec, options: argparse.Namespace, *, reads_text: bo
 
 
 def with_tokenizer(run: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """With the place of the tokenizer, as `--config` or who joins a run says it. UserError as `with_own_tokenizer`, and
-    WRONG_RUN where the configuration is another run's."""
+    """The run with the place of the tokenizer, as `--config` or the options for joining say it. Raises UserError as
+    `with_own_tokenizer`, and WRONG_RUN if the configuration is another run's."""
     from noloco_node.bootstrap.spec_fetch import with_own_tokenizer
     from noloco_node.config.load import load_join
 
@@ -106,8 +107,8 @@ def with_tokenizer(run: RunSpec, options: argparse.Namespace) -> RunSpec:
 
 
 def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """With the place of the text, as `--config` or who joins a run says it. UserError: CONFIG where it must be named,
-    WRONG_RUN where the configuration is another run's."""
+    """The run with the place of the text, as `--config` or the options for joining say it. Raises UserError: CONFIG if
+    it must be named, WRONG_RUN if the configuration is another run's."""
     from noloco_node.bootstrap.spec_fetch import with_own_data
     from noloco_node.config.load import load_join
 

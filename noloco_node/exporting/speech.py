@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 HALF_A_CHARACTER = "\ufffd"
-"""What a tokenizer shows for bytes that make no character yet."""
+"""A tokenizer shows this for bytes that make no character yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Spoken:
 
 
 class Decoder(Protocol):
-    """Of a tokenizer, be it of this package or of transformers."""
+    """What is needed of a tokenizer, be it of this package or of transformers."""
 
     def decode(self, ids: Sequence[int], /) -> str:
         """The text of the ids."""

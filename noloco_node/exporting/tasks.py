@@ -28,11 +28,11 @@ class TaskScore:
 
 
 def run_tasks(folder: Path, names: Sequence[str], include: Path | None, limit: int | None) -> list[TaskScore]:
-    """What a model folder scores on tasks by their names in lm-eval, or in the YAML files in `include`; on the first
-    `limit` samples of each only, where that is given.
+    """The scores of a model folder on tasks by their names in lm-eval, or in the YAML files in `include`.
 
-    Raises UserError: CHECK_FAILED where lm-eval is not installed, USAGE for a task that there is not, RUN_FOLDER where
-    the model cannot be loaded, DATA where a task's data cannot be had.
+    If `limit` is given, only the first samples of each are taken. Raises UserError: CHECK_FAILED if lm-eval is not
+    installed, USAGE for an unknown task. It raises RUN_FOLDER if the model cannot be loaded, DATA if a task's data
+    cannot be had.
     """
     harness, managers, models = _harness()
     logging.getLogger("lm_eval").setLevel(logging.WARNING)

@@ -13,7 +13,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.tokenizers import PretrainedTokenizer, load_tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""How tokenizers of SentencePiece's kind call a token for a single byte."""
+"""Tokenizers of SentencePiece's kind name a token for a single byte so."""
 _SPACE = "▁"
 
 

@@ -22,7 +22,7 @@ from noloco_node.telemetry.words import as_bytes
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 16 << 20
-"""For everything beside the weights."""
+"""So many bytes are kept free for everything beside the weights."""
 BEST = "best"
 
 _Tell = Callable[[str], None]

@@ -23,7 +23,7 @@ from noloco_node.telemetry.events import EventReader, NodeStarted
 from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
 
 POLL_SECONDS = 0.2
-"""Interval at which the first daemon's event file, which cannot be awaited, is read until it is up."""
+"""The first daemon's event file, which cannot be awaited, is read every so many seconds until it is up."""
 
 Say = Callable[[str], None]
 
@@ -97,9 +97,9 @@ class _Life:
 class DeviceGroup:
     """The daemons of one machine's devices. `command` starts one of them; what they print goes to this terminal.
 
-    Where Prometheus finds them is written to `TARGETS` in `folder` as they come up, if they show their metrics.
-    A daemon that dies is not started again: the others go on, and its exit code becomes the group's. They end by
-    themselves should this process vanish: their standard input is a pipe whose only writer is here.
+    Where Prometheus finds them is written to `TARGETS` in `folder` as they come up, if they show their metrics. A
+    daemon that dies is not started again: the others go on, and its exit code becomes the group's. They end by
+    themselves should this process vanish: only it can write to their standard input, a pipe.
     """
 
     def __init__(
@@ -115,11 +115,9 @@ class DeviceGroup:
         self._ending = False
 
     async def run(self) -> int:
-        """Start all, wait until all have ended; the exit code of the first that ended out of order, or the last one's.
-
-        Where the group founds a swarm (no address to join was given), the first daemon does, and the others join it.
-        The first SIGINT, SIGTERM or SIGHUP is passed on and ends all in order, a second one kills them.
-        """
+        """Start all, wait until all have ended; returns the exit code of the first that failed, or the last one's. If
+        the group founds a swarm (no address to join was given), the first daemon does, and the others join it. The
+        first SIGINT, SIGTERM or SIGHUP is passed on and ends all in order, a second one kills them."""
         loop, signals = asyncio.get_running_loop(), heeded_signals()
         for number in signals:
             loop.add_signal_handler(number, self._on_signal)
@@ -179,7 +177,7 @@ class DeviceGroup:
     def _write_targets(self) -> None:
         targets = scrape_targets(self._up)
         if targets:
-            with contextlib.suppress(OSError):  # a full disk ends nobody who trains
+            with contextlib.suppress(OSError):  # a full disk ends no training
                 atomic.write_json(self._folder / TARGETS, targets)
 
     def _on_signal(self) -> None:

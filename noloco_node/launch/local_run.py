@@ -26,7 +26,7 @@ from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import as_stages
 
 DISK_SECONDS = 2.0
-"""Interval at which the launcher looks whether the disk still takes what is written."""
+"""The launcher checks every so many seconds whether the disk still takes what is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
 
 
 def drop_checkpoints(swarm: LocalSwarm) -> None:
-    """Of nodes in whose folders the run has ended: nobody goes on from them, and they are most of what is left."""
+    """Drop the checkpoints of nodes in whose folders the run has ended: no node goes on from them, and they are
+    large."""
     for node in swarm.nodes:
         if node.ended:
             shutil.rmtree(RunFolder(node.folder).checkpoints, ignore_errors=True)

@@ -25,16 +25,18 @@ from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeS
 from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
 
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
-"""Command of a daemon; configuration file and options follow."""
+"""The command of a daemon; configuration file and options follow."""
 
 DRAIN_SECONDS = 2.0
-"""When all daemons stop at once, nobody is left to finish the others' work: draining longer is waiting for nothing."""
+"""Seconds to drain. When all daemons stop at once, none is left to finish the others' work, and longer is waiting for
+nothing."""
 STOP_SECONDS = 6.0
-"""From SIGTERM to SIGKILL; a daemon's own drain ends before."""
+"""Seconds from SIGTERM to SIGKILL; a daemon's own drain ends before."""
 POLL_SECONDS = 0.2
-"""Interval at which event files, which cannot be awaited, are read."""
+"""Event files, which cannot be awaited, are read every so many seconds."""
 COMPILING_SECONDS = 300.0
-"""More for the start of each daemon that compiles its stage (`node.compile`): they share the machine's cores."""
+"""Each daemon that compiles its stage (`node.compile`) has so many seconds more to start: they share the machine's
+cores."""
 LOG_LINES_SHOWN = 8
 ORDERLY_EXITS = (ExitCode.OK, ExitCode.INTERRUPTED)
 
@@ -152,9 +154,9 @@ class SwarmNode:
 class LocalSwarm:
     """stages × replicas daemons as processes of their own, each in its own session.
 
-    `start` brings them up, `wait` returns when all have ended, `stop` ends them; after `stop` no process and no
-    socket of theirs is left. They end by themselves should this process vanish: their standard input is a pipe whose
-    only writer is here. Not reusable: one object, one run.
+    `start` brings them up, `wait` returns when all have ended, `stop` ends them. After `stop` no process and no socket
+    of theirs is left. They end by themselves should this process vanish: only it can write to their standard input, a
+    pipe. Not reusable: one object, one run.
     """
 
     def __init__(
@@ -194,11 +196,11 @@ class LocalSwarm:
     async def start(self) -> None:
         """Start the first daemon, and once it is up all others with its address; return when all are up.
 
-        Where the run folder holds this run already, all of them go on; where the run has come to its end there for a
-        replica of every stage, nobody is started.
+        If the run folder holds this run already, all of them go on. If the run has come to its end there for a replica
+        of every stage, none is started.
 
-        Raises UserError: RUN_FOLDER where the folder holds another run or cannot be written, the exit code of a daemon
-        that ends during the start, NODE_DIED where they are not up within `start_seconds`.
+        Raises UserError: RUN_FOLDER if the folder holds another run or cannot be written. It raises the exit code of a
+        daemon that ends during the start, and NODE_DIED if they are not up within `start_seconds`.
         """
         config_path = self._prepare_folder()
         for node in self.nodes:
@@ -229,8 +231,8 @@ class LocalSwarm:
             atomic.write_json(self.run_folder / TARGETS, scrape_targets(up))
 
     def in_order_of_start(self) -> list[SwarmNode]:
-        """First one that brings the run's state with it: one with damaged checkpoints would start the run from the
-        seed, and can take the state from who is up already."""
+        """The nodes, first one that brings the run's state with it. One with damaged checkpoints would start the run
+        from the seed, and can take the state from nodes that are up already."""
         run_id, nodes = self.config.run.run_id, sorted(self.nodes, key=lambda node: node.ended)
         if any(node.has_checkpoints for node in nodes):
             first = next((node for node in nodes if node.brings_state(run_id)), nodes[0])

@@ -61,8 +61,8 @@ def check_cut(spec: ModelSpec) -> None:
 
 
 def check_only_layers_work(config: PretrainedConfig) -> None:
-    """Raise UserError (CONFIG) where the model does anything to activations between its embedding and its head but what
-    its layers and its norm do: a later stage would do it once more. Some scale what comes from the embedding."""
+    """Raise UserError (CONFIG) if the model changes activations between its embedding and its head outside its layers
+    and norm. A later stage would do it once more. Some models scale what comes from the embedding."""
     if _changes_without_layers(config):
         raise not_llama_type(config, "it changes activations outside its layers, which each stage would do again")
 

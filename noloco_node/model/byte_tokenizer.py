@@ -6,11 +6,9 @@ from typing import Any
 
 
 def build_byte_tokenizer() -> Any:
-    """A `PreTrainedTokenizerFast` whose 256 tokens are the bytes of UTF-8 text: token id = byte value.
-
-    It is a byte-level BPE without merges and without special tokens, so that transformers loads it with nothing of
-    ours installed. Bytes that are no text decode to the replacement character.
-    """
+    """A `PreTrainedTokenizerFast` whose 256 tokens are the bytes of UTF-8 text: token id = byte value. It is a
+    byte-level BPE without merges and without special tokens, so that transformers loads it with nothing of ours
+    installed. Bytes that are no text decode to the replacement character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -30,7 +30,8 @@ _TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")
 PARTS_DOCUMENTS = frozenset(
     ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo2", "gemma2", "phi3", "qwen3_moe", "mixtral"]
 )
-"""Architectures of which it is proved that documents in one row, told apart by positions, are as if each were alone."""
+"""For these architectures it is proved that documents in one row, told apart by positions, are as if each were
+alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ def build_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def check_parts_documents(spec: ModelSpec, *, laboratory: bool = False) -> None:
-    """Raise UserError (CONFIG) for an architecture of which it is not proved that it keeps documents apart; for the
-    `laboratory`, whose replicas share one call, also for one with sliding windows."""
+    """Raise UserError (CONFIG) for an architecture that is not proved to keep documents apart. For the `laboratory`,
+    whose replicas share one call, it is raised for one with sliding windows as well."""
     config = build_config(spec)
     if config.model_type not in PARTS_DOCUMENTS:
         raise _config_error(
@@ -93,13 +94,14 @@ def check_parts_documents(spec: ModelSpec, *, laboratory: bool = False) -> None:
 
 
 def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
-    """Divide the model's layers among `model.stages` so that the most expensive stage is as cheap as can be; as
-    `model.layers_per_stage` says, where it is set.
+    """Divide the model's layers among `model.stages` so that the most expensive stage is as cheap as can be.
 
-    A layer or head costs the multiplications per token of its matrices; the embedding's look-up costs nothing. Where
-    several cuts are as good, the most even one is taken, with longer stages first. The answer depends on the spec
-    only, so all peers find the same. Raises UserError (CONFIG) as `build_config` does, when there are more stages
-    than layers, and where the layers by hand are not those of the model in number.
+    If `model.layers_per_stage` is set, the division is as it says. A layer or head costs the multiplications per token
+    of its matrices; the embedding's look-up costs nothing. If several cuts are as good, the most even one is taken,
+    with longer stages first. The answer depends on the spec only, so all peers find the same.
+
+    Raises UserError (CONFIG) as `build_config` does, when there are more stages than layers, and if the layers by hand
+    are not those of the model in number.
     """
     config = build_config(spec)
     layers: int = config.num_hidden_layers

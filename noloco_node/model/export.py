@@ -28,11 +28,9 @@ SHARD_BYTES = 5_000_000_000
 
 
 def merge_replicas(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of replicas of the same stage: summed in fp64, given back in fp32, in the first one's order. Takes one
-    after the other, so that they need not be in memory together.
-
-    ValueError when there is none, or when names or shapes differ.
-    """
+    """The mean of replicas of the same stage: summed in fp64, given back in fp32, in the first one's order. It takes
+    one after the other, so that they need not be in memory together. ValueError when there is none, or when names or
+    shapes differ."""
     totals: dict[str, Tensor] = {}
     count = 0
     for state in states:
@@ -58,10 +56,10 @@ def export_model(
 ) -> None:
     """Write config, weights, generation config and tokenizer to `folder`, for transformers alone to load.
 
-    `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise) and is
-    saved in fp32, in files of `shard_bytes` at most, with an index where they are several; `tokenizer` is `bytes`,
-    `none` for none, or what `AutoTokenizer.from_pretrained` takes, of the hub in that `revision`. A folder's files are
-    copied as they are, so that the export's tokenizer is the run's by its fingerprint, too.
+    `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise). It is
+    saved in fp32, in files of `shard_bytes` at most, with an index if they are several. `tokenizer` is `bytes`, `none`
+    for none, or what `AutoTokenizer.from_pretrained` takes, of the hub in that `revision`. A folder's files are copied
+    as they are, so that the export's tokenizer is the run's by its fingerprint, too.
     """
     config, backend = build_config(spec), _tokenizer_to_write(tokenizer, revision)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

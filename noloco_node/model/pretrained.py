@@ -17,23 +17,23 @@ from noloco_node.model.cut import build_config
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _OTHER_NAMES = (("", ""), (".mlp.", ".block_sparse_moe."))
-"""A part of a name, and how older files write it."""
+"""A part of a name, and the same part as older files write it."""
 _FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""Experts that a model holds as one tensor, and the matrices, one after the other in its rows, that files have of each
-expert: by the names of one family or another."""
+"""Experts that a model holds as one tensor, and the matrices that files have of each expert. The matrices lie one after
+the other in the tensor's rows; files name them in the way of one family or another."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _AT_ONCE = 16 << 20
-"""Numbers that are read at a time: no stage needs room for its weights twice."""
+"""So many numbers are read at a time: no stage needs room for its weights twice."""
 _SHOWN = 3
 _COMPILED = "_orig_mod."
-"""What torch.compile puts into the names of a module's parameters."""
+"""torch.compile puts this into the names of a module's parameters."""
 _BASE = "model."
-"""Before the names of all but the head."""
+"""This stands before the names of all parameters but the head's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What one parameter is made of: one tensor, or for each expert the matrices whose rows are put together."""
+    """The tensor that one parameter is made of, or for each expert the matrices whose rows are put together."""
 
     parts: tuple[tuple[str, ...], ...]
     stacked: bool
@@ -58,7 +58,7 @@ class Weights:
         return self._found
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-        """Raise UserError (DATA) where these parameters, by full name, are not all there in these shapes; else the
+        """Raise UserError (DATA) if these parameters, by full name, are not all there in these shapes. Returns the
         names of the stored tensors that they are made of. Reads no weights."""
         missing = [name for name in shapes if self._source(name, shapes[name]) is None]
         if missing:
@@ -156,8 +156,8 @@ class Weights:
 
 
 def _as_causal(name: str, names: Collection[str]) -> str:
-    """A tensor's name in the causal language model: files of a compiled model, and of one without a head, have others,
-    and transformers loads them as well."""
+    """A tensor's name in the causal language model. Files of a compiled model, and of one without a head, have other
+    names, and transformers loads them as well."""
     plain = name.replace(_COMPILED, "")
     if plain == HEAD or any(other.replace(_COMPILED, "").startswith(_BASE) for other in names):
         return plain

@@ -1,9 +1,9 @@
-"""The router's loss of a mixture of experts, as transformers trains it, of a model that is cut into stages.
+"""The router's loss of a mixture of experts, as transformers trains it, for a model that is cut into stages.
 
-transformers takes the loss of all layers at once: experts x Σ over experts of (share of the choices that fell on it) x
-(mean chance that it was given), both over all layers and tokens. Choices have no gradient. So a stage needs nothing of
-the others but how often each expert was chosen in their layers: with these counts each stage has its own part of the
-loss, the parts add up to the whole, and so do their gradients.
+transformers takes the loss of all layers at once: experts x Σ over experts of (share of choices) x (mean chance). The
+share counts the choices that fell on an expert, the chance is what the router gave it, both over all layers and tokens.
+Choices have no gradient. A stage therefore needs from the others only how often each expert was chosen in their layers.
+With these counts each stage has its own part of the loss, the parts add up to the whole, and so do their gradients.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Router:
     layers: int
     """With experts, of the whole model."""
     layers_before: int
-    """The same of the stages before this one."""
+    """The number of such layers in the stages before this one."""
 
     def routed(self, logits: Sequence[Tensor], device: torch.device) -> Routed:
-        """Of the routers' logits [tokens, experts], one for each of the stage's layers with experts."""
+        """The choices and chances in the routers' logits [tokens, experts], one tensor for each of the stage's layers
+        with experts."""
         chosen = torch.zeros(self.experts, dtype=torch.int64, device=device)
         chances = torch.zeros(self.experts, device=device)
         for each in logits:
@@ -57,7 +58,7 @@ class Router:
         return Routed(chosen, chances)
 
     def loss(self, chances: Tensor, chosen: Tensor, tokens: int) -> Tensor:
-        """The stage's part of the loss of a microbatch, summed over its `tokens` as the tokens' own loss is; `chosen`
+        """The stage's part of the loss of a microbatch, summed over its `tokens` as the tokens' own loss is. `chosen`
         are the counts of all stages."""
         rows = self.layers * tokens
         return self.coefficient * tokens * self.experts / rows**2 * (chosen.to(chances) * chances).sum()
@@ -76,8 +77,8 @@ class Router:
 
 
 def router_of(causal: PreTrainedModel, config: PretrainedConfig, cut: StageCut) -> Router | None:
-    """How the routers of this model are trained, seen from a stage; None where it has none, or where
-    `output_router_logits` does not ask for their loss, as transformers has it. `causal` is the whole model."""
+    """How the routers of this model are trained, seen from a stage; `causal` is the whole model. None if it has none,
+    or if `output_router_logits` does not ask for their loss, as transformers has it."""
     if not getattr(config, "output_router_logits", False):
         return None
     layers = cast(nn.ModuleList, causal.get_submodule("model").get_submodule("layers"))
@@ -96,7 +97,7 @@ def router_of(causal: PreTrainedModel, config: PretrainedConfig, cut: StageCut) 
 
 
 def _router_kinds(causal: PreTrainedModel) -> tuple[type[nn.Module], ...]:
-    """The classes whose outputs transformers records as `router_logits`."""
+    """The classes that transformers records as the source of `router_logits`."""
     recorded: Any = getattr(causal.get_submodule("model"), "_can_record_outputs", None) or {}
     found: Any = recorded.get("router_logits", ())
     each = cast("Sequence[Any]", found if isinstance(found, list | tuple) else (found,))

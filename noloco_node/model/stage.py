@@ -1,8 +1,8 @@
 """One pipeline stage as a module, and its first weights.
 
-A stage is the full model with the other stages' layers taken out, not a smaller model: layers are made from the full
-config, because some architectures give a layer a role by its number (sliding windows, layers without rotary
-embedding). Only the config that the model's own forward reads is narrowed to the stage.
+A stage is the full model with the other stages' layers taken out, not a smaller model. Layers are made from the full
+config, because some architectures give a layer a role by its number (sliding windows, layers without rotary embedding).
+Only the config that the model's own forward reads is narrowed to the stage.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LOCAL_ROOT = "causal."
 class Stage(nn.Module):
     """One stage of a causal language model.
 
-    `forward` maps token ids int64 [B, T] (first stage) or activations [B, T, hidden] to activations [B, T, hidden]
-    or, on the last stage, to logits [B, T, vocab]. It is pure: no cache, no dropout, no state.
-    Activations and logits have the precision of the parameters, and incoming activations must have it too.
+    `forward` maps token ids int64 [B, T] (first stage) or activations [B, T, hidden] to activations [B, T, hidden]. On
+    the last stage it maps to logits [B, T, vocab]. It is pure: no cache, no dropout, no state. Activations and logits
+    have the precision of the parameters, and incoming activations must have it too.
     """
 
     def __init__(self, cut: StageCut, causal: PreTrainedModel, router: Router | None = None) -> None:
@@ -46,15 +46,15 @@ class Stage(nn.Module):
         self.hidden_size: int = causal.config.hidden_size
         self.vocab_size: int = causal.config.vocab_size
         self.masks_by_itself = False
-        """Whether who sees whom is worked out here instead of by transformers, which cannot under `vmap`. Only for
-        models without sliding windows."""
+        """Tells whether the attention mask is worked out here instead of by transformers, which cannot under `vmap`.
+        Only models without sliding windows allow it."""
 
     def forward(
         self, inputs: Tensor, positions: Tensor | None = None, *, routers: bool = False
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
-        """Run the stage's layers; attention is causal within each row. Positions count from 0, or are given, int64
-        [B, T]: where they do not go on, a document begins, and no token sees beyond its own. With `routers` the logits
-        of its routers come beside the outputs, [B·T, experts] for each layer that has one."""
+        """Run the stage's layers; attention is causal within each row. Positions count from 0, or are given, int64 [B,
+        T]. Where they do not go on, a document begins, and no token sees beyond its own. With `routers` the logits of
+        its routers come beside the outputs, [B·T, experts] for each layer that has one."""
         source: dict[str, Any] = {"input_ids": inputs} if self.cut.is_first else {"inputs_embeds": inputs}
         if positions is not None:
             source |= documents_apart(positions, masked=self.masks_by_itself)

@@ -36,9 +36,8 @@ def with_own_weights(spec: RunSpec, folder: str | None) -> RunSpec:
 
 
 def pretrained_lines(spec: ModelSpec) -> Iterator[str]:
-    """What the weights to start from are, and what of them is not as their folder has it, a line each; nothing where
-    the run begins from a seed. Raises UserError (DATA) where the folder that is named is unusable, or does not hold
-    this model."""
+    """Lines about the weights to start from, and about all of them that is not as their folder has it. There are none
+    if the run begins from a seed. Raises UserError (DATA) if the folder is unusable, or does not hold this model."""
     if spec.fingerprint is None:
         return
     if spec.from_pretrained is None:

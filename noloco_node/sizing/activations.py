@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 FP32 = 4
 HEAD_TENSORS = 3
-"""Beside the logits themselves: their log softmax, the gradient of that, and the gradient of the logits, all fp32."""
+"""So many fp32 tensors are beside the logits: their log softmax, the gradient of that, and the gradient of the
+logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,12 @@ class ActivationGraph:
 def graph_of(
     causal: nn.Module, config: PretrainedConfig, element: int, length: int, *, autocast: bool = False
 ) -> ActivationGraph:
-    """Of the whole model `causal` (on the meta device will do), with published weights of `element` bytes and windows
-    of `length` tokens. Attention with capped scores holds them all, in fp32; experts hold what goes in and out of
-    each. Under `autocast` the stream of activations is fp32, and each product casts its inputs for itself; the weights
-    that it casts are not in it."""
+    """The graph of the whole model `causal` (on the meta device will do).
+
+    Published weights have `element` bytes, windows `length` tokens. Attention with capped scores holds them all, in
+    fp32; experts hold what goes in and out of each. Under `autocast` the stream of activations is fp32, and each
+    product casts its inputs for itself. The weights that it casts are not in the graph.
+    """
     heads = int(config.num_attention_heads)
     hidden, vocabulary = int(config.hidden_size), int(config.vocab_size)
     width = int(getattr(config, "head_dim", None) or hidden // heads)
@@ -107,6 +110,7 @@ def _modules(layer: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _inner_width(config: PretrainedConfig) -> int:
-    """Of a layer's feed-forward part, for one token: experts that it goes through count, the others do not."""
+    """The inner width of a layer's feed-forward part for one token: experts that it goes through count, the others do
+    not."""
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)

@@ -10,7 +10,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.training.compute_device import entry_of, peak_of
 
 REACHED = 0.4
-"""Of its maker's peak, what training reaches on a device that never waits: 0.3 to 0.5 is usual."""
+"""Training on a device that never waits reaches this share of its maker's peak: 0.3 to 0.5 is usual."""
 
 MEMORY_GIB = {
     "B200": 180,
@@ -48,7 +48,7 @@ MEMORY_GIB = {
     "V100": 16,
     "T4": 16,
 }
-"""The least that is sold under that name."""
+"""The least memory that is sold under that name, in GiB."""
 
 _SPEED = re.compile(r"^\s*([0-9.]+)\s*TFLOP(?:/s|s)?\s*$", re.IGNORECASE)
 

@@ -25,11 +25,12 @@ class Footprint:
     parameters: tuple[int, ...]
     """Parameters of each stage."""
     work: tuple[float, ...]
-    """Relative work for a token at each stage, 1 on average: parameters that are multiplied with, so without the table
-    of token embeddings, which is only looked up, and without the experts that a token does not go to."""
+    """The relative work for a token at each stage, 1 on average. It counts parameters that are multiplied with. The
+    table of token embeddings is only looked up, and experts that a token does not go to do not count."""
     flop_per_token: tuple[float, ...]
-    """Forward and backward at each stage: 6 for each such parameter, and 12 x layers x hidden size x sequence length
-    for attention, as utilization is usually counted (PaLM, appendix B)."""
+    """The floating-point operations a token, forward and backward, at each stage. They are 6 for each such
+    parameter, and 12 x layers x hidden size x sequence length for attention, as utilization is usually counted
+    (PaLM, appendix B)."""
     by_muon: tuple[int, ...]
     """Parameters of each stage that take Muon's steps."""
     step_flop: tuple[float, ...]

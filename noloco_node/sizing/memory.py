@@ -18,25 +18,28 @@ from noloco_node.training.precision import PRECISIONS
 GIB = 1 << 30
 FP32 = 4
 OUTER_VECTORS = 5
-"""Slow weights, outer momentum, snapshot, the difference to a partner, and the way that the replica has been
-learning."""
+"""The outer step's vectors: slow weights, outer momentum, snapshot, difference to a partner, and the way of the
+replica's learning."""
 CHECKPOINT_VECTORS = 4
-"""Fast and slow weights, outer momentum, gradient gathered so far: `StageWorker.whole_state`, moments aside."""
+"""The vectors of a checkpoint: fast and slow weights, outer momentum, gathered gradient (`StageWorker.whole_state`,
+without moments)."""
 GIVEN_VECTORS = 3
-"""Fast and slow weights and outer momentum: `StageWorker.full_state`, moments aside."""
+"""The vectors given to a joiner: fast and slow weights and outer momentum (`StageWorker.full_state`, without
+moments)."""
 CAST_BYTES = 2
 ID_BYTES = 4
-"""A token's number, or a label."""
+"""The bytes of a token's number, or of a label."""
 GUARD_BYTES = 2
-"""A parameter of a copy of a stage, which is half precision."""
+"""The bytes of a parameter in a copy of a stage, which is half precision."""
 PROGRAM_BYTES = 700 << 20
-"""Python, torch, transformers and hivemind before any weight (500 MiB), and what the allocator keeps back of small
-blocks of several threads (200 MiB): measured by `benchmarks.memory`, on the processor. CUDA's own is not in it."""
+"""The bytes of the program before any weight. Python, torch, transformers and hivemind take 500 MiB, and what the
+allocator keeps back of small blocks of several threads takes 200 MiB. `benchmarks.memory` measured both, on the
+processor. CUDA's own memory is not in it."""
 
 COMPILED_BYTES = 100 << 20
-"""More of that with `node.compile`: what torch.compile loads and keeps, 83 to 114 MiB whatever the stage."""
+"""`node.compile` adds so many bytes: what torch.compile loads and keeps, 83 to 114 MiB whatever the stage."""
 COMPILER_BYTES = 512 << 20
-"""Of the largest process beside the node's while the stage is compiled: 518 MiB."""
+"""The bytes of the largest process beside the node's while the stage is compiled: 518 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +71,14 @@ class StageMemory:
     at_work: int
     """The graph of the one that is worked on with its logits, or the gradient of all parameters that it gives."""
     ahead: int
-    """Inputs of calls whose turn on the device is to come, sent there before it; as much again of the host's, which is
-    never paged out. Only where the device has memory of its own."""
+    """The bytes of inputs of calls that were sent to the device before their turn. The host needs as much again, which
+    is never paged out. This is only for a device with memory of its own."""
     correction: int
     """What an outer step changes, brought to the device before it is added. Only where the device has memory of its
     own."""
     rounding: int
-    """By how much the host's memory for the snapshot is larger than the snapshot, since torch takes what is never paged
-    out in powers of two. Only where the device has memory of its own."""
+    """The bytes by which the host's memory for the snapshot is larger than the snapshot. torch takes what is never
+    paged out in powers of two. This is only for a device with memory of its own."""
     outer: int
     """Slow weights and what else an outer step needs, on the host."""
     exchange: int
@@ -83,8 +86,8 @@ class StageMemory:
     checkpoint: int
     """A copy of the whole state while it is written, on the host."""
     copies: int
-    """Of other stages, kept for the day on which one loses its last replica, and what is given of this one, on the
-    host."""
+    """The bytes of copies of other stages, kept in case one loses its last replica, and of this one's copy that is
+    given, on the host."""
     given: int
     """A copy of the state that a joiner reads, and a minute longer, on the host."""
 
@@ -127,14 +130,14 @@ def program_bytes(node: NodeSettings) -> int:
 
 
 def memory_of(run: RunSpec, node: NodeSettings, footprint: Footprint, replicas: int) -> tuple[StageMemory, ...]:
-    """Of each stage, where so many replicas share the batch at the most, and as few as may be: the fewer, the more
-    `node.in_flight: auto` keeps under way. What a node must have, whoever comes and leaves. Pure arithmetic."""
+    """The memory that a node of each stage must have, whichever peers come and leave. Pure arithmetic. At most
+    `replicas` share the batch, and as few as may be: the fewer, the more `node.in_flight: auto` keeps under way."""
     most = node.most_in_flight(run.microbatches_a_step(1))
     return tuple(_stage_memory(run, node, footprint, replicas, stage, most) for stage in range(run.stages))
 
 
 def planned_memory(config: Config, footprint: Footprint) -> tuple[StageMemory, ...]:
-    """Of each stage, where as many replicas share the batch as the file says. Pure arithmetic."""
+    """The memory of each stage if as many replicas share the batch as the file says. Pure arithmetic."""
     run, node, replicas = config.run, config.node, config.local_swarm.replicas
     most = planned_in_flight(config)
     return tuple(_stage_memory(run, node, footprint, replicas, stage, most) for stage in range(run.stages))
@@ -194,8 +197,8 @@ def _stage_memory(
 
 
 def _inputs(run: RunSpec, footprint: Footprint, stage: int) -> int:
-    """Bytes of the most that one call on the device is given: activations or the gradient of those that went on, or a
-    window's tokens; and labels at the last stage."""
+    """The most bytes that one call on the device is given. They are activations or the gradient of those that went on,
+    or a window's tokens; and labels at the last stage."""
     activations = footprint.hidden * carried_dtype(run.pipeline.activations).itemsize if run.stages > 1 else ID_BYTES
     return run.microbatch_tokens * (activations + (ID_BYTES if stage == run.stages - 1 else 0))
 

@@ -22,8 +22,8 @@ class Plan:
     outer_rounds: int
     """Outer steps that each replica takes, the last one included; an exchange of a fragment is one."""
     outer_bytes: tuple[int, ...]
-    """Bytes that a replica of each stage sends for all of its weights, in one outer step or in one of each fragment; it
-    receives as many."""
+    """The bytes that a replica of each stage sends for all of its weights; it receives as many. They go in one outer
+    step, or in one of each fragment."""
     peak_bytes: tuple[int, ...]
     """Bytes that a replica of each stage sends in one exchange, but for the last of the run."""
     microbatch_bytes: tuple[float, ...]
@@ -48,9 +48,9 @@ def plan(config: Config) -> Plan:
 def plan_run(run: RunSpec) -> Plan:
     """Check the run across rooms (model against stages) and count what it comes to.
 
-    Loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does, where a
-    microbatch is too large to travel, where a window is longer than the model's positions, and where a stage is too
-    small for its fragments; DATA where the weights to start from are not there, or not the model's.
+    It loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does. It does so
+    too if a microbatch is too large to travel, a window is longer than the model's positions, or a stage is too small
+    for its fragments. It raises DATA if the weights to start from are not there, or not the model's.
     """
     from noloco_node.model.anatomy import check_cut
     from noloco_node.model.cut import build_config, check_parts_documents
@@ -96,8 +96,8 @@ def check_text(run: RunSpec) -> None:
 
 
 def note_on_blocks(config: Config) -> str | None:
-    """Of a streamed text on this machine that has fewer blocks than the first stage has replicas, or of the first such
-    source of a mixture; else None."""
+    """A note on a streamed text on this machine that has fewer blocks than the first stage has replicas, else None. In
+    a mixture it is on the first such source."""
     from noloco_node.data.shards import shard_files
 
     data, replicas = config.run.data, config.local_swarm.replicas

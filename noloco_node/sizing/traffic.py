@@ -19,11 +19,11 @@ class Traffic:
     neighbours send."""
 
     forward: float
-    """Of a microbatch to the next stage: activations and labels; 0 at the last one."""
+    """The bytes of a microbatch to the next stage: activations and labels; 0 at the last one."""
     backward: float
-    """Of a microbatch to the stage before: the gradient; 0 at the first one."""
+    """The bytes of a microbatch to the stage before: the gradient; 0 at the first one."""
     fragments: tuple[int, ...]
-    """Of an outer step, for each fragment of the weights."""
+    """The bytes of an outer step, for each fragment of the weights."""
 
     @property
     def microbatch(self) -> float:
@@ -32,12 +32,12 @@ class Traffic:
 
     @property
     def outer_step(self) -> int:
-        """Of all the weights once."""
+        """The bytes of an outer step of all the weights."""
         return sum(self.fragments)
 
 
 def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
-    """Of each stage, by the narrowest codec that the run allows, which slow links take. Pure arithmetic."""
+    """The traffic of each stage, by the narrowest codec that the run allows, which slow links take. Pure arithmetic."""
     activations = float(run.microbatch_tokens * token_bytes(footprint.hidden, run.pipeline.activations[-1]))
     labels = run.microbatch_tokens * LABEL_BYTES
     return tuple(
@@ -52,19 +52,19 @@ def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LineUse:
-    """What one replica has of a run's traffic, in bytes: without what the network adds to them, and without weights
-    that are copied by or for newcomers."""
+    """The traffic of a run at one replica, in bytes.
+
+    It is without what the network adds to them, and without weights that are copied by or for newcomers.
+    """
 
     sent: float
     received: float
 
 
 def rest_of_run(run: RunSpec, footprint: Footprint, tokens_left: float, replicas: Sequence[int]) -> tuple[LineUse, ...]:
-    """Of one replica of each stage, until the run's end, `replicas` serving them with it.
-
-    Each first-stage replica sends the held-out windows through all stages: when it begins, each time that the clock
-    has gone far enough, and at the end.
-    """
+    """The traffic of one replica of each stage until the run's end, with `replicas` serving them. Each first-stage
+    replica sends the held-out windows through all stages: when it begins, each time that the clock has gone far enough,
+    and at the end."""
     traffic = traffic_of(run, footprint)
     rounds = tokens_left / run.inner.global_batch_tokens / run.outer.inner_steps + 1.0
     times = tokens_left / run.evaluation.every_tokens + 2.0

@@ -1,10 +1,12 @@
 """How much of the time a device works, by a model of the way that a microbatch goes there and back.
 
 One replica of each stage stands for all: routes are drawn evenly, so each carries as much as any other. A microbatch
-visits queues (the device of each stage twice, the uplink of each node that sends it on or back) and waits for round
+visits queues: the device of each stage twice, and the uplink of each node that sends it on or back. It waits for round
 trips in between; `in_flight` of them are under way. Mean value analysis, with times of service that hardly vary, gives
-the rate. An outer step goes over the same uplink beside the training, in connections of its own: it takes what it
-needs, or half of the link where that is not enough, and then lasts longer than H inner steps.
+the rate.
+
+An outer step goes over the same uplink beside the training, in connections of its own. It takes what it needs, or half
+of the link if that is not enough, and then lasts longer than H inner steps.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 EXCHANGE_SHARE = 0.5
-"""Of an uplink that microbatches want too: connections share it evenly."""
+"""An outer step takes this share of an uplink that microbatches want too: connections share it evenly."""
 OUTER_BLAME = 0.33
-"""The outer step, and not the uplink, limits where so much of what a quick uplink would bring is its."""
+"""The outer step, and not the uplink, limits if this share of what a quick uplink would bring is lost to it."""
 SETTLED = 1e-6
 ROUNDS = 200
 
 FULL_UPLINK = 0.8
-"""Used to so much, an uplink limits; used less, it stands idle while the few that are under way are elsewhere."""
+"""An uplink limits if this share of it is used; used less, it stands idle while the few under way are elsewhere."""
 
 Limit = Literal["device", "uplink", "under way", "latency", "outer step"]
 
@@ -31,11 +33,11 @@ class StageLoad:
     """What one microbatch asks of a replica of one stage."""
 
     compute_seconds: float
-    """Of its device, forward and backward together."""
+    """Seconds of its device, forward and backward together."""
     sends: tuple[float, ...]
     """Bytes of each message that it sends for it: on to the next stage, and back to the one before."""
     outer_bytes: float
-    """Of a whole outer step."""
+    """The bytes of a whole outer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,9 @@ class UtilisationOutlook:
 
     microbatches_a_second: float
     device_share: tuple[float, ...]
-    """Of the time that the device of each stage works."""
+    """The share of the time that the device of each stage works."""
     uplink_share: tuple[float, ...]
-    """Of each stage's uplink that is used, outer steps included."""
+    """The share of each stage's uplink that is used, outer steps included."""
     cycle_seconds: float
     """From the draw of a microbatch to its end."""
     outer_seconds: float
@@ -67,15 +69,15 @@ class UtilisationOutlook:
 
     @property
     def share(self) -> float:
-        """Of the device that works most."""
+        """The working share of the device that works most."""
         return max(self.device_share)
 
 
 def outlook_of(
     stages: Sequence[StageLoad], link: Link, *, in_flight: int, h: int, step_microbatches: int
 ) -> UtilisationOutlook:
-    """What comes of it. `h`: inner steps between outer steps; `step_microbatches`: those of a replica behind one inner
-    step. Pure arithmetic."""
+    """The outlook of a pipeline with these loads. Pure arithmetic. `h` counts inner steps between outer steps;
+    `step_microbatches` counts those of a replica behind one inner step."""
     between = float(h * step_microbatches)
     rate = 1.0 / max(stage.compute_seconds for stage in stages)
     for _ in range(ROUNDS):
@@ -115,7 +117,7 @@ def _rate(stages: Sequence[StageLoad], uplinks: Sequence[float], link: Link, in_
     thinking = (len(stages) - 1) * link.round_trip
     queued, busy, rate = [0.0] * len(demands), [0.0] * len(demands), 0.0
     for count in range(1, in_flight + 1):
-        # Who comes finds one in service whose rest is half of it: times of service hardly vary.
+        # A newcomer to a queue finds one in service with half of it left: times of service hardly vary.
         stays = [d * (1.0 + q - 0.5 * b) for d, q, b in zip(demands, queued, busy, strict=True)]
         rate = min(count / (thinking + sum(stays)), 1.0 / max(demands))
         queued = [rate * stay for stay in stays]
