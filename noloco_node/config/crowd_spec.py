@@ -16,7 +16,7 @@ class DeviceSettings(Settings):
     fastest: Annotated[float, Field(ge=1.0, le=1e6)] = 16.0
     """Speed of the fastest, in times the slowest."""
     forward_seconds: PositiveFloat = 4.0
-    """Of the slowest, for a microbatch through one stage; a backward takes twice as long."""
+    """Seconds of the slowest device for a microbatch through one stage; a backward takes twice as long."""
 
 
 class LinkSettings(Settings):
@@ -25,7 +25,7 @@ class LinkSettings(Settings):
     up_mbit: PositiveFloat = 20.0
     """Median of the uplinks, Mbit/s."""
     down_mbit: PositiveFloat = 100.0
-    """The same of the downlinks."""
+    """Median of the downlinks, Mbit/s."""
     sigma: Annotated[float, Field(ge=0.0, le=3.0)] = 0.7
     """Deviation of their logarithm."""
     regions: Positive = 5
@@ -73,7 +73,7 @@ class DirectorySettings(Settings):
     holders: Annotated[int, Field(gt=0, le=1000)] = 5
     """Nodes that keep a key."""
     record_bytes: Positive = 343
-    """Of a record with its signer, and as many for asking for one key."""
+    """Bytes of a record with its signer; to ask for one key takes as many."""
     max_replicas: Positive = 1024
     """Replicas that share the global batch at most, where everybody is seen: a limit that runs had before views were
     samples."""
@@ -83,9 +83,9 @@ class Deaths(Settings):
     """Nodes die at one moment."""
 
     at_seconds: Annotated[float, Field(ge=0.0)]
-    """Of the swarm, from its start."""
+    """When they die, seconds from the swarm's start."""
     share: Annotated[float, Field(ge=0.0, lt=1.0)]
-    """Of the nodes that live then, drawn by chance; one lives on in any case."""
+    """Share of the living nodes that die, drawn by chance; one lives on in any case."""
 
 
 class Arrivals(Settings):
@@ -96,7 +96,7 @@ class Arrivals(Settings):
     within_seconds: PositiveFloat
     """They come evenly within so long."""
     times: Annotated[float, Field(gt=0.0, le=1e6)]
-    """As many as live at the time, times this."""
+    """The number that comes, in times of the nodes that live then."""
 
 
 class Cut(Settings):
@@ -116,7 +116,7 @@ class CrowdSettings(Settings):
     kind: Literal["crowd"]
     """What is simulated."""
     seed: Annotated[int, Field(ge=0, le=10**18)] = 0
-    """Of everything that chance decides: one seed, one course."""
+    """Seed of all random choices: one seed, one course."""
     nodes: Annotated[tuple[Positive, ...], Field(min_length=1)]
     """Nodes at the start; several: one simulation for each."""
     seconds: PositiveFloat

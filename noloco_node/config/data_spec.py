@@ -14,35 +14,35 @@ from pydantic import AfterValidator, Field, model_validator
 from noloco_node.config.settings import PositiveFloat, Settings
 
 MAX_MASKED = 16384
-"""Longest window whose attention may be cut at documents: 256 MiB for who sees whom in one of them."""
+"""Longest window whose attention may be cut at documents: the mask of one of them takes 256 MiB."""
 BYTES = "bytes"
 """The name of the built-in tokenizer: a token is a byte of the UTF-8 text."""
 NO_TOKENIZER = "none"
-"""The tokenizer of a text that is token ids, whoever made them and however."""
+"""The tokenizer of a text that is token ids, however they were made."""
 TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
-"""What a fingerprint begins with: of all documents; of the beginnings and ends of a streamed text's shards; of a
-dataset of the hub, or of a tokenizer there."""
+"""A fingerprint begins with one of these. They stand for all documents; for the beginnings and ends of a streamed
+text's shards; and for a dataset of the hub, or a tokenizer there."""
 FOLDER = "tokenizer-"
-"""What the fingerprint of a tokenizer's files begins with."""
+"""The fingerprint of a tokenizer's files begins so."""
 NOT_READ = "(not named: only stage 0 reads the text)"
-"""Stands for what each volunteer keeps where it likes, on a node that does not read it."""
+"""This stands for a path of a volunteer's own choice, on a node that does not read what lies there."""
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-"""A dataset's name; by others the library reads files of this machine."""
+"""The form of a dataset's name; by other names the library reads files of this machine."""
 PASS_WINDOWS = 1000
-"""Windows of a pass through a mixture, in each of which every source has its share."""
+"""A pass through a mixture has so many windows, and every source has its share in each."""
 MOST_SOURCES = 64
-"""Of a mixture."""
+"""A mixture has at most so many sources."""
 MOST_ROWS = 8
-"""Of a mixture whose sources are read in blocks: replicas say of each which blocks they hold."""
+"""A mixture read in blocks has at most so many sources: replicas say of each which blocks they hold."""
 MOST_SHOWN = 80
-"""Characters of a name that stands beside figures."""
+"""A name that stands beside figures has at most so many characters."""
 Source = Literal["stdlib", "text", "huggingface"]
 FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 TOKENIZER_FINGERPRINT = rf"^({FOLDER}[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 
 
 _NO_ENCODINGS = frozenset({"idna", "punycode", "unicode-escape", "raw-unicode-escape", "undefined", "mbcs", "oem"})
-"""Of Python, but of no file."""
+"""Python has these encodings, but no file has."""
 
 
 def _encoding(name: str) -> str:
@@ -66,19 +66,20 @@ class MixedSource(Settings):
     """One of several sources that a run trains on."""
 
     source: Source
-    """As `run.data.source`."""
+    """Kind of this source, as `run.data.source`."""
     path: str | None = None
-    """As `run.data.path`: where a `text` source lies is no part of the run."""
+    """Place of a `text` source, as `run.data.path`; it is no part of the run."""
     subset: str | None = None
-    """As `run.data.subset`."""
+    """Subset of a hub's dataset, as `run.data.subset`."""
     split: Annotated[str, Field(min_length=1)] = "train"
-    """As `run.data.split`."""
+    """Split to read, as `run.data.split`."""
     text_field: str = "text"
-    """As `run.data.text_field`."""
+    """Column of the text, as `run.data.text_field`."""
     encoding: Encoding | None = None
-    """As `run.data.encoding`."""
+    """Encoding of the text, as `run.data.encoding`."""
     fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None = None
-    """As `run.data.fingerprint`, of this source alone: who holds another is told which one it is."""
+    """Fingerprint of this source alone, as `run.data.fingerprint`: a node with another text is told which source it
+    is."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_./-]{0,39}$")] | None = None
     """What figures of this source are shown under. Not set: the dataset's name, `text` or `stdlib`."""
     weight: PositiveFloat = 1.0
@@ -102,9 +103,9 @@ class DataSpec(Settings):
     subset: str | None = None
     """The subset of a hub's dataset, such as `en` of allenai/c4; not set takes its default."""
     split: Annotated[str, Field(min_length=1)] = "train"
-    """The split of a hub's dataset; of files of rows whose names say splits, those of this one."""
+    """The split of a hub's dataset; it also selects files of rows, if their names say splits."""
     text_field: str = "text"
-    """The column of rows that holds the text, or lists of token ids that the run's tokenizer made; padding is dropped
+    """The column of rows that holds the text, or lists of token ids that the run's tokenizer made. Padding is dropped
     where a column `attention_mask` beside it is 0."""
     encoding: Encoding | None = None
     """What text, JSON and CSV files are written in, such as `gb18030` or `utf-16-le`, where no mark at their beginning
@@ -118,26 +119,26 @@ class DataSpec(Settings):
     """Blocks of a shard of a streamed text: a replica reads one at a time. There should be several times as many blocks
     as replicas of the first stage."""
     block_windows: Annotated[int, Field(gt=0, le=1 << 32)] | None = None
-    """Windows of a block of a text that is tokenised at the start: set, the replicas share the text out in such blocks,
-    each read by one of them. A block should take a replica minutes, and there should be several times as many as
-    replicas. Not set, each walks through all of the text in an order of its own."""
+    """Windows of a block of a text that is tokenised at the start. If set, the replicas share the text out in such
+    blocks, each read by one of them. A block should take a replica minutes, and there should be several times as many
+    as replicas. If not set, each walks through all of the text in an order of its own."""
     fingerprint: Annotated[str, Field(pattern=FINGERPRINT)] | None = None
     """What `noloco-node config validate` prints for the text: set it so that a node that holds another one is told so
     before it trains."""
     prepared: str | None = None
-    """A folder that `noloco-node data prepare` wrote of this text, or of all sources of a mixture, on this machine, to
-    be read in its place."""
+    """A folder on this machine that `noloco-node data prepare` wrote of this text, or of all sources of a mixture. It
+    is read in place of the text."""
     tokenizer: str = BYTES
-    """`bytes` (vocabulary 256), a folder of this machine, or a name of the Hugging Face hub; `none` where the text is
-    token ids and what they stand for is not known. Where a volunteer keeps the folder is no part of the run."""
+    """`bytes` (vocabulary 256), a folder of this machine, or a name of the Hugging Face hub. `none` is for a text of
+    token ids with unknown meaning. The place of a volunteer's folder is no part of the run."""
     tokenizer_fingerprint: Annotated[str, Field(pattern=TOKENIZER_FINGERPRINT)] | None = None
-    """What the tokenizer is: of a folder it is taken from its files where it is not set, and who holds another is
-    refused; of a name of the hub the revision that is loaded, where it is set."""
+    """What the tokenizer is. For a folder it is taken from its files if it is not set, and a node with another one is
+    refused. For a name of the hub it is the revision that is loaded, if it is set."""
     sequence_length: Annotated[int, Field(ge=2, le=131072)] = 128
     """Tokens that are predicted in each window."""
     attention: Literal["whole", "document"] = "whole"
-    """How far back a token sees: over its `whole` window, or no further than its `document`, where positions begin
-    anew; documents are packed one after the other either way."""
+    """How far back a token sees: over its `whole` window, or no further than its `document`. With the latter, positions
+    begin anew at each document. Documents are packed one after the other either way."""
     holdout: Annotated[float, Field(gt=0.0, lt=0.5)] = 0.05
     """Share of whole documents held out for validation, chosen by a hash of their path."""
     seed: int = 0
@@ -151,24 +152,24 @@ class DataSpec(Settings):
 
     @property
     def own_tokenizer(self) -> bool:
-        """Whether the tokenizer is a folder, of which each who needs it has a copy of its own."""
+        """Tell whether the tokenizer is a folder, of which each node that needs it has a copy of its own."""
         return (self.tokenizer_fingerprint or "").startswith(FOLDER)
 
     @property
     def tokenizer_revision(self) -> str | None:
-        """Of a tokenizer of the hub, where the run names one."""
+        """The revision of a tokenizer of the hub, if the run names one."""
         fingerprint = self.tokenizer_fingerprint or ""
         return fingerprint.removeprefix(REVISION) if fingerprint.startswith(REVISION) else None
 
     @property
     def parts(self) -> tuple[DataSpec, ...]:
-        """The text of each source by itself: of a mixture its sources, else this one.
-        To read them by: settings of the whole, such as the fingerprint, are not in those of a mixture."""
+        """The text of each source by itself: of a mixture its sources, else this one. They are for reading: settings of
+        the whole, such as the fingerprint, are not in those of a mixture."""
         return tuple(self._part(*each) for each in enumerate(self.mixture)) or (self,)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parts of a mixture, no two the same; of a single text none."""
+        """The names of the parts of a mixture, no two the same; a single text has none."""
         often = Counter(each.shown for each in self.mixture)
         return tuple(
             each.shown if often[each.shown] == 1 else f"{each.shown} [{number}]"
@@ -177,7 +178,7 @@ class DataSpec(Settings):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of the parts."""
+        """The weights of the parts."""
         return tuple(each.weight for each in self.mixture) or (1.0,)
 
     def _part(self, number: int, part: MixedSource) -> DataSpec:
@@ -272,7 +273,7 @@ def apportioned(weights: Sequence[float], count: int) -> tuple[int, ...]:
 
 
 def _check_place(place: DataSpec | MixedSource, where: str, tokenizer: str, *, prepared: bool) -> None:
-    """Raise ValueError where a source, whose settings are named `where`, and what it is named by contradict."""
+    """Raise ValueError if the settings of a source, which are named `where`, contradict each other."""
     source, path = place.source, place.path
     if source != "stdlib" and not path and not (source == "text" and prepared):
         raise ValueError(f"{where}.source is '{source}' but {where}.path is not set: name a file, folder or dataset")

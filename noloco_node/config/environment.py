@@ -16,7 +16,7 @@ from noloco_node.errors import near_words, suggestion
 PREFIX = "NOLOCO_NODE_"
 _FAMILY = "NOLOCO_"
 _OTHERS = ("NOLOCO_CHAOS_",)
-"""Variables of the tests."""
+"""Variables of the tests begin so."""
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT)\w*|PORT(_\d+_(TCP|UDP)\w*)?)$")
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://", re.IGNORECASE)
 
@@ -74,8 +74,8 @@ def _unknown(variable: str, known: list[str]) -> str:
 
 
 def _value(setting: str, text: str) -> object:
-    """A list's items are parted by spaces or commas; what may be a number or a boolean is read as in a file, all else
-    as it stands."""
+    """The value of a setting in a variable's text. A list's items are parted by spaces or commas. What may be a number
+    or a boolean is read as in a file, all else as it stands."""
     kinds = set(_kinds(NodeSettings.model_fields[setting].annotation))
     if tuple in kinds:
         return [item for item in re.split(r"[\s,]+", text.strip("[]")) if item]

@@ -1,7 +1,7 @@
-"""Whether this process shows a hub the token that its user is logged in with.
+"""Tells whether this process shows a hub the token that its user is logged in with.
 
-A run names its text and its tokenizer, and a stranger may have written the run: with the token it would choose among
-all that the user may read, private data sets included.
+A run names its text and its tokenizer, and a stranger may have written the run. With the token the stranger would
+choose among all that the user may read, private data sets included.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 SETTING = "node.hub_token"
 OPTION = "--hub-token"
 VARIABLE = "HF_HUB_DISABLE_IMPLICIT_TOKEN"
-"""Read by the hub's library when it is loaded, here and in every process that this one starts."""
+"""The hub's library reads this variable when it is loaded, here and in every process that this one starts."""
 
 
 def settle(raw: Mapping[str, Any]) -> None:

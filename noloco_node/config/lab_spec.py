@@ -21,7 +21,7 @@ class WorldSpec(Settings):
     lag: Annotated[int, Field(ge=0)] = 0
     """Inner steps that go on between the snapshot of an exchange and its commit."""
     microbatches_a_step: Positive | None = 1
-    """Microbatches behind a replica's inner step, its windows divided among them; where null, microbatches are those of
+    """Microbatches behind a replica's inner step, its windows divided among them. If null, microbatches are those of
     `inner.microbatch_windows`, as in a daemon."""
     speeds: tuple[PositiveFloat, ...] = (1.0,)
     """Relative speeds of the machines, given to the replicas in turn."""
@@ -43,19 +43,19 @@ class WorldSpec(Settings):
     """`diloco` only: its outer momentum looks ahead (Nesterov's, as DiLoCo was published), with `outer.alpha` and
     `outer.beta` as momentum and learning rate."""
     data_skew: Fraction = 0.0
-    """Share of each replica's windows that come from a part of the text of its own, one stretch for each replica; the
+    """Share of each replica's windows that come from a part of the text of its own, one stretch for each replica. The
     others are drawn from the whole text."""
     weight_noise: Annotated[float, Field(ge=0.0)] = 0.0
     """`data_parallel` only: standard deviation of the noise on the weights with which each replica computes its
-    gradient, drawn anew for each inner step, at the highest learning rate; it falls with the rate, as the spread across
-    replicas does."""
+    gradient, at the highest learning rate. It is drawn anew for each inner step and falls with the rate, as the spread
+    across replicas does."""
 
 
 class VariantSpec(Settings):
     """One line of the comparison: an algorithm and the settings in which it differs from the file's."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
-    """Of the line, in the table and the plots."""
+    """Name of the line, in the table and the plots."""
     algorithm: Algorithm
     """`local` exchanges nothing; `gossip` averages pairs without an outer step."""
     set: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
@@ -101,7 +101,7 @@ class LabSpec(Settings):
     target_loss: PositiveFloat | None = None
     """Where given, the table says after how many tokens each line's validation loss reached it."""
     baseline: str | None = None
-    """The variant whose gap the others close: the table says how much of it."""
+    """The variant whose gap the others close; the table tells their share of it."""
     workers: Positive = 2
     """Processes; each runs one training at a time on one thread."""
 

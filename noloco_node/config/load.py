@@ -31,7 +31,7 @@ from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
 from noloco_node.errors import ExitCode, UserError
 
 MAX_PROBLEMS_SHOWN = 12
-"""Problems listed in one message, so that it stays on one screen."""
+"""One message lists at most so many problems, so that it stays on one screen."""
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
@@ -85,32 +85,32 @@ class CrowdConfig(Settings):
 
 
 SimulationConfig = Config | HuntConfig | CrowdConfig
-"""What `noloco-node simulate` takes, by `sim.kind`."""
+"""The configurations that `noloco-node simulate` takes, by `sim.kind`."""
 SIMULATED_ALONE: Mapping[object, type[HuntConfig | CrowdConfig]] = MappingProxyType(
     {"hunt": HuntConfig, "crowd": CrowdConfig}
 )
 """Kinds of simulations that no run belongs to."""
 SWARM = "swarm"
-"""The kind that a run belongs to, and that is meant where none is named."""
+"""The kind that a run belongs to, and that is meant if none is named."""
 
 
 class OwnData(Settings):
-    """What the one who joins says of the run's text: each of these is a setting of `run.data`."""
+    """A volunteer's own words on the run's text: each of these is a setting of `run.data`."""
 
     path: str | None = None
     """Where this machine keeps the text of a `text` source; else the run's own value, as consent to read it here."""
     paths: dict[str, str] = Field(default_factory=dict[str, str])
-    """The same for a mixture: for each of its `text` sources where this machine keeps it, by the source's name, or by
-    its number where it has none."""
+    """The paths of a mixture: for each of its `text` sources the place on this machine. The key is the source's name,
+    or its number if it has none."""
     prepared: str | None = None
     """Where this machine keeps what `noloco-node data prepare` made of it."""
     tokenizer: str | None = None
-    """Where this machine keeps the tokenizer of a run whose is a folder; else the run's own value, as consent to read
-    it where it lies on this machine."""
+    """The place on this machine of the run's tokenizer if that is a folder. Otherwise the run's own value, as consent
+    to read it if it lies on this machine."""
 
 
 class OwnModel(Settings):
-    """What the one who joins says of the run's model."""
+    """A volunteer's own words on the run's model."""
 
     from_pretrained: str | None = None
     """Where this machine keeps the weights that the run began with, for a stage that nobody serves."""
@@ -146,8 +146,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
 
     `environ` holds the variables that stand for settings of `node:`; they win over the file. `overrides` are
     `dotted.name=value` pairs, the value parsed as YAML; they win over both, later ones over earlier ones.
-    Raises `UserError` with all mistakes of a source at once: CONFIG for those of the file or the environment, USAGE for
-    an override that is no such pair.
+
+    Raises `UserError` with all mistakes of a source at once: CONFIG for mistakes in the file or the environment, USAGE
+    for an override that is no such pair.
     """
     raw = _read(path)
     _apply_environment(raw, environ)
@@ -240,7 +241,7 @@ def _sets(override: str, setting: str) -> bool:
 NO_SUCH = "there is no such setting"
 
 _Remedy = str | Callable[[Collection[str]], str]
-"""What to do; where that depends on them, told the names that are no settings, which are not to be repeated."""
+"""The remedy. If it depends on the unknown names, it is a function of them; they are not to be repeated."""
 
 
 def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: _Remedy) -> S:

@@ -9,23 +9,23 @@ from pydantic import Field, JsonValue, model_validator
 from noloco_node.config.settings import Positive, Settings
 
 MAX_PARTS = 1024
-"""Most layers, heads or experts that a model may have; the largest that are known have a few hundred."""
+"""A model has at most so many layers, heads or experts; the largest that are known have a few hundred."""
 
 
 class ModelSpec(Settings):
-    """The model, as arguments of `transformers.AutoConfig.for_model`, and its first weights: drawn from a seed, or
-    those of a model that is there already."""
+    """The model, as arguments of `transformers.AutoConfig.for_model`, and its first weights. They are drawn from a
+    seed, or are those of a model that is there already."""
 
     config: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Must hold `model_type`; everything else goes to that architecture's config class. What is not set here is that of
     `from_pretrained`, where there is one."""
     from_pretrained: Annotated[str, Field(min_length=1)] | None = None
-    """Weights to start from: a folder of this machine with config.json and safetensors (a relative path counts from
-    where the command is started), or OWNER/NAME of the Hugging Face hub. Each stage reads its own tensors. Where a
-    volunteer keeps them is no part of the run."""
+    """Weights to start from: OWNER/NAME of the Hugging Face hub, or a folder of this machine with config.json and
+    safetensors. A relative path counts from where the command is started. Each stage reads its own tensors. The place
+    of a volunteer's copy is no part of the run."""
     fingerprint: Annotated[str, Field(pattern=r"^weights-[0-9a-f]{32}$")] | None = None
-    """What those weights are; taken from `from_pretrained` where it is not set. Who has a stage peer's state, or joins
-    one, needs no files; who must begin from the first weights is refused others."""
+    """What those weights are; taken from `from_pretrained` if it is not set. A node that has or takes a stage peer's
+    state needs no files. A node that must begin from the first weights is refused with others."""
     seed: int = 0
     """Seed of the first weights: each module is initialised from (seed, its full name)."""
     embedding_std: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None

@@ -14,16 +14,17 @@ NodeName = Annotated[str, Field(max_length=32, pattern=r"^[ -~]*$")]
 """Printable ASCII: it neither speaks to a terminal nor turns the line around it, and no two letters look alike."""
 
 AUTO_MOST = 8
-"""Microbatches under way that `node.in_flight: auto` keeps at the most."""
+"""`node.in_flight: auto` keeps at most so many microbatches under way."""
 AUTO_AIM = 0.98
-"""It keeps the least number that brings so much of the best rate. Rates are seen in short windows: what is kept brings
-0.95 of the best and more."""
+"""`node.in_flight: auto` keeps the least number that brings this share of the best rate. Rates are seen in short
+windows: what is kept brings 0.95 of the best and more."""
 UNCOMPILED = "set node.compile to false"
 
 
 def why_not_compiled(backward: str, *, routers: bool) -> str | None:
-    """Why torch.compile cannot follow a stage: its `routers` are trained, since transformers hands out what these say
-    by hooks, or `inner.backward` is `checkpoint`, since layers carry their weights along. None where it can."""
+    """The reason why torch.compile cannot follow a stage; None if it can. It cannot if the stage's `routers` are
+    trained, since transformers hands out what these say by hooks. Nor can it if `inner.backward` is `checkpoint`, since
+    layers carry their weights along."""
     if routers:
         what = "a mixture of experts whose routers are trained (run.model.config.output_router_logits)"
     elif backward == "checkpoint":
@@ -55,17 +56,17 @@ class NodeSettings(Settings):
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join (`/ip4/…/tcp/…/p2p/…`); none starts a new swarm."""
     start_replicas: Positive = 1
-    """A run's first sample is drawn when so many replicas of every stage are up, or after a minute; a node that comes
+    """A run's first sample is drawn when so many replicas of every stage are up, or after a minute. A node that comes
     to a run that has begun does not wait."""
     hub_token: bool = False
-    """Show the Hugging Face hub the token that you are logged in with, where it is asked for a run's text, tokenizer or
-    weights. Else a run of strangers could choose among what only you may read."""
+    """Show the Hugging Face hub the token that you are logged in with when it is asked for a run's text, tokenizer or
+    weights. By default it is not shown, since a run of strangers could choose among what only you may read."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 to be reachable from other machines by IPv4, or :: by IPv6 only."""
     port: Port = 0
     """TCP port to listen on; 0 lets the system choose."""
     announce: tuple[str, ...] = ()
-    """Addresses under which others reach this node, where they differ from the one it listens on: `203.0.113.7:31337`,
+    """Addresses under which others reach this node, if they differ from the one it listens on: `203.0.113.7:31337`,
     `/ip4/203.0.113.7/tcp/31337`, or a host alone, with the port that it listens on."""
     relay: Literal["auto", "always", "never"] = "auto"
     """For a node that nobody can dial: be reached through peers that relay for others. `auto`: where the peers that it
@@ -76,10 +77,10 @@ class NodeSettings(Settings):
     relay_for_others: bool = False
     """Carry the encrypted connections of nodes that nobody can dial, at this node's expense."""
     metrics_host: str = "127.0.0.1"
-    """Address of `metrics_port`; 0.0.0.0 shows this node to everybody who reaches that."""
+    """Address of `metrics_port`; 0.0.0.0 shows this node to everybody that reaches the address."""
     metrics_port: Port | None = None
-    """Port of the pages of this node, read only: `/` for a browser, `/metrics`, `/healthz`, `/readyz`, `/api/state`; 0
-    lets the system choose, not set serves none."""
+    """Port of the pages of this node, read only: `/` for a browser, `/metrics`, `/healthz`, `/readyz`, `/api/state`. 0
+    lets the system choose; not set serves none."""
     device: str = "auto"
     """Torch device of the stage: cpu, cuda, cuda:1; `auto` is CUDA where there is one, else the processor."""
     torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
@@ -88,20 +89,20 @@ class NodeSettings(Settings):
     """Compile the stage with torch.compile before it trains: a minute or more at the start, quicker afterwards. Wants a
     C++ compiler. Not with `inner.backward: checkpoint`, nor where routers are trained."""
     in_flight: Annotated[int, Field(gt=0, le=256)] | Literal["auto"] = "auto"
-    """Microbatches that a stage-0 replica keeps under way. `auto`: as few as keep devices at work, its own and those of
-    later stages, at most 8, and never more than its share of a step's batch: gradients of more would be staler.
-    Whatever is set, one that would only wait, for devices or its link, is drawn after the next inner step."""
+    """Microbatches that a stage-0 replica keeps under way. `auto` keeps as few as keep devices at work, its own and
+    those of later stages. That is at most 8, and never more than its share of a step's batch: gradients of more would
+    be staler. A microbatch that would only wait, for devices or its link, is always drawn after the next inner step."""
     prefetch_bytes: Positive = 16_000_000
     """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least, and 1,024 at
     most."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8
     """Microbatches of other peers that this node holds before it answers `busy`."""
     generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
-    """Forwards through this node's stage for who generates a text through the swarm: so many tokens at most for each
-    that is trained here. 0: none."""
+    """Forwards through this node's stage for others that generate a text through the swarm. They get at most so many
+    tokens for each that is trained here. 0: none."""
     exchange_streams: Annotated[int, Field(gt=0, le=64)] | Literal["auto"] = "auto"
-    """Chunks of weights in flight at once while they are exchanged or copied. `auto`: four, then more where that makes
-    it faster and fewer where that does not make it slower, 1 to 32; long and fast lines hold many."""
+    """Chunks of weights in flight at once while they are exchanged or copied. `auto` begins with four. It takes more if
+    that is faster and fewer if that is not slower, 1 to 32; long and fast lines hold many."""
     donor_places: Annotated[int, Field(gt=0, le=64)] = 2
     """Late joiners that may copy this node's state at once; others are told `busy` and ask another node."""
     p2pd_start_seconds: PositiveFloat = 60.0
@@ -109,8 +110,9 @@ class NodeSettings(Settings):
     drain_seconds: PositiveFloat = 5.0
     """After SIGINT or SIGTERM: time to finish what is under way."""
     leave_seconds: PositiveFloat = 600.0
-    """Longest time from SIGINT, SIGTERM or the run's end to the end of the process, last checkpoint and weights written
-    meanwhile; then it names what it still waits for, and ends all the same. Ten minutes write 60 GB at 100 MB/s."""
+    """Longest time from SIGINT, SIGTERM or the run's end to the end of the process. The last checkpoint and weights are
+    written meanwhile. Then the node names what it still waits for, and ends all the same. Ten minutes write 60 GB at
+    100 MB/s."""
     checkpoint_rounds: Positive = 5
     """Outer rounds between two checkpoints of this node's state, in `run_folder/checkpoints`."""
     checkpoint_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 60.0
@@ -123,7 +125,7 @@ class NodeSettings(Settings):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Which lines the log takes: these and graver ones."""
     log_format: Literal["text", "json"] = "text"
-    """How log lines are written: for a person, or each as one JSON object, for who collects them."""
+    """Form of log lines: `text` for a person, `json` for a collector, one object a line."""
 
     def most_in_flight(self, share: int) -> int:
         """Microbatches that a stage-0 replica may have under way, where a step has so many of its own: what memory and

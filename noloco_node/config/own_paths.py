@@ -1,7 +1,7 @@
-"""Where this machine keeps the texts of a mixture: a path for each source, named as the run names it.
+"""The places on this machine of the texts of a mixture: a path for each source, named as the run names it.
 
-Of a text source the path is no part of the run, so that who starts a node may say it beside the configuration, and who
-joins must.
+The path of a text source is no part of the run. A user that starts a node may say it beside the configuration, and one
+that joins must.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from noloco_node.config.run_spec import RunSpec
 
 OWN_PATHS = "paths"
-"""`run.data.paths`: a path of this machine by the name of the source, or by its number where it has none."""
+"""`run.data.paths`: a path of this machine by the name of the source, or by its number if it has none."""
 
 
 def key_of(source: MixedSource, number: int) -> str:
@@ -60,11 +60,9 @@ def numbered(keys: Sequence[tuple[str | None, bool]], paths: Mapping[str, str]) 
 
 
 def with_own_paths(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as it was written, with `run.data.paths` put into the sources of its mixture.
-
-    Raises UserError (CONFIG) where they are no names and paths, or not of a text source of a mixture; what else is
-    wrong with the mixture is left for its validation.
-    """
+    """A configuration as it was written, with `run.data.paths` put into the sources of its mixture. Raises UserError
+    (CONFIG) if they are no names and paths, or not of a text source of a mixture. Other mistakes in the mixture are
+    left for its validation."""
     run = raw.get("run")
     data = cast("dict[str, Any]", run).get("data") if isinstance(run, dict) else None
     if not isinstance(data, dict) or OWN_PATHS not in data:

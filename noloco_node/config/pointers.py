@@ -8,7 +8,7 @@ _BEGINNINGS = (
     b"/annex/objects/",
 )
 _MOST_BYTES = 1024
-"""As Git LFS itself bounds a pointer."""
+"""The most bytes of a pointer, as Git LFS itself bounds it."""
 POINTER = "it is a pointer of Git LFS (or of git-annex) and not the file itself"
 FETCH = "fetch the file with `git lfs pull` (or `git annex get`) in its repository, or download it"
 

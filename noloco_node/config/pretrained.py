@@ -24,16 +24,16 @@ PREFIX = "weights-"
 ACCEPTED_UNDECLARED = frozenset(
     {"model_type", "head_dim", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
 )
-"""Keys that config classes take although they declare no such field."""
+"""Config classes take these keys although they declare no such field."""
 _OF_THE_FILE = frozenset({"architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"})
-"""Keys of a config.json that say nothing about the model."""
+"""These keys of a config.json say nothing about the model."""
 _SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a number of those types that a run can begin with."""
+"""The bytes of a number of each type that a run can begin with."""
 _SAMPLE_BYTES = 4096
 _SAMPLES = 4
-"""Of a tensor that is larger than all samples together, so many pieces are read, from its start to its end."""
+"""If a tensor is larger than all samples together, so many pieces of it are read, from its start to its end."""
 _MOST_HEADER = 100 << 20
-"""As safetensors itself bounds it."""
+"""The most bytes of a header, as safetensors itself bounds it."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*)/[\w-][\w.-]*")
@@ -60,7 +60,7 @@ class Pretrained:
 
     folder: Path
     config: Mapping[str, Any]
-    """Of its config.json what says something about the model."""
+    """The part of its config.json that says something about the model."""
     dropped: tuple[str, ...]
     """Keys of config.json that the architecture does not know."""
     tensors: Mapping[str, StoredTensor]
@@ -71,9 +71,9 @@ class Pretrained:
         return sum(tensor.end - tensor.start for tensor in self.tensors.values())
 
     def fingerprint(self) -> str:
-        """`weights-` and 32 hex digits: of the tensors' names, types and shapes, and of samples of their content, 16
-        KiB of each. The same however they are divided among files. Two that differ only between the samples have the
-        same. Raises UserError (DATA) where a file cannot be read."""
+        """`weights-` and 32 hex digits, of the tensors' names, types and shapes, and of samples of their content, 16
+        KiB each. It is the same however they are divided among files. Two that differ only between the samples have the
+        same. Raises UserError (DATA) if a file cannot be read."""
         found = hashlib.blake2b(digest_size=16)
         for name in sorted(self.tensors):
             tensor = self.tensors[name]
@@ -96,10 +96,8 @@ def _reading(path: Path) -> Generator[None]:
 
 def open_pretrained(name: str) -> Pretrained:
     """The folder of that path, or the hub's model of that name (OWNER/NAME), which is fetched into the hub's cache.
-
-    Raises UserError (DATA) where there is no such folder or model, where it has no config or no safetensors, and where
-    a file of it is missing or cut short.
-    """
+    Raises UserError (DATA) if there is no such folder or model, or it has no config or no safetensors. It does so too
+    if a file of it is missing or cut short."""
     folder = _folder(name)
     raw = _json(folder / "config.json", "a folder of weights has one; name the folder that holds it")
     if "quantization_config" in raw:
@@ -135,11 +133,13 @@ def _aliases(model_type: str) -> dict[str, str]:
 
 
 def with_pretrained(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as it was written, with the config and the fingerprint of the weights that
-    `run.model.from_pretrained` names; what is given stays. Raises UserError: DATA as `open_pretrained` does, and where
-    `run.model.fingerprint` is another; CONFIG where another architecture is given.
+    """A configuration as written, with the config and the fingerprint of the weights in `run.model.from_pretrained`.
 
-    Of embeddings that the folder ties, and several stages, `tie_word_embeddings` becomes false.
+    What is given stays. If the folder ties its embeddings and there are several stages, `tie_word_embeddings` becomes
+    false.
+
+    Raises UserError: DATA as `open_pretrained` does, and if `run.model.fingerprint` is another; CONFIG if another
+    architecture is given.
     """
     run = raw.get("run")
     model = cast("dict[str, Any]", run).get("model") if isinstance(run, dict) else None

@@ -18,18 +18,18 @@ from noloco_node.outer.names import CodecName, Momentum
 from noloco_node.outer.stability import admissible_gamma, safe_gamma
 
 MAX_BODY_BYTES = 256 << 20
-"""Largest body of a request that peers grant each other."""
+"""Peers grant each other requests with bodies of at most so many bytes."""
 
 ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
-"""The peer ids from which the public key can be read."""
+"""The form of peer ids from which the public key can be read."""
 
 PrecisionName = Literal["fp32", "bf16", "bf16-mixed", "bf16-pure"]
 
 ActivationCodec = Literal["fp32", "bf16", "fp16", "int8"]
 ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)
-"""From wide to narrow."""
+"""The codecs of activations, from wide to narrow."""
 INT8_BLOCK = 128
-"""Numbers of a token that share a scale where activations travel as int8."""
+"""If activations travel as int8, so many numbers of a token share a scale."""
 
 OptimizerName = Literal["adamw", "muon"]
 Multiplier = Annotated[float, Field(gt=0.0, le=100.0)]
@@ -55,11 +55,11 @@ class InnerSpec(Settings):
     embedding_rate: Multiplier = 1.0
     """Multiplies the learning rate of the token embeddings; their weight decay stays."""
     head_rate: Multiplier = 1.0
-    """The same for the head, which gives the logits."""
+    """Multiple of the learning rate for the head, which gives the logits."""
     norm_rate: Multiplier = 1.0
-    """The same for norms and biases."""
+    """Multiple of the learning rate for norms and biases."""
     muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """Of Muon: share of the momentum that an inner step keeps."""
+    """Muon: share of the momentum that an inner step keeps."""
     min_learning_rate_ratio: Fraction = 0.1
     """Share of `learning_rate` left at the end of the cosine."""
     warmup_tokens: Annotated[int, Field(ge=0)] = 0
@@ -67,19 +67,19 @@ class InnerSpec(Settings):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applies to matrices; vectors (norms, biases) are not decayed."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """Of AdamW: share of the first moment that an inner step keeps."""
+    """AdamW: share of the first moment that an inner step keeps."""
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
-    """The same of the second moment."""
+    """AdamW: share of the second moment that an inner step keeps."""
     eps: PositiveFloat = 1e-8
-    """Of AdamW: added to the root of the second moment."""
+    """AdamW: added to the root of the second moment."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm bound of each stage (a stage cannot know the norm of the others)."""
     backward: Literal["keep", "recompute", "checkpoint"] = "keep"
-    """`keep` holds a microbatch's graph until its gradient comes back; `recompute` holds its input only and computes
-    the whole stage again, `checkpoint` holds each layer's input and computes one layer again at a time."""
+    """`keep` holds a microbatch's graph until its gradient comes back. `recompute` holds its input only and computes
+    the whole stage again. `checkpoint` holds each layer's input and computes one layer again at a time."""
     precision: PrecisionName = "fp32"
-    """`bf16`: forward and backward on bf16 copies of fp32 masters; `bf16-mixed`: on fp32 copies, products in bf16
-    (torch's autocast); `bf16-pure`: weights and AdamW's state in bf16, no masters, as in the paper."""
+    """`bf16`: forward and backward on bf16 copies of fp32 masters. `bf16-mixed`: on fp32 copies, products in bf16
+    (torch's autocast). `bf16-pure`: weights and AdamW's state in bf16, no masters, as in the paper."""
 
     @model_validator(mode="after")
     def _warmup_before_target(self) -> InnerSpec:
@@ -117,14 +117,15 @@ class OuterSpec(Settings):
     momentum: Momentum = "averaged"
     """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
     codec: CodecName = "int4"
-    """How the exchanged tensor travels: rounded; as codes modulo 2^8 or 2^4 of the difference to the partner; or of its
-    own motion only the largest DCT coefficients, or only the signs, and a sixteenth of the rest."""
+    """How the exchanged tensor travels: rounded; or as codes modulo 2^8 or 2^4 of the difference to the partner.
+    `dct` sends only the largest DCT coefficients of its own motion, `sign` only the signs, and both a sixteenth of
+    the rest."""
     fragments: Annotated[int, Field(gt=0, le=1024)] = 1
-    """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps; a peak of the traffic
+    """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps. A peak of the traffic
     carries 1/F of the weights."""
     max_lag_tokens: Positive | None = None
-    """A replica whose clock lags its partner's by more than this takes the partner's state instead of averaging;
-    4·H inner steps' worth of tokens where not set."""
+    """A replica whose clock lags its partner's by more than this takes the partner's state instead of averaging. If not
+    set, it is 4·H inner steps' worth of tokens."""
     clip_multiple: PositiveFloat = 3.0
     """The difference to a partner is clipped at this multiple of the median of recent differences."""
     gauge_coordinates: Annotated[int, Field(ge=256, le=1 << 20)] = 1 << 16
@@ -186,9 +187,9 @@ class PipelineSpec(Settings):
     routing: RoutingName = "balanced"
     """`uniform`: the paper's; `balanced`: of two drawn peers the less loaded; `fixed`: for the ablation."""
     activations: Annotated[tuple[ActivationCodec, ...], Field(min_length=1, max_length=4)] = ("fp32",)
-    """How activations and their gradients may travel: one name, or several. Of several a sender takes the widest with
-    which a link carries a microbatch in little of the time that the work takes, on slow links the narrowest. int8 has
-    a scale of its own for every 128 numbers."""
+    """How activations and their gradients may travel: one name, or several. With several a sender takes the widest with
+    which a link carries a microbatch in little of the time that the work takes. On slow links it takes the narrowest.
+    int8 has a scale of its own for every 128 numbers."""
     budget_seconds: PositiveFloat = 60.0
     """Time a microbatch has for its way there and back; each hop fails upward before it ends."""
     progress_seconds: PositiveFloat = 15.0
@@ -199,8 +200,8 @@ class PipelineSpec(Settings):
     """Times that a sample is put back before it is dropped with a reason."""
     audit_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1 / 32
     """Share of its work that the last stage does twice, at the most, so that gradients of next-stage replicas can be
-    compared (stages of three replicas and more): divided over the hops. New peers and unusual gradients are looked at
-    first; what a doubt calls for comes on top. 0: none."""
+    compared. It is divided over the hops, and serves stages of three replicas and more. New peers and unusual gradients
+    are checked first; what a doubt calls for comes on top. 0: none."""
 
     @field_validator("activations", mode="before")
     @classmethod
@@ -247,10 +248,10 @@ class LimitsSpec(Settings):
 
 
 class AccessSpec(Settings):
-    """Who may take part in the run. It is part of the run id: to change it is to start another run."""
+    """The peers that may take part in the run. It is part of the run id: to change it is to start another run."""
 
     mode: Literal["open", "listed", "invited"] = "open"
-    """`open`: everyone; `listed`: the owner and `peers`; `invited`: these, and whoever the owner has invited."""
+    """`open`: everyone; `listed`: the owner and `peers`; `invited`: these, and all peers that the owner has invited."""
     owner: Annotated[str, Field(pattern=ED25519_PEER_ID)] | None = None
     """Peer id of the owner's key, which signs invitations (`noloco-node invite` makes the key and says its id)."""
     peers: tuple[Annotated[str, Field(min_length=10, max_length=128)], ...] = ()
@@ -283,8 +284,8 @@ class RunSpec(Settings):
     pipeline: PipelineSpec = PipelineSpec()
     evaluation: EvaluationSpec
     guard_copies: Annotated[int, Field(ge=0, le=64)] = 0
-    """Nodes of other stages that keep a copy of each stage's slow weights (2 bytes a parameter in the host's memory):
-    from it a stage is restored that has lost all of its replicas. 0: it would start again from the seed."""
+    """Nodes of other stages that keep a copy of each stage's slow weights (2 bytes a parameter in the host's memory). A
+    stage that has lost all of its replicas is restored from it. 0: it would start again from the seed."""
     limits: LimitsSpec = LimitsSpec()
     access: AccessSpec = AccessSpec()
 
@@ -314,11 +315,9 @@ class RunSpec(Settings):
 
     @property
     def agreed_json(self) -> str:
-        """What all peers have in common, as canonical JSON: what the run id is the hash of, and what a joiner is told.
-
-        Where a volunteer keeps the text of a `text` source, or a prepared one, or a tokenizer's folder, or the weights
-        that the run began with, is its own affair: those paths are not in it.
-        """
+        """What all peers have in common, as canonical JSON: the run id is its hash, and a joiner is told it. Some paths
+        are a volunteer's own affair and not in it: those of the text of a `text` source, or a prepared one, of a
+        tokenizer's folder, and of the weights that the run began with."""
         agreed = self.model_dump(mode="json")
         del agreed["model"]["from_pretrained"]
         del agreed["data"]["prepared"]

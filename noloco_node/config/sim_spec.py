@@ -23,16 +23,16 @@ class SimSpec(Settings):
     hours: Annotated[float, Field(gt=0.0, le=10_000.0)] = 1.0
     """Virtual hours; less where the run's end comes first."""
     seed: int = 0
-    """Of everything that chance decides: one seed, one course."""
+    """Seed of all random choices: one seed, one course."""
     tensors: Literal["quadratic", "real"] = "quadratic"
-    """`quadratic`: each stage is a noisy quadratic of 64 dimensions, and bytes and times are those of `run.model`;
-    `real`: the run's own model on made-up text."""
+    """`quadratic`: each stage is a noisy quadratic of 64 dimensions, with bytes and times of `run.model`. `real`: the
+    run's own model on made-up text."""
     noise: Annotated[float, Field(ge=0.0)] = 1.0
-    """Of the quadratic: standard deviation of a microbatch's gradient in each dimension."""
+    """Quadratic: standard deviation of a microbatch's gradient in each dimension."""
     operation_seconds: PositiveFloat = 1.0
     """What a usual device takes for a microbatch's forward at its stage; its backward takes twice that."""
     device_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0
-    """Of the devices' speeds: standard deviation of their logarithm. With 0.7 the quickest of 16 are ten times as fast
+    """Devices: standard deviation of the logarithm of their speeds. With 0.7 the quickest of 16 are ten times as fast
     as the slowest."""
     exchange_seconds: Annotated[float, Field(ge=0.0)] = 0.03
     """Seconds of a node's processor that an exchange takes on its side for a million weights: coding, checks, the step.
@@ -42,16 +42,16 @@ class SimSpec(Settings):
     up_mbit: PositiveFloat = 50.0
     """Megabits a second that a usual node can send; all of its streams share them."""
     down_mbit: PositiveFloat = 200.0
-    """The same of what it receives."""
+    """Megabits a second that a usual node can receive; all of its streams share them."""
     link_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0
-    """Of up- and downlinks: standard deviation of their logarithm."""
+    """Up- and downlinks: standard deviation of their logarithm."""
     loss: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
     """Share of packets that are lost at each end."""
     relayed: Fraction = 0.0
     """Share of the nodes that nobody can dial: what they send and get goes through others of them."""
     life_hours: PositiveFloat | None = None
-    """How long a node lives on average before it is gone from one moment to the next, and another comes in its place,
-    which takes over a stage peer's state: a quadratic's is one chunk; null: nobody dies."""
+    """How long a node lives on average before it is gone from one moment to the next. Another comes in its place and
+    takes over a stage peer's state; a quadratic's is one chunk. null: nobody dies."""
     sample_seconds: Annotated[float, Field(ge=1.0)] = 60.0
     """Virtual seconds between two samples of the weights' spread and the losses."""
 

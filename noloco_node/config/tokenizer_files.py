@@ -17,7 +17,7 @@ from noloco_node.config.pointers import FETCH, POINTER, is_pointer
 from noloco_node.errors import ExitCode, UserError
 
 _WHOLE = "tokenizer.json"
-"""All of a tokenizer; beside it the files of older forms are not read."""
+"""This file holds all of a tokenizer; beside it the files of older forms are not read."""
 _CONFIG = "tokenizer_config.json"
 _FORMS: Mapping[str, frozenset[str]] = {
     _WHOLE: frozenset({"version", "truncation", "padding"}),
@@ -47,19 +47,19 @@ _FORMS: Mapping[str, frozenset[str]] = {
     "special_tokens_map.json": frozenset(),
     "added_tokens.json": frozenset(),
 }
-"""Files of JSON, and of each the keys that say nothing of which tokens a text has: where the files lay, what saved
-them, how a chat is written, how long texts are cut."""
+"""Files of JSON, each with its keys that say nothing of which tokens a text has. They say where the files lay, what
+saved them, how a chat is written, and how long texts are cut."""
 _OLDER = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tekken.json")
 _OF_CHATS = ("chat_template.jinja", "chat_template.json")
 _MOST_BYTES = 512 << 20
-"""Of a file; the largest that are known have a tenth."""
+"""A file has at most so many bytes; the largest that are known have a tenth."""
 _AGAIN = "copy it again from whoever made it, or make one with noloco-node tokenizer train"
 
 
 def fingerprint_of_tokenizer(folder: Path) -> str:
-    """`tokenizer-` and 32 hex digits: of the files that say which tokens a text has, and of nothing else in the folder.
-    The same wherever it lies, and after transformers has loaded and saved it. Raises UserError (DATA) for a folder
-    without a tokenizer, and for damaged files."""
+    """`tokenizer-` and 32 hex digits, of the files that say which tokens a text has, and of nothing else in the folder.
+    It is the same wherever the folder lies, and after transformers has loaded and saved it. Raises UserError (DATA) for
+    a folder without a tokenizer, and for damaged files."""
     found = hashlib.blake2b(digest_size=16)
     for name, said in sorted(_said(folder)):
         for part in (name.encode(), said):
@@ -69,9 +69,9 @@ def fingerprint_of_tokenizer(folder: Path) -> str:
 
 
 def with_tokenizer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as it was written, with the fingerprint of the folder that `run.data.tokenizer` names; what else
-    it names is left for the hub. Raises UserError (DATA) where a place of this machine is not there and no fingerprint
-    says what is meant, where it holds no tokenizer, and where the fingerprint that is given is another's."""
+    """A configuration as written, with the fingerprint of the folder that `run.data.tokenizer` names. Other names are
+    left for the hub. Raises UserError (DATA) if a place of this machine is missing without a fingerprint that says what
+    is meant. It does so too if it holds no tokenizer, or if the given fingerprint is another's."""
     run = raw.get("run")
     data = cast("dict[str, Any]", run).get("data") if isinstance(run, dict) else None
     settled = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
@@ -111,8 +111,8 @@ def check_tokenizer(spec: DataSpec) -> None:
 
 
 def files_to_copy(folder: Path) -> list[Path]:
-    """All that a tokenizer's folder holds of it, to be put beside a model of whatever kind; none where that is no
-    folder, or where the model that lies beside it says how it is to be read."""
+    """All files of a tokenizer in its folder, to be put beside a model of whatever kind. There are none if that is no
+    folder, or if the model that lies beside it says how it is to be read."""
     if not (folder / _CONFIG).is_file() or "tokenizer_class" not in _json(folder / _CONFIG):
         return []
     patterns = (*_FORMS, *_OLDER, *_OF_CHATS)

@@ -23,7 +23,7 @@ _KINDS = {
     "dict": "must be a group of names and values",
     "path": "must be the name of a file or folder",
 }
-"""By the beginning of pydantic's name for an error of type or of parsing."""
+"""The wording of an error by the beginning of pydantic's name for an error of type or of parsing."""
 _PATTERNS = {
     RUN_NAME: "must be at most 64 small letters, digits, '.', '_' and '-', of which the first is a letter or a digit",
     ED25519_PEER_ID: "must be a peer id: 52 letters and digits, the first of them 12D3KooW",
@@ -59,9 +59,9 @@ def allowed_in_words(details: ErrorDetails) -> str:
 
 
 def did_you_mean(setting: str, siblings: Sequence[str], known: Iterable[str]) -> str:
-    """The nearest names to one that does not exist: a slip of the pen in its own group, the same one in another, what
-    is spelt roughly so, else a slip of the pen anywhere; else what its group has. `known` are all dotted names, of
-    groups too."""
+    """The nearest names to one that does not exist; `known` are all dotted names, of groups too. They are a slip of the
+    pen in its own group, the same one in another, what is spelt roughly so, or a slip of the pen anywhere. If there is
+    none, they are what its group has."""
     group, _, leaf = setting.rpartition(".")
     names = list(known)
     same = [name for name in names if name == setting or name.endswith(f".{setting}")]

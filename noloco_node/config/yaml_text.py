@@ -11,19 +11,17 @@ from yaml.constructor import ConstructorError
 
 MAX_CHARACTERS = 512 * 1024
 MAX_DEPTH = 32
-"""Groups within groups; the settings themselves need five."""
+"""So many groups may lie within each other; the settings themselves need five."""
 MAX_VALUES = 20_000
-"""Values after aliases have been put in place of what they stand for: a few lines of aliases can stand for millions."""
+"""At most so many values count after aliases have been replaced: a few lines of aliases can stand for millions."""
 
 _EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 
 
 def parse_yaml(text: str) -> object:
-    """The value that `text` stands for.
-
-    Raises yaml.YAMLError for what is no YAML, is larger or deeper than any settings are, sets a key twice, holds a
-    value that cannot be made (a date in month 13), or asks for anything but plain values.
-    """
+    """The value that `text` stands for. Raises yaml.YAMLError for what is no YAML, is larger or deeper than any
+    settings are, or sets a key twice. It does so too for a value that cannot be made (a date in month 13), and for a
+    request for anything but plain values."""
     if len(text) > MAX_CHARACTERS:
         raise yaml.YAMLError(f"it has {len(text):,} characters, and {MAX_CHARACTERS:,} are allowed")
     _Bounds().check(text)
@@ -57,12 +55,14 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Bounds:
-    """Counts values and depth while the text is read, before anything is built from it: building recurses, and puts in
-    for each alias what it stands for."""
+    """Counts values and depth while the text is read, before anything is built from it.
+
+    Building recurses, and puts in for each alias what it stands for.
+    """
 
     def __init__(self) -> None:
         self._open: list[tuple[str | None, int]] = []
-        """Of each group that is not complete: its anchor, and how many values lie before it."""
+        """For each group that is not complete: its anchor, and how many values lie before it."""
         self._sizes: dict[str, int] = {}
         self._values = 0
 
