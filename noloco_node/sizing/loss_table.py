@@ -25,7 +25,7 @@ TELLING = (
     "outer.momentum",
     "inner.beta1",
 )
-"""These settings of `run` tell one family from another."""
+"""Settings of `run` that tell one family from another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class Family:
     """Settings that were measured together at several H."""
 
     settings: Mapping[str, Any]
-    """The value of each setting in `TELLING`."""
+    """Of `TELLING`, each."""
     rate: float
     """The learning rate, as a multiple of the first family's."""
     points: tuple[Measured, ...]
     """By rising H."""
 
     def at(self, inner_steps: float) -> Measured | None:
-        """The figure as measured, or between two measured ones (in the logarithms of H); None outside of them."""
+        """As measured, or between two measured ones (in the logarithms of H); None outside of them."""
         for low, high in zip(self.points, self.points[1:] or self.points, strict=False):
             if low.inner_steps * 0.99 <= inner_steps <= high.inner_steps * 1.01:
                 return _between(low, high, inner_steps)
         return None
 
     def is_of(self, run: RunSpec) -> bool:
-        """Tell whether the run's settings are of this family. Of Adam's β1 it matters only whether there is one."""
+        """Whether the run's settings are of this family. Of Adam's β1 only whether there is one matters."""
         return not self.differing(run)
 
     def differing(self, run: RunSpec) -> Mapping[str, Any]:

@@ -17,12 +17,11 @@ from noloco_node.sizing.loss_table import Family, Measured, loss_table
 from noloco_node.sizing.utilisation import UtilisationOutlook
 
 KEPT = 1.01
-"""An H counts as kept if outer steps lie at most so many times as far apart."""
+"""An H counts as kept where outer steps lie at most so many times as far apart."""
 LEVEL = 1.03
-"""Of settings whose times to the loss differ by less than this factor, the one that sends least is taken: seeds differ
-as much."""
+"""Of settings whose times to the loss differ by less, the one that sends least is taken: seeds differ by as much."""
 PLAIN = {"outer.codec", "outer.inner_steps", "outer.fragments"}
-"""An owner may change these settings without another learning rate."""
+"""What an owner may turn without another learning rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,8 @@ class _Present:
 def quickest(
     config: Config, outlook: Callable[[Config], UtilisationOutlook], outer_bytes: Callable[[Config], float]
 ) -> tuple[Quickest, ...]:
-    """The best measured settings, each with an H that the link keeps; empty if no measured one is kept. The first
-    differs from the run in codec, H and fragments alone. The best of all comes second if that is sooner still."""
+    """Of the measured settings, each with an H that the link keeps: the best that differs from the run in codec, H and
+    fragments alone, and the best of all where that is sooner still. Empty where no measured one is kept."""
     now = outlook(config)
     own = loss_table().family_of(config.run)
     point = None if own is None else own.at(now.inner_steps)
