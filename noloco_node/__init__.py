@@ -3,4 +3,4 @@
 __version__ = "0.1.0"
 
 PROTOCOL_VERSION = 3
-"""What two nodes must share to talk at all; compared in every handshake, raised by every incompatible change."""
+"""Two nodes must share this to talk at all; every handshake compares it, every incompatible change raises it."""

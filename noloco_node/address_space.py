@@ -11,7 +11,7 @@ from typing import cast
 import psutil
 
 _REFUSED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "failed to map segment")
-"""What torch, its devices and the loader of libraries say."""
+"""torch, its devices and the loader of libraries say this."""
 
 
 def address_space_left() -> int | None:
@@ -23,7 +23,7 @@ def address_space_left() -> int | None:
 
 
 class NoMemory(RuntimeError):
-    """Memory was asked for, of the machine or of a device, and not given. Who asked is as before."""
+    """Memory was asked for, of the machine or of a device, and not given. The caller is as before."""
 
 
 def refused_memory(error: BaseException) -> BaseException | None:

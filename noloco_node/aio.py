@@ -19,15 +19,15 @@ T = TypeVar("T")
 LAG_PROBE_SECONDS = 0.1
 BEAT_SECONDS = 1.0
 CANCEL_AGAIN_SECONDS = 10.0
-"""Longer than any clean-up takes that a second cancellation would cut short."""
+"""Seconds before a second cancellation: longer than any clean-up takes that it would cut short."""
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel `tasks` and wait until every one has ended. What they end with is not raised.
 
     One that has not ended after some seconds is cancelled again: a task may lose a cancellation that comes while it
-    fails, and would be waited for without end. What must not be cut short runs under `run_to_end`. If the caller itself
-    is cancelled meanwhile, it still sees that cancellation.
+    fails, and never end. What must not be cut short runs under `run_to_end`. If the caller itself is cancelled
+    meanwhile, it still sees that cancellation.
     """
     every = list(tasks)
     while pending := [task for task in every if not task.done()]:
@@ -51,10 +51,8 @@ def _name_of(task: asyncio.Future[Any]) -> str:
 
 @contextlib.contextmanager
 def first_alone(kind: type[Exception]) -> Generator[None]:
-    """Of a group of errors (of groups of them) that are all of this kind the first goes on, alone.
-
-    What is raised in an `except*` comes in a group of its own before Python 3.11.4.
-    """
+    """If all errors of a group (or of groups in it) are of this kind, raise the first of them alone. What is raised in
+    an `except*` comes in a group of its own before Python 3.11.4."""
     try:
         yield
     except BaseExceptionGroup as errors:
@@ -68,13 +66,15 @@ def first_alone(kind: type[Exception]) -> Generator[None]:
 
 
 async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Wait until all of `tasks` have ended, and those that they add to it. Where one fails the others are ended, and
-    its failure is raised: RuntimeError for one that ends cancelled, although nobody here has cancelled it, since its
-    work is not done. However often the caller is cancelled meanwhile, it sees that only when they have ended: they
-    may still be writing to what it has lent them.
+    """Wait until all of `tasks` have ended, and those that they add to it. If one fails the others are ended, and its
+    failure is raised.
 
-    In place of a TaskGroup wherever the failure is taken and the caller goes on: a TaskGroup (before Python 3.13) that
-    ends the others just then forgets a cancellation of the caller, who would never end.
+    A task that ends cancelled, although nobody here has cancelled it, raises RuntimeError, since its work is not done.
+    If the caller is cancelled meanwhile, it sees that only when they have ended: they may still be writing to what it
+    has lent them.
+
+    It replaces a TaskGroup wherever the failure is taken and the caller goes on. A TaskGroup (before Python 3.13) that
+    ends the others just then forgets a cancellation of the caller, and that would never end.
     """
     failed: asyncio.Task[None] | None = None
     try:
@@ -105,17 +105,17 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
 
 
 class Pulse:
-    """Wakes everyone who waits, every time something has moved. Waiters look at the state themselves.
+    """Wakes all waiting tasks every time something has moved. Waiters read the state themselves.
 
-    Unlike an Event there is nothing to clear, so several waiters cannot take each other's wake-ups. Belongs to one
-    event loop; nothing is lost between a look at the state and `wait` as long as no await stands between them.
+    Unlike an Event there is nothing to clear, so several waiters cannot take each other's wake-ups. It belongs to one
+    event loop. Nothing is lost between a look at the state and `wait` as long as no await stands between them.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
 
     def fire(self) -> None:
-        """Wake all who wait now."""
+        """Wake all tasks that wait now."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)
@@ -132,7 +132,7 @@ class Pulse:
 
 
 class LoopLag:
-    """How late the event loop wakes who sleeps: it must stay responsive while tensors stream."""
+    """How late the event loop wakes sleeping tasks: it must stay responsive while tensors stream."""
 
     def __init__(self) -> None:
         self._worst = 0.0
@@ -152,8 +152,10 @@ class LoopLag:
 
 
 class Heartbeat:
-    """When an event loop last came round, for whoever looks from another thread. Beats once a second until `stop`, and
-    calls `on_beat` with the count of beats, which must be quick."""
+    """The time when an event loop last came round, for observers on another thread.
+
+    It beats once a second until `stop`, and calls `on_beat` with the count of beats, which must be quick.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_beat: Callable[[int], None] = lambda _: None) -> None:
         self._loop = loop

@@ -1,6 +1,6 @@
 """Time, chance and work that is done elsewhere. All of the package takes them from here, and from nowhere else.
 
-They are the machine's own, unless the event loop that runs brings its own (`Ambience`): a simulation is a loop, and
+They are the machine's own, unless the running event loop brings its own (`Ambience`). A simulation is a loop, and
 nothing else has to be handed about or replaced.
 """
 

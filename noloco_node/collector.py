@@ -1,4 +1,4 @@
-"""When Python's collector of garbage stays away: while libraries are loaded, whose objects stay for good."""
+"""Tells when Python's garbage collector stays away: while libraries are loaded, whose objects stay for good."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def paused() -> Generator[None]:
-    """All that is garbage now is collected, and nothing in the block: for what makes very many objects, none of which
-    hold each other when they are no longer needed. Going through them took a tenth of a simulated crowd's CPU time."""
+    """All that is garbage now is collected, and nothing in the block. It is for code that makes very many objects, none
+    of which hold each other when they are no longer needed. Going through them took a tenth of a simulated crowd's CPU
+    time."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -70,7 +70,7 @@ class UserError(Exception):
 
 
 def version_remedy(protocol: int, others: int, their_release: str) -> str:
-    """What to do where this node speaks one protocol version and its peers, who run `their_release`, another."""
+    """The remedy if this node speaks one protocol version and its peers, with `their_release`, another."""
     install = f"install noloco-node {their_release} here"
     if others > protocol:
         return f"the peers are newer: {install}, or a newer one that speaks protocol version {others}"

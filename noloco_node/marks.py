@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 BEGINS = 1 << 30
-"""Set in a token id, int32 or int64, that is the first of its document; above every id. In labels it stands where the
-*input* of that place is the first of its document, so that labels say it to later stages, too."""
+"""This bit is set in a token id, int32 or int64, that is the first of its document; it is above every id. In labels it
+stands where the *input* of that place is the first of its document, so that labels say it to later stages, too."""
 
 
 def without_marks(ids: Tensor) -> Tensor:
@@ -16,8 +16,8 @@ def without_marks(ids: Tensor) -> Tensor:
 
 
 def positions_of(marked: Tensor) -> Tensor | None:
-    """Each token's place in its document, int64 [B, T], of ids or labels [B, T] with marks; a row begins with a place
-    0 whatever it says. None where no document begins within a row: places then count from its beginning."""
+    """Each token's place in its document, int64 [B, T], of ids or labels [B, T] with marks. A row begins with a place 0
+    whatever it says. None if no document begins within a row: places then count from its beginning."""
     begins = (marked & BEGINS) != 0
     begins[:, 0] = True
     if int(begins.sum()) == len(begins):

@@ -69,7 +69,7 @@ class Participant:
         return False
 
     def hand_back(self) -> None:
-        """The time to finish is over: tell those who wait for this replica."""
+        """The time to finish is over: tell the waiting peers."""
 
     def close(self) -> None:
         """Let go of what it holds; the replica has ended."""

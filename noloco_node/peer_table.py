@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 MOST_PEERS = 1024
-"""Entries of a table that is told no other number."""
+"""A table has so many entries if it is told no other number."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -42,7 +42,7 @@ class PeerTimes(PeerTable[K, float]):
         return now < self.get(key, now)
 
     def expire(self, now: float) -> None:
-        """Forget those that it holds for no longer, up to the first that it does: where it holds for all equally long,
-        all of them, and else nobody is left where it holds for none."""
+        """Forget peers from the oldest entry on, up to the first that it still holds for. If it holds equally long for
+        all, these are all that have expired. Otherwise some stay until those before them expire."""
         while self and next(iter(self.values())) <= now:
             self.popitem(last=False)

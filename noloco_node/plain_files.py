@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 MOST_BYTES = 1 << 20
-"""Of a file that describes others: a manifest or a mark has a few kilobytes."""
+"""A file that describes others has at most so many bytes: a manifest or a mark has a few kilobytes."""
 
 
 def is_plain(path: Path) -> bool:

@@ -21,7 +21,7 @@ Task = TypeVar("Task")
 _Answer = TypeVar("_Answer")
 
 END_SECONDS = 5.0
-"""Time that a worker has to end after it was told to, before it is killed."""
+"""Seconds that a worker has to end after it was told to, before it is killed."""
 
 
 def cores() -> int:

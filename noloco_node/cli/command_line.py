@@ -14,7 +14,7 @@ class CommandLine(argparse.ArgumentParser):
     """The parser of a command line, and of each of its commands."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As `ArgumentParser.parse_args`; what is left over is told by the command that was named."""
+        """Parse as `ArgumentParser.parse_args`; what is left over is reported by the command that was named."""
         options, left = self.parse_known_args(args, namespace)
         if left:
             of = self._named_in(args or ())

@@ -66,7 +66,7 @@ from noloco_node.cli.views import top_arguments, watch_arguments
 from noloco_node.errors import EXIT_MEANINGS
 
 READS_ENVIRONMENT = frozenset({"swarm", "run", "join", "seed", "doctor", "show", "validate"})
-"""Commands that take settings of `node:` from variables."""
+"""These commands take settings of `node:` from variables."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def prepare_arguments(command: argparse.ArgumentParser) -> None:
-    """Of `data prepare`, but for the configuration."""
+    """Add the arguments of `data prepare`, except the configuration."""
     command.add_argument("--to", metavar="DIR", type=Path, required=True, help="folder for the tokens, made if missing")
     command.set_defaults(call=_prepare)
 

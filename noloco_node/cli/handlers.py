@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from noloco_node.telemetry.events import NodeStopped
 
 ORPHAN_SECONDS = 30.0
-"""Time that a daemon of a local swarm has to end in order after its launcher has vanished: nobody waits for it, and one
-that is killed on a busy machine leaves its sockets behind."""
+"""Seconds that a daemon of a local swarm has to end in order after its launcher has vanished. Nobody waits for it, and
+one that is killed on a busy machine leaves its sockets behind."""
 
 
 def swarm(options: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     options.log_format = config.node.log_format  # as main says what goes wrong from here on
     check_peers(config.node)
     say_asking(config.node.initial_peers, config.node.log_format)
-    looked = bool(options.end_with_stdin)  # whoever started it has looked already
+    looked = bool(options.end_with_stdin)  # the launcher has looked already
     if options.devices:
         if not looked:
             check_trainable(config)

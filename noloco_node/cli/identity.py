@@ -14,9 +14,9 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 
 MIN_PASSPHRASE = 12
-"""Characters of a new passphrase: all that protects a backup."""
+"""A new passphrase has at least so many characters: it is all that protects a backup."""
 MAX_PASSPHRASE_BYTES = 1023
-"""The most that the encryption takes."""
+"""The encryption takes at most so many bytes."""
 MAX_BACKUP_BYTES = 64 * 1024
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -56,8 +56,9 @@ def create_identity(path: Path) -> list[str]:
 def export_identity(path: Path, target: Path, passphrase_file: Path | None) -> str:
     """Write an encrypted copy of the identity file `path` to `target` (PKCS#8, PEM, mode 0600); returns the peer id.
 
-    Asks for the passphrase twice where no file holds it. Raises UserError: CONFIG (no such key, a target that exists, a
-    weak passphrase), RUN_FOLDER (`target` cannot be written), USAGE (no passphrase file and no terminal to ask on).
+    It asks for the passphrase twice if no file holds it. Raises UserError: CONFIG (no such key, a target that exists, a
+    weak passphrase), RUN_FOLDER (`target` cannot be written). It raises USAGE without a passphrase file and without a
+    terminal to ask on.
     """
     from noloco_node.identity.keys import load_identity, write_new_private_file
 
@@ -74,11 +75,9 @@ def export_identity(path: Path, target: Path, passphrase_file: Path | None) -> s
 
 
 def import_identity(backup: Path, target: Path, passphrase_file: Path | None) -> str:
-    """Write the key inside `backup` as a new identity file `target` (mode 0600); returns its peer id.
-
-    Raises UserError: CONFIG (no backup, a wrong passphrase, a target that exists), RUN_FOLDER (`target` cannot be
-    written), USAGE (no passphrase file and no terminal to ask on).
-    """
+    """Write the key inside `backup` as a new identity file `target` (mode 0600); returns its peer id. Raises UserError:
+    CONFIG (no backup, a wrong passphrase, a target that exists), RUN_FOLDER (`target` cannot be written). It raises
+    USAGE without a passphrase file and without a terminal to ask on."""
     from noloco_node.identity.keys import BadKey, WrongPassphrase, key_of_backup, load_identity, write_new_private_file
 
     _refuse_existing(target)

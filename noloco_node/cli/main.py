@@ -20,20 +20,18 @@ from noloco_node.cli.small import completed
 from noloco_node.errors import ExitCode, UserError
 
 INVITATION = "noloco-invitation-"
-"""How the text of an invitation begins (`identity.invitations`, which takes a while to load)."""
+"""The text of an invitation begins so (`identity.invitations`, which takes a while to load)."""
 DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""What a system says of a disk that is full or must not be written: nothing that a defect of this program could be."""
+"""A system says this of a disk that is full or must not be written; no defect of this program could cause it."""
 OTHERS_SETTINGS = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 """Variables for servers of several processes. The metrics' library would write files there, and fail without the
 folder; this node has one process that counts."""
 
 
 def entry() -> NoReturn:
-    """The installed command: `main`, and then an end at once.
-
-    Everything that must be closed is closed by then. Taking torch and hivemind down module by module costs 0.8 s of
-    CPU a process, which eight daemons that are told to stop together do not have.
-    """
+    """The installed command: `main`, and then an end at once. Everything that must be closed is closed by then. Taking
+    torch and hivemind down module by module costs 0.8 s of CPU a process. Eight daemons that are told to stop together
+    do not have that."""
     open_standard_streams()
     for name in OTHERS_SETTINGS:
         os.environ.pop(name, None)
@@ -46,8 +44,8 @@ def entry() -> NoReturn:
 
 
 def open_standard_streams() -> None:
-    """Open the null device for each standard stream that is closed, as some launchers leave them. Else a socket gets
-    that number, text is printed into it, and libuv aborts the process."""
+    """Open the null device for each standard stream that is closed, as some launchers leave them. Otherwise a socket
+    gets that number, text is printed into it, and libuv aborts the process."""
     for number, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -102,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_no_secret(arguments: Sequence[str]) -> None:
-    """Raise UserError (USAGE) for an invitation among the arguments: every user of the machine sees these, and whoever
-    has an invitation to its bearer is invited."""
+    """Raise UserError (USAGE) for an invitation among the arguments. Every user of the machine sees these, and a holder
+    of an invitation to its bearer is invited."""
     if any(INVITATION in argument for argument in arguments):
         raise UserError(
             ExitCode.USAGE,

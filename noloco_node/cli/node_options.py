@@ -20,7 +20,7 @@ CONFIG_ARGUMENT = "the run's configuration, where its folders do not say which r
 
 
 def guest_arguments(command: argparse.ArgumentParser) -> None:
-    """How somebody who looks at a run without taking part shows that it admits him."""
+    """Add the arguments with which an onlooker shows that a run admits it."""
     command.add_argument("--invitation", metavar="FILE", help="for a run that admits only who is invited")
     identity = "the identity that the run admits, where it admits by name"
     command.add_argument("--identity", metavar="FILE", help=identity)
@@ -162,7 +162,7 @@ NODE_OPTIONS = (
     "identity",
     "invitation",
 )
-"""Options of `run` and `join` that stand for the setting of the same name in `node:`."""
+"""These options of `run` and `join` stand for the setting of the same name in `node:`."""
 
 
 def node_overrides(options: argparse.Namespace) -> list[str]:

@@ -76,8 +76,8 @@ def _check_text(config: Config) -> None:
 
 
 def print_fingerprint(run: RunSpec) -> None:
-    """Of the tokenizer, and of the text on this machine, which is read for it. UserError as `fingerprint_of` raises
-    it."""
+    """Print the fingerprint of the tokenizer, and of the text on this machine, which is read for it. UserError as
+    `fingerprint_of` raises it."""
     from noloco_node.data.tokenizers import tokenizer_words
 
     data = run.data
@@ -105,8 +105,8 @@ def print_now(text: str) -> None:
 
 
 def teller(log_format: str) -> Say:
-    """Where a node's command says what is no line of its log: to stdout, and beside a log of JSON, in which it would be
-    a line that nothing can read, to that log."""
+    """The place where a node's command prints what is no line of its log: stdout. Beside a log of JSON it is that log,
+    since a plain line would be one that nothing can read."""
     return print_now if log_format == "text" else logging.getLogger("noloco_node").info
 
 
@@ -118,8 +118,8 @@ def start_json_log(level: str) -> None:
 
 
 def print_run(run: RunSpec, outlook: SwarmSummary, say: Say = print_now, settings: NodeSettings | None = None) -> None:
-    """What a joiner is about to take part in, and what that takes of its line, device and disk: of a node with these
-    `settings`, else of one at any stage."""
+    """Print what a joiner is about to take part in, and what that takes of its line, device and disk. It is for a node
+    with these `settings`, else for one at any stage."""
     from noloco_node.sizing.preflight import plan_lines, plan_run
     from noloco_node.telemetry.words import as_long, as_nodes, as_stages, as_trained
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from noloco_node.simulator.report import Simulation
 
 LINE_PERCENT = 5
-"""Of a simulation, between two lines that say how far it is."""
+"""Two lines of progress are this percentage of a simulation apart."""
 SIMULATE_HELP = """\
 Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
   swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)

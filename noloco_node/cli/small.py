@@ -16,13 +16,13 @@ from noloco_node.storage.file_lock import NODE_LOCK, lock_holder
 from noloco_node.telemetry.asking import Hangs, ask_page
 
 DEFAULT_METRICS_PORT = 9100
-"""Where a node is asked when neither an option nor the environment says on which port it answers."""
+"""A node is asked on this port if neither an option nor the environment says where it answers."""
 HOST_VARIABLE, PORT_VARIABLE = "NOLOCO_NODE_METRICS_HOST", "NOLOCO_NODE_METRICS_PORT"
 FOLDER_VARIABLE, DEFAULT_RUN_FOLDER = "NOLOCO_NODE_RUN_FOLDER", "runs/node"
 SUMMARY_WIDTH = 150
-"""Letters of a line of `config list` behind the name."""
+"""A line of `config list` has so many letters behind the name."""
 HEALTH_SECONDS = 4.0
-"""For the whole question; the image's health check gives up after 5."""
+"""Seconds for the whole question; the image's health check gives up after 5."""
 NAME_FOLDER = (
     "name the run folder of a node that runs on this machine with node.metrics_port set, "
     "or where its pages are, with --metrics-host and --metrics-port"
@@ -61,12 +61,13 @@ def completion_arguments(command: argparse.ArgumentParser) -> None:
 def health_address(
     options: argparse.Namespace, environ: Mapping[str, str], none_there: ExitCode = ExitCode.FAILURE
 ) -> tuple[str, int]:
-    """Where this machine's node answers: as the node says that runs in the run folder that is named, else by options,
-    else by the environment that the node has too, else as the node says that runs in this environment's run folder,
-    else by the defaults.
+    """Where this machine's node answers.
 
-    Raises UserError: CONFIG where the environment's port is no number, `none_there` where no node that shows itself
-    runs in the folder that is named.
+    The node in the named run folder says it first, then options, then the environment that the node has too. The node
+    in this environment's run folder comes next, and the defaults come last.
+
+    Raises UserError: CONFIG if the environment's port is no number, `none_there` if no node that shows itself runs in
+    the named folder.
     """
     if options.run_folder is not None and options.metrics_port is None:
         named = address_told(options.run_folder)
@@ -90,8 +91,8 @@ def health_address(
 
 
 def address_told(run_folder: Path) -> tuple[str, int] | None:
-    """Where the pages of the node that uses this run folder now answer, as it has written down at its start; None where
-    none does, or where it has none. Reads the end of the event file first, however long that is."""
+    """Where the pages of the node in this run folder now answer, as it has written down at its start. None if no node
+    runs there, or if it has no pages. It reads the end of the event file first, however long that is."""
     try:
         if lock_holder(run_folder / NODE_LOCK) is None:
             return None

@@ -12,11 +12,11 @@ from noloco_node.telemetry.waiting import say_loading
 
 TEXT_BYTES = 1_000_000_000
 NOT_YET = ("run.data.tokenizer=bytes", "run.data.tokenizer_fingerprint=null")
-"""Instead of the run's tokenizer, which may be the one that is to be learnt."""
+"""These settings stand instead of the run's tokenizer, which may be the one that is to be learnt."""
 
 
 def train_arguments(command: argparse.ArgumentParser) -> None:
-    """Of `tokenizer train`, but for the configuration."""
+    """Add the arguments of `tokenizer train`, except the configuration."""
     add = command.add_argument
     add(
         "--vocab-size",

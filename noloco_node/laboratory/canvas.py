@@ -22,11 +22,11 @@ PALETTE = (BLUE, ORANGE, GREEN, "#8e5bb5", "#c79a1e", "#2f9aa0", "#b5446e", "#6b
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
 LEGEND_INCHES = 0.7
-"""Width of a label's mark in the common legend, and of the room around it."""
+"""The width, in inches, of a label's mark in the common legend, and of the room around it."""
 INCHES_A_LETTER = 0.078
 INCHES_A_ROW = 0.21
 ROWS_WITHIN = 4
-"""So many rows of the legend the sheet has room for; each further one makes it higher, not the panels lower."""
+"""The sheet has room for so many rows of the legend; each further one makes it higher, not the panels lower."""
 
 
 class Sheet:

@@ -36,11 +36,9 @@ def plan_lab(config: Config) -> LabPlan:
 
 
 def run_lab(config: Config, out: Path, command: str, progress: OnFinished) -> dict[str, Path]:
-    """Run the experiment, or what is missing of it, and write its results; returns the files by name.
-
-    `command` repeats it. Raises UserError: CONFIG before anything is trained, RUN_FOLDER where `out` cannot be written,
-    those of the training.
-    """
+    """Run the experiment, or what is missing of it, and write its results; returns the files by name. `command` repeats
+    it. Raises UserError: CONFIG before anything is trained, RUN_FOLDER if `out` cannot be written, and what the
+    training raises."""
     cells = expand(config)
     check_points(cells)
     _create(out)

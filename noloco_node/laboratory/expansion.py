@@ -63,10 +63,8 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Equal for trainings that give the same numbers: 32 hex digits of a hash of all that they depend on.
-
-        The name of the variant and the purpose do not count, so that a training is shared by all who ask for it.
-        """
+        """Equal for trainings that give the same numbers: 32 hex digits of a hash of all that they depend on. The name
+        of the variant and the purpose do not count, so that several cells share a training."""
         content = {
             "run": self.run.model_dump(mode="json"),
             "world": self.world.model_dump(mode="json"),
@@ -126,8 +124,8 @@ def expand(config: Config) -> tuple[Cell, ...]:
 
 
 def check_points(cells: tuple[Cell, ...]) -> None:
-    """Raise UserError (CONFIG) where a point's model cannot be cut, as `check_cut` does, or trains routers, or where
-    its global batch cannot be divided among its replicas. Loads torch and transformers."""
+    """Raise UserError (CONFIG) if a point's model cannot be cut, as `check_cut` does, or trains routers. It is raised
+    too if a point's global batch cannot be divided among its replicas. Loads torch and transformers."""
     from noloco_node.laboratory.training import microbatch_windows
     from noloco_node.model.anatomy import check_cut
     from noloco_node.model.cut import check_parts_documents

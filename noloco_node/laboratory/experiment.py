@@ -17,7 +17,7 @@ from noloco_node.workers import Workers
 Purpose = Literal["tune", "report"]
 
 FINALISTS = 2
-"""Points of a sweep that are tried on all tune seeds when tuning is halved."""
+"""So many points of a sweep are tried on all tune seeds when tuning is halved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,9 @@ class Experiment:
         self._pace = _Pace()
 
     def run(self) -> list[Result]:
-        """Train everything, by phases: first tune seed, other tune seeds, seeds of the report.
-
-        Results come by cell, in each those of tuning first. Raises UserError and RuntimeError as `Workers.run` does;
-        what has ended until then is in the journal.
-        """
+        """Train everything, by phases: first tune seed, other tune seeds, seeds of the report. Results come by cell, in
+        each those of tuning first. Raises UserError and RuntimeError as `Workers.run` does; what has ended until then
+        is in the journal."""
         lab, cells = self._lab, self._cells
         tuned = [cell for cell in cells if is_tuned(lab, cell)]
         with self._workers:
@@ -103,7 +101,7 @@ class Experiment:
         return [self._result(one) for cell in cells for one in (*opening, *final, *report) if one.cell is cell]
 
     def _train(self, wanted: Sequence[_Wanted], phase: int) -> None:
-        """Train what is missing, longest first; one training serves all who ask for the same."""
+        """Train what is missing, longest first; one training serves all cells that ask for the same."""
         jobs: dict[str, tuple[Job, _Wanted]] = {}
         for one in wanted:
             job = self._job(one.point, one.seed)

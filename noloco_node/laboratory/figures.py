@@ -98,18 +98,18 @@ def _line(record: Results, results: Sequence[Result], swept: Iterable[str]) -> F
 
 
 def _length(record: Results, result: Result) -> int:
-    """The length of training that was asked for, of those of the experiment the nearest to what was trained."""
+    """The wanted length nearest to what was trained, among the lengths of the experiment."""
     lengths: Sequence[int] = record.lab["lengths"] or [record.run["inner"]["target_tokens"]]
     return min(lengths, key=lambda length: abs(length - result.tokens))
 
 
 LABEL_BYTES = 4
-"""Of a token, beside its activations."""
+"""The bytes of a token's label, beside its activations."""
 
 
 def activation_bytes(record: Results, result: Result) -> float | None:
-    """Bytes of activations, labels and gradients that one replica of each stage together sends in an inner step; None
-    where the model's configuration does not name its width."""
+    """Bytes of activations, labels and gradients that one replica of each stage together sends in an inner step. None
+    if the model's configuration does not name its width."""
     config: dict[str, Any] = record.run["model"]["config"]
     hidden = result.options.get("model.config.hidden_size", config.get("hidden_size"))
     codecs = result.options.get("pipeline.activations", record.run["pipeline"]["activations"])

@@ -37,7 +37,7 @@ class Journal:
         self._results[key] = result
 
     def _read(self) -> None:
-        """Take what is there. A last line without its end, left by a crash, is cut off; results of other versions of
+        """Take what is there. A last line without its end, left by a crash, is cut off. Results of other versions of
         the record are passed over and trained anew."""
         if not self._path.exists():
             return

@@ -34,7 +34,7 @@ from noloco_node.outer.stability import admissible_gamma
 
 BAND_LABEL = "range of the seeds"
 LAST_LABEL = "after the last step"
-"""Of the marks: the outer step that ends a training leads from the last loss on the way to the loss of the table."""
+"""This mark is the outer step that ends a training: it leads from the last loss on the way to the loss of the table."""
 LOSS_LABEL = "validation loss (nats per token)"
 SPREAD_LABEL = "√spread across replicas"
 
@@ -48,7 +48,7 @@ TALLEST = 1.5
 """A mean loss above this multiple of the panel's least is marked at the upper edge instead of drawn."""
 
 EARLY_SHARE = 0.2
-"""Share of the training whose steep losses are left above the upper edge of the convergence plot."""
+"""The steep losses of this first share of the training are left above the upper edge of the convergence plot."""
 
 
 def draw(plot: Plot, record: Results, path: Path) -> Path:
@@ -289,8 +289,8 @@ def scaling(record: Results) -> Sheet:
 
 
 def frontier(record: Results) -> Sheet:
-    """Loss by bytes sent in an inner step, a panel for each number of replicas, for the longest training: every point
-    of every variant that exchanges. The reference is a line across: what it sends is another matter."""
+    """Loss by bytes sent in an inner step, a panel for each number of replicas, for the longest training. It shows
+    every point of every variant that exchanges. The reference is a line across: what it sends is another matter."""
     rows = _longest(lines(record))
     counts = _replicas(rows)
     sheet = Sheet(1, len(counts), title=f"{record.run['name']}: loss by traffic", width=5.2)
@@ -366,7 +366,7 @@ def _look(record: Results, line: FigureLine) -> tuple[str, str]:
 
 
 def _swept_lines(record: Results) -> list[FigureLine]:
-    """All points that were tried: those of the tuning where there was one."""
+    """All points that were tried: those of the tuning if there was one."""
     tried = lines(record, "tune")
     tuned = {line.variant for line in tried}
     return tried + [line for line in lines(record) if line.variant not in tuned and line.swept]

@@ -46,7 +46,7 @@ class Measurement(Record):
     validation_loss_fast: float | None
     """Mean over replicas before the last outer step: what a daemon reports at the end of training."""
     validation_loss_merged: float | None
-    """Of the mean over replicas of the weights after the last outer step: the exported model."""
+    """The loss of the mean over replicas of the weights after the last outer step: the exported model."""
     training_loss: float | None
     """Mean over the last tenth of the tokens."""
     diverged: bool
@@ -63,7 +63,7 @@ class Measurement(Record):
     bytes_per_outer_step: float
     """Sent by one replica of each stage together, in one exchange."""
     bytes_per_inner_step: float
-    """The same by inner step, over the whole training: what a fair comparison of traffic holds equal."""
+    """Bytes by inner step, over the whole training: what a fair comparison of traffic holds equal."""
     seconds: float
 
 

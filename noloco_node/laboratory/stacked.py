@@ -21,7 +21,7 @@ from noloco_node.training.layout import FlatLayout
 from noloco_node.training.precision import PRECISIONS
 
 AT_ONCE = 64
-"""Microbatches in one vectorised call: enough to hide Python, few enough for the caches and for memory."""
+"""One vectorised call has so many microbatches: enough to hide Python, few enough for the caches and for memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +37,8 @@ class StackedForward:
 class StackedStage:
     """R replicas of a stage: fast weights and gradients as [R, size], the optimizer of each, and their tokens.
 
-    The arithmetic of a row is that of `training.stage_trainer.StageTrainer`: losses summed over tokens, divided at the
-    step by the tokens counted, the gradient of each replica clipped by its own norm.
+    The arithmetic of a row is that of `training.stage_trainer.StageTrainer`. Losses are summed over tokens and divided
+    at the step by the tokens counted. The gradient of each replica is clipped by its own norm.
     """
 
     def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int) -> None:
@@ -93,8 +93,8 @@ class StackedStage:
             return self._run(self._weights(weights), inputs, positions)
 
     def backward(self, passage: StackedForward, gradient: Tensor | None, tokens: int) -> Tensor | None:
-        """Accumulate gradients from that of the outputs (None where the outputs are a summed loss). Returns that of
-        the inputs; None on the first stage. `tokens` are those of one microbatch."""
+        """Accumulate gradients from the gradient of the outputs (None if the outputs are a summed loss). Returns the
+        gradient of the inputs; None on the first stage. `tokens` are those of one microbatch."""
         wanted = passage.weights if self._is_first else [*passage.weights, passage.inputs]
         gradients = torch.autograd.grad(passage.outputs, wanted, gradient)
         whole = len(passage.rows) == self.replicas and bool((passage.rows == torch.arange(self.replicas)).all())
@@ -111,8 +111,8 @@ class StackedStage:
         return None if self._is_first else gradients[-1]
 
     def with_loss(self, passage: StackedForward, labels: Tensor) -> tuple[StackedForward, Tensor]:
-        """Last stage: the passage whose output is the loss summed over everything, and the loss of each microbatch,
-        [M], summed over its tokens. `labels` int64 [M, B, T]."""
+        """Last stage: the passage whose output is the loss summed over everything, and the loss of each microbatch. The
+        latter are [M], summed over its tokens. `labels` int64 [M, B, T]."""
         losses = token_losses(passage.outputs, labels).sum((1, 2))
         return StackedForward(passage.rows, passage.weights, passage.inputs, losses.sum()), losses.detach()
 

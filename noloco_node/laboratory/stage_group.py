@@ -1,4 +1,4 @@
-"""The outer steps of all replicas of one stage: who averages with whom, and when, and what it does.
+"""The outer steps of all replicas of one stage: which replicas average, when, and with what effect.
 
 The decisions are those of the daemon (`averaging.matchmaking`), the arithmetic is that of the daemon (`outer`); only
 the wire is left out. Time is counted in ticks: in one tick a replica of full speed takes one microbatch.
@@ -27,7 +27,7 @@ from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.training.progress import Progress
 
 DIALS_A_TICK = 6
-"""Tries to find a partner in one tick: a daemon pauses for 0.05 to 0.3 of an inner step after a refusal."""
+"""A replica dials so many times in one tick: a daemon pauses for 0.05 to 0.3 of an inner step after a refusal."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class LabMeeting:
     due: int
     """Tick of its commit."""
     snapshots: tuple[Progress, ...]
-    """Of each member."""
+    """The progress of each member at its snapshot."""
 
 
 @dataclass(slots=True)

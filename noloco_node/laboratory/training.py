@@ -1,7 +1,7 @@
 """A whole training of many replicas in one process: `simulate`.
 
-Deterministic under its seed on one machine. What a daemon does by waiting, the simulation does by ticks: in one tick
-each stage-0 replica of full speed draws one microbatch, which takes its random way through the stages and back.
+It is deterministic under its seed on one machine. A daemon waits; the simulation counts ticks. In one tick each stage-0
+replica of full speed draws one microbatch, which takes its random way through the stages and back.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from noloco_node.training.progress import Progress, staggered
 from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
 
 TRAINING_LOSS_SHARE = 0.1
-"""Share of the tokens, at the end, over which the training loss is taken."""
+"""The training loss is taken over this share of the tokens, at the end."""
 
 
 def simulate(
@@ -223,12 +223,12 @@ class Training:
         return [stage.fast.double().mean(0).float() for stage in self._stages]
 
     def merged_state(self) -> dict[str, Tensor]:
-        """The same as one model's weights by their names in transformers."""
+        """The merged replicas as one model's weights by their names in transformers."""
         pairs = zip(self._stages, self.merged_weights(), strict=True)
         return {name: value for stage, flat in pairs for name, value in stage.named(flat).items()}
 
     def clocks(self) -> list[float]:
-        """Of every replica, stage by stage."""
+        """The clocks of every replica, stage by stage."""
         return [account.progress.clock for accounts in self._accounts for account in accounts]
 
     def _drawing(self, target: int) -> list[int]:
@@ -257,8 +257,8 @@ class Training:
                 self._step_where_due()
 
     def _waves(self, drawn: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
-        """The microbatches in groups that visit no replica twice, so that each is computed on the weights after the
-        steps of those before it: places within `drawn`, and the replicas of each stage."""
+        """The microbatches in groups that visit no replica twice: places within `drawn`, and the replicas of each
+        stage. Each is thus computed on the weights after the steps of those before it."""
         routes = [list(drawn)]
         for stage in range(1, len(self._stages)):
             routes.append(self._route(stage, routes[-1]))

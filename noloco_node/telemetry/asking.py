@@ -1,4 +1,4 @@
-"""One question to the pages of a node, by another process; whether who does not answer is there at all."""
+"""One question to the pages of a node, by another process; it also tells whether a silent node is there at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ask_page(host: str, port: int, path: str, *, seconds: float, most_bytes: int
         answer = connection.getresponse()
         return answer.status, answer.read(most_bytes)
     except TimeoutError:
-        # The system takes questions for a stopped process until its queue is full, and drops them then; where nobody
+        # The system takes questions for a stopped process until its queue is full, and drops them then. If nobody
         # listens on this machine, it says so at once.
         if connected or _is_this_machine(host):
             raise Hangs from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from noloco_node.telemetry.events import Account, AnyEvent, Doing, EventFile, NodeMoved, NodeStopped
 
 OF_A_LIFE = 1.0 / 1800.0
-"""Of the time that a node has been up, between two accounts in its file: within the first hour all are there."""
+"""Two accounts in a node's file lie this part of its life apart: within the first hour all are there."""
 AT_LAST_SECONDS = 60.0
-"""The most. One in two seconds, as they are made, would be 41 MB a day."""
+"""Two accounts lie at most so many seconds apart. One in two seconds, as they are made, would be 41 MB a day."""
 CHANGED_SOONER = 6.0
-"""Times as often where who is there has changed since the last one."""
+"""Accounts come so many times as often after the present peers have changed."""
 LONGEST_SECONDS = 60.0
-"""Between two events, of which more counts as no time: this machine's clock was set forward, or stood still."""
+"""More seconds than this between two events count as no time: this machine's clock was set forward, or stood still."""
 
 
 class Diary:

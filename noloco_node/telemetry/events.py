@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
-"""Read of one line at a time, so that a file without line ends fills no memory."""
+"""A line is read up to so many bytes, so that a file without line ends fills no memory."""
 
 
 class Event(BaseModel):
@@ -46,18 +46,18 @@ class NodeStarted(Event):
     parameters: int
     """Parameters of this stage."""
     origin: Literal["seed", "peer", "guard", "checkpoint"]
-    """`seed`: weights from the RunSpec's seed; `peer`: copied from a stage peer; `guard`: nobody served the stage, and
-    they are a copy that a node of another stage kept; `checkpoint`: this node's own."""
+    """`seed`: weights from the RunSpec's seed; `peer`: copied from a stage peer; `checkpoint`: this node's own.
+    `guard`: nobody served the stage, and they are a copy that a node of another stage kept."""
     resumed: bool = False
     """True where books and data position go on from an earlier life of this node."""
     device: str = ""
     """What the stage computes on: `cpu`, or the name of the GPU."""
     peak_flop_per_second: float | None = None
-    """Of the device at the run's precision; None where it is not known."""
+    """Peak of the device at the run's precision; None if it is not known."""
     flop_per_token: float = 0.0
     """Forward and backward of this stage."""
     codec: str = ""
-    """Of the run's outer steps."""
+    """Codec of the run's outer steps."""
     invites: list[str] = Field(default_factory=list[str])
     """The commands that others join with, one for each address."""
     founded: bool = False
@@ -73,8 +73,8 @@ class NodeMoved(Event):
     why: Literal["poor", "lost"]
     """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
     origin: Literal["seed", "peer", "guard", "checkpoint"]
-    """Where the weights are from: the RunSpec's seed, a stage peer, a copy that a node of another stage kept, or a
-    checkpoint of an earlier stay of this node."""
+    """Source of the weights: the RunSpec's seed, a stage peer, a copy kept by a node of another stage, or a checkpoint
+    of an earlier stay of this node."""
     clock: float
     parameters: int
     """Parameters of the new stage."""
@@ -143,7 +143,7 @@ class SourceLoss(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
     source: str
-    """As `run.data` shows it."""
+    """Name of the source, as `run.data` shows it."""
     loss: float
     """Nats per token."""
     tokens: int
@@ -161,7 +161,7 @@ class Evaluation(Event):
     final: bool
     """True for the one taken after the last inner step."""
     sources: list[SourceLoss] = []
-    """Of a mixture: each source of which windows are held out."""
+    """Held-out losses of a mixture, for each source with windows held out."""
 
 
 class Strangers(BaseModel):
@@ -175,16 +175,16 @@ class Strangers(BaseModel):
     """By the offence that brought them."""
     banned_now: int = 0
     audits: dict[str, int] = {}
-    """Of next-stage peers, by finding (`pipeline.audit.Finding`)."""
+    """Audits of next-stage peers, by finding (`pipeline.audit.Finding`)."""
     set_aside_now: int = 0
     """Next-stage peers that get no microbatch, because audits went against them."""
     bounded: dict[str, int] = {}
     """What went beyond a bound on norms: `activations` refused for their scale, gradients `returned` by the next stage
     and `caused` by others' microbatches scaled down."""
     no_room: dict[str, int] = {}
-    """Records of others in the directory that were not taken in, or gave way to one that was, by what was full:
-    `signer`, as many of one signer under other keys as one may have; `places` of its key, or of all; `bringer`, as many
-    of others as one peer may bring; `checks` of new signatures."""
+    """Records of others in the directory that were not taken in, or gave way to another, by what was full. `signer`: as
+    many of one signer under other keys as one may have. `places`: those of its key, or of all. `bringer`: as many of
+    others as one peer may bring. `checks`: new signatures to check."""
 
 
 class Distribution(BaseModel):
@@ -232,9 +232,9 @@ class Account(Event):
     busy_seconds: float
     """Time the compute thread has worked since the start."""
     busy_by_work: dict[str, float] = {}
-    """The same by what it worked on (`Priority`): step, backward, forward, draw."""
+    """Seconds that the compute thread has worked, by `Priority`: step, backward, forward, draw."""
     in_hand: int = 0
-    """Microbatches that this node holds: its own under way on stage 0, else those of others."""
+    """Microbatches that this node holds: on stage 0 its own under way, elsewhere other nodes'."""
     queued: int = 0
     """Calls that wait for the compute thread."""
     hop_seconds: Distribution | None = None
@@ -249,8 +249,8 @@ class Account(Event):
     """Bytes of a GPU: allocated, reserved, free, total; empty for the processor."""
     strangers: Strangers = Strangers()
     text_slots: dict[str, int] = {}
-    """Blocks of a shared text by what became of them here: claimed, finished, given_back, yielded; and `repeated`: the
-    windows that this node had read of those that it yielded."""
+    """Blocks of a shared text by what became of them here: claimed, finished, given_back, yielded. `repeated`: windows
+    read of blocks that this node then yielded."""
 
 
 class TextBlock(Event):
@@ -258,7 +258,7 @@ class TextBlock(Event):
 
     event: Literal["text_block"] = "text_block"
     source: int | None = None
-    """Of a mixture: the source's number in `run.data.mixture`. Blocks and slots are its own."""
+    """Number of the source in `run.data.mixture`, for a mixture. Each source has blocks and slots of its own."""
     slot: int
     """Its place in the endless row of blocks."""
     block: int
@@ -294,7 +294,7 @@ class StateDownload(Event):
     event: Literal["state_download"] = "state_download"
     donor: str
     received: int
-    """Bytes that lie here, those of an earlier donor that still fit among them."""
+    """Bytes that lie here; those of an earlier donor that still fit are among them."""
     total: int
     seconds: float
     """Since this donor was first asked."""
@@ -313,7 +313,7 @@ class ProbationEnded(Event):
 
     event: Literal["probation_ended"] = "probation_ended"
     reason: Literal["in_line", "time"]
-    """`in_line`: loss and distance are those of its stage peers; `time`: the bound in inner steps was reached."""
+    """`in_line`: loss and distance are like those of its stage peers; `time`: the bound in inner steps was reached."""
     steps: int
     """Inner steps that it lasted."""
 
@@ -332,15 +332,15 @@ class Doing(Event):
 
 
 class Warned(Event):
-    """Whoever runs this node should know it, and may do something about it."""
+    """A warning for the user that runs this node, which may call for action."""
 
     event: Literal["warned"] = "warned"
     what: WarningKind
-    """`checkpoints_unusable`: all of its checkpoints are damaged; `stage_lost`: its stage begins anew;
-    `state_elsewhere`: a peer that is away held the state of its stage; `last_of_stage`: it leaves, and no other replica
-    is known; `memory_short`: the system may soon kill it; `text_damaged`: a shard of the text is passed over;
-    `invitation_ends`: peers deal with it until its invitation ends, soon or just now; `clock_wrong`: its machine's
-    clock is not that of others, and they lose sight of it; `identity_shared`: another node runs with its key;
+    """`checkpoints_unusable`: all of its checkpoints are damaged. `stage_lost`: its stage begins anew.
+    `state_elsewhere`: a peer that is away held the state of its stage. `last_of_stage`: it leaves, and no other replica
+    is known. `memory_short`: the system may soon kill it. `text_damaged`: a shard of the text is passed over.
+    `invitation_ends`: peers deal with it until its invitation ends, soon or just now. `clock_wrong`: its machine's
+    clock is not that of others, and they lose sight of it. `identity_shared`: another node runs with its key.
     `another_life`: somebody else has begun the same run."""
     detail: str
     """What it means and what can be done, for a person."""
@@ -362,7 +362,7 @@ class Reachability(Event):
     event: Literal["reachability"] = "reachability"
     way: Literal["unknown", "direct", "relayed", "unreached"]
     words: str
-    """The same for a person."""
+    """How others reach the node, for a person."""
 
 
 class NodeStopped(Event):
@@ -404,8 +404,8 @@ _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
 class EventFile:
     """Appends events to `path`, one JSON object a line, so that a killed node loses none.
 
-    A half-written last line of an earlier life is cut off. Where the disk refuses a line (it is full, say), the line is
-    lost whole, with a warning, once until it works again: a node goes on training without its diary.
+    A half-written last line of an earlier life is cut off. If the disk refuses a line (it is full, say), the line is
+    lost whole. One warning comes until it works again: a node goes on training without its diary.
     """
 
     def __init__(self, path: Path) -> None:

@@ -45,7 +45,7 @@ class NodeHistory:
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation])
     account: Account | None = None
     worst_loop_lag_seconds: float = 0.0
-    """Of all accounts: each says the worst since the one before."""
+    """The worst lag of all accounts: each says the worst since the one before."""
     checkpoints: int = 0
     """Written, not tried."""
     stopped: NodeStopped | None = None
@@ -135,7 +135,7 @@ class NodeHistory:
         return None if any(stay.account is self.account for stay in self.past) else self.account
 
     def at(self, stage: int) -> NodeHistory:
-        """The same with those inner steps alone that it took at this stage."""
+        """This history with only the inner steps that it took at this stage."""
         if not self.past and self.stage == stage:
             return self
         ends = [*((stay.stage, stay.steps) for stay in self.past), (self.stage, len(self.inner))]

@@ -1,4 +1,4 @@
-"""Log lines for a person: each one says who speaks (short peer id, stage, outer round). Nothing reads them back."""
+"""Log lines for a person: each one names its node (short peer id, stage, outer round). Nothing reads them back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(LOGGER_NAME)
 
 
 class NodeLog:
-    """Turns a node's events into log lines, and knows from them who the node is and how far it is."""
+    """Turns a node's events into log lines, and knows from them the node's identity and progress."""
 
     def __init__(self) -> None:
         self.view = NodeView()
@@ -167,11 +167,12 @@ def configure_logging(
     *others: logging.Handler,
     style: Literal["text", "json"] = "text",
 ) -> None:
-    """Send the log to stderr, each line with the identity that `log` knows, or to `write`, where somebody draws there;
-    and to the `others`. `style` says whether a line is for a person or a JSON object.
+    """Send the log to stderr, each line with the identity that `log` knows, or to `write` if somebody draws there; and
+    to `others`.
 
-    Call it after hivemind is imported: hivemind puts a handler of its own on its logger, which is removed here, and
-    its lines pass from WARNING up only, since its everyday failures are ours to count.
+    `style` says whether a line is for a person or a JSON object. Call it after hivemind is imported. hivemind puts a
+    handler of its own on its logger, which is removed here. Its lines pass from WARNING up only, since its everyday
+    failures are ours to count.
     """
     handler = logging.StreamHandler(sys.stderr) if write is None else _Written(write)
     handler.setFormatter(_Formatter(log) if style == "text" else _JsonFormatter(log))
@@ -211,7 +212,7 @@ class _Formatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """Each record as one line: `time` in UTC (ISO 8601), level, logger, message, and who speaks, if that is known."""
+    """Each record as one line: `time` in UTC (ISO 8601), level, logger, message, and the node, if that is known."""
 
     def __init__(self, log: NodeLog) -> None:
         super().__init__()

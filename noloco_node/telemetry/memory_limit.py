@@ -15,9 +15,9 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 NO_LIMIT = 1 << 60
 """A version 1 group without a limit says a number beyond this."""
 SHORT = 0.9
-"""Of the limit, from which on a node says so."""
+"""A node warns from this share of the limit on."""
 AMPLE = 0.8
-"""Of the limit, below which it is forgotten that it said so."""
+"""Below this share of the limit a new warning may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class MemoryUse:
     limit: int
     used: int
     of: str
-    """Whose limit it is, in words."""
+    """The owner of the limit, in words."""
 
     @property
     def ratio(self) -> float:
-        """Of the limit, 0 to 1 and a little beyond."""
+        """The used share of the limit, 0 to 1 and a little beyond."""
         return self.used / self.limit
 
 

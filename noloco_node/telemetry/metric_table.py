@@ -11,7 +11,7 @@ from noloco_node.telemetry.warning_kinds import WarningKind
 _Kind = Literal["counter", "gauge", "histogram", "info"]
 
 HOP_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bounds of the buckets of `noloco_hop_duration_seconds`."""
+"""The bounds of the buckets of `noloco_hop_duration_seconds`."""
 EXCHANGE_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 WARNINGS: tuple[str, ...] = get_args(WarningKind)
 ROUNDS = ("paired", "alone", "caught_up")
@@ -26,7 +26,7 @@ class Metric:
     """One metric. `unit` is Prometheus' base unit, or what is counted."""
 
     name: str
-    """As it is scraped; that of a histogram without `_bucket`, `_sum` and `_count`."""
+    """The name as it is scraped; that of a histogram without `_bucket`, `_sum` and `_count`."""
     kind: _Kind
     unit: str
     help: str
@@ -203,7 +203,8 @@ SEED_GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("noloco_swarm_moves_total", "moves", "Moves of nodes to another stage"),
     ),
 }
-"""Of a seed that knows its run: the whole swarm, as far as its nodes answer. Nothing there is scraped from a node."""
+"""The metrics of a seed that knows its run: the whole swarm, as far as its nodes answer. Nothing there is scraped from
+a node."""
 
 TABLE: dict[str, Metric] = {metric.name: metric for group in GROUPS.values() for metric in group}
 SEED_TABLE: dict[str, Metric] = {metric.name: metric for group in SEED_GROUPS.values() for metric in group}

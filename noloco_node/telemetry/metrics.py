@@ -37,7 +37,7 @@ from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.web import Page
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
-"""Counts of `Account` that only ever rise."""
+"""These counts of `Account` only ever rise."""
 
 without_time_of_creation()
 
@@ -152,8 +152,8 @@ class Metrics:
     def watch_process(
         self, loop: asyncio.AbstractEventLoop, memory: Callable[[], MemoryUse], free_disk: Callable[[], float]
     ) -> None:
-        """Count, whenever asked, the tasks of this loop, and threads, memory and open files of this process: what leaks
-        shows there; and what is left of its memory and of its disk. Once."""
+        """Count, whenever asked, this loop's tasks, and the threads, memory and open files of this process: what leaks
+        shows there. Also count what is left of its memory and of its disk. Call it once."""
         ProcessCollector(registry=self.registry)
         self._ask("noloco_tasks", lambda: len(asyncio.all_tasks(loop)))
         self._ask("noloco_threads", active_count)
@@ -285,7 +285,7 @@ class Metrics:
 
 
 class _Told:
-    """A histogram whose counts are kept elsewhere (`Meter`), and told now and then."""
+    """A histogram whose counts are kept elsewhere (`Meter`), and passed on now and then."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric

@@ -23,7 +23,7 @@ from noloco_node.telemetry.state import LogTail, NodeState, Surroundings
 from noloco_node.telemetry.web import WebServer
 
 MEMORY_BEATS = 5
-"""Beats of the heart from one look at the memory to the next."""
+"""The memory is read once in so many beats of the heart."""
 
 
 class Telemetry:
@@ -66,7 +66,7 @@ class Telemetry:
 
     @contextlib.contextmanager
     def showing(self, look: Callable[[], Surroundings]) -> Generator[None]:
-        """Show whom the node sees, as long as the block lasts."""
+        """Show the peers that the node sees, as long as the block lasts."""
         self.pages.look = look
         try:
             yield
@@ -74,7 +74,7 @@ class Telemetry:
             self.pages.look = None
 
     def emit(self, event: AnyEvent) -> None:
-        """Tell everybody who follows this node."""
+        """Tell all that follow this node."""
         self._diary.write(event)
         self._metrics.observe(event)
         self._log.observe(event)
@@ -99,9 +99,9 @@ class Telemetry:
 
 @contextlib.contextmanager
 def telemetry_of(events: Path, settings: NodeSettings, web: WebServer | None = None) -> Generator[Telemetry]:
-    """The telemetry of a node with this event file, as long as the block lasts: from before the node has done anything,
-    so that whoever looks meanwhile learns that it starts. Its pages are shown on `web` where that is given. UserError
-    where they cannot be served."""
+    """The telemetry of a node with this event file, as long as the block lasts. It begins before the node has done
+    anything, so that an observer learns that it starts. Its pages are shown on `web` if that is given. UserError if
+    they cannot be served."""
     telemetry = Telemetry(events, settings, web)
     try:
         if settings.metrics_port is not None:

@@ -8,8 +8,10 @@ from noloco_node.telemetry.events import InnerStep
 
 
 class RecentSteps(deque[InnerStep]):
-    """The oldest first: those of the last `seconds`, and `least` steps and the one before them where these take longer.
-    Steps from before this machine's clock was set back are none of them."""
+    """The latest steps, the oldest first: those of the last `seconds`, but at least `least` and the one before them.
+
+    Steps from before this machine's clock was set back are left out.
+    """
 
     def __init__(self, least: int, seconds: float) -> None:
         super().__init__()

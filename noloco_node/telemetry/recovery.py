@@ -11,20 +11,20 @@ from noloco_node.telemetry.events import Account, Doing, InnerStep
 from noloco_node.telemetry.recent_steps import RecentSteps
 
 BACK = 0.9
-"""Of the speed before, at which a node is back."""
+"""A node is back at this share of its speed before."""
 BEFORE_SECONDS = 180.0
-"""Over which the speed before is counted: long enough that a fault noticed late does not make most of it."""
+"""The speed before is counted over so many seconds: long enough that a fault noticed late does not make most of it."""
 LEAST_RATES = 5
 """Without so many figures nobody knows what the speed was."""
 RATE_SECONDS = 10.0
-"""Over which a speed is counted, and over `RATE_STEPS` inner steps where these take longer."""
+"""A speed is counted over so many seconds, and over `RATE_STEPS` inner steps if these take longer."""
 RATE_STEPS = 5
 SETTLED_SECONDS = 20.0
-"""After a loss, before it is said that it cost nothing: what was under way still comes in."""
+"""Seconds after a loss before it is said that it cost nothing: what was under way still comes in."""
 GIVEN_UP_SECONDS = 1800.0
-"""After which a node is taken not to come back: with fewer peers that is its speed now."""
+"""After so many seconds a node is taken not to come back: with fewer peers that is its speed now."""
 NEAR_THE_END = 0.95
-"""Of the target: from there on nodes leave because the run is over."""
+"""From this share of the target on, nodes leave because the run is over."""
 
 _Rate = tuple[float, float]
 """Wall time, and tokens per second then."""
@@ -44,8 +44,8 @@ def slow_since(rates: Sequence[_Rate], lost_at: float, before: float) -> float:
 
 
 def time_back(rates: Sequence[_Rate], lost_at: float, before: float) -> tuple[float, bool]:
-    """For how many seconds the speed was, or is, below `BACK` of `before` after a peer was seen to be lost, from the
-    first such figure; 0 where it has not fallen. And whether it is back."""
+    """The seconds for which the speed was below `BACK` of `before` after a peer was lost, and whether it is back. They
+    count from the first such figure; they are 0 if the speed has not fallen."""
     since = slow_since(rates, lost_at, before)
     slow = [when for when, rate in rates if when >= since and rate < BACK * before]
     if not slow:
@@ -103,7 +103,7 @@ class Recovery:
         return seconds
 
     def _has_lost_one(self, event: Account) -> bool:
-        """A stage peer, or one of those that its microbatches go to."""
+        """Tell whether a stage peer was lost, or a peer that its microbatches go to."""
         before, self._nodes = self._nodes, event.nodes_per_stage
         if not self._trains or event.clock >= NEAR_THE_END * event.target or len(before) != len(self._nodes):
             return False

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from noloco_node.telemetry.events import NodeStarted
 
 TARGETS = "targets.json"
-"""In the run folder of a local swarm, or of a machine's devices."""
+"""The name of this file in the run folder of a local swarm, or of a machine's devices."""
 _OF_THIS_MACHINE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -23,7 +23,7 @@ def scrape_targets(started: Mapping[str, NodeStarted]) -> list[dict[str, object]
 
 
 def _reached(address: str) -> str:
-    """Whoever listens on every address is found on this machine's own."""
+    """A server that listens on every address is found on this machine's own."""
     host, _, port = address.rpartition(":")
     bare = host.strip("[]")
     own = _OF_THIS_MACHINE.get(bare)

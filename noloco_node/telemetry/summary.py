@@ -19,7 +19,8 @@ TRAINING_LOSS_SHARE = 0.05
 """The reported training loss is the mean over this last share of the clock: one step alone is noise."""
 CURVE_POINTS = 200
 STEPS_A_POINT = 5
-"""Of the curve of speed, at least: a single step says how long it took, not how fast the swarm is."""
+"""A point of the curve of speed covers at least so many steps: a single step says how long it took, not how fast the
+swarm is."""
 
 
 class Frozen(BaseModel):
@@ -67,7 +68,7 @@ class RatePoint(Frozen):
     time: float
     """Its middle."""
     seconds: float
-    """Of it, those in which training was counted."""
+    """The seconds of it in which training was counted."""
     tokens_per_second: float
 
 
@@ -84,7 +85,7 @@ class NodeSummary(Frozen):
     peer_id: str
     stage: int | None
     ended: Literal["target_reached", "interrupted", "failed", "died"]
-    """`died`: it wrote no last event; its figures are those of its last account."""
+    """How the node ended. `died`: it wrote no last event; its figures are those of its last account."""
     inner_steps: int
     tokens: int
     outer_steps: dict[str, int]
@@ -110,21 +111,21 @@ class Summary(Frozen):
     died: list[str]
     """Nodes that wrote no last event."""
     tokens: int
-    """Tokens trained, summed over all that served stage 0 while they did; where nobody does at last, over those of the
-    earliest stage."""
+    """Tokens trained, summed over all nodes that served stage 0, while they did. If none serves it at last, they are
+    summed over the earliest stage."""
     seconds: float
     """From the first to the last of their inner steps, without the times in which the whole swarm was down."""
     tokens_per_second: float
-    """Over those seconds. The tokens of the first inner step, and of the first after each such time, were made before
-    they begin, and are no part of it: it is a little below `tokens` by `seconds`."""
+    """Tokens a second over those seconds. The tokens of the first inner step, and of the first after each such time,
+    were made before they begin, and are left out. It is therefore a little below `tokens` by `seconds`."""
     training_loss: float | None
     """Mean over the last 5 % of the clock, weighted by tokens."""
     validation_loss: float | None
     """Mean over nodes of their last evaluation (final ones where there are any)."""
     validation_losses_by_source: dict[str, float]
-    """The same of each source of a mixture, as many as a run can have."""
+    """The validation loss of each source of a mixture, as many as a run can have."""
     validation_loss_merged: float | None
-    """Of the exported model, on the same windows; None where nothing was exported."""
+    """The loss of the exported model, on the same windows; None if nothing was exported."""
     validation_losses: list[LossPoint]
     outer_rounds: dict[str, int]
     """By node: outer steps committed."""
@@ -173,8 +174,9 @@ def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | N
 
 
 def token_counters(histories: Sequence[NodeHistory]) -> list[NodeHistory]:
-    """The replicas whose tokens are the swarm's, each with those inner steps that count: all that were taken at stage
-    0, or at the earliest stage that anybody here serves at last. Of one node alone all count, wherever it was."""
+    """The replicas whose tokens are the swarm's, each with those inner steps that count. All steps count that were
+    taken at stage 0, or at the earliest stage that any node here serves at last. For one node alone all count, wherever
+    it was."""
     stages = [history.stage for history in histories if history.stage is not None]
     if len(histories) == 1 or not stages:
         return list(histories)
@@ -244,8 +246,8 @@ def _last_evaluations(histories: Sequence[NodeHistory]) -> list[Evaluation]:
 
 
 def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
-    """Spread by outer round, averaged over the paired outer steps of all nodes. Between replicas of which neither has
-    trained since it averaged, as at the end of a run, there is no spread of the training's to be seen."""
+    """Spread by outer round, averaged over the paired outer steps of all nodes. If neither of two replicas has trained
+    since it averaged, as at the end of a run, their spread says nothing of the training."""
     by_round: dict[int, list[tuple[OuterStep, float]]] = {}
     for history in histories:
         for step in _after_training(history.outer):
@@ -265,8 +267,8 @@ def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
 
 
 def _after_training(steps: Iterable[OuterStep]) -> Iterator[OuterStep]:
-    """The outer steps of a node that come after an inner step that the one before them, of all weights or of the same
-    fragment, did not average."""
+    """The outer steps of a node that averaged new training. An inner step came since the last outer step of all weights
+    and since the last one of the same fragment."""
     last: dict[int | None, int] = {}
     for step in steps:
         if step.step not in (last.get(None), last.get(step.fragment)):
@@ -314,8 +316,9 @@ def _speed(heads: Sequence[NodeHistory]) -> tuple[float, float]:
 
 
 def _counted(heads: Sequence[NodeHistory]) -> list[tuple[InnerStep, InnerStep]]:
-    """Each inner step after the one before it: the first one's tokens were made before its time stamp. Times in which
-    the whole swarm was down, gaps between steps in which a first-stage node started anew, do not count."""
+    """Each inner step after the one before it: the first one's tokens were made before its time stamp. Times in
+    which the whole swarm was down do not count. Such a time is a gap between steps in which a first-stage node
+    started anew."""
     steps = sorted((step for history in heads for step in history.inner), key=lambda step: step.time)
     starts = [start for history in heads for start in history.starts[1:]]
     return [(a, b) for a, b in pairwise(steps) if not any(a.time < start <= b.time for start in starts)]

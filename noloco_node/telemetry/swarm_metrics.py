@@ -51,7 +51,7 @@ class SwarmMetrics:
 
 
 def rows_of(view: SwarmView) -> dict[str, _Rows]:
-    """What each metric of the swarm is. As many rows as the run has stages, times states; none grows with peers."""
+    """The rows of each metric of the swarm: as many as the run has stages, times states; none grows with peers."""
     stages = [(str(number), stage) for number, stage in enumerate(view.stages)]
     speed = view.tokens_per_second if view.speed_from == "clocks" else None
     return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from noloco_node.telemetry.events import Account
 
 WINDOW_SECONDS = 60.0
-"""Over which the utilization is counted."""
+"""The utilization is counted over so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 ASKING_SECONDS = 30
-"""To load, to start p2pd, and to find that an address is dead; roughly, for a person who waits."""
+"""Seconds to load, to start p2pd, and to find that an address is dead; roughly, for a waiting person."""
 LOADING_SECONDS = 10
-"""To load what trains; roughly, from a cold disk more."""
+"""Seconds to load what trains; roughly, from a cold disk more."""
 SLOW_TO_LOAD = "torch"
 
 

@@ -1,4 +1,4 @@
-"""What whoever runs a node is warned of."""
+"""The warnings for the user that runs a node."""
 
 from __future__ import annotations
 

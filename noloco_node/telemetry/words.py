@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 STAGES_LISTED = 6
-"""Stages up to which the nodes of each are counted in a line; of more, only those without a node are named."""
+"""A line counts the nodes of up to so many stages one by one; of more stages only those without a node are named."""
 
 
 def as_loss(value: float | None) -> str:
@@ -114,10 +114,10 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same where a line is wanted and the text may have several."""
+    """The text on one line, without control characters."""
     return printable(" ".join(text.splitlines()))
 
 
 def plain_text(text: str) -> str:
-    """The same for a text of several lines."""
+    """The text without control characters; it may have several lines."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
