@@ -29,22 +29,22 @@ from noloco_node.sizing.traffic import traffic_of
 from noloco_node.training.compute_thread import Priority
 
 LOOK_SECONDS = 10.0
-"""Virtual seconds between two words of the progress."""
+"""Progress is reported every so many virtual seconds."""
 BASE_BYTES = 300 << 20
 NODE_BYTES = 2 << 20
-"""What a node takes without weights (measured at 32 nodes: 0.6 MiB; with what it has told in an hour, some more)."""
+"""A node takes so many bytes without weights (measured at 32 nodes: 0.6 MiB; an hour of its events takes some more)."""
 ENDED_BYTES = 1 << 20
-"""What is kept of a node that has died."""
+"""So many bytes are kept of a node that has died."""
 COPIES = 10
-"""Vectors of four bytes a weight that a node with tensors holds: weights, their copies, optimizer, outer step."""
+"""A node with tensors holds so many vectors of four bytes a weight: weights, their copies, optimizer, outer step."""
 STATE_BYTES = 20
-"""For each weight of a stage, of what a joiner takes over: fast and slow weights, momentum and two moments."""
+"""Bytes that a joiner takes over for each weight of a stage: fast and slow weights, momentum and two moments."""
 OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}
-"""What a device takes for each kind of work, in `sim.operation_seconds`. The last stage's forward is with its loss and
-backward: three times as long."""
+"""A device takes so long for each kind of work, in `sim.operation_seconds`. The last stage's forward is with its loss
+and backward: three times as long."""
 
 _Progress = Callable[[float, float], None]
-"""Told of the virtual hours that have passed, and of all that there are to be."""
+"""A function that is told the virtual hours that have passed, and all that there are to be."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Simulated:
 
 
 def check_simulation(config: Config, footprint: Footprint) -> None:
-    """Raise UserError (CONFIG) for what cannot be simulated: a stage that nobody could hold, more memory than there
-    is, an exchange that takes longer than a chunk may."""
+    """Raise UserError (CONFIG) for what cannot be simulated. It may be a stage that nobody could hold, more memory than
+    there is, or an exchange that takes longer than a chunk may."""
     sim, stages = config.sim, config.run.stages
     if sim.nodes < stages:
         raise UserError(
@@ -86,8 +86,8 @@ def check_simulation(config: Config, footprint: Footprint) -> None:
 
 
 def _check_links(config: Config, footprint: Footprint) -> None:
-    """What is sent at once must come through before it is given up: of a quadratic all that is exchanged, and, where
-    nodes come for those that die, a stage peer's whole state."""
+    """Check that what is sent at once comes through before it is given up. For a quadratic that is all that is
+    exchanged. If nodes come for those that die, it is a stage peer's whole state too."""
     sim, limits = config.sim, config.run.limits
     patience = limits.exchange_progress_seconds
     narrow = "up_mbit" if sim.up_mbit <= sim.down_mbit else "down_mbit"

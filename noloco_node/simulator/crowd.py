@@ -22,11 +22,11 @@ from noloco_node.simulator.crowd_nodes import Agenda, Nodes
 from noloco_node.simulator.crowd_pipeline import BACKWARDS, CrowdPipeline
 
 DONOR_PLACES = 2
-"""`node.donor_places`."""
+"""The number of joiners that a donor serves at once, as `node.donor_places`."""
 DONOR_PAUSE_SECONDS = (1.0, 3.0)
-"""Before a joiner that everybody refused asks again."""
+"""Seconds, least and most, before a joiner that all donors refused asks again."""
 SPARE = 1.3
-"""Times the nodes that are expected to come, for whom there is room."""
+"""There is room for so many times the nodes that are expected to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class CrowdMoment:
     trained: float
     """Microbatches a second, through all stages."""
     best: float
-    """The same, if the nodes that serve could be divided over the stages at will and never waited."""
+    """Microbatches a second if the serving nodes could be divided over the stages at will and never waited."""
     working: float
-    """Share of the time that the devices of those that live worked."""
+    """The share of the time that the devices of living nodes worked."""
     paired: int
     """Outer steps of one node, so far."""
     alone: int
@@ -170,7 +170,7 @@ class Crowd:
         self._go_to(i, choose_stage(supply, range(len(work)), self._rng))
 
     def _on_their_way(self) -> list[Server]:
-        """Those of each stage as one."""
+        """The joining nodes of each stage, as one server."""
         joining = enumerate(self._joining)
         return [Server(PeerId(f"to {s}"), s, strength, present=False) for s, strength in joining if strength > 0.0]
 
@@ -227,8 +227,8 @@ class Crowd:
         self.agenda.after(relocation.next_look - self.agenda.now, self._look, i, relocation)
 
     def _look(self, i: int, relocation: Relocation) -> None:
-        """A node asks itself whether another stage needs it more. What it sees in a bucket stands there as one server:
-        of those that are lost none is seen, and rescues are not simulated."""
+        """A node decides whether another stage needs it more. What it sees in a bucket stands there as one server. Of
+        lost stages none is seen, and rescues are not simulated."""
         if not self.nodes.serving[i]:
             return
         own, stage = self.nodes.speed[i], self.nodes.stage[i]
@@ -290,7 +290,7 @@ class Crowd:
 
 
 def most_nodes(settings: CrowdSettings, many: int) -> int:
-    """As many numbers as are given at the most."""
+    """The most nodes that may come to live, each with a number of its own."""
     living, coming = float(many), 0.0
     for event in settings.arrivals:
         coming += event.times * living

@@ -1,5 +1,8 @@
-"""Inner and outer steps of a crowd: when, and with whom, is the node's own decision (`matchmaking`, `Visits`,
-`schedule`), and so is what an outer step does to the weights (`outer.update`)."""
+"""Inner and outer steps of a crowd.
+
+When and with which peer a node averages is its own decision (`matchmaking`, `Visits`, `schedule`). What an outer step
+does to the weights is the node's own code, too (`outer.update`).
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ RULE = OuterRule(alpha=0.0, beta=1.0, gamma=1.0, momentum="averaged")
 """The defaults of a run."""
 MICROBATCH_TOKENS = 4096
 DIAL_SECONDS = 5.0
-"""Until it is known that nobody answers."""
+"""Seconds until a dialler knows that nobody answers."""
 LAG_ROUNDS = 4
-"""Times H inner steps' worth of tokens: the default of `outer.max_lag_tokens`."""
+"""The allowed lag in outer rounds of H inner steps' worth of tokens: the default of `outer.max_lag_tokens`."""
 ORIGINS_HEARD = 1024
-"""Of more, each so-manieth's clock is heard."""
+"""So many origins' clocks are heard; of more, each so-manieth is."""
 NO_LIMIT = 1 << 40
-"""Replicas, where the directory is by buckets."""
+"""The most replicas if the directory is by buckets."""
 
 
 class CrowdAveraging:
@@ -58,11 +61,11 @@ class CrowdAveraging:
         self.slow = torch.randn((nodes.most, many), generator=generator)
         self.momentum = torch.zeros_like(self.slow)
         self.expected = [1.0] * nodes.most
-        """Of each node the variance of its weights, by arithmetic: as if whoever meets had never met before."""
+        """The variance of each node's weights, by arithmetic: as if nodes that meet had never met before."""
         self.progress: list[Progress] = []
         self._free_since: list[int] = []
         self._engaged: list[int] = []
-        """With whom, or -1."""
+        """The partner that each is engaged with, or -1."""
         self._dialling: list[int] = []
         self._gathered: list[int] = []
         self._credit: list[float] = []
@@ -71,22 +74,22 @@ class CrowdAveraging:
         self._next_try: list[float] = []
         self._visits: list[Visits] = []
         self._catch_up_from: list[int] = []
-        """Whose state each is to take as soon as it is free, since it lags too far behind; -1: nobody's."""
+        """The peer whose state each is to take as soon as it is free, since it lags too far behind; -1 for none."""
         self._taking: list[bool] = []
         """A stage peer's state is on its way."""
         self.clocks = np.zeros(nodes.most)
-        """As they stand now, in tokens."""
+        """The present clocks, in tokens."""
         self._middle: list[float] = []
-        """Of each stage, the median clock as of the last look."""
+        """The median clock of each stage, as of the last look."""
         self._origins_middle = 0.0
-        """Of the first stage's, weighed by what each trains."""
+        """The median clock of the first stage, weighed by what each node trains."""
         self._global_batch = 0
         limited = nodes.settings.directory.view == "everybody"
         self._most = nodes.settings.directory.max_replicas if limited else NO_LIMIT
         self.kinds: dict[str, int] = {"paired": 0, "alone": 0, "caught_up": 0}
         self.refusals: dict[str, int] = {}
         self.exchange_seconds = 0.0
-        """Of all exchanges that were begun, as the mean of both sides has them."""
+        """Seconds of all exchanges that were begun, as the mean of both sides has them."""
         self.meetings = Pairs()
 
     def joined(self, i: int) -> None:
@@ -112,8 +115,8 @@ class CrowdAveraging:
         self._global_batch = round(replicas * self.nodes.settings.work.microbatches_a_step * MICROBATCH_TOKENS)
 
     def look(self) -> None:
-        """Everybody looks into the directory, and what time it is in each stage is known. All hear the same of it: the
-        median of all clocks, where a node has that of those that it sees."""
+        """All nodes read the directory, and each stage's time is known. All hear the same of it: the median of all
+        clocks, where a node has that of those that it sees."""
         nodes = self.nodes
         serving = np.flatnonzero(nodes.serving_row)
         by_stage = [serving[nodes.stage_row[serving] == stage] for stage in range(nodes.settings.work.stages)]

@@ -1,5 +1,7 @@
-"""Roll calls of a crowd: an account of their bytes alone, where everybody answers. Whom nodes ask, how often and what
-they tell follow `directory.roll_call` and `directory.records_call`."""
+"""Roll calls of a crowd: an account of their bytes alone, in which all nodes answer.
+
+The peers that nodes ask, how often, and what they tell follow `directory.roll_call` and `directory.records_call`.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from noloco_node.directory.roll_call import (
 )
 
 MESSAGE_BYTES = 119.0
-"""A call or its answer without records."""
+"""The bytes of a call or its answer without records."""
 TOLD_BYTES = 1.17
-"""Times a record as it lies in the directory: as text, with its peer, stage and life. Both by messages of 64 whole
-nodes, of one record (522 bytes) and of twelve (4,950)."""
+"""A told record has so many times the bytes it has in the directory: it is text, with its peer, stage and life. Both
+were measured on messages of 64 whole nodes, of one record (522 bytes) and of twelve (4,950)."""
 
 GROWN = 1.25
-"""Times as many as at the last tick, from which on a view has grown: below that it is an estimate that moves."""
+"""A view has grown if it is so many times as large as at the last tick: below that it is an estimate that moves."""
 
 
 class Sights(NamedTuple):
@@ -34,19 +36,19 @@ class Sights(NamedTuple):
 
     who: Ints
     own: Floats
-    """Of the own stage."""
+    """Peers in view of the own stage."""
     next: Floats
-    """Of the next stage."""
+    """Peers in view of the next stage."""
     previous: Floats
-    """Of the stage before it, where that is seen whole."""
+    """Peers in view of the stage before it, if that is seen whole."""
     further: Floats
-    """Of all others."""
+    """Peers in view of all other stages."""
     senders: Floats
     """Peers that send a node microbatches and are not in its view."""
     own_share: Floats
-    """Of those of the own stage, the part that has the node in view, too."""
+    """The part of the own stage's peers in view that has the node in view, too."""
     other_share: Floats
-    """The same of all others."""
+    """The part of all other peers in view that has the node in view, too."""
     population: Floats
     """How many there are of the two stages that a node deals with."""
 
@@ -57,16 +59,19 @@ def share_held(level: Ints) -> Floats:
 
 
 def asks_a_second(quiet: float, heard: float) -> float:
-    """How often a peer is asked that is asked after so many seconds without a word, and is heard so often a second
-    besides, at times that are independent."""
+    """How often a peer is asked a second. It is asked after `quiet` seconds without a word, and is `heard` so often a
+    second besides, at times that are independent."""
     words = min(500.0, max(heard * quiet, 1e-9))
     return words / math.expm1(words) / quiet
 
 
 class RollCalls:
-    """What the nodes of a crowd send of them. Of two that have each other in view one asks, and both tell; whoever
-    works with a node is heard without being asked; who comes into a view is asked at once, as far as calls are
-    allowed, and told the more the fewer the asker knows."""
+    """The bytes that the nodes of a crowd send in roll calls.
+
+    Of two that have each other in view one asks, and both tell. A peer that works with a node is heard without being
+    asked. A newcomer to a view is asked at once, as far as calls are allowed, and told the more the fewer peers the
+    asker knows.
+    """
 
     def __init__(self, most: int, life: float, record_bytes: float) -> None:
         self._quiet = min(LONGEST_QUIET, ASK_AGAIN * life)
@@ -75,11 +80,11 @@ class RollCalls:
         self._seen = np.zeros(most)
         """How many each had in view at the last tick."""
         self._waiting = np.zeros(most)
-        """Of these, those that were not asked yet."""
+        """The number of peers in view that were not asked yet."""
         self._strangers = np.zeros(most)
-        """Of these, those that were never in view before."""
+        """The number of them that were never in view before."""
         self._met = np.zeros(most)
-        """Of its two stages, about how many each has ever had in view, that live."""
+        """About how many living peers of its two stages each has ever had in view."""
         self._allowance = np.full(most, float(BURST))
 
     def forget(self, i: int) -> None:
@@ -87,9 +92,9 @@ class RollCalls:
         self._seen[i] = self._waiting[i] = self._strangers[i] = 0.0
 
     def tick(self, sights: Sights, exchanged: Floats, asks: float, born: float, seconds: float) -> float:
-        """Bytes that all of them send in so many `seconds`, in which so many in each view took the places of others
-        (`exchanged`), peers of the next stage were asked for work so often (`asks`), and of all who live this share was
-        `born`."""
+        """The bytes that all of them send in so many `seconds`. In that time `exchanged` peers took the places of
+        others in each view. Peers of the next stage were asked for work `asks` times a second, and a share `born` of
+        all living nodes came."""
         who = sights.who
         seen = sights.own + sights.next + sights.previous + sights.further
         grown = np.where(seen > GROWN * self._seen[who], seen - self._seen[who], 0.0)
@@ -116,7 +121,7 @@ class RollCalls:
         return 2.0 * float((MESSAGE_BYTES * (first + again) + self._record * told).sum())
 
     def _due(self, sights: Sights, asks: float) -> Floats:
-        """How many each would ask in a second, of whom it has met, where `asks` for work are made in a second."""
+        """How many of the peers that it has met each would ask in a second; `asks` for work are made in a second."""
         heard = asks / max(1.0, float(sights.next.sum()))
         usual, working = 1.0 / self._quiet, asks_a_second(self._quiet, heard)
         others = (sights.next + sights.previous) * working + sights.further * usual

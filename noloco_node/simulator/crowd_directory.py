@@ -31,7 +31,7 @@ from noloco_node.simulator.crowd_records import RENEWALS, Records
 NEAR = 2
 """A node's own stage and the next."""
 DRAWN_FROM = 1024
-"""Where everybody is seen, of whom one is drawn as of all."""
+"""If everybody is seen, one is drawn from so many as from all."""
 
 
 class WholeDirectory(Records):
@@ -96,7 +96,7 @@ class BucketDirectory(Records):
         self._held = np.full((NEAR, most, HELD), NONE, np.int64)
         self._held_at = np.full((NEAR, most), -math.inf)
         self._exchanged = np.zeros(most)
-        """Peers that came into each one's view for others, since that was asked last."""
+        """The number of peers that took others' places in each view since it was last asked for."""
         self._drawn_at = np.full((NEAR, most), -math.inf)
         self._drawn_here = np.zeros((NEAR, most), np.int64)
         self._tick = 0
@@ -104,7 +104,7 @@ class BucketDirectory(Records):
         self._few = rows_of_each(self.stages - NEAR)
         self._behind_of = np.zeros(self.stages, np.int64)
         self._replicas = [1] * most
-        """`number` of each one's own stage as of the last tick, as the count that a node goes by."""
+        """The `number` of each node's own stage as of the last tick, as the count that a node goes by."""
 
     def tick(self) -> None:
         """See `CrowdDirectory.tick`."""
@@ -127,8 +127,8 @@ class BucketDirectory(Records):
         return self._replicas[i]
 
     def servers(self, i: int) -> list[Server]:
-        """See `CrowdDirectory.servers`: of the own stage and the next those that it holds, of the others a bucket drawn
-        anew, with the number that some more of them speak for."""
+        """See `CrowdDirectory.servers`: the held buckets of the own stage and the next, and for the others a bucket
+        drawn anew. The latter comes with the number that some more buckets speak for."""
         first, own = int(self.column[i]) // self.stages * self.stages, self.nodes.stage[i]
         found: list[Server] = []
         for stage in range(self.stages):
@@ -214,12 +214,12 @@ class BucketDirectory(Records):
         before = levels.level[who].copy()
         above = before > 0
         root = ~above | self._root_turn(who, before)
-        # who sees both halves of a stage is told nothing of those at level 0
+        # a node that sees both halves of a stage is told nothing of those at level 0
         halves = (before == 1) & (self._held[ahead, who] != NONE).all(1)
         self.note_looked(stage[~above], self.settings.look_seconds)
         self.note_read(0, stage[root & above & ~halves])
         levels.look_behind(who[root], behind[stage[root]])
-        # who is at level 0 and looks at a bucket of another level has read level 0 as well
+        # a node at level 0 that reads a bucket of another level has read level 0 as well
         besides = ~above & (levels.candidate[who] != NONE)
         nowhere = np.zeros(int(besides.sum()), np.int64)
         levels.took(who[besides], nowhere, nowhere, np.minimum(self.counts(0)[stage[besides]], MOST_RECORDS))
@@ -297,13 +297,13 @@ class BucketDirectory(Records):
         return (own > stage) | (own + NEAR <= stage)
 
     def _far_of(self, who: Ints) -> list[Ints]:
-        """Of each stage, the columns of those for which it is far."""
+        """The columns of each stage's nodes for which it is far."""
         first = self.column[who] // self.stages * self.stages
         return [(first + stage)[self._is_far(who, stage)] for stage in range(self.stages)]
 
     def _look_far(self, columns: Ints, most: int, after: float) -> None:
-        """At so many rows of some bucket of each of these columns, or of level 0 where there is no level above it; the
-        same was looked at so many seconds ago."""
+        """Read so many rows of some bucket of each of these columns, or of level 0 if there is no level above it. The
+        same was read `after` seconds ago."""
         levels = np.maximum(0, self._behind_of[columns] - 1)
         for at in np.unique(levels).tolist():
             some = columns[levels == at]
@@ -319,6 +319,6 @@ class BucketDirectory(Records):
         return (who + self._tick) % ticks == 0
 
     def _turn(self, who: Ints, seconds: float | Floats) -> Flags:
-        """Whose turn it is, of what comes once in so many seconds."""
+        """The nodes whose turn it is, for what comes once in so many seconds."""
         ticks = np.maximum(1, np.ceil(np.asarray(seconds) / self.settings.look_seconds - 1e-9)).astype(np.int64)
         return (who + self._tick) % ticks == 0

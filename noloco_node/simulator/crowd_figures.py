@@ -15,14 +15,14 @@ from noloco_node.simulator.crowd import Crowd, CrowdMoment
 CLASS_BITS = 4
 CLASSES = 1 << CLASS_BITS
 FEWEST_A_CELL = 5.0
-"""Meetings that two classes are expected to have, for their number to say anything."""
+"""The number of two classes says something if they are expected to have so many meetings."""
 FITTED = 20
-"""Turns in which a table comes to its sums."""
+"""A table comes to its sums in so many turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class CrowdFigures:
-    """Of one size."""
+    """The figures of one size."""
 
     nodes: int
     """At the start."""
@@ -37,16 +37,16 @@ class CrowdFigures:
     alone: float
     """Share of outer steps taken alone."""
     outer_steps: float
-    """Of a node in an hour."""
+    """The outer steps of a node in an hour."""
     contraction: float
     """Variance of the weights within a stage at the end, of that at the start."""
     contraction_expected: float
-    """What the arithmetic gives for the same meetings, if whoever met had never met before."""
+    """The contraction that the arithmetic gives for the same meetings, if nodes that meet had never met before."""
     evenness: float
-    """Chi-square of who met whom beside chance, by degree of freedom: about 1 where all are equally likely to meet.
-    Nodes are taken together by the first bits of their hash, as buckets are."""
+    """The chi-square by degree of freedom of the table of meetings, beside chance: about 1 if all are equally likely to
+    meet. Nodes are taken together by the first bits of their hash, as buckets are."""
     evenness_of_routes: float
-    """The same of who sent microbatches to whom."""
+    """The chi-square by degree of freedom of the table of microbatch senders and receivers, beside chance."""
     error: float
     """Relative rms error of the nodes' counts of their own stage."""
     node_bytes: dict[str, float]
@@ -54,7 +54,7 @@ class CrowdFigures:
     holder_bytes: dict[str, float]
     """What a node gives and takes as a holder of keys, a second: mean, highest of a hundred, highest."""
     lost: float
-    """Share of the microbatches sent that were lost with whoever had them, or could not be reached."""
+    """The share of sent microbatches that were lost with the node that had them, or could not be delivered."""
     joined_after: float | None
     """Median seconds until a newcomer served."""
     moves: float
@@ -66,12 +66,9 @@ class CrowdFigures:
 
 
 def unevenness(pairs: Ints, of: Ints, stage: Ints) -> float:
-    """Chi-square by degree of freedom of a table of who came together with whom, by class, beside what chance gives;
-    `of` gives each node's class, `stage` its stage. NaN where there are too few pairs.
-
-    Chance is taken stage by stage, for a class has more nodes in one than in another: across all stages the more
-    meetings there were, the more uneven they would seem, however even they are.
-    """
+    """The chi-square by degree of freedom of a table of pairs, by class, beside what chance gives. `of` gives each
+    node's class, `stage` its stage. NaN if there are too few pairs. Chance is taken stage by stage, for a class has
+    more nodes in one than in another. Across all stages more meetings would seem more uneven, however even they are."""
     if not len(pairs):
         return float("nan")
     table, expected = np.zeros((CLASSES, CLASSES)), np.zeros((CLASSES, CLASSES))
@@ -99,7 +96,7 @@ def _by_chance(found: NDArray[np.int64], among: NDArray[np.int64] | None) -> NDA
 
 
 def _left(spread: float, at_first: float) -> float:
-    """Of the spread at first; NaN where there was none, each stage having one node."""
+    """The share that is left of the spread at first; NaN if there was none, each stage having one node."""
     return spread / at_first if at_first else float("nan")
 
 

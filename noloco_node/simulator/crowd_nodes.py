@@ -20,26 +20,26 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.windows import new_stream_seconds
 
 PROGRESS_SECONDS = 15.0
-"""After which a stream that moves no byte is given up (`pipeline.progress_seconds`)."""
+"""A stream that moves no byte for so many seconds is given up (`pipeline.progress_seconds`)."""
 EXCHANGE_SHARE = 0.5
-"""Of a link, for a weight exchange beside microbatches."""
+"""A weight exchange takes this share of a link, beside microbatches."""
 IN_TURN = 4 / 3
-"""What an exchange takes of one side's processor until both have committed, in what it takes there in all: before the
+"""The time of one side's processor until both have committed, in times of all that an exchange takes there. Before the
 commit one side works while the other waits."""
 CHUNK_BYTES = 1 << 20
-"""`limits.chunk_bytes`."""
+"""The bytes of a chunk, as `limits.chunk_bytes`."""
 MOMENT_SECONDS = 0.25
-"""What happens within it is kept in order; see `Agenda`."""
+"""Events within so many seconds are kept in order; see `Agenda`."""
 
 _Entry = tuple[float, int, Callable[..., None], tuple[object, ...]]
-"""When, the number that tells those of one time apart, and what is called with what."""
+"""An entry: its time, a number to tell entries of one time apart, a function, and its arguments."""
 
 
 class Agenda:
-    """What happens when. Of two things at one time that goes first which was entered first.
+    """Events by their time. Of two at one time the one entered first goes first.
 
-    Only what is due within the same moment is kept in order; the rest lies by moments until then, for a heap of
-    hundreds of thousands is gone through, far apart in memory, for each thing that is entered or taken out.
+    Only what is due within the same moment is kept in order; the rest lies by moments until then. A heap of hundreds of
+    thousands would be gone through, far apart in memory, for each thing that is entered or taken out.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Agenda:
 
 
 class Pairs:
-    """Who came together with whom, in eight bytes each."""
+    """The pairs that came together, in eight bytes each."""
 
     def __init__(self) -> None:
         self._numbers = array("i")
@@ -113,7 +113,7 @@ def peer_of(number: int) -> PeerId:
 
 
 class Nodes:
-    """Who there is. Numbers are given in the order in which they come and never again."""
+    """The nodes. Numbers are given in the order in which they come and never again."""
 
     def __init__(self, settings: CrowdSettings, most: int, rng: random.Random, agenda: Agenda) -> None:
         self.settings = settings
@@ -146,7 +146,7 @@ class Nodes:
         """The region that is cut off."""
         self.prefix = np.zeros(most, np.int64)
         self.stage_row = np.zeros(most, np.int64)
-        """The same as `stage`, as an array: `move` changes both."""
+        """The stages as an array, beside `stage`: `move` changes both."""
         self.speed_row = np.zeros(most)
         self.region_row = np.zeros(most, np.int64)
         self.expires = np.zeros((MOST_LEVEL + 1, most))
@@ -156,7 +156,7 @@ class Nodes:
         self.sent: dict[str, float] = {}
         """Bytes by kind."""
         self.chunk_octets: float = CHUNK_BYTES
-        """Of an exchange."""
+        """The bytes of a chunk of an exchange."""
         self._trace = hashlib.sha256()
 
     def __len__(self) -> int:
@@ -210,10 +210,9 @@ class Nodes:
         return self._near if self.region[i] == self.region[j] else self._far
 
     def carry(self, i: int, j: int, octets: float, times: float) -> float:
-        """Seconds until so many bytes have come from one to the other: one thing after the other on either link, and
-        what is exchanged beside takes its part. A downlink is taken for as long as the bytes need on it, not for as
-        long as a slow uplink needs for them. All takes so many `times` as long; the bytes are counted by whoever
-        sends."""
+        """Seconds until so many bytes have come from one to the other. On either link one thing goes after the other,
+        and an exchange beside takes its part. A downlink is taken for as long as the bytes need on it, not for as long
+        as a slow uplink needs for them. All takes so many `times` as long; the sender counts the bytes."""
         now, sent, taken = self.agenda.now, self.up_free[i], self.down_free[j]
         up = self.up[i] * (EXCHANGE_SHARE if self.exchanging[i] else 1.0)
         down = self.down[j] * (EXCHANGE_SHARE if self.exchanging[j] else 1.0)
@@ -227,15 +226,15 @@ class Nodes:
         return max(0.0, self.works_until[i] - self.agenda.now) / self.settings.parcel
 
     def exchange_seconds(self, i: int, j: int, octets: float) -> float:
-        """Seconds for both to have what the other sends and to have worked it out, beside microbatches: the first chunk
+        """Seconds for both to have what the other sends and to have worked it out, beside microbatches. The first chunk
         goes there before the other's comes back, those after it go side by side."""
         there, back = self._transfer_seconds(i, j, octets), self._transfer_seconds(j, i, octets)
         first, worked_out = min(1.0, self.chunk_octets / octets), IN_TURN * self.settings.work.exchange_seconds
         return first * (there + back) + (1.0 - first) * max(there, back) + 4.0 * self.latency(i, j) + worked_out
 
     def _transfer_seconds(self, i: int, j: int, octets: float) -> float:
-        """Of a transfer on a new stream that has all of both links, but half of them as long as something is on its way
-        there."""
+        """Seconds of a transfer on a new stream that has all of both links. While something else is on its way there,
+        it has half of them."""
         rate = min(self.up[i], self.down[j])
         busy = max(0.0, self.up_free[i] - self.agenda.now, self.down_free[j] - self.agenda.now)
         return new_stream_seconds(octets, rate, 2.0 * self.latency(i, j)) + min(octets / rate, busy)

@@ -1,6 +1,8 @@
-"""Microbatches of a crowd on their way there and back, in parcels: who gets the next one is the node's own choice
-(`RoutingBook`), and so is when it is drawn (`InFlight`), whether there is a place for it (`MicrobatchLimiter`) and what
-a device does first (`CallOrder`)."""
+"""Microbatches of a crowd on their way there and back, in parcels.
+
+The code of the node decides: the next peer (`RoutingBook`), the time of the draw (`InFlight`), whether there is a place
+(`MicrobatchLimiter`), and what a device does first (`CallOrder`).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ from noloco_node.transport.errors import Refused
 from noloco_node.transport.interface import Release
 
 BACKWARDS = 2.0
-"""Times a forward."""
+"""A backward takes so many times as long as a forward."""
 VIEW_SECONDS = 60.0
-"""After which a book is told anew who is seen; at once where the one that it chooses has gone."""
+"""A book is told the seen peers anew after so many seconds; at once if the one that it chooses has gone."""
 
 
 class Passage:
@@ -49,12 +51,12 @@ class Passage:
     def __init__(self, node: int, life: int, parent: Passage | None, since: float) -> None:
         self.node = node
         self.life = life
-        """Of the node's stays at a stage, the one in which it has the parcel."""
+        """The stay of the node, among its stays at a stage, in which it has the parcel."""
         self.parent = parent
         self.since = since
         """When it was drawn, or came."""
         self.peer = -1
-        """Who has it next."""
+        """The peer that has it next."""
         self.began = 0.0
         self.excluded: tuple[PeerId, ...] = ()
         self.rounds = 0
@@ -98,24 +100,24 @@ class CrowdPipeline:
         self._places: list[MicrobatchLimiter | None] = []
         self._order: list[CallOrder[Passage]] = []
         self._in_flight: list[InFlight | None] = []
-        """Of those that draw."""
+        """The limits of the nodes that draw."""
         self.under_way: list[int] = []
         """Parcels that each origin has drawn and not yet trained."""
         self._working: list[bool] = []
         self._life: list[int] = []
         self._held: list[dict[Passage, None]] = []
         self._turn: list[QueueTurn] = []
-        """On whose account each node's parcels wait elsewhere."""
+        """The accounts under which each node's parcels wait elsewhere."""
         self.busy: list[float] = []
         """Seconds that each device has worked."""
         self.finished = 0
         """Parcels trained by all stages."""
         self.lost = 0
-        """Asked of somebody who died or was cut off."""
+        """The number of asks of nodes that died or were cut off."""
         self.refused = 0
         self.hops = 0
         self.away = 0.0
-        """Seconds, as microbatches have them, from being sent to whoever answered to the answer: of all answers."""
+        """Seconds, as microbatches have them, from sending to the answer, summed over all answers."""
         self.routes = Pairs()
         """Sender and receiver of parcels that came through, where they are kept."""
         self.keep_routes = False
@@ -148,7 +150,7 @@ class CrowdPipeline:
             self._draw_all(i, in_flight)
 
     def left(self, i: int) -> None:
-        """A node is gone, or leaves its stage: whoever waits for it finds out."""
+        """A node is gone, or leaves its stage: the nodes that wait for it find out."""
         self._life[i] += 1
         self._working[i] = False
         for child in self._held[i]:
@@ -162,7 +164,7 @@ class CrowdPipeline:
         return self._life[passage.node] == passage.life
 
     def _draw_all(self, i: int, in_flight: InFlight) -> None:
-        """As many as may be drawn now."""
+        """Draw as many as may be drawn now."""
         while in_flight.open_to(self.under_way[i], self.under_way[i]):
             self.under_way[i] += 1
             self._put(Priority.DRAW, Passage(i, self._life[i], None, self.agenda.now), OWN)

@@ -1,4 +1,4 @@
-"""What nodes of a crowd publish, and what others find of it: who has a record where, and bytes of holders."""
+"""The records that nodes of a crowd publish, what others find of them, and the bytes of their holders."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from noloco_node.simulator.crowd_calls import Sights
 from noloco_node.simulator.crowd_nodes import Nodes
 
 RENEWALS = 3
-"""Of a record within its life."""
+"""A record is renewed so many times within its life."""
 ASKED_BYTES, NEIGHBOUR_BYTES = 80, 58
-"""Of a key in a request and its place in the answer without records, and of a node that is named there."""
+"""The bytes of a key in a request and of its place in the answer without records, and of a node that is named there."""
 TWICE = 0.1
-"""Of the records that such looks bring, those that came by another at the same moment (129 whole members)."""
+"""This share of the records of such looks also came by another one at the same moment (129 whole members)."""
 SEEN_AT_ONCE = MOST_RECORDS
-"""Most that one sees of a stage whose records still lie at level 0: no holder keeps more under a key."""
+"""At most so many records are seen of a stage that still lies at level 0: no holder keeps more under a key."""
 LOTS = 8
-"""By which the places of a crowded bucket are drawn: nodes that share one see the same part of it."""
+"""The places of a crowded bucket are drawn by so many lots: nodes that share one see the same part of it."""
 
 
 class CrowdDirectory(Protocol):
@@ -60,7 +60,7 @@ class CrowdDirectory(Protocol):
         ...
 
     def servers(self, i: int) -> list[Server]:
-        """What a node sees of the others of each stage, those of a bucket as one."""
+        """The nodes of each stage that a node sees, those of a bucket as one."""
         ...
 
     def holder_bytes(self) -> Floats:
@@ -85,7 +85,7 @@ class CrowdDirectory(Protocol):
 
 
 class Records:
-    """What both have in common: who has published what, and the order of a stage's records by their hash.
+    """What both kinds have in common: the published records, and the order of a stage's records by their hash.
 
     Many methods: each is one question about what is published, or one kind of bytes that are counted.
     """
@@ -98,9 +98,9 @@ class Records:
         self.stages = nodes.settings.work.stages
         self.error = 0.0
         self.renew_at = np.full(nodes.most, -math.inf)
-        """When each publishes its record next; of those that never have, before all time."""
+        """The time of each node's next record; for one that has none yet, before all time."""
         self.column = np.zeros(nodes.most, np.int64)
-        """A node's stage; of those that are cut off, beyond all stages of the others."""
+        """A node's stage; for a node that is cut off, beyond all stages of the others."""
         self.columns = self.stages
         self.order = np.zeros(0, np.int64)
         self.keys = np.zeros(0, np.int64)
@@ -109,17 +109,17 @@ class Records:
         self._strengths: dict[int, tuple[Floats, Floats]] = {}
         self._speeds = np.zeros(0)
         self._peers: dict[tuple[int, int, int], tuple[PeerId, ...]] = {}
-        """Of buckets that somebody has asked for since the last tick."""
+        """The peers of buckets that were asked for since the last tick."""
         self._parts: dict[tuple[int, int], tuple[PeerId, ...]] = {}
-        """The same of parts of level 0, by column."""
+        """The peers of parts of level 0, by column."""
         self._shown: dict[tuple[int, int, int, bytes], tuple[PeerId, ...]] = {}
-        """The same of crowded buckets, by lot."""
+        """The peers shown of crowded buckets, by lot."""
         self.read: dict[int, Floats] = {}
         self.written: dict[int, Floats] = {}
 
     def due(self) -> Ints:
-        """Who publishes its record now: they live, have come to their stage, and have not done so for a third of a
-        life. Those who do it for the first time, all at the start, come again each at a time of its own."""
+        """The nodes that publish their record now: they live, have come to their stage, and have not done so for a
+        third of a life. Nodes that do it for the first time, all at the start, come again each at a time of its own."""
         nodes, now = self.nodes, self.nodes.agenda.now
         who = np.flatnonzero(nodes.serving_row & (self.renew_at <= now))
         part = np.where(np.isneginf(self.renew_at[who]), self.rng.random(len(who)), 1.0)
@@ -127,7 +127,7 @@ class Records:
         return who
 
     def sort(self) -> None:
-        """Who has a record that lives, in order of stage and hash, those who are cut off by themselves."""
+        """Sort the nodes with live records by stage and hash; those that are cut off come by themselves."""
         nodes, now, many = self.nodes, self.nodes.agenda.now, len(self.nodes)
         self.column[:many], self.columns = nodes.stage_row[:many], self.stages
         if nodes.apart is not None:
@@ -142,7 +142,7 @@ class Records:
         self._speeds = nodes.speed_row[self.order]
 
     def edges(self, level: int) -> Ints:
-        """Where the buckets of a level begin among the sorted, those of all stages one after another."""
+        """The places where the buckets of a level begin among the sorted, those of all stages one after another."""
         if level not in self._edges:
             starts = np.arange((self.columns << level) + 1, dtype=np.int64) << (PREFIX_BITS - level)
             self._edges[level] = np.searchsorted(self.keys, starts)
@@ -156,7 +156,7 @@ class Records:
         return self._sums[level]
 
     def strengths_at(self, level: int) -> tuple[Floats, Floats]:
-        """Sums of the speeds of those who have records in each bucket of a level, and of their squares."""
+        """Sums of the speeds of the nodes with records in each bucket of a level, and of their squares."""
         if level not in self._strengths:
             lives = self.nodes.expires[level, self.order] > self.nodes.agenda.now
             edges, speeds = self.edges(level), self._speeds * lives
@@ -188,8 +188,8 @@ class Records:
         number: Estimate | None,
         most: int = MOST_RECORDS,
     ) -> list[Server]:
-        """What a node sees in these buckets of a stage, `most` rows of each and each as one server; they stand for so
-        many, or for themselves alone where there is no `number`."""
+        """What a node sees in these buckets of a stage, at most `most` rows of each and each as one server. They stand
+        for `number`, or for themselves alone if there is none."""
         speeds, squares = self.strengths_at(level)
         own = (
             bucket_of(int(self.nodes.prefix[i]), level) if column == self.column[i] and self.nodes.serving[i] else NONE
@@ -226,7 +226,7 @@ class Records:
         self.nodes.expires[:, i] = 0.0
 
     def peers(self, column: int, level: int, bucket: int) -> tuple[PeerId, ...]:
-        """Their ids, for all who hold that bucket the same."""
+        """Their ids, the same for all nodes that hold that bucket."""
         place = column, level, bucket
         found = self._peers.get(place)
         if found is None:
@@ -235,8 +235,8 @@ class Records:
         return found
 
     def shown(self, column: int, level: int, bucket: int, i: int) -> tuple[PeerId, ...]:
-        """Those of them that one node has in its view: of a crowded bucket a part, as another is drawn now and then. It
-        takes them for strangers alike."""
+        """The peers of a bucket that one node has in its view: of a crowded bucket a part, as another is drawn now and
+        then. It takes all of them for strangers."""
         every = self.peers(column, level, bucket)
         if places_of(len(every)) == len(every):
             return every
@@ -247,7 +247,7 @@ class Records:
         return self._shown[place]
 
     def part(self, column: int, i: int) -> tuple[PeerId, ...]:
-        """Who lies at level 0, as one node sees them: all, or of more than holders keep each so-manieth."""
+        """The nodes at level 0 that one node sees: all, or each so-manieth if holders keep fewer."""
         every = self.peers(column, 0, 0)
         parts = max(1, math.ceil(len(every) / SEEN_AT_ONCE))
         place = column, i % parts
@@ -256,22 +256,22 @@ class Records:
         return self._parts[place]
 
     def rows(self, column: int, level: int, bucket: int) -> list[int]:
-        """Nodes whose records live in a bucket."""
+        """The nodes whose records live in a bucket."""
         edges, place = self.edges(level), (column << level) + bucket
         who = self.order[edges[place] : edges[place + 1]]
         found: list[int] = who[self.nodes.expires[level, who] > self.nodes.agenda.now].tolist()
         return found
 
     def note_read(self, level: int, place: Ints, most: int = MOST_RECORDS) -> None:
-        """Buckets of a level were read, `most` rows of each, by column and bucket: count their bytes, and those of
-        asking a second holder for what the first did not have."""
+        """Count the bytes of reading buckets of a level, `most` rows of each, by column and bucket. The bytes for
+        asking a second holder for what the first did not have are counted too."""
         rows = np.minimum(self.counts(level)[place], most).astype(np.float64)
         octets = rows * (self.settings.record_bytes + GLANCED * MARK_BYTES) + GLANCED * ASKED_BYTES
         self._note(self.read, level, place, octets, "directory read")
 
     def note_sought(self, place: Ints, after: float | Floats) -> None:
-        """Holders of these buckets may have to be found anew, which were looked for so many seconds ago: those nearest
-        to the key are asked for others, a few at a time."""
+        """Count the bytes of finding the holders of these buckets anew; they were sought `after` seconds ago. Those
+        nearest to the key are asked for others, a few at a time."""
         often = np.minimum(1.0, np.asarray(after) / HOLDERS_SECONDS)
         steps = max(0.0, math.log(max(1, len(self.order)) / BUCKET_SIZE**2, BUCKET_SIZE))
         asked = min(MOST_GLANCED, REPLICAS + GLANCED * steps)
@@ -279,8 +279,8 @@ class Records:
         self.nodes.count("directory read", octets * float(np.broadcast_to(often, place.shape).sum()))
 
     def note_looked(self, place: Ints, seconds: float) -> None:
-        """Level 0 of these columns was looked at so long after the last time: two holders were asked for what is new,
-        and at some looks everybody near, of whom several say the same."""
+        """Count the bytes of looks at level 0 of these columns, `seconds` after the last. Two holders were asked for
+        what is new, and at some looks all nodes near, of which several say the same."""
         number = self.counts(0)[place].astype(np.float64)
         new = (1.0 + TWICE) * number * min(1.0, RENEWALS * seconds / self.life)
         walks, all_nodes = min(1.0, seconds / (WALK_AGAIN * self.life)), len(self.order)
@@ -307,8 +307,8 @@ class Records:
         self.read, self.written = {}, {}
 
     def holder_bytes(self) -> Floats:
-        """See `CrowdDirectory.holder_bytes`: each key has its holders, drawn as the hash of a key draws them, which
-        share its readers and all take what is written."""
+        """See `CrowdDirectory.holder_bytes`. The holders of each key are drawn as its hash draws them. They share its
+        readers and all take what is written."""
         living = np.array(self.nodes.living())
         held = np.zeros(len(living))
         for table in (self.read, self.written):
@@ -319,7 +319,7 @@ class Records:
         return held
 
     def note_error(self, number: Floats, who: Ints) -> None:
-        """Of what these take for the number of their own stage."""
+        """Note the error of these nodes' numbers of their own stage."""
         true = np.bincount(self.column[self.nodes.serving_row], minlength=self.columns)
         of = true[self.column[who]]
         known = of > 0

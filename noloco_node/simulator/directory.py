@@ -22,7 +22,7 @@ from noloco_node.transport.acquaintance import Acquaintances
 
 MOST_ENTRANCES = 3
 JOIN_AGAIN_SECONDS = 5.0
-"""After which a node that nobody let in is started again, and names others."""
+"""A node that nobody let in is started again after so many seconds, and names others."""
 
 
 def address_of(peer: PeerId) -> str:
@@ -31,7 +31,7 @@ def address_of(peer: PeerId) -> str:
 
 
 class SimulatedDht:
-    """What all members of a simulated DHT share: the run, the links, and who is there."""
+    """What all members of a simulated DHT share: the run, the links, and the members."""
 
     def __init__(self, stages: int, links: Links, run: str, record_seconds: float) -> None:
         self.stages = stages
@@ -48,8 +48,8 @@ class SimulatedDht:
     async def join(
         self, p2p: SimulatedP2P, identity: Identity, met: Acquaintances, entrances: Sequence[PeerId]
     ) -> SimulatedDirectory:
-        """Join as a daemon does through these peers, through others that live where none of them lets it in; a new DHT
-        where none is named. Raises UserError (PEERS_UNREACHABLE) where nobody else lives any more: who has named peers
+        """Join as a daemon does through these peers, through others that live if none of them lets it in; a new DHT if
+        none is named. Raises UserError (PEERS_UNREACHABLE) if no other node lives any more: a node that has named peers
         begins no swarm of its own."""
         rng = ambient.chance()
         while True:

@@ -15,15 +15,15 @@ from noloco_node.simulator.crowd_figures import CrowdFigures, CrowdRun
 from noloco_node.sizing.machine import free_memory
 
 NODE_BYTES = 56_000
-"""Taken to be what a node needs at the most, books of its peers included: so much it was after an hour of 1,000, those
-that had died in it and what does not grow with the nodes included, and 16,000 after four minutes of 100,000."""
+"""A node needs at most so many bytes, with the books of its peers. It was so much after an hour of 1,000 nodes, with
+those that had died and with what does not grow. It was 16,000 after four minutes of 100,000."""
 VECTORS = 3
-"""Of `sim.dimensions` for each node: weights, momentum, and what is copied of them for their spread."""
+"""A node has so many vectors of `sim.dimensions`: weights, momentum, and the copy for their spread."""
 PARCEL_BYTES = 500
-"""Of a parcel under way."""
+"""A parcel under way takes so many bytes."""
 
 _Progress = Callable[[float, float], None]
-"""Told how much is done, and of how much."""
+"""A function that is told how much is done, and of how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CrowdSize:
     moments: tuple[CrowdMoment, ...]
     cpu_seconds: float
     peak_mib: float
-    """Of the process so far."""
+    """MiB of the process so far."""
 
 
 def check_memory(settings: CrowdSettings, available: int) -> None:

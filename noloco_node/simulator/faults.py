@@ -1,5 +1,7 @@
-"""Schedules of faults as data: drawn from a seed, written down as JSON, and each fault with the moment at which it
-strikes, which is a share of the run and so comes in every run that does not stand still."""
+"""Schedules of faults as data: drawn from a seed, and written down as JSON.
+
+The moment of each fault is a share of the run, so it comes in every run that does not stand still.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 _Node = Annotated[int, Field(ge=0, lt=4096)]
-"""Number of a node, in the order in which they start."""
+"""The number of a node, in the order in which they start."""
 _Seconds = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 
 MOST_SKEW_SECONDS = 2.9
@@ -108,8 +110,11 @@ class Twin(_Fault):
 
 
 class Liar(_Fault):
-    """A node turns hostile: its gradients are `flipped`, `huge` or `nan`, its weights `huge`, its clock `ahead`; it
-    answers `busy` to all, or agrees to exchanges and is `mute` then."""
+    """A node turns hostile.
+
+    Its gradients are `flipped`, `huge` or `nan`, its weights `huge`, its clock `ahead`. Or it answers `busy` to all, or
+    agrees to exchanges and is `mute` then.
+    """
 
     kind: Literal["liar"] = "liar"
     node: _Node
@@ -175,7 +180,7 @@ DrawnFault = Annotated[AnyFault, Field(discriminator="kind")]
 
 KINDS: tuple[str, ...] = tuple(each.model_fields["kind"].default for each in get_args(AnyFault))
 ENDS_NODES = frozenset({"death", "crash", "leave", "lost_stage", "twin", "liar"})
-"""Kinds after which a node's samples, or its account, may be gone with it."""
+"""After these kinds of faults a node's samples, or its account, may be gone with it."""
 
 
 class Schedule(BaseModel):
@@ -214,7 +219,7 @@ class Schedule(BaseModel):
         return self
 
     def with_faults(self, faults: tuple[DrawnFault, ...]) -> Schedule:
-        """The same swarm under others."""
+        """This swarm under other faults."""
         return self.model_copy(update={"faults": faults})
 
 
@@ -222,9 +227,9 @@ FAULT: TypeAdapter[DrawnFault] = TypeAdapter(DrawnFault)
 
 
 def draw(seed: int, fewest: int = 4, most: int = 8, kinds: tuple[str, ...] = KINDS) -> Schedule:
-    """The schedule of this seed for a swarm of `fewest` to `most` nodes, of these kinds of faults: one fault for two
-    nodes on average, of two or three kinds, since what never comes together cannot be found apart. Of the swarms of
-    several stages a quarter keeps copies."""
+    """The schedule of this seed for a swarm of `fewest` to `most` nodes, of these kinds of faults. There is one fault
+    for two nodes on average, of two or three kinds, since what never comes together cannot be found apart. A quarter of
+    the swarms of several stages keeps copies."""
     rng = random.Random(f"faults/{seed}")
     nodes = rng.randint(fewest, most)
     stages = rng.choice([count for count in (1, 2, 2, 2, 3, 3) if 2 * count <= nodes])

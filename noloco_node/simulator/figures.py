@@ -19,7 +19,7 @@ from noloco_node.simulator.world import World
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, NodeMoved, OuterStep
 
 LONG_ENOUGH_SECONDS = 60.0
-"""For what a single node receives and sends in a second."""
+"""A node must live so many seconds to count in what a single node receives and sends in a second."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SimulationSample:
     loss: float | None
     """Mean of what the replicas' last inner steps lost, nats per token."""
     spread: tuple[float | None, ...]
-    """Of each stage: variance of the slow weights over replicas, mean over dimensions; None with fewer than two."""
+    """The variance of each stage's slow weights over replicas, mean over dimensions; None with fewer than two."""
     nodes: int
     trained: int
     """Microbatches so far, at the last stage."""
@@ -38,7 +38,7 @@ class SimulationSample:
 
 @dataclass(frozen=True)
 class Pairing:
-    """How evenly the replicas of a stage met, of those that were there from the beginning to the end."""
+    """How evenly the replicas of a stage met that were there from the beginning to the end."""
 
     meetings: int
     pairs: int
@@ -57,7 +57,7 @@ class SimulationFigures:
     moves: int
     """To another stage."""
     work_share: tuple[float, ...]
-    """Of each stage: share of the time for which devices worked."""
+    """The share of the time for which devices worked, for each stage."""
     tokens_per_second: float
     """Trained at the last stage, by all of its nodes that told their books."""
     outer_steps: dict[str, int]
@@ -69,7 +69,7 @@ class SimulationFigures:
     directory_received: tuple[float, float]
     """Bytes a second of the directory that a node received: the mean, and the most of any."""
     directory_sent: tuple[float, float]
-    """The same of what it sent: who lies near a stage's key sends most."""
+    """Bytes a second that a node sent for the directory; a node near a stage's key sends most."""
     samples: tuple[SimulationSample, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Watcher:
         self._began: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self._books: dict[int, tuple[float, Account]] = {}
-        """Of each node: when it told them last, and what."""
+        """For each node the time of its last account, and the account."""
         self._worked = [0.0] * world.spec.stages
         """Seconds that devices worked at each stage, by the nodes' books."""
         self._there = [0.0] * world.spec.stages
@@ -103,7 +103,7 @@ class Watcher:
         world.on_event = self._take
 
     def sample(self) -> None:
-        """Of this moment."""
+        """Take a sample of this moment."""
         world = self._world
         running = [node for node in world.running if node.replica is not None]
         losses = [self._losses[node.number] for node in running if node.number in self._losses]
@@ -118,7 +118,7 @@ class Watcher:
         )
 
     def figures(self) -> SimulationFigures:
-        """Of the run so far."""
+        """The figures of the run so far."""
         world, now = self._world, asyncio.get_running_loop().time()
         every, shares = world.nodes, zip(self._worked, self._there, strict=True)
         committed = self._outer["paired"] + self._outer["alone"]
@@ -181,7 +181,8 @@ class Watcher:
         return None if len(counts) < 2 or not sum(counts) else evenness(counts)
 
     def _directory(self, counted: dict[PeerId, Counter[str]]) -> tuple[float, float]:
-        """The most is that of nodes that were there for long enough: who has just come asks for everything."""
+        """The mean and the most over nodes; only nodes that lived long enough count for the most. A newcomer asks for
+        everything."""
         rates, octets, seconds = list[float](), 0, 0.0
         for node in self._world.nodes:
             own = sum(counted.get(node.peer, Counter[str]())[kind] for kind in COUNTED_AS.values())

@@ -42,24 +42,23 @@ from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.training.compute_thread import Priority
 
 MOST_TRIES = 200
-"""Runs at most in which a failing schedule is made shorter."""
+"""A failing schedule is made shorter in at most so many runs."""
 DEADLINE_SECONDS = 3 * 3600.0
-"""Virtual seconds after which a run that is not over will never be: a node waits an hour at the longest, for a stage
-that has no replica."""
+"""A run that is not over after so many virtual seconds will never be: a node waits at most an hour for a lost stage."""
 STEPS = 24
-"""Inner steps of the swarm."""
+"""The inner steps of the swarm."""
 INNER_STEPS = 3
 BATCH_MICROBATCHES = 4
-"""Behind an inner step; one of each replica of a stage that has more than `FEW`, or a run would be over before all have
-taken part in an outer step."""
+"""So many microbatches are behind an inner step. A stage of more than `FEW` replicas has one of each, or a run would be
+over before all have taken part in an outer step."""
 FEW = 8
 IN_FLIGHT = 2
 GUARD_SECONDS = 5.0
-"""Between two looks at a copy of another stage, where a run keeps any."""
+"""Seconds between two looks at a copy of another stage, if a run keeps any."""
 NOISE = 0.5
-"""Of a quadratic's gradients."""
+"""The standard deviation of a quadratic's gradients."""
 SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.6, Priority.FORWARD: 0.3, Priority.DRAW: 0.3}
-"""What the fastest device takes."""
+"""Seconds of the fastest device for each kind of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class HuntOutcome:
     schedule: Schedule
     breaches: tuple[str, ...]
     fired: tuple[bool, ...]
-    """Of each fault, whether it did something."""
+    """For each fault, whether it did something."""
     seconds: float
     """Virtual."""
     trace: str
@@ -77,7 +76,7 @@ class HuntOutcome:
 
 
 def run_spec(stages: int, guard_copies: int = 0, replicas: int = 1) -> RunSpec:
-    """The run of every schedule: as small as a stage can be, with the limits that nodes have by default; but copies are
+    """The run of every schedule: as small as a stage can be, with the limits that nodes have by default. Copies are
     renewed as often as a run so short asks for."""
     windows, length = 2, 4
     renewed = {"guard_seconds": GUARD_SECONDS} if guard_copies else {}

@@ -31,7 +31,7 @@ class HuntedLinks(Links):
 
 
 class HuntedWorld(StayingWorld):
-    """A world of nodes that move. Those whose peers `disks` names keep checkpoints below `folder`."""
+    """A world of nodes that move. The peers that `disks` names keep checkpoints below `folder`."""
 
     def __init__(
         self,

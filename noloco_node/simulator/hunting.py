@@ -22,9 +22,9 @@ from noloco_node.simulator.hunt import HuntOutcome, carry_out, shrunk
 from noloco_node.workers import Workers, cores
 
 HUNT = "sim/hunt"
-"""The configuration that comes along."""
+"""The name of the configuration that comes along."""
 TOLD_EVERY = 100
-"""Schedules between two words of how far it is."""
+"""Progress is reported after so many schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Hunted:
     drawn: dict[str, int]
     """Faults by kind."""
     fired: dict[str, int]
-    """Those of them that did something."""
+    """The number of them that did something, by kind."""
     virtual_hours: float
     cpu_seconds: float
     trace: str

@@ -18,12 +18,12 @@ from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 from noloco_node.training.schedule import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
 
 IN_VAIN_SECONDS = 1800.0
-"""Virtual seconds that a schedule takes only where a node waits for a stage until it gives up."""
+"""A schedule takes so many virtual seconds only if a node waits for a stage until it gives up."""
 OUTSIDE_SECONDS = 60.0
-"""For which those that a joiner names may be frozen, dead or cut off, one after the other. Who is kept out for longer
-is cut off by something that no fault has told."""
+"""For so many seconds the peers that a joiner names may be frozen, dead or cut off, one after the other. A joiner that
+is kept out for longer is cut off by something that no fault has told."""
 KEPT_OUT = "node.initial_peers: none of"
-"""What the error of such a node says that gives up (`identity.addresses`)."""
+"""The error of a node that gives up for that reason says this (`identity.addresses`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Told:
     late: bool = False
     """It came to its stage when the run was under way: the end may come before it has gone all of the way."""
     slept: bool = False
-    """It stood still for longer than records live: the others may have come to the end meanwhile, without whom it
-    cannot go on."""
+    """It stood still for longer than records live. The others may have come to the end meanwhile, and it cannot go on
+    alone."""
     cut_off: bool = False
     """A partition lay between it and others for as long."""
     left_open: tuple[str, ...] = ()
@@ -64,8 +64,8 @@ class Run:
     round_tokens: float
     """Tokens of an outer round of the swarm, or of what all origins have under way at most, where that is more."""
     replica_round: float
-    """Tokens by which a replica's own clock runs between two outer steps: each of its inner steps stands for a batch of
-    the swarm, or for a microbatch of every replica where that is more."""
+    """Tokens by which a replica's own clock runs between two outer steps. Each of its inner steps stands for a batch of
+    the swarm, or for a microbatch of every replica if that is more."""
     under_way: float
     """Tokens, by an origin's clock, of what it keeps under way at most: its microbatches tell a clock as far ahead."""
     seconds: float
@@ -75,7 +75,7 @@ class Run:
     struck: frozenset[int] = frozenset()
     """Nodes that a fault ended, or made hostile or double: they owe nothing."""
     fallen: frozenset[int] = frozenset()
-    """Of those the honest that a fault ended: what they had trained was trained."""
+    """The honest nodes that a fault ended: what they had trained was trained."""
     max_lag: float = math.inf
     """Tokens by which the clocks of two stages may differ, twice."""
     grace: float = math.inf
@@ -83,8 +83,8 @@ class Run:
     lost_stage: bool = False
     """A stage has lost all of its replicas, and begins again from what is left of it, or from the seed."""
     retraced: bool = False
-    """An origin came back from its checkpoint, which may be behind the others by all of the lag that is allowed: what
-    was trained since is trained again."""
+    """An origin came back from its checkpoint, which may be behind the others by all of the allowed lag. What was
+    trained since is trained again."""
     late_seconds: float = 0.0
     """By which messages were late, or for which nothing went between two sides, at most."""
     held_up: bool = False
@@ -98,7 +98,7 @@ class Run:
     tasks: tuple[str, ...] = field(default=())
     """Tasks that outlived their nodes."""
     stages: int = 1
-    """Of the run, whether anybody serves them or not."""
+    """The number of stages of the run, served or not."""
     ledger: Sequence[OuterEntry] = ()
     """What each outer step did to the weights."""
 
@@ -136,8 +136,8 @@ def _nobody_waits_for_ever(run: Run) -> Iterator[str]:
 
 
 def _nobody_waits_in_vain(run: Run) -> Iterator[str]:
-    """Who waits for a lost stage until it gives up is right where fewer nodes are left than there are stages: somebody
-    may come. Where enough are left one of them should have gone there, or all should have ended."""
+    """A node that waits for a lost stage until it gives up is right if fewer nodes are left than stages: somebody may
+    come. If enough are left, one of them should have gone there, or all should have ended."""
     waited = any(node.condition == "failed" or node.ended_at > IN_VAIN_SECONDS for node in run.survivors)
     left_behind = any(node.condition == "failed" and _left_behind(run, node) for node in run.survivors)
     long = run.over and run.seconds > IN_VAIN_SECONDS
@@ -165,8 +165,8 @@ def _survivors_come_to_the_end(run: Run) -> Iterator[str]:
 
 
 def _left_behind(run: Run, node: Told) -> bool:
-    """Others came to the end while it was cut off from them: alone it can train nothing any more, and who did not see
-    them leave cannot tell that from their death."""
+    """Tell whether others came to the end while the node was cut off from them. Alone it can train nothing any more. It
+    did not see them leave, and cannot tell that from their death."""
     return node.cut_off and _reached(run) >= run.target
 
 
@@ -178,8 +178,8 @@ def _outlived(run: Run, node: Told) -> bool:
 
 
 def _came_too_late(run: Run, node: Told) -> bool:
-    """Whoever comes when nobody trains any more is told that the run is over, and ends; where that is so. Whom nobody
-    has let in before all were gone has nobody to be told by."""
+    """Tell whether the node came when none trained any more. It is told that the run is over, and ends. A node that was
+    let in only after all were gone has nobody to be told by."""
     told = "has come to its end" in node.error and _near_its_end(run)
     return node.late and (told or KEPT_OUT in node.error)
 
@@ -191,8 +191,8 @@ def _furthest(node: Told) -> float:
 
 
 def _somebody_trains_to_the_end(run: Run) -> Iterator[str]:
-    """A run that is over for all was finished by one of them, or nearly so: where its origins die in the last tenth
-    they leave it at that, also at a stage that is behind since it was lost."""
+    """A run that is over for all was finished by one of them, or nearly so. If its origins die in the last tenth they
+    leave it at that, also at a stage that is behind since it was lost."""
     ended = any(node.condition == "ended" for node in run.survivors)
     if ended and not _near_its_end(run):
         yield f"unfinished: nobody has come further than {_reached(run):.0f} of {run.target:.0f}, and all left in order"
@@ -204,24 +204,25 @@ def _near_its_end(run: Run) -> bool:
 
 
 def _reached(run: Run) -> float:
-    """Where the run was: the furthest clock of those that left in order, and of origins that fell."""
+    """Where the run was: the furthest clock of nodes that left in order, and of origins that fell."""
     ended = (node for node in run.survivors if node.condition == "ended")
     origins = (node for node in run.nodes if node.number in run.fallen and node.stage == 0)
     return max(map(_furthest, (*ended, *origins)), default=0.0)
 
 
 def _no_clock_runs_past(run: Run) -> Iterator[str]:
-    """Later stages' clocks are tied to those of the origins that are heard. When the quickest origins end, the slowest
-    are behind them by no more than the lag that is allowed, or they would take their state; while these train on, a
-    later stage passes the target (`tied_past`), and by its own round more, since what it was told of them is as old as
-    that. Where messages were late the quick ones are believed for a quarter of the lag more, half of which counts
-    (decision 258). By the whole lag where more train than are counted, as two with one identity do. Where stage 0
-    begins again, or origins come back to it from checkpoints, it is behind theirs, which go half as fast at the
-    slowest.
+    """No clock passes the target by more than the rules allow.
+
+    Later stages' clocks are tied to those of the origins that are heard. When the quickest origins end, the slowest are
+    behind them by no more than the allowed lag, or they would take their state. While these train on, a later stage
+    passes the target (`tied_past`). It passes by its own round more, since what it was told of them is as old as that.
+    If messages were late the quick ones are believed for a quarter of the lag more, half of which counts (decision
+    258). The whole lag counts if more train than are counted, as two with one identity do. If stage 0 begins again, or
+    origins come back to it from checkpoints, it is behind theirs, which go half as fast at the slowest.
 
     Origins pass it by a round of their own work, whatever befell messages. An exchange moves both by half of what their
-    snapshots are apart, the more the later its opening is: by half of that lag at the most. Who joins late may meet
-    those that have passed it already, and has its own round under way.
+    snapshots are apart, the more the later its opening is: by half of that lag at the most. A late joiner may meet
+    origins that have passed it already, and has its own round under way.
     """
     tied = run.max_lag if run.hostile or run.retraced else tied_past(run.max_lag)
     tied += run.replica_round + (run.target / 2 if run.lost_stage else 0.0)
@@ -238,8 +239,8 @@ def _no_clock_runs_past(run: Run) -> Iterator[str]:
 
 def tied_past(lag: float) -> float:
     """Tokens by which a later stage's clock passes the target while origins train on that are behind it by `lag`
-    (tokens), told by those that have ended there (`schedule.tied_pace`): as fast as they within what is free, slower
-    the further it is, at last at the slowest."""
+    tokens. Origins that have ended there tell of them (`schedule.tied_pace`). The clock is as fast as they within what
+    is free, slower the further it is, at last at the slowest."""
     free, slowest = FREE_LAG * lag, (FREE_LAG + (1.0 - SLOWEST_PACE) / PACE_A_LAG) * lag
     way = free - math.log(SLOWEST_PACE) * lag / PACE_A_LAG
     return slowest + SLOWEST_PACE * (lag - way)
@@ -288,7 +289,7 @@ def _nobody_complains(run: Run) -> Iterator[str]:
 
 
 def _the_mean_is_kept(run: Run) -> Iterator[str]:
-    """Of each pair's step both sides are committed, unless an abort on one of them says otherwise."""
+    """For each pair's step both sides have committed, unless an abort on one of them says otherwise."""
     if run.hostile or run.lossy:
         return
     made, broken = _steps(run.nodes)
@@ -299,13 +300,13 @@ def _the_mean_is_kept(run: Run) -> Iterator[str]:
 
 
 def _outer_steps_do_what_the_rule_says(run: Run) -> Iterator[str]:
-    """Whatever befell the nodes: who lies does so in its records and gradients, or ruins its own weights."""
+    """This holds whatever befell the nodes: a liar lies in its records and gradients, or ruins its own weights."""
     for line in strays(run.ledger, hostile=run.hostile):
         yield f"weights: {line}"
 
 
 def _steps(nodes: Sequence[Told]) -> tuple[Mapping[tuple[str, str], tuple[int, int]], Mapping[tuple[str, str], int]]:
-    """Of each pair: steps that each side committed, and that either aborted."""
+    """For each pair the steps that each side committed, and those that either aborted."""
     sides: Counter[tuple[str, str]] = Counter()
     aborted: Counter[tuple[str, str]] = Counter()
     for node in nodes:

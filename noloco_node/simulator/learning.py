@@ -19,9 +19,9 @@ from noloco_node.training.placing import on_its_device
 from noloco_node.training.stage_worker import PlacedStage
 
 HELD_OUT = 1 << 40
-"""Number of the first held-out window: beyond all that is trained on."""
+"""The number of the first held-out window: beyond all that is trained on."""
 NODE_WINDOWS = 1 << 20
-"""Numbers of windows between those of one node and the next."""
+"""The windows of one node and of the next are so many numbers apart."""
 
 
 class Learning(Protocol):

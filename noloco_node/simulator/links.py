@@ -1,4 +1,5 @@
-"""What lies between the nodes of a simulation: who reaches whom, how long bytes take, and how many went."""
+"""The network between the nodes of a simulation: which nodes reach each other, how long bytes take, and how many
+went."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from noloco_node.transport.errors import PeerUnreachable, Refused
 from noloco_node.transport.memory import Parcel
 
 LinkSeconds = Callable[[PeerId, PeerId, int], float]
-"""In which so many bytes go from one peer to another."""
+"""A function that gives the seconds in which so many bytes go from one peer to another."""
 
 STALL_SECONDS = 0.2
-"""Least time after which what was lost is sent again."""
+"""A lost packet is sent again after at least so many seconds."""
 SEGMENT_OCTETS = 1460
 MATHIS = 1.22
-"""A stream that loses the share p of its segments brings about 1.22 / sqrt(p) of them in a round trip (Mathis and
-others, 1997)."""
+"""A stream that loses the share p of its segments brings about 1.22 / sqrt(p) of them in a round trip. This is the law
+of Mathis and others (1997)."""
 
 
 class LinkModel(Protocol):
@@ -42,7 +43,7 @@ class LinkModel(Protocol):
         ...
 
     def via(self, source: PeerId, target: PeerId) -> Sequence[PeerId]:
-        """Peers in between, who carry it."""
+        """Peers in between, which carry it."""
         ...
 
     def round_trip(self, one: PeerId, other: PeerId) -> float:
@@ -85,17 +86,17 @@ class Attachment:
     up: float
     """Bytes a second that it can send; all of its streams share them."""
     down: float
-    """The same of what it receives."""
+    """Bytes a second that it can receive; all of its streams share them."""
     loss: float = 0.0
     """Share of its packets that are lost, either way."""
     relay: PeerId | None = None
-    """Nobody can dial it: all goes through this one, on whose links it counts as well."""
+    """The relay of a node that nobody can dial: all goes through it, and counts on its links as well."""
 
 
 class SharedWay:
     """Implements `LinkModel`: a round trip by the regions at both ends, and up- and downlinks that transfers share.
 
-    Loss is stalls: a small message that is lost comes `STALL_SECONDS` and a round trip later, and a transfer is held to
+    Loss is stalls. A small message that is lost comes `STALL_SECONDS` and a round trip later, and a transfer is held to
     what a stream brings at that loss. `seconds[a][b]` is the round trip from region to region.
     """
 

@@ -1,7 +1,8 @@
-"""An event loop in virtual time: its clock jumps to the next timer, its chance comes from one seed, and work elsewhere
-is done in its turn on the loop's own thread. Whatever takes time and chance from `noloco_node.ambient` runs on it.
+"""An event loop in virtual time: its clock jumps to the next timer, and its chance comes from one seed.
 
-What runs belongs to a `Machine`, or to none: each has a wall clock and chance of its own, and can be halted.
+Work elsewhere is done in its turn on the loop's own thread. All that takes time and chance from `noloco_node.ambient`
+runs on it. What runs belongs to a `Machine`, or to none: each has a wall clock and chance of its own, and can be
+halted.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ T = TypeVar("T")
 WALL = 1.8e9
 """Seconds since 1970 when a simulation begins, as its nodes believe."""
 TURNS_AT_ONE_MOMENT = 1_000_000
-"""Turns of the loop without a step of the clock, after which it will never move any more."""
+"""After so many turns of the loop without a step of the clock, it will never move any more."""
 SHOWN_TASKS = 20
 
 
 ThreadSeconds = Callable[[str], float]
-"""What a piece of work takes on the thread of this name; the name is empty where a piece has no thread to itself."""
+"""A function that gives the seconds of a piece of work on the thread of this name; the name is empty without a
+thread."""
 
 
 class Stuck(RuntimeError):
@@ -37,8 +39,10 @@ class Stuck(RuntimeError):
 
 
 class Machine:
-    """Where a node's code runs: its own wall clock and source of chance. While it is halted nothing runs on it, as
-    when its process is stopped or its lid is closed; what came due meanwhile is done at once when it goes on.
+    """The place where a node's code runs: its own wall clock and source of chance.
+
+    While it is halted nothing runs on it, as when its process is stopped or its lid is closed. What came due meanwhile
+    is done at once when it goes on.
     """
 
     def __init__(self, name: str, *, clock_ahead: float = 0.0) -> None:
@@ -50,7 +54,7 @@ class Machine:
         """What waits for it to go on; None while it runs."""
 
     def context(self) -> Context:
-        """For tasks that are this machine's, whoever begins them."""
+        """The context for tasks that are this machine's, whichever task begins them."""
         context = copy_context()
         context.run(_MACHINE.set, self)
         return context
@@ -60,8 +64,11 @@ _MACHINE: ContextVar[Machine | None] = ContextVar("machine", default=None)
 
 
 class _Handle(asyncio.TimerHandle):
-    """A call that is due at a moment, on a machine. Of asyncio's it has the face alone: a simulation makes more of them
-    than of anything else, and those have much that is not needed here."""
+    """A call that is due at a moment, on a machine.
+
+    It has only the face of asyncio's. A simulation makes more of them than of anything else, and those have much that
+    is not needed here.
+    """
 
     __slots__ = ("args", "home", "machine", "moment", "void", "work")
 
@@ -110,7 +117,8 @@ class _Future(asyncio.Future[Any]):
 
 
 class _Task(asyncio.Task[Any]):
-    """The same. It has its number before asyncio files it among all tasks: filed as alike, each looked at all."""
+    """A task on a machine. It has its number before asyncio files it among all tasks: filed as alike, each looked at
+    all."""
 
     def __init__(self, number: int, work: Any, **options: Any) -> None:
         self.number = number
@@ -123,8 +131,8 @@ class _Task(asyncio.Task[Any]):
 class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
     """One seed, one course of events. `elsewhere_seconds` says what a piece of work off the loop takes.
 
-    There are no threads, sockets or processes here: call_soon_threadsafe from another thread is refused, and who waits
-    for a socket waits for ever, which is told as `Stuck`.
+    There are no threads, sockets or processes here. call_soon_threadsafe from another thread is refused. A task that
+    waits for a socket waits for ever, which is reported as `Stuck`.
 
     Many methods: those of an event loop and those of an `Ambience` are given.
     """

@@ -1,6 +1,6 @@
 """What every outer step of a simulation did to φ and δ, written down beside it, and held against the published rule.
 
-The rule is worked out here once more, in fp64 and from what both sides held when they opened the step: it may not lean
+The rule is worked out here once more, in fp64 and from what both sides held when they opened the step. It may not lean
 on the code that it judges (`outer.update`).
 """
 
@@ -25,11 +25,11 @@ from noloco_node.training.compute_thread import Compute
 from noloco_node.training.stage_worker import PlacedStage
 
 ROUNDING = 1e-5
-"""Of the numbers' own size."""
+"""Rounding may be off by this part of the numbers' own size."""
 CODEC_ERROR = 2.0
-"""Of what the partner moves a replica by: what a codec may be off on one side, and the other the other way. A hundredth
-in a whole block; but 64 numbers alone in one of 1024 are there sixteen times once they are rotated, and the sketch may
-say too little of them."""
+"""A codec may be off by this part of what the partner moves a replica by: on one side, and the other the other way. It
+is off by a hundredth in a whole block. But 64 numbers alone in one of 1024 are there sixteen times once they are
+rotated, and the sketch may say too little of them."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class OuterEntry:
     slow: Tensor
     momentum: Tensor
     scale: float = 1.0
-    """Of what the partner moves it by; below 1 where that was clipped."""
+    """The factor of what the partner moves it by; below 1 if that was clipped."""
     after: tuple[Tensor, Tensor] | None = None
     """φ and δ once it was committed."""
     replaced: bool = False
@@ -138,12 +138,9 @@ class Watched:
 
 
 def strays(ledger: Iterable[OuterEntry], *, hostile: bool = False) -> Iterator[str]:
-    """Steps that did something else than the rule says, and pairs whose mean was not kept, for a person. Nobody but a
-    `hostile` node ruins its weights while a step is open.
-
-    A pair's codec may be off on each side, but the sum over both may not, unless one of them clipped what the other
-    moves it by, or only one has committed.
-    """
+    """Steps that did something else than the rule says, and pairs whose mean was not kept, for a person. Only a
+    `hostile` node ruins its weights while a step is open. A pair's codec may be off on each side, but the sum over both
+    may not. It may if one of them clipped what the other moves it by, or if only one has committed."""
     pairs: defaultdict[str, list[OuterEntry]] = defaultdict(list)
     for entry in ledger:
         if entry.replaced and not hostile:

@@ -20,22 +20,24 @@ from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.memory import Parcel
 
 COUNTED_AS = {FIND: "dht.find", STORE: "dht.store", PING: "dht.ping"}
-"""What bytes of the DHT are counted under."""
+"""The bytes of the DHT are counted under these names."""
 
 _Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """What a handler is told of who calls."""
+    """What a handler is told of its caller."""
 
     remote_id: Any
 
 
 class SimulatedP2P:
-    """Stands for hivemind's `P2P`. All that share one `network` find each other in it, as long as they live: a call to
-    one that is gone is refused a way there and back later, as by a machine on which nothing listens any more, and one
-    to a machine that is itself gone never ends, as long as the links say so."""
+    """Stands for hivemind's `P2P`. All that share one `network` find each other in it, as long as they live.
+
+    A call to one that is gone is refused a way there and back later, as by a machine on which nothing listens any more.
+    A call to a machine that is itself gone never ends, as long as the links say so.
+    """
 
     def __init__(self, network: dict[PeerId, SimulatedP2P], links: Links, own: PeerId) -> None:
         self.peer_id = PeerID.from_base58(own)
@@ -46,7 +48,7 @@ class SimulatedP2P:
         self._answering: dict[asyncio.Task[Any], None] = {}
         self._dead = False
         self._context = copy_context()
-        """In which it was made: what it answers runs there, whoever asks."""
+        """The context in which it was made: its handlers run there, whichever task asks."""
         network[own] = self
 
     def die(self) -> None:
@@ -89,7 +91,7 @@ class SimulatedP2P:
         return task.result()
 
     def answer(self, caller: PeerId, name: str, request: Any) -> asyncio.Task[Any]:
-        """Called by the caller's: do what it asks, on this one's machine, and send what comes of it."""
+        """Called by the caller's side: do what it asks, on this one's machine, and send what comes of it."""
         task = asyncio.create_task(self._answer(caller, name, request), context=self._context.copy())
         self._answering[task] = None
         task.add_done_callback(self._answered)

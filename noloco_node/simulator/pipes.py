@@ -7,7 +7,8 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 
 SMALL_OCTETS = 16_384
-"""What is no larger takes its time at full rate and slows nobody down: a request without tensors among transfers."""
+"""A message of no more bytes takes its time at full rate and slows nobody down: a request without tensors among
+transfers."""
 
 
 @dataclass(eq=False)
@@ -30,8 +31,10 @@ class _Flow:
 
 
 class Pipes:
-    """Carries bytes through pipes on the loop that runs. What is not used by one whose other pipe is narrower is not
-    given to others: TCP does a little better."""
+    """Carries bytes through pipes on the running loop.
+
+    What a transfer with a narrower other pipe does not use is not given to others: TCP does a little better.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -10,12 +10,12 @@ from noloco_node.simulator.loop import ThreadSeconds
 from noloco_node.sizing.footprint import Footprint
 
 PIECES = 6
-"""Pieces of work into which one side's arithmetic falls where an exchange is a single chunk, on average: who dials has
-seven, who is dialled five. Each goes over the weights about once."""
+"""One side's arithmetic falls into so many pieces of work on average, if an exchange is a single chunk. A dialler has
+seven, a dialled side five. Each goes over the weights about once."""
 
 
 def exchange_arithmetic(spec: RunSpec, footprint: Footprint, seconds: float) -> ThreadSeconds:
-    """What a piece of work takes on each thread of a node, where an exchange takes so many `seconds` of either side's
+    """The seconds of a piece of work on each thread of a node. An exchange takes so many `seconds` of either side's
     processor for a million weights."""
     millions = fmean(footprint.parameters) / spec.outer.fragments / 1e6
     return lambda thread: seconds * millions / PIECES if thread == THREAD else 0.0

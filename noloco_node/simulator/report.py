@@ -26,7 +26,7 @@ _Row = tuple[str, ...]
 LOSSES = {"quadratic": "loss of the quadratic", "real": "loss (nats per token)"}
 """What the replicas lose, by `sim.tensors`."""
 NO_STAGE = "#404040"
-"""Colour of what is of all stages."""
+"""The colour of what concerns all stages."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def of_swarm(config: Config, found: Simulated) -> Simulation:
 
 
 def settings_of_nodes(config: Config) -> dict[str, Any]:
-    """Those of whole nodes that are no defaults."""
+    """The settings of whole nodes that are no defaults."""
     return config.node.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -234,7 +234,7 @@ def _number(value: float | None, unit: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: what is no number is null."""
+    """The value as JSON has it: what is no number is null."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, list | tuple):

@@ -1,5 +1,7 @@
-"""Nodes of a simulation that may move: the stays of `node.journey`, with the same lifecycle and checkpoints, on
-machines that have no p2pd, no run folder and no receipts."""
+"""Nodes of a simulation that may move, on machines that have no p2pd, no run folder and no receipts.
+
+Their stays are those of `node.journey`, with the same lifecycle and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from noloco_node.transport.memory import MemoryTransport
 
 KEPT = 2
 ENDLESS = Memory(0, 1 << 62)
-"""A simulated machine holds any stage: what is free on the one that simulates must not change a course."""
+"""A simulated machine holds any stage: free memory on the simulating machine must not change a course."""
 
 
 class Disk(CheckpointFolder):

@@ -36,7 +36,7 @@ from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 
 LOOK_SECONDS = 0.25
-"""Between two looks whether a fault's moment has come."""
+"""Whether a fault's moment has come is checked every so many seconds."""
 FAR_AHEAD = 1e15
 LOST = {"request": FaultKind.LOSE_REQUEST, "answer": FaultKind.LOSE_ANSWER, "dial": FaultKind.UNREACHABLE}
 
@@ -207,7 +207,7 @@ class Strikes:
             self.world.kill(node)
 
     def _part(self) -> None:
-        """Whom no partition has cut off is on no side: so is whoever comes later."""
+        """A node that no partition has cut off is on no side; so is a newcomer."""
         sides: dict[tuple[bool, ...], list[Node]] = {}
         for node in self.world.nodes:
             cut_off = tuple(node.number in cut for cut in self._apart.values())

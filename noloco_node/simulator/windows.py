@@ -1,9 +1,9 @@
 """The windows of p2pd's streams: how far a sender may go before it hears that its bytes were read.
 
-Each direction of a stream has a window. The receiver says how much it has read when that is half of its window, and
-doubles the window where it last said so less than four round trips before. p2pd's multiplexer (go-yamux 4.0.1) forgets
-to grant that half whenever it doubles, for good, so a sender stands still for almost a round trip in each half of a
-window; but not where messages are no larger than half of a new stream's window.
+Each direction of a stream has a window. The receiver says how much it has read when that is half of its window. It
+doubles the window if it last said so less than four round trips before. p2pd's multiplexer (go-yamux 4.0.1) forgets to
+grant that half whenever it doubles, for good. A sender therefore stands still for almost a round trip in each half of a
+window. It does not if messages are no larger than half of a new stream's window.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.server import TransportLimits
 
 FIRST_OCTETS = 256 << 10
-"""Of a new stream."""
+"""The bytes of a new stream's window."""
 MOST_OCTETS = 16 << 20
 READ_OCTETS = 32 << 10
-"""p2pd reads so much of a message at a time."""
+"""p2pd reads so many bytes of a message at a time."""
 QUICK_TRIPS = 4.0
 KEPT_SECONDS = TransportLimits().idle_seconds / 2
-"""For which callers keep a stream that nobody uses."""
+"""Callers keep a stream that nobody uses for so many seconds."""
 
 
 @dataclass(slots=True)
 class StreamWindow:
-    """One direction of one stream. Positions are bytes since it was opened. Moments are those of arrival, and of what
-    is granted that at which bytes can be there that leave when the sender hears of it."""
+    """One direction of one stream. Positions are bytes since it was opened.
+
+    Moments are those of arrival. For a grant it is the moment at which bytes can be there that leave when the sender
+    hears of it.
+    """
 
     said_at: float
     """When the receiver spoke last, or the stream was opened."""
@@ -35,9 +38,9 @@ class StreamWindow:
     read: int = 0
     """Bytes that have come, all of which are read at once."""
     said: int = 0
-    """Of them, those that the receiver has spoken of."""
+    """The bytes of them that the receiver has spoken of."""
     allowed: int = FIRST_OCTETS
-    """As far as the sender may go."""
+    """The sender may go so far."""
     _granted: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     """On the way to the sender: from when on it counts, and as far as the sender may go then."""
 
@@ -99,7 +102,7 @@ class KeptStream:
 
 
 class KeptStreams:
-    """Those that one peer keeps to another. As nodes do it lends the one that was given back last."""
+    """The streams that one peer keeps to another. As nodes do it lends the one that was given back last."""
 
     def __init__(self) -> None:
         self._idle: list[tuple[float, KeptStream]] = []

@@ -23,19 +23,19 @@ from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import MemoryNetwork
 
 ENTRANCES = 3
-"""Nodes that a joiner names, of those that live."""
+"""A joiner names so many of the living nodes."""
 SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.4, Priority.FORWARD: 0.2, Priority.DRAW: 0.2}
-"""What a device takes for each kind of work where nothing else is said."""
+"""Seconds of a device for each kind of work if nothing else is said."""
 
 DeviceTimes = Callable[[int], Callable[[Priority], float]]
-"""Of the node with this number: what its device takes for each kind of work, seconds."""
+"""A function from a node's number to the seconds that its device takes for each kind of work."""
 
 
 class World:
-    """All nodes that were ever started, by number, and what lies between them. Use it as a context on a
-    `SimulatedLoop`; at its end every node is gone.
+    """All nodes that were ever started, by number, and the links between them.
 
-    Everything that a node tells goes into `trace`, whose hash is the course of the simulation: one seed, one hash.
+    Use it as a context on a `SimulatedLoop`; at its end every node is gone. Every event of a node goes into `trace`,
+    whose hash is the course of the simulation: one seed, one hash.
 
     Many methods: each is one thing that may happen to a node or to the links.
     """
@@ -82,7 +82,7 @@ class World:
 
     @property
     def trace(self) -> str:
-        """Hash of all that was told so far, by whom, when, and of the weights of those that have ended."""
+        """A hash of all events so far, with their nodes and times, and of the weights of those that have ended."""
         whole = self._trace.copy()
         for node in self.nodes:
             whole.update(f"{node.number} {node.condition} {node.weights}\n".encode())
@@ -150,7 +150,7 @@ class World:
         self._loop.go_on(node.machine)
 
     def part(self, *sides: Iterable[Node]) -> None:
-        """As `Links.part`, between nodes; a call under way between two sides is given up once its time is over."""
+        """Part as `Links.part`, between nodes; a call under way between two sides is given up once its time is over."""
         self.links.part(*([node.peer for node in side] for side in sides))
         self.network.stall(self.links.apart)
 
