@@ -33,11 +33,11 @@ from noloco_node.training.stage_worker import WholeState
 logger = logging.getLogger(__name__)
 
 HELD_SHARE = 0.002
-"""Share of the time that checkpoints may hold the compute thread, whatever the settings say: where a snapshot takes
-long, they become rarer."""
+"""Checkpoints may hold the compute thread for at most this share of the time, whatever the settings say. If a snapshot
+takes long, they become rarer."""
 
 LAST_OF_ALL = 2.0
-"""What a node writes as it leaves, in checkpoints: one, and slow and fast weights, which are less than another."""
+"""A leaving node writes so many times a checkpoint: one, and slow and fast weights, which are less than another."""
 
 HOLDS_TO_TELL = 3
 RANDOM = "random_state"
@@ -50,7 +50,7 @@ def is_due(*, rounds: int, seconds: float, held_seconds: float, every_rounds: in
 
 
 def too_slow_to_leave(seconds: float, leave_seconds: float, drain_seconds: float) -> bool:
-    """Whether a node whose checkpoint took so long would be ended before its last words are written."""
+    """Tell whether a node whose checkpoint took so long would be ended before it has written its last state."""
     return drain_seconds + LAST_OF_ALL * seconds > leave_seconds
 
 
@@ -94,7 +94,12 @@ class CheckpointKeeper:
             await self._replica.worker.resume(state)
             if random_state is not None:
                 self._replica.context.rng.setstate((3, tuple(int(word) for word in random_state), None))
-        except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # sealed by whoever wrote it, not sound
+        except (
+            ValueError,
+            TypeError,
+            OverflowError,
+            RuntimeError,
+        ) as error:  # it may bear its writer's seal and still not be sound
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",
@@ -201,7 +206,8 @@ class CheckpointKeeper:
         return windows
 
     def _random_state(self) -> Tensor:
-        """Of the choices of routes and partners, so that a node that comes back does not choose as it did before."""
+        """The random state of the choices of routes and partners, so that a returning node does not choose as
+        before."""
         _, words, _ = self._replica.context.rng.getstate()
         return torch.tensor(words, dtype=torch.int64)
 

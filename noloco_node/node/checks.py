@@ -19,14 +19,15 @@ from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.telemetry.words import as_bytes
 
 WEIGHTS_BYTES_PER_PARAMETER = 8
-"""What a stage leaves at its end: slow and fast weights in fp32."""
+"""Bytes a parameter that a stage leaves at its end: slow and fast weights in fp32."""
 CHECKPOINT_BYTES_PER_PARAMETER = 24
-"""A whole state in fp32: slow and fast weights, outer momentum, Adam's two moments, the gradient gathered so far."""
+"""Bytes a parameter of a whole state in fp32: slow and fast weights, outer momentum, Adam's two moments, gathered
+gradient."""
 DISK_BYTES_PER_PARAMETER = WEIGHTS_BYTES_PER_PARAMETER + 3 * CHECKPOINT_BYTES_PER_PARAMETER
-"""What is left at the end, the checkpoints that are kept on the way, and the one that is being written."""
+"""Bytes a parameter on the disk: what is left at the end, the kept checkpoints, and the one that is being written."""
 SMALLEST_DISK = 64 << 20
 CLOCK_LIMIT_SECONDS = 3.0
-"""hivemind's directory takes no peer whose clock is further off."""
+"""hivemind's directory takes no peer whose clock is off by more seconds than this."""
 CLOCK_WARNING_SECONDS = 1.5
 WANTED_FILES = 65536
 FEWEST_FILES = 1024
@@ -66,8 +67,8 @@ def check_disk(free: int, parameters: int, where: str, elsewhere: int = 0) -> Ch
 
 
 def check_memory(available: int, total: int, needed: int, least: int = 0) -> Check:
-    """Memory of the host for a stage that needs so much at the highest, and `least` between two checkpoints; all in
-    bytes, a container's limit included."""
+    """Check the host's memory for a stage that needs `needed` at the highest, and `least` between two checkpoints. All
+    are bytes; a container's limit is included."""
     found = f"{as_bytes(available)} of {as_bytes(total)} free"
     if needed:
         found += f", about {as_bytes(needed)} needed"
@@ -108,7 +109,7 @@ def check_clock(skews: Sequence[tuple[float, float]]) -> Check:
 
 
 def check_versions(own: tuple[int, str], others: Mapping[str, tuple[int, str]]) -> Check:
-    """Protocol and package version of this node against those of peers, by address."""
+    """Check the protocol and package version of this node against those of peers, by address."""
     protocol, package = own
     foreign = {address: theirs for address, theirs in others.items() if theirs[0] != protocol}
     if others and len(foreign) == len(others):

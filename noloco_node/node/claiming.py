@@ -24,9 +24,9 @@ def check_folder(folder: RunFolder, spec: RunSpec, settings: NodeSettings) -> No
 
 
 def kept_birth(folder: RunFolder, run_id: str, run_name: str) -> str | None:
-    """The life of the run whose state lies in this folder: that of its newest checkpoint, else that of the folder where
-    the run has come to its end in it. None where there is no state, or an older release wrote it. Raises UserError
-    (RUN_FOLDER) where the folder belongs to another run."""
+    """The life of the run whose state lies in this folder; None if there is no state, or an older release wrote it. It
+    is that of the newest checkpoint, else that of the folder if the run has come to its end in it. Raises UserError
+    (RUN_FOLDER) if the folder belongs to another run."""
     ended = folder.judge(run_id, run_name)
     checkpoints = CheckpointFolder(folder.checkpoints, keep=1)
     saved = checkpoints.birth(run_id)
@@ -42,9 +42,9 @@ def _whose_weights(spec: RunSpec) -> str:
 def open_run(
     folder: RunFolder, checkpoints: CheckpointFolder, spec: RunSpec, settings: NodeSettings, birth: str
 ) -> Checkpoint | None:
-    """Take the folder for this life of the run (`birth`); its newest checkpoint that can be gone on from. Raises
-    UserError (RUN_FOLDER) where it holds another run, or where the run has come to its end there and no peer to go on
-    with is named."""
+    """Take the folder for this life of the run (`birth`); returns its newest checkpoint that can be continued. Raises
+    UserError (RUN_FOLDER) if it holds another run. It does so too if the run has come to its end there and no peer to
+    go on with is named."""
     check_folder(folder, spec, settings)
     folder.claim(spec.run_id, spec.name)
     folder.keep_birth(spec.run_id, spec.name, birth)

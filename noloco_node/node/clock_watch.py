@@ -1,5 +1,7 @@
-"""Whether this machine's clock is still right while the node runs: by a wrong one the directory shows it nobody, and
-others do not see it, and all that it could say is that they are gone."""
+"""Tells whether this machine's clock is still right while the node runs.
+
+With a wrong clock the directory shows it no node, and others do not see it. It could say only that they are gone.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 ASK_SECONDS = 600.0
-"""Between two rounds of questions where the clock runs evenly: drift is slow."""
+"""Seconds between two rounds of questions while the clock runs evenly: drift is slow."""
 AGAIN_SECONDS = 30.0
-"""The same while it is wrong."""
+"""Seconds between two rounds of questions while the clock is wrong."""
 STEP_SECONDS = 1.0
-"""The wall's clock was set, or the machine slept, where it has moved so much more or less than the monotonic one."""
+"""If the wall's clock moves by so many seconds more or less than the monotonic one, it was set, or the machine
+slept."""
 MOST_ASKED = 8
 
 
@@ -73,7 +76,7 @@ def _apart() -> float:
 
 
 def wrong(check: Check) -> str:
-    """What to say to whoever runs the node."""
+    """What to say to the user that runs the node."""
     return (
         f"THIS MACHINE'S CLOCK IS WRONG: {check.found}. Beyond {CLOCK_LIMIT_SECONDS:g} s this node and the others lose "
         "sight of each other, and it trains with nobody. Set the clock (NTP): the node goes on by itself then"

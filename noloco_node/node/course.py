@@ -60,8 +60,8 @@ class ReplicaCourse:
         """An origin has found the run to be over before its own clock was at the target."""
 
     async def go(self) -> None:
-        """To the run's end. Told to stop, it ends without a word: who only leaves must not tell the others that the run
-        is over."""
+        """Go to the run's end. When told to stop it ends without a word: a node that only leaves must not tell the
+        others that the run is over."""
         if self._origin is not None and self._samples is not None:
             context, every = self._context, self._context.spec.evaluation.every_tokens
             evaluations = Evaluations(self._origin, self._samples, context.worker, every, context.emit)
@@ -118,7 +118,8 @@ class ReplicaCourse:
         return not (reached or self._over or self.stop.is_set())
 
     async def _last_outer_step(self) -> None:
-        """Average once more with whoever is still there, and stay for stage peers that have not had theirs."""
+        """Average once more with a peer that is still there, and stay for stage peers that have not had their last
+        step."""
         membership, moved = self._membership, self._context.moved
         self._exchanger.begin_last_round()
         await membership.announce(PeerState.FINISHING)

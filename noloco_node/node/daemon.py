@@ -31,12 +31,9 @@ logger = logging.getLogger(__name__)
 async def run_node(
     spec: RunSpec, settings: NodeSettings, web: WebServer | None = None, way_out: WayOut | None = None
 ) -> NodeStopped:
-    """Run one daemon to the run's end, or until SIGINT or SIGTERM. Leaves no process, socket or thread behind. It shows
-    itself on `web`, where that is given (`early_pages`), or opens its own; where its `way_out` takes too long, the
-    process ends.
-
-    Raises UserError for everything that the person who started it can change.
-    """
+    """Run one daemon to the run's end, or until SIGINT or SIGTERM. It leaves no process, socket or thread behind. It
+    shows itself on `web` if that is given (`early_pages`), or opens its own. If its `way_out` takes too long, the
+    process ends. Raises UserError for everything that the user that started it can change."""
 
     async def agree(door: Entrance) -> RunSpec:
         await check_same_run(door.transport, spec, door.daemon.joined_peers)

@@ -18,8 +18,8 @@ TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".csv", ".tsv", ".json", ".jso
 
 
 def check_peers(settings: NodeSettings, *, joins: bool = False) -> None:
-    """Raise UserError: CONFIG where no initial peer is an address, or the host is none of this machine's;
-    PEERS_UNREACHABLE where a node that `joins` has no initial peer and knows none from before."""
+    """Raise UserError: CONFIG if no initial peer is an address, or the host is none of this machine's. It raises
+    PEERS_UNREACHABLE if a node that `joins` has no initial peer and knows none from before."""
     check_addresses(settings.initial_peers)
     listen_address(settings.host, settings.port)
     check_port_free(settings.host, 0)  # of the port itself the node speaks, once it has its run folder
@@ -50,8 +50,8 @@ def _is_of_this_machine(value: str) -> bool:
 
 
 def check_trainable(config: Config) -> None:
-    """Raise UserError (CONFIG or DATA) where model and text do not fit each other, or the text is not there for a node
-    that may read it. Loads transformers."""
+    """Raise UserError (CONFIG or DATA) if model and text do not fit each other, or a node lacks the text it may read.
+    Loads transformers."""
     with loading():
         from noloco_node.sizing.preflight import check_text, plan_run
 

@@ -1,5 +1,8 @@
-"""How a replica comes to its first state, from top to bottom: it looks for others, waits for who held that of its
-stage, brings back a stage that is lost, asks who answers, decides (`placement.initial_state`), copies a stage peer."""
+"""How a replica comes to its first state, from top to bottom.
+
+It looks for others and waits for the last holders of its stage's state. It brings back a stage that is lost. It asks
+the peers that answer, decides (`placement.initial_state`), and copies a stage peer.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +64,16 @@ async def obtain_state(
     holders: Sequence[tuple[PeerId, HeldState]] = (),
     first: FirstWeights | None = None,
 ) -> BeginsFrom | None:
-    """Give the replica the state to begin with, and say where from. `saved_clock` is that of the checkpoint that it was
-    resumed from; one of `checkpoints` may be what is left of a lost stage, and `holders` held it when they were last
-    seen: a node that has just started waits for them, briefly and once. So does one whose checkpoint is left behind
-    (`is_left_behind`); `first` gives the run's first weights, where not by building the stage anew. None
-    where this node has moved here and nobody gave it: `StageLifecycle.back` says where to go then. Raises UserError
-    (NO_DONOR) for a node that has just started."""
+    """Give the replica the state to begin with, and say where from.
+
+    `saved_clock` is that of the checkpoint that it was resumed from. One of `checkpoints` may be what is left of a lost
+    stage. `holders` held its state when they were last seen: a node that has just started waits for them, briefly and
+    once. So does one whose checkpoint is left behind (`is_left_behind`). `first` gives the run's first weights, if they
+    are not to come from building the stage anew.
+
+    None if this node has moved here and nobody gave the state: `StageLifecycle.back` says where to go then. Raises
+    UserError (NO_DONOR) for a node that has just started.
+    """
     began = ambient.monotonic()
     say_that_it_looks(replica)
     replica.end.came_near_the_end = stays.left is not None and stays.left.near
@@ -103,7 +110,7 @@ async def obtain_state(
 
 
 def say_that_it_looks(replica: Replica) -> None:
-    """To whoever watches the node."""
+    """Tell observers of the node."""
     replica.activity.say("joining", "looking for the nodes of the run")
 
 
@@ -171,8 +178,8 @@ def _say_over(stays: StageLifecycle) -> None:
 
 
 def _have_ended_meanwhile(replica: Replica, stays: StageLifecycle, began: float) -> bool:
-    """By the last words of those that this node had worked with, before it left near the end; none of them is there, or
-    has answered since it `began` to look (monotonic seconds)."""
+    """Tell by last words whether the peers that this node had worked with have ended since it left near the end. None
+    of them is there, or has answered since it `began` to look (monotonic seconds)."""
     members, known, heard = replica.membership, replica.context.transport.acquaintances, stays.heard
     if stays.left is None or heard is None or not stays.left.near or members.others_there(*SERVING):
         return False
@@ -185,8 +192,8 @@ def _have_ended_meanwhile(replica: Replica, stays: StageLifecycle, began: float)
 async def _begin_again(
     replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
 ) -> Literal["guard", "checkpoint", "seed"]:
-    """For who came when the run was under way, or left a stage at which it was, and now finds nobody that gives a
-    state: where nobody trains at all, what is left of the stage is with this node."""
+    """Go on with what this node has, if nobody trains at all: what is left of the stage is with it. It is for a node
+    that came when the run was under way, or left a stage at which it was, and finds nobody that gives a state."""
     replica.begins_late()
     if replica.membership.others_there(*SERVING):
         return "seed"
@@ -211,9 +218,12 @@ async def become_current(
 
 
 class FirstState:
-    """Where a replica begins, and whom it may copy. `entrances` are the peers by which it came in, the initial peers
-    where none are given; the run begins with a node that has none. `ended_here`: an earlier life of this node has come
-    to the run's end; `may_be_over`: the run may have come to it since that life saved its state."""
+    """The place where a replica begins, and the peers that it may copy.
+
+    `entrances` are the peers by which it came in, the initial peers if none are given; the run begins with a node that
+    has none. `ended_here` says that an earlier life of this node has come to the run's end. `may_be_over` says that the
+    run may have come to it since that life saved its state.
+    """
 
     def __init__(
         self,
@@ -234,10 +244,12 @@ class FirstState:
         self._ended_here, self._may_be_over = ended_here, may_be_over
 
     async def take(self, own_clock: float | None) -> PeerId | None:
-        """Copy a stage peer's state where that is where to begin (`where_to_begin`); the donor, or None where the
-        weights stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises UserError
-        (NO_DONOR) where a stage peer's state is needed and nobody gave it; it is needed, too, where the run began with
-        weights that this node has no folder of."""
+        """Copy a stage peer's state if that is where to begin (`where_to_begin`); returns the donor.
+
+        None if the weights stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises
+        UserError (NO_DONOR) if a stage peer's state is needed and nobody gave it. It is needed, too, if the run began
+        with weights that this node has no folder of.
+        """
         there, joined = await self._who_answers(), self._joined
         if joined and self._may_be_over and said_to_be_over(await self._told()):
             raise run_has_ended(self._spec, "so say most of the peers that this node was told to join")
@@ -298,13 +310,13 @@ class FirstState:
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
     async def _is_the_first(self) -> bool:
-        """Whether it came in by seeds of this run alone, of which none has seen anybody at work in it: a run that is
-        begun beside a seed begins like this."""
+        """Tell whether it came in only by seeds of this run that have seen no node at work in it. A run that is begun
+        beside a seed begins like this."""
         told = await self._told()
         return bool(told) and all(hello.stage is None and hello.unaware for hello in told)
 
     async def _told(self) -> list[Hello]:
-        """What those of its entrances say of themselves that answer and are of this run."""
+        """The hellos of its entrances that answer and are of this run."""
         transport = self._replica.context.transport
         told = await asyncio.gather(*(hello_or_none(transport, peer) for peer in self._entrances))
         return [hello for hello in told if hello is not None and hello.run == self._spec.run_id]

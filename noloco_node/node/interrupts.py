@@ -28,8 +28,8 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
 class Interrupts:
     """Signals to leave: the first asks for an orderly end, the second (or one before training) cancels at once.
 
-    Whatever makes a node leave, it has `seconds` for its `way_out` from then on, where it has one; where it is to leave
-    at once, `AT_ONCE_SECONDS`.
+    From then on the node has `seconds` for its `way_out`, if it has one, whatever makes it leave. If it is to leave at
+    once, it has `AT_ONCE_SECONDS`.
     """
 
     def __init__(self, way_out: WayOut | None = None, seconds: float = AT_ONCE_SECONDS) -> None:
@@ -73,8 +73,8 @@ class Interrupts:
             self._way_out.begin(self._seconds, ExitCode.INTERRUPTED if self._heard else code)
 
     def moves_on(self) -> None:
-        """The node goes on at another stage. Until it trains there a signal cancels at once; so does one that has come
-        since it left: nobody is to wait for a state that is on its way."""
+        """The node goes on at another stage. Until it trains there a signal cancels at once. So does a signal that has
+        come since it left: nobody is to wait for a state that is on its way."""
         self._stop = None
         if self.asked:
             self._cancel()

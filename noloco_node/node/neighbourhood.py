@@ -1,4 +1,4 @@
-"""Whom one replica sees: the directory as this node trusts it, who answers the roll, and the text they share out."""
+"""The surroundings of one replica: the directory as this node trusts it, the answering peers, and their shared text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Neighbourhood(Participant):
         await self.roll.sweep(SWEEP_SECONDS)
 
     def serve(self) -> tuple[Withdraw, ...]:
-        """Tell records to who asks, at once: a joiner asks before anybody trains."""
+        """Tell records to peers that ask, at once: a joiner asks before anybody trains."""
         context = self._context
         return (serve_records(context.transport, context.spec.run_id, self._directory, lambda: context.stage),)
 

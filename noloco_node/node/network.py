@@ -64,8 +64,8 @@ class Network:
     lives: LifeWatch
 
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
-        """The result of `work`; meanwhile p2pd is started again where it dies, the node is kept in reach, the peers met
-        are written down, and `companions` run, which are cancelled at its end."""
+        """The result of `work`, with the network kept up meanwhile. p2pd is started again if it dies, the node is kept
+        in reach, and the peers met are written down. `companions` run, and are cancelled at its end."""
         esteem = esteem_by(self.transport.acquaintances)
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders, esteem)
         return await self.supervisor.beside(work, keeping, self.reach.keep(), self.lives.keep(), *companions)
@@ -78,7 +78,7 @@ class Network:
         return holders_in(self.directory.view, self.directory.now(), self.transport.acquaintances.works)
 
     def live_peers(self) -> list[PeerId]:
-        """Who lives, as this node's last look at the directory says."""
+        """The peers that live, as this node's last look at the directory says."""
         return live_peers(self.directory.view, self.directory.now(), self.daemon.own_id)
 
 
@@ -93,7 +93,7 @@ class Entrance:
 
 
 Agree = Callable[[Entrance], Awaitable[RunSpec]]
-"""How a node and the peers at the addresses that it joined come to the same RunSpec."""
+"""A function by which a node and the peers at the addresses that it joined come to the same RunSpec."""
 
 
 @contextlib.asynccontextmanager
@@ -193,8 +193,8 @@ async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife
 
 
 def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tuple[str, ...]:
-    """Addresses of peers met before that belong to the wanted run: the one with this id, or where that is not known
-    yet, the one in which a named peer was met. Where nobody is named any run will do."""
+    """Addresses of peers met before that belong to the wanted run. That is the one with this id, or if that is not
+    known yet, the one in which a named peer was met. If no peer is named any run will do."""
     if run is not None:
         return known.texts(run)
     met = any(text.endswith(f"/p2p/{peer}") for text in named for peer in known.addresses)

@@ -22,7 +22,7 @@ from noloco_node.trust.admission import Introduction, own_access
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What one who looks on stands on."""
+    """The parts that an onlooker is built from."""
 
     spec: RunSpec
     door: Entrance

@@ -1,5 +1,8 @@
-"""When a replica takes its outer steps, and with whom: decided after every inner step, exchange and refusal. Who has
-fallen too far behind copies a stage peer instead and begins on probation."""
+"""When a replica takes its outer steps, and with which stage peer: decided after every inner step, exchange and
+refusal.
+
+A replica that has fallen too far behind copies a stage peer instead and begins on probation.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class OuterSteps:
         self._pace = pace
         self._behind = behind
         self.partners = PeerTable[str, int]()
-        """Committed outer steps by partner, of those that were met last."""
+        """The number of committed outer steps by partner, for the partners that were met last."""
         self.last_taken = False
         """The last outer step, of the whole stage, is done."""
         self.relayed: Callable[[], Collection[PeerId]] = frozenset

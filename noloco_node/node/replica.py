@@ -1,7 +1,8 @@
 """One replica of one stage in the swarm, on any transport: the daemon runs it over libp2p, tests also in memory.
 
-Its life: copy a stage peer's state if the swarm is past its first outer round; advertise; train and average until the
-clock reaches the target (stage 0) or nobody trains any more (later stages); a last outer step; leave.
+Its life: copy a stage peer's state if the swarm is past its first outer round, and advertise. It trains and averages
+until the clock reaches the target (stage 0) or nobody trains any more (later stages). A last outer step follows, and it
+leaves.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Replica:
 
     def close(self) -> None:
         """Take back what `serve` registered, and let go of the stage, so that another replica can take this one's
-        place: two stages may be more than the memory holds."""
+        place. Two stages may be more than the memory holds."""
         self.context.transport.conduct.on_ban = None
         for withdraw in self._served:
             withdraw()
@@ -251,12 +252,13 @@ class Replica:
         )
 
     def _origins_lead(self) -> float | None:
-        """As of now: what was heard before the clock was last shifted would add the shift to it."""
+        """The lead of the origins as of now: what was heard before the clock was last shifted would add the shift to
+        it."""
         lead = self.pipeline.server.origins_seen.lead(self.worker.shifted_at)
         return self.worker.origins_lead if lead is None else lead
 
     def _directory_read(self) -> None:
-        """Take over who is there: routes, the share of the batch, and everyone's waits."""
+        """Take over the new view: routes, the share of the batch, and everyone's waits."""
         membership, progress = self.membership, self.worker.progress
         self._neighbourhood.roll.look()
         self._behind.look()

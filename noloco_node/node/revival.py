@@ -25,11 +25,12 @@ from noloco_node.training.stage_worker import StageWorker, sizes_of, without_mis
 logger = logging.getLogger(__name__)
 
 FirstWeights = Callable[[], Awaitable[Tensor]]
-"""Gives the weights [parameters] with which a stage of the run begins, fp32."""
+"""A function that gives the first weights [parameters] of a stage of the run, fp32."""
 
 LOOK_SECONDS = 1.0
 RESTORE_SECONDS = 600.0
-"""How long who comes to a lost stage waits for another that came as well, and says that it is on its way."""
+"""A node that comes to a lost stage waits so many seconds for another that came as well, and says that it is on its
+way."""
 
 
 async def revive_if_lost(
@@ -43,16 +44,20 @@ async def revive_if_lost(
     saved: Callable[[], Checkpoint | None] = lambda: None,
     first: FirstWeights | None = None,
 ) -> Literal["guard", "checkpoint", "seed"] | None:
-    """Load the state of this replica's stage that was trained furthest, or keep its seeded weights, where nobody serves
-    it although others train. None where a stage peer serves it, and in a swarm before its first outer round.
+    """Load the furthest trained state of this replica's stage, or keep its seeded weights, if nobody serves it although
+    others train.
 
-    States that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
-    called off the event loop). `first` gives the run's first weights, where the replica has others already. One failed
-    look-up must not bring forth untrained weights beside trained ones: unless the loss is `confirmed`, the stage
-    must be seen empty for the life of a record. Of several who come at once the one with the smallest peer id restores
-    it, the others wait for that one. A seeded stage's clock is 0: should a stage peer appear after all, it is this
-    replica that lags and takes the other's state. Raises UserError (NO_DONOR) where the run began with weights that
-    this node does not have, and nothing else is left.
+    None if a stage peer serves it, and in a swarm before its first outer round.
+
+    The states that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
+    called off the event loop). `first` gives the run's first weights, if the replica has others already. One failed
+    look-up must not bring forth untrained weights beside trained ones. Unless the loss is `confirmed`, the stage must
+    therefore be seen empty for the life of a record.
+
+    If several nodes come at once, the one with the smallest peer id restores the stage, and the others wait for it. A
+    seeded stage's clock is 0: should a stage peer appear after all, it is this replica that lags and takes the other's
+    state. Raises UserError (NO_DONOR) if the run began with weights that this node does not have, and nothing else is
+    left.
     """
     if not await _is_lost(spec, membership, own, confirmed):
         return None

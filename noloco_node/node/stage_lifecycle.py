@@ -37,7 +37,7 @@ from noloco_node.transport.interface import Transport
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""Interval at which a node looks whether it should move; the directory is read as often."""
+"""A node considers a move every so many seconds; the directory is read as often."""
 
 BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
 
@@ -93,7 +93,7 @@ class StageLifecycle:
         self.trains = _not_yet
         """Whether this node trains now."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
-        """Takes what whoever runs the node should know."""
+        """Takes warnings for the user that runs the node."""
 
     def _make_roll(self, transport: Transport) -> RollCall:
         """For before a stage is chosen; while it serves one, its replica calls the roll."""
@@ -118,8 +118,8 @@ class StageLifecycle:
         await self._roll.sweep(SWEEP_SECONDS)
 
     async def look_around(self) -> DirectoryView:
-        """The directory before a stage is chosen, without this node's own former record; where this node joined others,
-        as soon as it shows one of them, within a few seconds."""
+        """The directory before a stage is chosen, without this node's own former record. If this node joined others, it
+        returns as soon as it shows one of them, within a few seconds."""
         view = await look_for_others(self._directory, self._own, self._patience())
         self._looked_in_vain = not view.anyone(self._directory.now())
         await self._ask_all()
@@ -132,11 +132,9 @@ class StageLifecycle:
         return FIRST_LOOK_SECONDS if self._settings.initial_peers and not self._looked_in_vain else 0.0
 
     async def first_stage(self, saved: int | None) -> int:
-        """The stage to begin with: the one that is set, else that of the node's checkpoint (`saved`), else the one that
-        needs this node most and fits its memory.
-
-        Raises UserError (CONFIG) where there is no such stage.
-        """
+        """The stage to begin with: the one that is set, else that of the node's checkpoint (`saved`). If there is
+        neither, it is the one that needs this node most and fits its memory. Raises UserError (CONFIG) if there is no
+        such stage."""
         wanted, stages = self._settings.stage, self._spec.stages
         if wanted == "auto" and saved is not None:
             wanted = saved
@@ -179,8 +177,8 @@ class StageLifecycle:
             self.move = None
 
     async def back(self) -> int | None:
-        """The stage that this node left for one whose state nobody gave it, at which nobody must wait for it; None
-        where the run is over."""
+        """The stage that this node left for one whose state nobody gave it; None if the run is over. No peer must wait
+        any more for this node at the latter."""
         await self.arrival.withdraw(self.stage)
         if self.over:
             return None

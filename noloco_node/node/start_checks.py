@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 def before_the_network() -> list[Check]:
-    """Of the process: it takes as many open files as it may."""
+    """Checks of the process: it takes as many open files as it may."""
     return [check_files(raise_file_limit())]
 
 
 async def among_peers(transport: Transport, joined: Sequence[str]) -> list[Check]:
-    """Of this node against the peers at these addresses: clock and versions."""
+    """Checks of this node against the peers at these addresses: clock and versions."""
     answers = await asyncio.gather(*(measure_hello(transport, parse_address(text).peer) for text in joined))
     return judge_peers({text: answer for text, answer in zip(joined, answers, strict=True) if answer is not None})
 
@@ -96,8 +96,8 @@ def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, lo
 
 
 def relayed_instead(check: Check, willing: int) -> Check:
-    """The judgement of a node that asks for relays by itself, where so many of its peers relay for it: out of reach it
-    joins all the same."""
+    """The judgement of a node that asks for relays by itself, with so many of its peers relaying for it. Even out of
+    reach it joins all the same."""
     if check.outcome is not CheckOutcome.FAIL or not willing:
         return check
     found = f"{check.found}; the node will be reached by relay, {willing} of its peers offer{'s' * (willing == 1)} that"
@@ -107,8 +107,8 @@ def relayed_instead(check: Check, willing: int) -> Check:
 def for_a_stage(
     spec: RunSpec, settings: NodeSettings, stage: int, folder: RunFolder, *, moves: bool = False
 ) -> list[Check]:
-    """Of the machine, for the stage that it will serve: disk and memory. Where it moves it keeps a checkpoint of each
-    stage that it was at. Loads transformers."""
+    """Checks of the machine for the stage that it will serve: disk and memory. Loads transformers. If it moves it keeps
+    a checkpoint of each stage that it was at."""
     footprint = footprint_of(spec)
     parameters = footprint.parameters[stage]
     elsewhere = sum(footprint.parameters) - parameters if moves else 0

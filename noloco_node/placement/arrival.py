@@ -1,4 +1,4 @@
-"""A node on its way to a stage: it says so before it downloads, so that those who join together spread out."""
+"""A node on its way to a stage: it says so before it downloads, so that nodes that join together spread out."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from noloco_node.transport.acquaintance import Acquaintances
 logger = logging.getLogger(__name__)
 
 SETTLING_LOOKS = 8
-"""Within which it is known how large the stages are, where anything of it is to be known."""
+"""Within so many looks the size of the stages is known, if anything of it is to be known."""
 
 
 class Arrival:
-    """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed. `ask` asks whoever the
-    directory shows whether it is there, and notes it in `known`. `name` is what others are shown the node by."""
+    """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed.
+
+    `ask` asks the peers that the directory shows whether they are there, and notes it in `known`. `name` is the node's
+    name for others.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,8 @@ class Arrival:
         return better
 
     async def _see_how_large_they_are(self) -> None:
-        """Of a stage of thousands the first look shows as few as of one of some dozens, and all joiners the same."""
+        """Look until the size of the stages is known. The first look shows as few nodes of a stage of thousands as of
+        one of some dozens, and the same ones to all joiners."""
         looks = 0
         while not self._directory.view.settled and looks < SETTLING_LOOKS:
             await self._directory.refresh()
@@ -67,8 +71,9 @@ class Arrival:
             await self._ask()
 
     async def confirmed(self, stage: int, work: Sequence[float], worth: Callable[[Sequence[Server]], bool]) -> bool:
-        """Announce this node at `stage`, look again, and keep to it if it is still `worth` it beside all others that
-        count by then: of several nodes that decide within one look of each other, only one goes, or none."""
+        """Announce this node at `stage`, look again, and keep to it if it is still `worth` it. It is judged beside
+        all others that count by then. Of several nodes that decide within one look of each other, only one goes, or
+        none."""
         stays = True
         try:
             await self._publish(stage, PeerState.JOINING)

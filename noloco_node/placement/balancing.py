@@ -30,14 +30,15 @@ DAMPING = 0.5
 CLEAR_GAIN = 0.5
 """The poorer of the two stages must gain at least this much of what the moving node brings."""
 BY_CHANCE = 0.134
-"""Chance, over all other stages that are seen in part, that one of them looks poor though none is. Divided among them
+"""The chance that any of the other stages that are seen in part looks poor though none is. It is divided among them
 (Bonferroni): 1.5 standard deviations for two or fewer, 2.4 for sixteen. The more a stage lacks beyond, the more go
 there."""
 PRIOR_SERVERS = 4
-"""Nodes as unlike each other as their mean is large, that a sample is taken to hold besides: few may be alike by
-chance."""
+"""A sample is taken to hold so many more nodes, as unlike each other as their mean is large. A few nodes may be alike
+by chance."""
 RESCUE_SLOT_SECONDS = 5.0
-"""How much longer each next candidate waits before it moves to a lost stage: long enough to see that another did."""
+"""Each next candidate waits so many seconds longer before it moves to a lost stage: long enough to see that another
+did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Server:
     stands_for: float = 1.0
     """So many of its stage, where only a sample of that is seen."""
     error: float = 0.0
-    """Of the strength of its stage, as a sample tells it: relative, one standard deviation."""
+    """The relative error of the strength of its stage, as a sample tells it, one standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ class Supply:
         return sum(self.strength) / sum(self.work)
 
     def clear_share(self, poor: int) -> float:
-        """Of what a stage lacks beside an even division, the share that is no matter of chance; 1 where everybody is
-        seen."""
+        """The share of a stage's shortage that is no matter of chance; 1 if the stage is seen whole. The shortage is
+        beside an even division."""
         if not self.errors:
             return 1.0
         part = self.work[poor] / sum(self.work)
@@ -97,8 +98,8 @@ def _significant_deviations(others: int) -> float:
 
 
 def sample_error(seen: int, total: float, squares: float, number: float, number_error: float) -> float:
-    """Relative standard deviation of a stage's strength, where `number` nodes (known to `number_error`) are taken to be
-    like the `seen` ones, drawn at random, whose strengths have this `total` and sum of `squares`."""
+    """The relative standard deviation of a stage's strength. `number` nodes (known to `number_error`) are taken to be
+    like the `seen` ones. These were drawn at random, and their strengths have this `total` and sum of `squares`."""
     if not seen or total <= 0.0:
         return 1.0
     unlike = max(0.0, squares * seen / total**2 - 1.0)
@@ -109,10 +110,12 @@ def sample_error(seen: int, total: float, squares: float, number: float, number_
 def servers_of(
     view: DirectoryView, work: Sequence[float], now: float, known: Acquaintances, *, without: PeerId | None
 ) -> list[Server]:
-    """All nodes that count at DHT time `now`, but `without`: that answer this node, and did not let it down when it
-    gave them work. Whoever has no known speed yet counts like the median; more than that counts only who has worked,
-    and nobody for more than `CREDIBLE_STRENGTH` of it. Of a stage that is too large to ask everybody those that were
-    not asked yet count as far as the others turned out to be there."""
+    """All nodes that count at DHT time `now`, but `without`: those that answer this node, and did not let it down.
+
+    A node without a known speed counts like the median. Only one that has worked counts for more, and none for more
+    than `CREDIBLE_STRENGTH` of it. In a stage that is too large to ask all nodes, those not asked yet count as far as
+    the others turned out to be there.
+    """
     introduced = [
         [r for r in view.live(stage, now, *COUNTED) if r.peer_id != without and not known.failed(PeerId(r.peer_id))]
         for stage in range(len(work))
@@ -142,8 +145,8 @@ def _servers_of_stage(
     known: Acquaintances,
     usual: float,
 ) -> list[Server]:
-    """Those of one stage that are there, with their strengths, and for how many of its `rows` and of others each
-    stands."""
+    """The nodes of one stage that are there, with their strengths, and how many of its `rows` and of others each stands
+    for."""
     scale, each, error = view.scale(stage), view.scale(stage).each, 0.0
     unsure = list[PeerId]()
     if (each > 1.0 or len(rows) > TARGET) and len(there) < len(rows):
@@ -164,19 +167,19 @@ def _servers_of_stage(
 
 
 def as_far_trained(stage_peers: Sequence[PeerId], clocks: Mapping[PeerId, float], least: float) -> list[PeerId]:
-    """Of a node's stage peers those to whom it could leave the stage: whose clock is by now so far at the `least`, in
-    tokens, as far as is known. What the node has learnt beyond the others would be lost with it."""
+    """The stage peers to which a node could leave the stage: their clock is by now at least at `least` tokens, as far
+    as is known. What the node has learnt beyond the others would be lost with it."""
     return [peer for peer in stage_peers if clocks.get(peer, least) >= least]
 
 
 def as_seen_at_work(
     servers: Sequence[Server], own_stage: int, stage_peers: Collection[PeerId], *, shut: Collection[PeerId] = ()
 ) -> list[Server]:
-    """Those that count for a node that serves `own_stage`: there only the `stage_peers` that count as replicas, and of
-    those on their way to it so many as are welcome at once; and no `shut` peer of the next stage, to which nothing gets
-    through.
+    """The servers that count for a node that serves `own_stage`.
 
-    Where one process answers for many keys, whoever trains beside it knows better, and does not leave the stage to it.
+    At its own stage only the `stage_peers` that count as replicas do, and of those on their way to it so many as are
+    welcome at once. No `shut` peer of the next stage counts, to which nothing gets through. If one process answers for
+    many keys, a node that trains beside it knows better, and does not leave the stage to it.
     """
     arriving = sorted(s.peer for s in servers if s.stage == own_stage and not s.present)
     welcome = max(1, int(WELCOME_SHARE * (1 + len(stage_peers))))
@@ -214,10 +217,10 @@ def settle_among(
     work: Sequence[float],
     fitting: Collection[int],
 ) -> int:
-    """For a joiner that has announced itself at `chosen` and looks again: the stage to take in the end.
+    """The stage to take in the end, for a joiner that has announced itself at `chosen` and looks again.
 
     Its rivals are the joiners at the same stage that it had not seen before it chose (`seen_first`), for they had not
-    seen it either. In the order of their peer ids they and this node take the poorest stage one after another; all of
+    seen it either. In the order of their peer ids they and this node take the poorest stage one after another. All of
     them reckon alike, so they spread out without a word. `servers` are all others that count.
     """
     rivals = [s for s in servers if not s.present and s.stage == chosen and s.peer not in seen_first]
@@ -240,10 +243,10 @@ def plan_move(
 ) -> int | None:
     """The stage to move to, or None to stay. `supply` counts this node at its own stage.
 
-    Each node of a stage with a surplus moves with a probability at which half of the surplus moves on average, to a
-    poor stage drawn by how much it lacks. So thousands that decide alone, on views that are old, move about as many as
-    are needed; and none moves where the poorer of the two stages would gain less than half of what it brings. Of
-    stages that are seen in part it moves the more rarely the more of what they differ by may be chance.
+    Each node of a stage with a surplus moves with a probability by which half of the surplus moves on average. It goes
+    to a poor stage drawn by how much it lacks. Thousands that decide alone, on views that are old, therefore move about
+    as many as are needed. None moves if the poorer of the two stages would gain less than half of what it brings. For
+    stages that are seen in part, it moves the more rarely the more of their difference may be chance.
     """
     level, throughput = supply.level, supply.throughput
     surplus = supply.strength[own_stage] - level * supply.work[own_stage]
@@ -280,18 +283,18 @@ def worth_moving(supply: Supply, own_stage: int, own_strength: float, to: int) -
 
 
 def unserved_stages(servers: Sequence[Server], stages: int) -> list[int]:
-    """Stages that nobody serves, whoever may be on the way to them."""
+    """The stages that nobody serves, even if nodes are on the way to them."""
     return sorted(set(range(stages)) - {server.stage for server in servers if server.present})
 
 
 def rescue_rank(
     servers: Sequence[Server], work: Sequence[float], own: PeerId, lost: int, among: int | None = None
 ) -> int | None:
-    """This node's place in the order of those that may move to a `lost` stage; None where it is not one of them.
+    """This node's place in the order of those that may move to a `lost` stage; None if it is not one of them.
 
-    They are the nodes of the richest stage, or those of the stage `among` where only these know that it is lost, if it
-    has another replica left. First comes who keeps a copy of the lost stage, then who leaves the poorer of the two
-    stages with the most throughput.
+    They are the nodes of the richest stage, if it has another replica left. If only the nodes of the stage `among` know
+    that it is lost, they are these. First come keepers of a copy of the lost stage, then nodes that leave the poorer of
+    the two stages with the most throughput.
     """
     present = [server for server in servers if server.present]
     counts = [sum(server.stage == stage for server in present) for stage in range(len(work))]
@@ -311,7 +314,7 @@ def rescue_rank(
 
 
 def rescue_wait(rank: int, rng: random.Random, stands_for: float = 1.0) -> float:
-    """Seconds that the candidate of this rank waits, at random within its slot, before it looks again and moves. Of a
-    stage that is seen in part so many as each one there `stands_for` think that they have this rank, and share as many
-    slots."""
+    """Seconds that the candidate of this rank waits, at random within its slot, before it looks again and moves. In a
+    stage that is seen in part, as many nodes as each one there `stands_for` think that they have this rank. They share
+    as many slots."""
     return (rank + rng.random()) * stands_for * RESCUE_SLOT_SECONDS

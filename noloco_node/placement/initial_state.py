@@ -18,12 +18,12 @@ BEGINNINGS = {
 }
 
 ASK_SECONDS = 10.0
-"""How long nodes that the directory shows are asked again where none of them answers."""
+"""Nodes that the directory shows are asked again for so many seconds while none of them answers."""
 DOUBT_SECONDS = 30.0
-"""The same where one that does not answer says that the run is over, or one that answers serves the run and its record
-has not been found yet."""
+"""They are asked for so many seconds in case of doubt. Doubt is that one that does not answer says that the run is
+over, or that the record of one that serves the run and answers is missing."""
 HEARD = (*SERVING, PeerState.JOINING)
-"""States of nodes whose word counts where they answer."""
+"""Nodes in these states have a say if they answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Beginning:
     """`nowhere`: nobody trains any more, and this node has nothing to add."""
     why: str
     doubtful: bool = False
-    """Most of those whose word counts are not past the first outer round: where no stage peer gives its state, the run
-    has only just begun."""
+    """Most nodes that have a say are not past the first outer round. If no stage peer gives its state, the run has only
+    just begun."""
 
 
 def where_to_begin(
@@ -51,19 +51,21 @@ def where_to_begin(
     unrecorded: bool = False,
     over: str = "",
 ) -> Beginning:
-    """The precedence: the own checkpoint unless the swarm is more than `max_lag` tokens beyond it; else a stage peer's
-    state; else the run's first weights.
+    """The precedence: the own checkpoint, unless the swarm is more than `max_lag` tokens beyond it; then a stage peer's
+    state; then the run's first weights.
 
-    `own_clock` is the checkpoint's (None: there is none), `others` are the records, of all stages without the own, of
-    those that answer this node. `joined`: it was let in by others; where it was not the run begins with it, and nobody
-    can tell it that it is over. `entrances`: the peers that it was told to join; whether the run has just begun is for
-    those of them to say that serve a stage, since anybody else may answer under as many keys as it likes. `finished`: a
-    record says that the run has come to its end, and nobody answers for it; `entrance_finished`: that of an entrance
-    does, and where no entrance answers, others that came as late as this node are no beginning; `unrecorded`: somebody
-    answers who serves the run, and no record of it was found: then no record's word ends it. `over` says how this node
-    knows that the run has come to its end, where it does: then it begins only beside others who go on all the same, and
-    who only joins does not: several that come home at once would begin it again together.
-    How far the swarm is, is the median of the stage peers' recorded clocks, or of everyone's where no stage peer lives.
+    `own_clock` is the checkpoint's (None: there is none). `others` are the records of answering nodes of all stages,
+    without the own. `joined`: it was let in by others. If it was not, the run begins with it, and nobody can tell it
+    that it is over. `entrances`: the peers that it was told to join. Those of them that serve a stage say whether the
+    run has just begun, since anybody else may answer under as many keys as it likes.
+
+    `finished`: a record says that the run has come to its end, and nobody answers for it. `entrance_finished`: that of
+    an entrance does. If then no entrance answers, others that came as late as this node are no beginning. `unrecorded`:
+    a node that serves the run answers, and no record of it was found; then no record's word ends it. `over` says how
+    this node knows that the run has come to its end, if it does. Then it begins only beside others that go on all the
+    same. A node that only joins does not: several that come home at once would begin it again together.
+
+    How far the swarm is, is the median of the stage peers' recorded clocks, or of all clocks if no stage peer lives.
     """
     others = [record for record in others if record.state in HEARD]
     serving = [record for record in others if record.state in SERVING]
@@ -90,8 +92,8 @@ def where_to_begin(
 
 
 def is_left_behind(own_clock: float, others: Sequence[PeerRecord], stage: int, max_lag: float) -> bool:
-    """Whether at least half of others train more than `max_lag` tokens beyond a checkpoint and none of them serves its
-    stage: what they keep of that may be further than the checkpoint."""
+    """Tell whether at least half of others train more than `max_lag` tokens beyond a checkpoint and none serves its
+    stage. What they keep of that may be further than the checkpoint."""
     serving = [record for record in others if record.state in SERVING]
     if not any(record.outer_rounds > 0 for record in serving) or any(record.stage == stage for record in serving):
         return False

@@ -23,11 +23,12 @@ from noloco_node.placement.balancing import (
 from noloco_node.placement.sightings import Sightings
 
 LOOKS_A_STAY = 20
-"""Looks for a poorer stage within the shortest stay; a decision waits up to the time between two looks."""
+"""A node looks so many times for a poorer stage within the shortest stay; a decision waits up to the time between two
+looks."""
 JOINER_PATIENCE = 15.0
-"""How long a stage that nobody serves waits for those who say that they are on their way to it, in times that it takes
-to confirm that it is empty. They count from when it was first seen empty, all together: one that never comes, or one
-after another, must not keep it from being rescued."""
+"""A lost stage waits for announced joiners for so many times as long as it takes to confirm that it is empty. All
+joiners count together, from when it was first seen empty. One that never comes, or one after another, must not keep it
+from being rescued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class Relocation:
         return 1.0 / LOOKS_A_STAY
 
     def look(self, now: float, here: Server, others: Sequence[Server], *, shut: bool = False) -> Move | None:
-        """Move now, or None. `here` is this node, `others` are all others that count. `shut`: whoever answers at the
-        next stage, nothing gets through to it, as the nodes of this one see; it is for them to rescue it."""
+        """Move now, or None. `here` is this node, `others` are all others that count. `shut`: nothing gets through to
+        the next stage, as the nodes of this one see, even if peers answer there. It is for them to rescue it."""
         self._shut = here.stage + 1 if shut else None
         lost = self._lost(now, [*others, here])
         return self._rescue(now, here, others, lost) or self._balance(now, here, others, lost)
@@ -102,9 +103,9 @@ class Relocation:
         return [stage for stage in unserved if stage not in awaited or now - self._unserved_since[stage] > patience]
 
     def still_worth(self, move: Move, here: Server, others: Sequence[Server]) -> bool:
-        """Whether a move to a poor stage gains as much beside these others; one to a lost stage waits for nobody, for
-        its candidates take turns. A poor one that meanwhile lost its last node has candidates, too, once that is
-        confirmed, also where somebody says that it is on the way there."""
+        """Tell whether a move to a poor stage gains as much beside these others. A move to a lost stage waits for
+        nobody, for its candidates take turns. A poor stage that meanwhile lost its last node has candidates, too, once
+        that is confirmed, even if a node says that it is on the way there."""
         if move.why == "lost":
             return True
         supply = supply_of([*others, here], self.standing.work)

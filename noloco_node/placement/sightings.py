@@ -12,20 +12,20 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, Supply, supply_of
 
 RECOUNTED = KEPT * SAMPLED_AGAIN
-"""Times a record's life, after which a stage's number is that of other buckets: within it no look is a wholly new one,
-whoever is seen."""
+"""After so many record lives a stage's number is that of other buckets. Within that time no look is a wholly new one,
+whichever peers are seen."""
 
 
 @dataclass(slots=True)
 class _StageSeen:
-    """Of one stage."""
+    """What was seen of one stage."""
 
     looks: int = 0
     strength: float = 0.0
     """Sum over the looks."""
     variance: float = 0.0
     independent: float = 0.0
-    """As many looks that have nothing in common would tell as much."""
+    """So many looks that have nothing in common would tell as much."""
     peers: frozenset[PeerId] = frozenset()
     at: float = -math.inf
 

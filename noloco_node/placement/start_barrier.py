@@ -13,8 +13,11 @@ START_SECONDS = 60.0
 
 
 class CommonStart:
-    """A run begins when so many replicas of every stage are up: those who begin alone would train the first steps on
-    whole batches, and the others would begin from a copy or lag behind."""
+    """A run begins when so many replicas of every stage are up.
+
+    Those that begin alone would train the first steps on whole batches, and the others would begin from a copy or lag
+    behind.
+    """
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
@@ -22,8 +25,8 @@ class CommonStart:
         self._over = replicas <= 1
 
     def over(self, up: Sequence[int], trained: bool, now: float) -> bool:
-        """Whether the first sample may be drawn at `now` (seconds): `up` are the live replicas of each stage,
-        `trained` says whether this node, or half of the others, have trained. Once over, it stays over."""
+        """Tell whether the first sample may be drawn at `now` (seconds). Once over, it stays over. `up` are the live
+        replicas of each stage, `trained` says whether this node, or half of the others, have trained."""
         self._since = now if self._since is None else self._since
         if not self._over:
             late = now - self._since >= START_SECONDS
@@ -58,8 +61,8 @@ class MissingStages:
         self._served |= set(range(stages)) - set(unserved)
 
     def look_back(self, unserved: Sequence[int]) -> None:
-        """Take in only which of the stages that had no replica are served again: at the run's end a stage that empties
-        is not lost, but who still has something to train must learn that one is back."""
+        """Take in only which of the stages that had no replica are served again. At the run's end a stage that empties
+        is not lost, but a node that still has something to train must learn that one is back."""
         for stage in self._since.keys() - set(unserved):
             again = " again" if stage in self._served else ""
             waited = ambient.monotonic() - self._since.pop(stage)

@@ -1,8 +1,8 @@
-"""Who may take part in a run, and how nodes show and check it.
+"""The peers that may take part in a run, and how nodes show and check it.
 
 Everyone else's directory records are ignored, and of an outsider's requests only those named `hello...` are answered. A
-member's directory record carries its proof. Who talks to a peer that has not read its record yet is refused, shows the
-proof once with `hello.access`, and asks again; the peer remembers it by its authenticated id until the proof expires.
+member's directory record carries its proof. A peer that has not read that record yet refuses. The member then shows the
+proof once with `hello.access`, and asks again. The peer remembers it by its authenticated id until the proof expires.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SHOW_SECONDS = 10.0
 GUESTS_REMEMBERED = 8192
 PROOFS_REMEMBERED = 8192
-"""Proofs of which is known whether they hold: of others the signatures are checked again."""
+"""For so many proofs it is known whether they hold: for others the signatures are checked again."""
 EXPIRED_AGAIN_SECONDS = 60.0
 
 
@@ -54,7 +54,7 @@ class Access:
         """Until when each guest is admitted. Only the owner's signature brings an entry in, while it holds."""
         self._changes = 0
         self._ends: list[int] = []
-        """When the proofs of those admitted by one expire, as a heap."""
+        """The times when the proofs of peers admitted by one expire, as a heap."""
         self.proof = proof
         """This node's own."""
 
@@ -102,7 +102,7 @@ class Access:
         return self.admits(peer) or (self.has_let_in(peer, row) and self.admits(peer))
 
     def has_let_in(self, peer: PeerId, row: LiveRecord) -> bool:
-        """Whether a directory record is of one whom the owner has invited, be it that this has ended."""
+        """Tell whether the owner has invited the peer of a directory record, even if that has ended."""
         proof = row.record.invitation
         return self._rule.mode == "invited" and proof is not None and self.shown(peer, proof)
 

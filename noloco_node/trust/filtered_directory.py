@@ -1,5 +1,7 @@
-"""The directory without those whom this node does not deal with: banned peers, outsiders of the run, nodes of another
-life of it, nodes of another protocol version."""
+"""The directory without those peers that this node does not deal with.
+
+They are banned peers, outsiders of the run, nodes of another life of it, and nodes of another protocol version.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Screen(Protocol):
-    """Says with whom this node deals. Implementations: `Bans`, `Access`."""
+    """Says with which peers this node deals. Implementations: `Bans`, `Access`."""
 
     @property
     def changes(self) -> int:
@@ -31,11 +33,11 @@ class Screen(Protocol):
 
 
 class ScreenedDirectory:
-    """Implements `Directory`: another one, in whose view only records of this protocol version appear that pass
-    `screen` and are of the same life of the run, where `life` is given.
+    """Implements `Directory` over another one: its view shows only records of this protocol version that pass `screen`.
 
-    Who is left out is neither routed to, nor averaged or counted with, nor asked for its state, and its clock is heard
-    by nobody here. A view is screened once, and again when the screen has changed: every microbatch may ask for it.
+    If `life` is given, they must also be of that life of the run. A peer that is left out is neither routed to, nor
+    averaged or counted with, nor asked for its state, and nobody here hears its clock. A view is screened once, and
+    again when the screen has changed: every microbatch may ask for it.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Which life of a run this node takes part in, and with whom it has nothing to do since they take part in another one.
+"""The life of a run in which this node takes part. It has nothing to do with peers in another life.
 
-A node keeps the birth (`identity.births`) of the state in its folder; else it takes that of the peers by which it comes
-in; where nobody names one it draws one. A drawn birth can be exchanged for that of others until this node has worked.
+A node keeps the birth (`identity.births`) of the state in its folder. Otherwise it takes that of the peers by which it
+comes in, and if none names one it draws one. A drawn birth can be exchanged for that of others until this node has
+worked.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from noloco_node.transport.interface import Transport
 logger = logging.getLogger(__name__)
 
 ASKED_AT_ONCE = 4
-"""Peers of another life that are asked at each look whether they are there: records of ghosts must not cost more."""
+"""So many peers of another life are asked at each look whether they are there: records of ghosts must not cost more."""
 MOST_TOLD = 3
-"""Other lives that are named to a person in one life of a node: anybody can make up births."""
+"""So many other lives are named to a person in one life of a node: anybody can make up births."""
 
 
 class OwnLife:
@@ -50,7 +51,7 @@ class OwnLife:
         """See `Screen.changes`."""
 
     def deals(self, peer: PeerId, row: LiveRecord) -> bool:
-        """Whether the record is of a peer in the same life. Whose is not is refused from then on (`admits`)."""
+        """Tell whether the record is of a peer in the same life. Others are refused from then on (`admits`)."""
         theirs = row.record.birth
         if theirs is None or theirs == self.birth:
             self._elsewhere.pop(peer, None)
@@ -83,9 +84,9 @@ class OwnLife:
 
 
 class LifeWatch:
-    """Looks whom the directory shows of other lives: it joins them while it has not worked, and else says so.
+    """Watches for peers of other lives: it joins them while this node has not worked, and else reports them.
 
-    `directory` is the one with everybody in it. `worked()`: whether this node has worked, or a seed seen work.
+    `directory` is the one with everybody in it. `worked()` says whether this node has worked, or a seed seen work.
     """
 
     def __init__(self, life: OwnLife, transport: Transport, directory: Directory, spec: RunSpec) -> None:
@@ -99,7 +100,7 @@ class LifeWatch:
         self.worked: Callable[[], bool] = lambda: False
         """Whether this node has trained; of a seed, whether it has seen somebody train."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
-        """Takes what whoever runs the node should know."""
+        """Takes warnings for the user that runs the node."""
 
     async def keep(self) -> None:
         """Look every two seconds, until cancelled."""
@@ -119,8 +120,8 @@ class LifeWatch:
         await self._say_if_another(named)
 
     def _settle_if_due(self, births: Sequence[str]) -> None:
-        """Once this node has worked and all that answer name its birth; at the latest when those that had another one
-        must have renewed their records."""
+        """Settle once this node has worked and all that answer name its birth. At the latest that is when those that
+        had another one must have renewed their records."""
         now = self._directory.now()
         if self._worked_at is None and self.worked():
             self._worked_at = now
@@ -166,11 +167,13 @@ def another_life(spec: RunSpec, own: str, theirs: str, peer: PeerId) -> Warned:
 
 
 async def agree_birth(transport: Transport, spec: RunSpec, joined: Sequence[str], kept: str | None) -> OwnLife:
-    """The life in which this node takes part: that of the state that it has `kept`, else the one that most of the peers
-    at these addresses name, else a new one. Peers that do not train yet count only where no other names a birth.
+    """The life in which this node takes part.
 
-    Raises UserError: RUN_FOLDER where the state kept is of one life and most of those peers train in another; WRONG_RUN
-    where it has kept none and they are of several lives, none of which is most.
+    It is that of the state that it has `kept`, else the one that most of the peers at these addresses name, else a new
+    one. Peers that do not train yet count only if no other names a birth.
+
+    Raises UserError: RUN_FOLDER if the state kept is of one life and most of those peers train in another. It raises
+    WRONG_RUN if it has kept none and they are of several lives, none of which is most.
     """
     asked = await asyncio.gather(*(hello_or_none(transport, parse_address(address).peer) for address in joined))
     hellos = [hello for hello in asked if hello is not None and hello.run == spec.run_id]

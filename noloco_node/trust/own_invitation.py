@@ -1,9 +1,9 @@
-"""How long this node is invited: it says before that when its invitation ends, and finds out whether peers still deal
-with it after that.
+"""How long this node is invited: it warns before its invitation ends, and finds out afterwards whether peers still deal
+with it.
 
-Its own clock alone ends nothing: it may be wrong. Nor does the word of one peer where others let it in. Of those asked,
-most must refuse it; clocks of a swarm differ by three seconds at most (`checks.CLOCK_LIMIT_SECONDS`), so that all of
-them do soon after the end.
+Its own clock alone ends nothing: it may be wrong. The word of one peer does not either while others let it in. Most of
+the asked peers must refuse it. Clocks of a swarm differ by three seconds at most (`checks.CLOCK_LIMIT_SECONDS`), so
+that all of them do soon after the end.
 """
 
 from __future__ import annotations
@@ -29,26 +29,32 @@ logger = logging.getLogger(__name__)
 HOUR, DAY = 3600.0, 86400.0
 LOOK_SECONDS = 5.0
 AGAIN_SECONDS, AGAIN_LATER_SECONDS = 1.0, 30.0
-"""Between two rounds of questions: in the first minute after the end, in which those whose invitations end with this
-one leave, and later."""
+"""Seconds between two rounds of questions: in the first minute after the end, and later. In that minute the peers whose
+invitations end with this one leave."""
 MOST_ASKED = 8
 LET_IN_SECONDS = 60.0
-"""For which the word of a peer that lets this node in counts. One that refuses it does not change its mind."""
+"""The word of a peer that lets this node in counts for so many seconds. One that refuses it does not change its
+mind."""
 RENEW = "ask the owner of the run for a new one, and start this node again with the same command and --invitation FILE"
 
 
 def marks_passed(expires: float, since: float, now: float) -> int:
-    """How many of the moments have passed at which a node says that its invitation ends: when a tenth of its life is
-    left, but no more than a day; in the last hour, or half of a shorter life; and at the end. Its life is what was left
-    of it when this node started, at `since`: an invitation does not say when it was made. All in seconds."""
+    """The number of passed moments at which a node says that its invitation ends. All in seconds.
+
+    The first is when a tenth of its life is left, but no more than a day. The second is in the last hour, or half of a
+    shorter life, and the third at the end. Its life is what was left of it when this node started, at `since`: an
+    invitation does not say when it was made.
+    """
     life, left = max(0.0, expires - since), expires - now
     return sum(left <= mark for mark in {min(DAY, life / 10), min(HOUR, life / 2), 0.0})
 
 
 class OwnInvitation:
-    """The invitation that this node shows, or None for one that is no guest. `directory` is the one with outsiders in
-    it: who was invited with this node, and until the same moment, is one of them by then. `now` gives seconds since
-    1970."""
+    """The invitation that this node shows, or None for one that is no guest.
+
+    `directory` is the one with outsiders in it: a peer that was invited with this node, and until the same moment, is
+    one of them by then. `now` gives seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -68,10 +74,10 @@ class OwnInvitation:
         self.expires = math.inf if self._proof is None else float(self._proof.grant.expires)
         self._said = 0
         self._words: dict[PeerId, tuple[bool, float]] = {}
-        """Of those asked: whether they refuse this node, and when they said so, monotonic."""
+        """For each asked peer: whether it refuses this node, and when it said so, monotonic."""
         self._chance = ambient.chance()
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
-        """Takes what whoever runs the node should know."""
+        """Takes warnings for the user that runs the node."""
 
     async def ends(self) -> UserError:
         """Return why this node must leave, once it must."""
@@ -117,8 +123,8 @@ class OwnInvitation:
             self.emit(Warned(what="invitation_ends", detail=detail))
 
     async def _is_refused(self) -> bool:
-        """Whether most of those that have said anything since the end refuse this node. Who has left meanwhile is not
-        asked again, and its refusal counts: all guests may leave in the same moment."""
+        """Tell whether most of those that have said anything since the end refuse this node. A peer that has left
+        meanwhile is not asked again, and its refusal counts: all guests may leave in the same moment."""
         await asyncio.gather(*map(self._ask, self._whom_to_ask()))
         now = ambient.monotonic()
         counting = [refuse for refuse, at in self._words.values() if refuse or now - at <= LET_IN_SECONDS]
@@ -138,7 +144,8 @@ class OwnInvitation:
         self._words[peer] = refused, ambient.monotonic()
 
     def _whom_to_ask(self) -> list[PeerId]:
-        """Some members; where this node knows of none, some of those that were. Outsiders have no say."""
+        """The peers to ask: some members, or if this node knows of none, some of those that were. Outsiders have no
+        say."""
         now, own, access = self._directory.now(), self._transport.peer_id, self._access
         there = {
             peer: row

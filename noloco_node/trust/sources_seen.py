@@ -1,6 +1,6 @@
-"""Whose microbatches this node has trained, and how far their origins were: pure bookkeeping, bounded in memory.
+"""The senders of microbatches that this node has trained, and how far their origins were: pure bookkeeping, bounded.
 
-What a microbatch says of its origin is the word of whoever sent it. So it is kept by the sender, whom the link
+What a microbatch says of its origin is only its sender's word. It is therefore kept by the sender, whose id the link
 authenticates, and a sender is one voice however many origins it names. A voice weighs what was trained of it here:
 names cost nothing, work does.
 """
@@ -21,21 +21,21 @@ from noloco_node.peer_table import PeerTable
 
 SENDERS_REMEMBERED = 256
 ORIGINS_OF_A_SENDER = 64
-"""Of more, those heard of last."""
+"""So many origins of a sender are kept; of more, those heard of last."""
 RECENT_MICROBATCHES = 32
-"""By so many it is judged how far ahead the origins are: enough for a burst to be outvoted, and few enough for a clock
-that follows them to be moved before it has run far."""
+"""So many latest microbatches tell how far ahead the origins are. They are enough for a burst to be outvoted. They are
+few enough for a clock that follows them to be moved before it has run far."""
 QUIET_LAG = 0.25
-"""Part of the lag that is allowed which the own clock may run without a word of an origin before that says nothing any
-more: it has come to its end or stands still, and how far ahead it was is no news."""
+"""An origin says nothing any more after the own clock has run this part of the allowed lag without a word of it. It has
+come to its end or stands still, and how far ahead it was is no news."""
 QUIET_PAUSES = 2.0
-"""Times its usual pause, in microbatches trained here, for which it must have been silent as well: in a short window a
-quarter of the lag is three microbatches, and that these were others' is chance."""
+"""It must also have been silent for so many times its usual pause, in microbatches trained here. In a short window a
+quarter of the lag is three microbatches, and by chance these may all be others'."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnBy:
-    """Who drew a microbatch, and where its clock (tokens) is once it and all that were drawn before it are trained."""
+    """The origin of a microbatch, and its clock (tokens) once that and all drawn before it are trained."""
 
     origin: PeerId
     clock: float
@@ -53,7 +53,7 @@ class OriginSeen:
     """When it was last above the one before it."""
     seen_at: float
     tokens: int
-    """Of this origin by this sender that were trained here."""
+    """Tokens of this origin by this sender that were trained here."""
 
 
 class Voice(NamedTuple):
@@ -84,8 +84,8 @@ def weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
 
 
 def median_voice(voices: Iterable[Voice]) -> float | None:
-    """The median over senders of each one's median over its origins, all weighed by tokens, so that a minority of the
-    work moves it no further than to another's value. None where there is no voice."""
+    """The median over senders of each one's median over its origins, all weighed by tokens; None if there is no voice.
+    A minority of the work therefore moves it no further than to another's value."""
     by_sender: dict[PeerId, list[tuple[float, int]]] = {}
     for voice in voices:
         by_sender.setdefault(voice.sender, []).append((voice.value, voice.tokens))
@@ -133,11 +133,12 @@ class OriginsSeen:
         return [seen for heard in self._by_sender.values() for seen in heard.values() if seen.seen_at >= since]
 
     def lead(self, since: float = -math.inf) -> float | None:
-        """By how much the origins are ahead of this stage's clock (tokens; below zero: behind it), by the latest
-        microbatches that were trained after `since` (seconds). None where there are none.
+        """How far the origins are ahead of this stage's clock (tokens; below zero: behind it); None if there is no word
+        of them.
 
-        Each says by how much when it was trained, so that it does not matter how long ago that is: last words, some of
-        them many steps old, had it that a stage is ahead which is not.
+        The latest microbatches that were trained after `since` (seconds) count. Each says by how much when it was
+        trained, so that it does not matter how long ago that is. Last words, some of them many steps old, claimed that
+        a stage is ahead which is not.
         """
         recent = [trained for trained in self._recent if trained.at >= since]
         quiet = self._quiet_among(recent)
