@@ -99,7 +99,7 @@ class CheckpointKeeper:
             TypeError,
             OverflowError,
             RuntimeError,
-        ) as error:  # it may bear its writer's seal and still not be sound
+        ) as error:  # sealed by its writer, not sound
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",

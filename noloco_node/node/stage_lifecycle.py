@@ -177,8 +177,8 @@ class StageLifecycle:
             self.move = None
 
     async def back(self) -> int | None:
-        """The stage that this node left for one whose state nobody gave it; None if the run is over. No peer must wait
-        any more for this node at the latter."""
+        """The stage that this node left for one whose state nobody gave it; None if the run is over. Its announcement
+        there is withdrawn, so that no peer waits for it."""
         await self.arrival.withdraw(self.stage)
         if self.over:
             return None
