@@ -85,7 +85,7 @@ async def all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
         await run_to_end(cancel_and_wait(tasks))
     if failed is not None:
         if failed.cancelled():
-            raise RuntimeError(f"cancelled by nobody who waits for it: {_name_of(failed)}")
+            raise RuntimeError(f"cancelled, though no waiting task cancelled it: {_name_of(failed)}")
         failed.result()
 
 

@@ -193,8 +193,8 @@ def _check_named(spec: RunSpec, unnamed: Sequence[int]) -> None:
         raise TextNotNamed(
             ExitCode.CONFIG,
             f"no path is named for {named} of run '{spec.name}', a text of which each volunteer has its own copy",
-            f"get the text from whoever started the run, and say where it lies with {words}"
-            + ("; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""),
+            f"get the text from the run's owner, and say where it lies with {words}"
+            + ("; a node of a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""),
         )
     raise UserError(
         ExitCode.CONFIG,
@@ -233,7 +233,7 @@ def check_own_word(spec: RunSpec, name: str, value: str | None, named: str | Non
         raise UserError(
             ExitCode.CONFIG,
             f"run.data.{name} is '{named}', but for run '{spec.name}' it is {_quoted(value)}",
-            f"leave out --set run.data.{name}: who joins takes the run as it is",
+            f"leave out --set run.data.{name}: a joiner takes the run as it is",
         )
     if reads and named is None and value is not None and _is_local(value):
         raise _local(spec, name, value)
@@ -257,21 +257,21 @@ class TextNotNamed(UserError):
 
 
 def _no_text(spec: RunSpec) -> UserError:
-    later = "; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
+    later = "; a node of a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
     return TextNotNamed(
         ExitCode.CONFIG,
         f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own copy",
-        f"get the text from whoever started the run, and say where it lies with --data-path PATH{later}",
+        f"get the text from the run's owner, and say where it lies with --data-path PATH{later}",
     )
 
 
 def _no_tokenizer(spec: RunSpec) -> UserError:
-    later = "; who joins a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
+    later = "; a node of a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
     return TextNotNamed(
         ExitCode.CONFIG,
         f"run.data.tokenizer is not set, and run '{spec.name}' has a tokenizer ({spec.data.tokenizer_fingerprint}) of "
         "which each volunteer has its own copy",
-        "get its folder from whoever started the run, and say where it lies with --set run.data.tokenizer=DIR" + later,
+        "get its folder from the run's owner, and say where it lies with --set run.data.tokenizer=DIR" + later,
     )
 
 

@@ -128,7 +128,7 @@ def _fill(top: argparse.ArgumentParser) -> None:
     invite = _command(commands, "invite", "invite somebody to a run that you own", INVITE_HELP)
     _config_arguments(invite)
     invite.add_argument("--key", metavar="FILE", type=Path, required=True, help="the owner's private key")
-    invite.add_argument("--peer", metavar="ID", help="the only node that may use it (default: whoever holds it)")
+    invite.add_argument("--peer", metavar="ID", help="the only node that may use it (default: any holder)")
     invite.add_argument("--hours", metavar="N", type=float, default=168.0, help="how long it holds (default: a week)")
     invite.set_defaults(call=handlers.invite)
     _config_commands(_command(commands, "config", "look at a configuration file, or write one", CONFIG_HELP))
@@ -163,7 +163,7 @@ def _config_commands(config: argparse.ArgumentParser) -> None:
 
 def _identity_commands(identity: argparse.ArgumentParser) -> None:
     actions = identity.add_subparsers(title="actions", metavar="ACTION", required=True)
-    show = _command(actions, "show", "print peer id, permissions, and who uses it", IDENTITY_SHOW_HELP)
+    show = _command(actions, "show", "print peer id, permissions, and the process that uses it", IDENTITY_SHOW_HELP)
     show.add_argument("file", metavar="FILE", type=Path, nargs="?", help="identity file")
     show.set_defaults(call=handlers.identity_show)
     create = _command(actions, "create", "make one before a node's first start", CREATE_IDENTITY_HELP)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 DESCRIPTION = """\
-Train one language model on GPUs that nobody owns together: each node serves one pipeline stage, and averages its
-weights with a random node of the same stage now and then. There is no coordinator; any node may leave at any time."""
+Train one language model on GPUs of many owners. Each node serves one pipeline stage, and averages its weights with a
+random node of the same stage now and then. There is no coordinator; any node may leave at any time."""
 
 SWARM_HELP = """\
 Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
-training while it runs. At the end the run folder holds the model (a Hugging Face directory), a sample of generated
-text, a plot of loss and spread, summary.json, and each node's events and log. A swarm that was stopped or killed goes
-on by the same command with its --run-folder.
+training while it runs. At the end the run folder holds the model (a Hugging Face directory) and a sample of generated
+text. Beside them are a plot of loss and spread, summary.json, and each node's events and log. A swarm that was stopped
+or killed goes on by the same command with its --run-folder.
 
 example:
   noloco-node swarm tiny
   noloco-node swarm own-text --set run.data.path=my-book.txt --run-folder runs/my-book"""
 
 RUN_HELP = """\
-Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it; with
-them it joins; all nodes of a run need the same `run:` part of CONFIG. `noloco-node join ADDRESS` needs no CONFIG.
+Run one node. Without --initial-peers it starts a new swarm and prints the addresses under which others join it. With
+them it joins. All nodes of a run need the same `run:` part of CONFIG; `noloco-node join ADDRESS` needs no CONFIG.
 Ctrl-C leaves in order; the same command goes on from this node's last checkpoint, whatever ended it.
 
 example:
@@ -26,7 +26,7 @@ example:
   noloco-node run tiny --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo..."""
 
 JOIN_HELP = """\
-Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown; then
+Join a run with nothing but the address of one of its nodes. The run's settings come from that node and are shown. Then
 this node takes a stage, copies a stage peer's weights if the run is under way, and trains as with `run`. Several
 addresses are tried together. Without any, or when none answers, the peers seen before are tried: they are kept in the
 run folder. Ctrl-C leaves in order; the same command goes on from this node's last checkpoint.
@@ -37,8 +37,8 @@ example:
   noloco-node join /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --data-path code=my/code --data-path books=my/books"""
 
 STATUS_HELP = """\
-Show what a node is doing or waiting for, how far it is, and what it has contributed: its own signed record, and the
-receipts that the peers it served have signed. Every line of the record is verified. RUN_FOLDER is, where not given, the
+Show what a node is doing or waiting for, how far it is, and what it has contributed. The latter is its own signed
+record, and the receipts that the peers it served have signed. Every line is verified. RUN_FOLDER is, if not given, the
 one that `run` and `join` use without --run-folder: what NOLOCO_NODE_RUN_FOLDER says, else runs/node. The node may be
 running or not.
 
@@ -87,11 +87,11 @@ with the run's facts. Each RUN_FOLDER is a node's, brought here from whatever ma
 several; its final weights count, or its newest checkpoint. The slow weights of each stage are averaged over its
 replicas, without those that are too far behind. DIR is there as a whole, or not at all.
 
-With the ADDRESS of a node instead, the weights come from the nodes themselves while they train: up to eight replicas of
-each stage, in full precision, at a pace that their training allows. This machine takes no part in the run.
+With the ADDRESS of a node instead, the weights come from the nodes themselves while they train. Up to eight replicas of
+each stage give theirs, in full precision, at a pace that their training allows. This machine takes no part in the run.
 
---replicas best takes, stage after stage, the replica with which the model loses least on the run's held-out text; with
-the end of a peer id, or the name of a node's folder, that one alone stands for its stage.
+--replicas best takes, stage after stage, the replica with which the model loses least on the run's held-out text. With
+the end of a peer id, or the name of a node's folder, that replica alone stands for its stage.
 
 example:
   noloco-node export runs/tiny-20260101-120000 --out my-model
@@ -99,13 +99,14 @@ example:
   noloco-node export /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --out my-model"""
 
 EVAL_HELP = """\
-What a model is worth: loss in nats per token, perplexity, and bits a byte, on the windows that its run held out. DIR is
-what `noloco-node export` wrote. With run folders instead, or with the ADDRESS of a node while they train, the merged
-model, and beside it the model with each single replica in the place of its stage's mean: what averaging harms or mends
-shows there. From an address the weights are fetched as `export` does, into a temporary folder (TMPDIR says where).
+Measure a model: loss in nats per token, perplexity, and bits a byte, on the windows that its run held out. DIR is what
+`noloco-node export` wrote. With run folders instead, or with the ADDRESS of a node while they train, it measures the
+merged model. Beside it stands the model with each single replica in the place of its stage's mean, which shows what
+averaging harms or mends. From an address the weights are fetched as `export` does, into a temporary folder (TMPDIR
+says where).
 
-With --tasks instead, an exported model on tasks of lm-eval (pip install 'noloco-node[eval]'), on the processor: by the
-names of those that it brings, whose data comes from the Hugging Face hub, or of your own, a YAML file each.
+With --tasks it measures an exported model on tasks of lm-eval (pip install 'noloco-node[eval]'), on the processor. They
+are named as lm-eval names them, with data from the Hugging Face hub, or are your own, a YAML file each.
 
 example:
   noloco-node eval my-model
@@ -116,11 +117,11 @@ example:
 GENERATE_HELP = """\
 Let a model continue a text, with plain transformers, on the processor. The same seed gives the same text.
 
-With the ADDRESS of a node instead, through the stages of a run that is under way, token by token, on random routes;
-this machine takes no part in the run, and holds none of its weights. There is no cache: for each token the whole text
-so far goes through every stage anew, to this machine and on. Nodes give a small share of what they train to who asks
-(node.generate_share), and are busy beyond it. The text ends where the run's windows do. The weights move meanwhile: the
-same seed gives another text a moment later.
+With the ADDRESS of a node instead, the text goes through the stages of a run that is under way, token by token, on
+random routes. This machine takes no part in the run, and holds none of its weights. There is no cache: for each token
+the whole text so far goes through every stage anew, to this machine and on. Nodes give a small share of what they train
+to such texts (node.generate_share), and are busy beyond it. The text ends where the run's windows do. The weights move
+meanwhile: the same seed gives another text a moment later.
 
 example:
   noloco-node generate my-model --prompt "def main(" --max-tokens 100 --temperature 0.7
@@ -143,10 +144,10 @@ example:
   noloco-node config show tiny --set run.outer.inner_steps=20"""
 
 VALIDATE_HELP = """\
-Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. Prints what it
-comes to: run id, parameters, inner steps, outer rounds, bytes of a microbatch and of an outer step, and what memory a
-replica of each stage takes, part by part. With --device it says how much of the time such a device would work on links
-like --uplink and --round-trip, what limits it, and which settings would lift that.
+Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. It prints the run
+id, parameters, inner steps, outer rounds, and the bytes of a microbatch and of an outer step. It also prints what
+memory a replica of each stage takes, part by part. With --device it says how much of the time such a device would work
+on links like --uplink and --round-trip, what limits it, and which settings would lift that.
 
 examples:
   noloco-node config validate tiny
@@ -164,7 +165,7 @@ example:
   noloco-node identity import node.pem --to runs/other/identity.key"""
 
 IDENTITY_SHOW_HELP = """\
-Print an identity's peer id, where its file is, who may read it, and whether a node on this machine uses it now.
+Print an identity's peer id, the place and permissions of its file, and whether a node on this machine uses it now.
 FILE is runs/node/identity.key where not given: the one that `noloco-node run` uses when given neither --run-folder nor
 --identity.
 
@@ -206,18 +207,18 @@ example:
   noloco-node seed --initial-peers /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --host 0.0.0.0 --port 31338"""
 
 DOCTOR_HELP = """\
-Check this machine and its network, with pass, warn or fail and the remedy for each: open files, disk, memory, device,
-identity, port, the invitation, every ADDRESS (or, where none is given, the peers seen before), whether p2pd starts, the
-clock against peers, versions, whether others can reach this node: several peers are asked to dial back; and whether
-their run admits it. Give the options that the node is to run with. It trains nothing, and uses a peer id made for the
-purpose.
+Check this machine and its network, with pass, warn or fail and the remedy for each. The checks are open files, disk,
+memory, device, identity, port, the invitation, and every ADDRESS, or the peers seen before if none is given. Then come
+the start of p2pd, the clock against peers, versions, and whether their run admits this node. Several peers are asked to
+dial back, to see whether others can reach it. Give the options that the node is to run with. It trains nothing, and
+uses a peer id made for the purpose.
 
 example:
   noloco-node doctor /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --host 0.0.0.0 --port 31337
   noloco-node doctor --json"""
 
 INVITE_HELP = """\
-Invite somebody to a run whose `run.access.owner` is your key: one node by its peer id (--peer), or whoever holds the
+Invite somebody to a run whose `run.access.owner` is your key: one node by its peer id (--peer), or any holder of the
 invitation. It is your signature under this very configuration: a node that joins with it accepts no other run. The key
 is made where FILE is missing and the run names no owner yet; back it up as with `noloco-node identity export`.
 
@@ -242,8 +243,8 @@ examples:
   noloco-node health --metrics-port 9100"""
 
 TOP_HELP = """\
-Watch one node in this terminal: how far it is, its losses, whom it sees with load and lag, what it waits for, and its
-last log lines. It asks the port of the node's pages (node.metrics_port), which must be on, and finds it as `health`
+Watch one node in this terminal: how far it is, its losses, the peers it sees with load and lag, what it waits for, and
+its last log lines. It asks the port of the node's pages (node.metrics_port), which must be on, and finds it as `health`
 does; the node itself may run anywhere that this machine reaches. Ctrl-C ends the view, not the node.
 
 examples:
@@ -252,11 +253,11 @@ examples:
   noloco-node top --metrics-host 192.168.1.7 --metrics-port 9100 --once"""
 
 WATCH_HELP = """\
-Watch a whole swarm in this terminal, from the address of any of its nodes or seeds: nodes by stage and what they do,
-speed, clocks and their lag, versions, who comes and goes, stages that nobody serves. It takes no part: it publishes
-nothing, nobody counts it as a node, and it needs no invitation. Who is counted has answered; what only a record claims
-is told apart. Without a terminal, or with --once or --json, it looks once; speed is then what nodes say, since clocks
-have to move to be measured. Ctrl-C ends the view.
+Watch a whole swarm in this terminal, from the address of any of its nodes or seeds. It shows nodes by stage and what
+they do, speed, clocks and their lag, versions, arrivals and departures, and stages that nobody serves. It takes no
+part: it publishes nothing, nobody counts it as a node, and it needs no invitation. Counted nodes have answered; what
+only a record claims is told apart. Without a terminal, or with --once or --json, it looks once; speed is then what
+nodes say, since clocks have to move to be measured. Ctrl-C ends the view.
 
 examples:
   noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo...

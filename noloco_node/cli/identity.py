@@ -110,7 +110,7 @@ def new_passphrase(file: Path | None) -> bytes:
         raise UserError(
             ExitCode.CONFIG,
             f"passphrase: it has {len(passphrase)} characters, fewer than {MIN_PASSPHRASE}",
-            "take a longer one, for example five words drawn at random; whoever guesses it can run as this node",
+            "take a longer one, for example five words drawn at random; a guesser can run as this node",
         )
     if file is None and _ask("once more: ") != passphrase:
         raise UserError(ExitCode.CONFIG, "passphrase: the two differ", "start again and type the same one twice")
@@ -162,7 +162,7 @@ def _permissions(path: Path) -> str:
     if not mode & OTHERS:
         return f"{mode:04o}, for its owner only"
     remedy = f"chmod 600 {shlex.quote(str(path))}"
-    return f"{mode:04o}, WARNING: not for its owner only; who reads it can run as this node; remedy: {remedy}"
+    return f"{mode:04o}, WARNING: readable by others; a reader can run as this node; remedy: {remedy}"
 
 
 def _in_use(path: Path) -> str:

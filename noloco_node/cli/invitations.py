@@ -40,7 +40,7 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
         raise _not_the_owner(run, owner)
     expires = int(ambient.wall() + hours * 3600)
     invitation = invite(owner, run.run_id, expires, peer)
-    whom = f"for {peer} only" if peer else "for whoever holds it: send it in private"
+    whom = f"for {peer} only" if peer else "for any holder: send it in private"
     return Invited(
         invitation.text(),
         [

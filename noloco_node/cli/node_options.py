@@ -21,7 +21,7 @@ CONFIG_ARGUMENT = "the run's configuration, where its folders do not say which r
 
 def guest_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments with which an onlooker shows that a run admits it."""
-    command.add_argument("--invitation", metavar="FILE", help="for a run that admits only who is invited")
+    command.add_argument("--invitation", metavar="FILE", help="for a run that admits only invited nodes")
     identity = "the identity that the run admits, where it admits by name"
     command.add_argument("--identity", metavar="FILE", help=identity)
 

@@ -255,8 +255,8 @@ class DataSpec(Settings):
             )
         if self.attention == "document" and self.sequence_length > MAX_MASKED:
             raise ValueError(
-                f"run.data.attention is 'document' and run.data.sequence_length {self.sequence_length}: who sees "
-                f"whom is written out for each window then, which is allowed up to {MAX_MASKED}"
+                f"run.data.attention is 'document' and run.data.sequence_length {self.sequence_length}: "
+                f"each window then has an attention mask, which is allowed up to {MAX_MASKED}"
             )
         return self
 

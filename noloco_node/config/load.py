@@ -203,7 +203,7 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
         if name.startswith("run.") and name not in own and not name.startswith(f"run.data.{OWN_PATHS}."):
             raise UserError(
                 ExitCode.CONFIG,
-                f"--set {override}: who joins takes the run's settings from a peer, and cannot change them",
+                f"--set {override}: a joiner takes the run's settings from a peer, and cannot change them",
                 "leave it out; node.* is yours to set, and run.data.path and run.data.tokenizer where each volunteer "
                 "keeps these itself",
             )

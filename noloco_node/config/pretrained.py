@@ -181,7 +181,7 @@ def other_weights(name: str, found: str, wanted: str) -> UserError:
         ExitCode.DATA,
         f"the weights of run.model.from_pretrained ('{name}') are not the run's: their fingerprint is {found}, and "
         f"run.model.fingerprint is {wanted}",
-        "get the folder that the run's owner has; who owns the run and means these weights sets run.model.fingerprint "
+        "get the folder that the run's owner has; an owner that means these weights sets run.model.fingerprint "
         "to theirs, or leaves it out",
     )
 

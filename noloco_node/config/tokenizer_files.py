@@ -53,7 +53,7 @@ _OLDER = ("vocab.json", "merges.txt", "vocab.txt", "*.model", "*.tiktoken", "tek
 _OF_CHATS = ("chat_template.jinja", "chat_template.json")
 _MOST_BYTES = 512 << 20
 """A file has at most so many bytes; the largest that are known have a tenth."""
-_AGAIN = "copy it again from whoever made it, or make one with noloco-node tokenizer train"
+_AGAIN = "copy it again from its maker, or make one with noloco-node tokenizer train"
 
 
 def fingerprint_of_tokenizer(folder: Path) -> str:
@@ -95,12 +95,12 @@ def check_tokenizer(spec: DataSpec) -> None:
     if not spec.own_tokenizer:
         return
     remedy = (
-        "get its folder from whoever started the run, or out of a model that it exported, and say where it lies with "
+        "get its folder from the run's owner, or out of a model that it exported, and say where it lies with "
         "--set run.data.tokenizer=DIR"
     )
     if spec.tokenizer == NOT_READ:
         what = f"run.data.tokenizer is not set, and the run's is {spec.tokenizer_fingerprint}"
-        raise UserError(ExitCode.DATA, f"{what}, of which each who needs it has a copy", remedy)
+        raise UserError(ExitCode.DATA, f"{what}, of which each node that needs it has a copy", remedy)
     folder = Path(spec.tokenizer).expanduser()
     if not folder.is_dir():
         why = f"it is no folder here, and the run's tokenizer is {spec.tokenizer_fingerprint}"
@@ -175,7 +175,7 @@ def _another(name: str, found: str, wanted: str) -> UserError:
         ExitCode.DATA,
         f"the tokenizer of run.data.tokenizer ('{name}') is not the run's: its fingerprint is {found}, and "
         f"run.data.tokenizer_fingerprint is {wanted}",
-        "get the folder that the run's owner has; who owns the run and means this tokenizer sets "
+        "get the folder that the run's owner has; an owner that means this tokenizer sets "
         "run.data.tokenizer_fingerprint to its own, or leaves it out, which makes another run",
     )
 

@@ -73,8 +73,8 @@ def check_files(name: str, files: Mapping[str, Iterable[str]]) -> None:
     for file in chain.from_iterable(files.values()):
         if not file.startswith(REMOTE) or "::" in file:
             raise data_error(
-                f"the dataset '{name}' takes its text from {file[:200]!r}, a place on this machine: whoever made "
-                "it may not choose which files are read here",
+                f"the dataset '{name}' takes its text from {file[:200]!r}, a place on this machine: its "
+                "maker may not choose which files are read here",
                 "do not use it; what lies on this machine is read with run.data.source text",
             )
 

@@ -88,8 +88,8 @@ def check_fingerprint(spec: DataSpec, found: str) -> None:
         raise data_error(
             f"the text of {_setting(spec)} is not the run's: its fingerprint is {found}, and run.data.fingerprint is "
             f"{spec.fingerprint}",
-            "get the text that the run's owner has, all of it under its own names; who owns the run and has changed "
-            "its text sets run.data.fingerprint anew, which makes another run",
+            "get the text that the run's owner has, all of it under its own names; an owner that has changed the "
+            "text sets run.data.fingerprint anew, which makes another run",
         )
 
 

@@ -27,7 +27,7 @@ def check_invitation(setting: str) -> Check:
     if grant.expires <= ambient.wall():
         remedy = "ask the owner of the run for a new one; if that is in the future, set this machine's clock"
         return Check(name, CheckOutcome.FAIL, f"to run {grant.run}: it ended on {until}", remedy)
-    whom = "for whoever holds it" if grant.by_key else f"for {grant.subject}"
+    whom = "for any holder" if grant.by_key else f"for {grant.subject}"
     return Check(name, CheckOutcome.PASS, f"to run {grant.run}, {whom}, until {until}")
 
 

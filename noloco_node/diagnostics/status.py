@@ -347,7 +347,7 @@ def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
         yield f"  outer rounds      {total.outer_rounds:,}"
     yield from _receipts(total)
     if total.refused:
-        yield f"  refused           {total.refused} lines of {folder.contribution} are not signed by whom they name"
+        yield f"  refused           {total.refused} lines of {folder.contribution} are not signed by the peer they name"
 
 
 def _since(total: Contribution) -> str:

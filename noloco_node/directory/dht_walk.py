@@ -100,7 +100,7 @@ class _Seeking:
 
     def begin(self, peer: Any, asking: Coroutine[Any, Any, dict[Any, Nearest] | None], now: float) -> None:
         """One more is asked."""
-        self._began[asyncio.create_task(asking, name="ask who is near a bucket's key")] = peer, now
+        self._began[asyncio.create_task(asking, name="ask for nodes near a bucket's key")] = peer, now
 
     async def next_answers(
         self, seconds: float, clock: Callable[[], float]

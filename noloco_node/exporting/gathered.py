@@ -53,7 +53,7 @@ class Gathered:
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"there are no weights of {as_stages(lost)} of {self.run.stages}, and every stage is needed",
-                "name the run folder of a node that served it, too: who trained at your run can send you theirs",
+                "name the run folder of a node that served it, too: others that trained with you can send theirs",
             )
         lag, target = self.run.max_lag_tokens, self.run.inner.target_tokens
         return {stage: in_time(self.replicas[stage], lag, target) for stage in range(self.run.stages)}

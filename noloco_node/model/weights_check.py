@@ -28,7 +28,7 @@ def with_own_weights(spec: RunSpec, folder: str | None) -> RunSpec:
         raise UserError(
             ExitCode.CONFIG,
             f"run.model.from_pretrained is '{folder}', but run '{spec.name}' does not begin with existing weights",
-            "leave out --set run.model.from_pretrained: who joins takes the run as it is",
+            "leave out --set run.model.from_pretrained: a joiner takes the run as it is",
         )
     model = spec.model.model_copy(update={"from_pretrained": folder})
     _check(model)

@@ -94,7 +94,7 @@ class InferenceServer:
         )
         tokens = self._tokens_of(specs)
         if self._held >= AT_ONCE or (self._behind is not None and self._behind.stands_back):
-            raise Refused(Refusal.BUSY, f"{self._held} windows of who generates are held here")
+            raise Refused(Refusal.BUSY, f"{self._held} windows of generated texts are held here")
         self._rations.take(peer, tokens)
         self._held += 1
         return self._release

@@ -120,6 +120,6 @@ def no_first_weights(spec: RunSpec, stage: int) -> UserError:
         ExitCode.NO_DONOR,
         f"run '{spec.name}' begins with the weights {spec.model.fingerprint}, nobody gives a state of stage {stage}, "
         "and this node has no folder of those weights",
-        "get the folder from whoever started the run, and say where it lies with --set "
+        "get the folder from the run's owner, and say where it lies with --set "
         "run.model.from_pretrained=FOLDER; a stage that somebody serves can be joined without it",
     )

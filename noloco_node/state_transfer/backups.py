@@ -193,7 +193,7 @@ class StageCopies:
             )
         if chosen is not None and not vouched:
             logger.warning(
-                "STAGE %d IS TAKEN FROM A STRANGER'S COPY ALONE: %s signed it, of whom this node has seen no work, and "
+                "STAGE %d IS TAKEN FROM A STRANGER'S COPY ALONE: %s signed it; this node has seen no work of it, and "
                 "no other copy bears it out",
                 stage,
                 chosen.manifest.source,

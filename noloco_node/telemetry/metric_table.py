@@ -62,7 +62,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("noloco_waiting_seconds", "seconds", "How long the node has waited; 0: it does not"),
         _gauge("noloco_state_download_ratio", "ratio", "Share of a stage peer's state that has come"),
         _counter("noloco_moves_total", "moves", "Moves of this node to another stage", "why", known=("poor", "lost")),
-        _counter("noloco_warnings_total", "warnings", "Warnings to whoever runs the node", "what", known=WARNINGS),
+        _counter(
+            "noloco_warnings_total", "warnings", "Warnings for the user that runs the node", "what", known=WARNINGS
+        ),
     ),
     "Training": (
         _counter("noloco_inner_steps_total", "inner steps", "Inner steps taken"),

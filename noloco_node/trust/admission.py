@@ -161,7 +161,7 @@ def own_access(spec: RunSpec, setting: str | None, own: PeerId) -> Access:
         raise UserError(
             ExitCode.NOT_ADMITTED,
             f"run '{spec.name}' admits {len(spec.access.peers)} peers by name, and this node, {own}, is none of them",
-            "use the identity that is listed (--identity), or ask whoever owns the run to list this one",
+            "use the identity that is listed (--identity), or ask the run's owner to list this one",
         )
     raise _not_invited(spec, invitation, own)
 
@@ -186,8 +186,8 @@ def _not_invited(spec: RunSpec, invitation: Invitation | None, own: PeerId) -> U
     if invitation is None:
         return UserError(
             ExitCode.NOT_ADMITTED,
-            f"run '{spec.name}' admits only who its owner ({spec.access.owner}) has invited",
-            "ask whoever gave you the address for an invitation, and pass it with --invitation; if the run is yours, "
+            f"run '{spec.name}' admits only peers that its owner ({spec.access.owner}) has invited",
+            "ask the run's owner for an invitation, and pass it with --invitation; if the run is yours, "
             "noloco-node invite CONFIG --key FILE makes one",
         )
     grant = invitation.grant

@@ -213,5 +213,5 @@ def _several_lives(spec: RunSpec, births: Sequence[str]) -> UserError:
         ExitCode.WRONG_RUN,
         f"run '{spec.name}' has several beginnings ({began}), and the addresses belong to nodes of each: they are "
         "swarms of their own",
-        "name addresses of one of them only; whoever began the run twice by mistake stops one of them",
+        "name addresses of one of them only; if you began the run twice by mistake, stop one of them",
     )

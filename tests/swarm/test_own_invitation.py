@@ -70,7 +70,7 @@ class Circle:
         return micro_spec(stages=1).model_copy(update={"access": access})
 
     def proof(self, peer: PeerId, expires: int = END) -> Proof:
-        """By the owner, for whoever holds it."""
+        """By the owner, for any holder."""
         return invite(self.owner, self.spec.run_id, expires, None).proof_for(peer)
 
     async def add(self, peer: PeerId, proof: Proof | None, ahead: float = 0.0) -> Node:

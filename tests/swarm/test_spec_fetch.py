@@ -421,7 +421,7 @@ async def test_a_run_that_names_files_of_this_machine_needs_the_volunteers_word(
         assert f"--set run.data.{setting}=" in error.remedy
         assert await made.fetch(OwnData.model_validate({setting: place})) == spec
         assert await made.fetch(reads_text=False) == spec
-        assert "who joins takes the run as it is" in (await made.refusal(OwnData.model_validate({setting: "x"}))).remedy
+        assert "a joiner takes the run as it is" in (await made.refusal(OwnData.model_validate({setting: "x"}))).remedy
 
 
 async def test_a_dataset_of_the_hub_needs_no_word() -> None:

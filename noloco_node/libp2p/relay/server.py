@@ -200,7 +200,7 @@ class CircuitRelay:
         try:
             return await self._announce(caller, wanted)
         except (PeerUnreachable, OSError, TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
-            logger.debug("%s wanted %s, who cannot be reached: %r", caller, wanted, error)
+            logger.debug("%s wanted %s, which cannot be reached: %r", caller, wanted, error)
             return None
 
     async def _announce(self, caller: PeerId, wanted: PeerId) -> Stream:
