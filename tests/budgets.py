@@ -1,8 +1,8 @@
 """What each folder of tests may take, and which tests and folders have taken more.
 
-A test costs the CPU time of this process while it runs and that of every process that it started and waited for, and
-the time on the clock. CPU time hardly depends on what else the machine does. The clock's does: it is judged only where
-that is asked for (`--judge-budgets`, on a machine that does nothing else), and then by an exit code of its own.
+A test costs CPU time: that of this process while it runs, and that of every process that it started and waited for. It
+also costs time on the clock. CPU time hardly depends on what else the machine does. The clock's does: it is judged only
+if that is asked for (`--judge-budgets`, on a machine that does nothing else), by an exit code of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BUDGETS: Mapping[str, Budget] = {
 }
 """In all some 1,100 seconds of CPU, of which two cores have 1,200 in ten minutes."""
 OTHERS = Budget(5, 10, 1, 2)
-"""Of a folder that is not named, which a test forbids."""
+"""The budget of a folder that is not named, which a test forbids."""
 EXCEEDED = 8
 """Exit code of pytest where all tests passed and a budget was exceeded."""
 

@@ -1,11 +1,13 @@
-"""Processes of tests that run a module of this project are forked from one that has imported already what a daemon
-imports: that takes some three seconds of CPU a process, and the suite starts hundreds.
+"""Processes of tests that run a module of this project are forked from one that has imported what a daemon imports.
 
-What a test starts with `subprocess` or asyncio as `python -m noloco_node ...` is the real command in a process of its
-own: a child of who started it (signals, exit code, session, files, environment and folder are as they would be), only
-that its modules are in memory when it begins. Anything else is spawned as ever: other programs, `python -c`, what asks
-for an environment that libraries read when they are imported, tests marked `spawned`, and everything where
-NOLOCO_TESTS_SPAWN is set or the system is not Linux.
+The imports take some three seconds of CPU a process, and the suite starts hundreds. What a test starts with
+`subprocess` or asyncio as `python -m noloco_node ...` is the real command in a process of its own. It is a child of the
+process that started it: signals, exit code, session, files, environment and folder are as they would be. Only its
+modules are in memory when it begins.
+
+Anything else is spawned as ever. That is other programs, `python -c`, what asks for an environment that libraries read
+when they are imported, and tests marked `spawned`. It is also everything where NOLOCO_TESTS_SPAWN is set or the system
+is not Linux.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ project neither."""
 SPAWN = "NOLOCO_TESTS_SPAWN"
 NETWORK = "--net="
 CLONE_NEWNET = 0x40000000
-"""Of setns(2): a network namespace."""
+"""The flag of setns(2) for a network namespace."""
 SET_CHILD_SUBREAPER = 36
-"""Of prctl(2): orphans below this process become its children."""
+"""The option of prctl(2) by which orphans below this process become its children."""
 LENGTH = 8
 """Bytes before a request, its length."""
 
@@ -202,7 +204,7 @@ def _system(name: str, *arguments: int) -> None:
 
 
 def _received(connection: socket.socket) -> tuple[Request, list[int]] | None:
-    """The next request and its files; None once who asked has ended."""
+    """The next request and its files; None once the asking process has ended."""
     head, files, _, _ = socket.recv_fds(connection, LENGTH, 3)
     if not head:
         return None
@@ -213,7 +215,8 @@ def _received(connection: socket.socket) -> tuple[Request, list[int]] | None:
 
 
 def serve(connection: socket.socket) -> Request | None:
-    """Fork what is asked for, until who asks has ended (None). In a process that was forked: what it is to be."""
+    """Fork what is asked for, until the asking process has ended (None). In a forked process it returns what that is to
+    be."""
     while True:
         received = _received(connection)
         if received is None:
@@ -222,7 +225,7 @@ def serve(connection: socket.socket) -> Request | None:
         told, tell = os.pipe()
         between = os.fork()
         if between == 0:
-            # This process ends at once, and the one that it forks becomes a child of who asked.
+            # This process ends at once, and the one that it forks becomes a child of the asking process.
             middle = os.getpid()
             if os.fork() != 0:
                 os._exit(0)
@@ -271,7 +274,7 @@ def _with_its_own_server() -> None:
         exit_at_once = os._exit
 
         def exit_after_the_server(code: int) -> NoReturn:
-            # Who looks for processes that are left after this one would see it.
+            # A test that looks for processes that are left after this one would see it.
             ours.close()
             os.waitpid(server, 0)
             exit_at_once(code)

@@ -16,7 +16,7 @@ TOKEN = "hf_" + "t0psecret" * 4
 
 
 class Hub:
-    """Its repositories by name, each a folder of files; who may be `refused`, and how."""
+    """Its repositories by name, each a folder of files; users may be `refused`, in the way that it says."""
 
     def __init__(self, url: str) -> None:
         self.url = url

@@ -1,4 +1,4 @@
-"""What tests see of objects beyond their public names, each in one place: whoever changes it changes it here.
+"""What tests see of objects beyond their public names, each in one place: a change of it is made here.
 
 What a test replaces by something that fails or lies it still names itself.
 """
@@ -46,7 +46,7 @@ def thread_of(worker: StageWorker) -> Compute:
 
 
 def directory_of(membership: Membership) -> Directory:
-    """Where a replica reads who is there."""
+    """The place where a replica reads the directory."""
     return cast("Any", membership)._directory
 
 
@@ -88,7 +88,7 @@ def signs_as(directory: object, identity: Identity | None = None) -> Identity:
 
 
 def held_by(relay: CircuitRelay) -> dict[Any, float]:
-    """Who has a place with a relay, and until when."""
+    """The peers that have a place with a relay, and until when."""
     return cast("Any", relay)._places
 
 
@@ -114,7 +114,7 @@ def reputes_of(book: object) -> Mapping[Any, Any]:
 
 
 def audits_under_way(auditor: object) -> Sized:
-    """Of an auditor."""
+    """The audits of an auditor that are under way."""
     return cast("Any", auditor)._at_work
 
 

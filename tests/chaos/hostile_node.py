@@ -171,7 +171,7 @@ class Attacker:
         await self._send(peer, bytes(too_long))
 
     async def _replayed(self, peer: PeerId, stage: int) -> None:
-        """The same request twice on streams of its own, and twice on one stream."""
+        """Send the same request twice on streams of its own, and twice on one stream."""
         activations, labels = self._tensors()
         parts = [encode_frame(FrameKind.HEADER, self._envelope(stage))]
         for tensor in (activations, labels):

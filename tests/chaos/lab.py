@@ -21,5 +21,5 @@ class Lab:
         return random.Random(f"{self.seed}/{purpose}")
 
     def within(self, name: str) -> Lab:
-        """The same in a folder below."""
+        """This lab in a folder below."""
         return Lab(self.folder / name, self.seed, self.long)

@@ -54,8 +54,8 @@ class Halves:
         await ip("-n", self.middle, "link", "set", "bridge", "up")
 
     async def reaches(self) -> bool:
-        """Whether a packet of the first half comes to the second: asks the kernel for a connection to a closed port,
-        which is refused at once where the way is open."""
+        """Tell whether a packet of the first half comes to the second. It asks the kernel for a connection to a closed
+        port, which is refused at once if the way is open."""
         code = f"import socket; s = socket.socket(); s.settimeout(1); exit(s.connect_ex(('{self.address(1)}', 9)))"
         inside = await asyncio.create_subprocess_exec(*self.place(0).prefix, sys.executable, "-c", code)
         return await inside.wait() == errno.ECONNREFUSED

@@ -28,7 +28,7 @@ class Shape:
     """Seconds one way."""
     bits_per_second: float = math.inf
     loss: float = 0.0
-    """Share of packets that are lost. The stream stands still for a round trip or a timer, whichever is longer, and its
+    """Share of packets that are lost. The stream stands still for a round trip or a timer, whichever is longer. Its
     rate is bounded by 1.22 packets / (round trip · √loss) (Mathis et al., 1997)."""
 
     @property
@@ -54,7 +54,7 @@ Carry = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, N
 
 
 class Proxy(ABC):
-    """Listens on a port of this machine and connects who comes there with `target`."""
+    """Listens on a port of this machine and connects its callers with `target`."""
 
     def __init__(self, target: int) -> None:
         self.port = 0

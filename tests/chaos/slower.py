@@ -25,8 +25,8 @@ class Looks:
 
 
 def slower(attacked: Looks, clean: Looks) -> tuple[float, float]:
-    """How many times as long they take, and how many at the least: less than that in one of twenty draws of as many
-    nodes from those that there are. What the clean arm lost as well is the machine's doing."""
+    """How many times as long the looks take, and how many times at the least. In one of twenty draws of as many nodes
+    from those that there are it would be less. What the clean arm lost as well is the machine's doing."""
     rng, found = random.Random(0), list[float]()
     for number in range(TRIES + 1):
         drawn = [

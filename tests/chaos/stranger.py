@@ -38,8 +38,8 @@ TURNS = (
     frozenset({"lying clocks", "bad answers to exchanges"}),
     frozenset({"exchanges of NaN", "abandoned proposals", "malformed requests"}),
 )
-"""Attacks that would spoil each other under one key: each life carries out the others and one of these sets. First the
-patient one: whoever is new is dialled by nobody for some inner steps, and the other is banned before that."""
+"""Attacks that would spoil each other under one key: each life carries out the others and one of these sets. The
+patient one comes first. Nobody dials a newcomer for some inner steps, and the other set is banned before that."""
 
 
 async def haunt(life: Life, names: list[str], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Attacks by answers do what they say to whoever asks, in memory: that none fired must be the honest nodes' doing."""
+"""Attacks by answers do what they say to any asker, in memory: if none fired, that must be the honest nodes' doing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def alive(
 
 
 async def test_a_dial_of_the_stranger_is_answered_badly_each_time() -> None:
-    """Proposals and openings, each an offence to who dialled."""
+    """Proposals and openings are each an offence to the dialler."""
     attack = "bad answers to exchanges"
     async with (
         world(micro_spec(stages=1)) as made,
@@ -102,7 +102,7 @@ async def test_who_asks_the_dripping_donor_gets_an_offer_a_manifest_and_chunks_t
 
 
 async def test_the_dripping_donor_reads_the_honest_ones_so_that_it_is_the_least_busy() -> None:
-    """A joiner asks first whom the fewest read."""
+    """A joiner asks first the donor with the fewest readers."""
     spec = micro_spec(stages=1, limits=SPEC.limits)
     victim = Victim(peer_name(0, 0), 0, "")
     async with world(spec) as made:
@@ -142,7 +142,7 @@ async def test_an_export_that_asks_the_stranger_gets_weights_of_the_largest_cloc
 
 
 async def test_a_handler_that_fails_is_counted_against_its_attack() -> None:
-    """And not as an answer."""
+    """It is not counted as an answer."""
     network = MemoryNetwork()
     transport = MemoryTransport(network, ASKER)
     async with alive(SPEC, network) as life:

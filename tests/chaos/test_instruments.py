@@ -45,7 +45,7 @@ async def _round_trip(port: int, size: int) -> float:
     ids=["delay", "bandwidth", "loss"],
 )
 async def test_a_link_is_as_slow_as_its_shape(shape: Shape, size: int, at_least: float) -> None:
-    """And as fast as the machine once it is clear."""
+    """It is as fast as the machine once it is clear."""
     server = await asyncio.start_server(_echo, "127.0.0.1", 0)
     target = server.sockets[0].getsockname()[1]
     async with asyncio.timeout(60), shaping_proxies([target], random.Random(1)) as [proxy]:
@@ -99,7 +99,7 @@ def _drawn(seed: int, times: float) -> Looks:
 
 @pytest.mark.parametrize(("attacked", "clean", "found"), [(1.0, 1.0, False), (1.6, 1.0, True), (1.6, 1.6, False)])
 def test_who_looks_longer_is_told_from_chance(attacked: float, clean: float, found: bool) -> None:
-    """And from what befell the machine; by the mere ratio some of ten would look slower for nothing."""
+    """It is told from what befell the machine, too; by the mere ratio some of ten would look slower for nothing."""
     answers = [slower(_drawn(2 * seed, attacked), _drawn(2 * seed + 1, clean)) for seed in range(10)]
     assert sum(least > 1.05 for _, least in answers) == (10 if found else 0)
     if not found and clean == 1.0:

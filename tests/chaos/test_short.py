@@ -35,7 +35,7 @@ async def test_a_scenario_holds(name: str, traceless: Path) -> None:
 
 
 def test_a_verdict_without_a_fault_that_fired_does_not_pass(tmp_path: Path) -> None:
-    """Nor one with nothing demanded; and the report says which demand failed."""
+    """A verdict with nothing demanded does not pass either; the report says which demand failed."""
     verdict = Verdict("made up")
     assert not verdict.passed
     verdict.demand("all is well", held=True, found="it is")

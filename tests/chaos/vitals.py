@@ -58,8 +58,8 @@ ALLOWED = {
     "p2pd_memory": (0.25, 25.0),
     "p2pd_descriptors": (0.2, 10.0),
 }
-"""Quantity -> share of its early value, and absolute amount, by which it may grow; the larger counts. p2pd remembers
-peers that it has met, and its collector gives memory back late."""
+"""By quantity: the share of its early value, and the absolute amount, by which it may grow; the larger counts. p2pd
+remembers peers that it has met, and its collector gives memory back late."""
 
 
 async def look(node: Node) -> Vitals | None:

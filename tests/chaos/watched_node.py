@@ -1,8 +1,9 @@
-"""A paced daemon that also writes down how long each look at the directory took, whom it showed, and whom it banned;
-whom it asked for an exchange, a state or a copy, and which strangers were there to be asked.
+"""A paced daemon that also writes down what it sees and does.
 
-Run as `python -m tests.chaos.watched_node run ...`; the file is named in the environment. Beside it lies the list of
-the honest nodes, once that is known.
+It notes how long each look at the directory took, the peers it showed, and the banned ones. It also notes the peers
+that it asked for an exchange, a state or a copy, and the strangers that were there to be asked. Run as `python -m
+tests.chaos.watched_node run ...`; the file is named in the environment. Beside it lies the list of the honest nodes,
+once that is known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A tokenizer's folder has one name, wherever it lies: it parts nobody who has the same, and tells who has another."""
+"""A tokenizer's folder has one name, wherever it lies: equal ones part nobody, and a different one is named."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def with_tokenizer(folder: Path, *more: str) -> Config:
 
 
 def test_the_same_tokenizer_elsewhere_is_the_same_run(tmp_path: Path) -> None:
-    """Copied, loaded and saved by the library, used for cut texts, with a model beside it: the run's id stays, and the
-    path is not in what peers are told."""
+    """It is copied, loaded and saved by the library, used for cut texts, and has a model beside it. The run's id stays,
+    and the path is not in what peers are told."""
     one, two, three = made(tmp_path / "one"), tmp_path / "two", tmp_path / "three"
     shutil.copytree(one, two)
     (two / "README.md").write_text("mine")
@@ -77,7 +77,8 @@ def _altered(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[P
 def test_another_tokenizer_is_another_run_and_the_fingerprint_tells(
     alter: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """Whatever changes a text's tokens changes the id; who is held to the fingerprint is told both, and what to do."""
+    """Whatever changes a text's tokens changes the id; a node that is held to the fingerprint is told both, and the
+    remedy."""
     folder = made(tmp_path / "one")
     mine = with_tokenizer(folder).run
     alter(folder)
@@ -125,7 +126,7 @@ def test_a_folder_without_a_sound_tokenizer_is_refused_before_anything_starts(
 
 
 def test_a_place_that_is_not_there_is_refused_unless_the_fingerprint_says_what_is_meant(tmp_path: Path) -> None:
-    """A node of a later stage, or a seed, needs no tokenizer: with the fingerprint in the file it has the run's id
+    """A node of a later stage, or a seed, needs no tokenizer. With the fingerprint in the file it has the run's id
     without the folder, and is never sent to the hub for it."""
     owners = with_tokenizer(made(tmp_path / "one")).run
     away = tmp_path / "away"

@@ -53,7 +53,7 @@ def test_what_is_no_settings_file_is_refused_at_once_in_one_message(text: str, w
 
 
 def test_sound_yaml_with_aliases_is_read() -> None:
-    """And so are numbers with an exponent; depth and size are those of settings with room."""
+    """Numbers with an exponent are read too; depth and size are those of settings with room."""
     assert parse_yaml("a: &x {b: 1e-3}\nc: *x\nd: {<<: *x, e: 2}") == {
         "a": {"b": 1e-3},
         "c": {"b": 1e-3},
@@ -64,7 +64,7 @@ def test_sound_yaml_with_aliases_is_read() -> None:
 
 
 def test_a_key_that_is_set_twice_is_an_error() -> None:
-    """Also in a group within."""
+    """The same holds in a group within."""
     with pytest.raises(yaml.YAMLError, match="set twice"):
         parse_yaml("a: {b: 1, b: 2}")
 

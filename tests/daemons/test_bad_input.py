@@ -149,8 +149,8 @@ def test_a_taken_identity_and_another_run(tmp_path: Path, temporary: Path) -> No
 def test_a_refused_start_leaves_no_trace_in_another_runs_folder(
     tmp_path: Path, temporary: Path, busy_port: int
 ) -> None:
-    """Of another run, of a run that has ended, and before either is looked at: `status` goes on saying what the run's
-    own node said last."""
+    """The run may be another, or have ended, and it may be refused before either is read. `status` goes on saying what
+    the run's own node said last."""
     folder = RunFolder.create(tmp_path / "done")
     run = load_config(MICRO).run
     folder.claim(run.run_id, run.name)

@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 async def test_behind_a_router_a_node_learns_its_address_where_the_port_is_forwarded_and_asks_for_a_relay_where_not(
     tmp_path: Path, temporary: Path
 ) -> None:
-    """Two replicas of stage 0 in two houses, nothing but the seed's address given to either. The first tells others the
-    address that the world sees it at, since it was dialled there; the second the seed's, who relays. They average."""
+    """Two replicas of stage 0 in two houses have nothing but the seed's address. The first tells others the address
+    that the world sees it at, since it was dialled there. The second tells the seed's, which relays. They average."""
     folders = [tmp_path / name for name in ("world", "forwarded", "closed")]
     try:
         async with houses_behind_routers(2) as net, contextlib.AsyncExitStack() as stack:
@@ -54,7 +54,7 @@ async def test_behind_a_router_a_node_learns_its_address_where_the_port_is_forwa
 
 
 def partners(folder: Path) -> set[str | None]:
-    """With whom that node has averaged."""
+    """The partners with which that node has averaged."""
     return {step.partner for step in events_of(folder, OuterStep) if step.kind == "paired"}
 
 

@@ -52,8 +52,9 @@ def damage(folder: Path) -> None:
 async def test_a_stage_whose_only_holder_leaves_is_waited_for_and_a_node_with_damaged_checkpoints_copies(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who leaves it by Ctrl-C is warned. A newcomer that knows its peers from a file names the holder and waits, and
-    copies once that is back with its checkpoint. Then it finds its own checkpoints damaged, says so, and copies."""
+    """A user that ends such a node by Ctrl-C is warned. A newcomer that knows its peers from a file names the holder
+    and waits, and copies once that is back with its checkpoint. Then it finds its own checkpoints damaged, says so, and
+    copies."""
     monkeypatch.setenv(OPERATION_SECONDS, "0.005")
     head, holder, newcomer = (tmp_path / name for name in ("head", "holder", "newcomer"))
     for folder in (head, holder, newcomer):

@@ -1,4 +1,4 @@
-"""One daemon for each device, from one command: who gets which folder, identity and port; and real ones on two."""
+"""One daemon for each device, from one command: their folders, identities and ports; and real ones on two devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
 
 def test_all_means_every_gpu_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where there is none the error says what to do."""
+    """If there is none the error says what to do."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert devices_of("all") == ["cuda:0", "cuda:1", "cuda:2"]
@@ -41,7 +41,7 @@ def test_all_means_every_gpu_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_two_daemons_share_a_folder_an_identity_or_a_port() -> None:
-    """Also on one device twice; ports that the system chooses stay 0."""
+    """That holds on one device twice, too; ports that the system chooses stay 0."""
     plain = NodeSettings(run_folder=Path("runs/x"), port=31337, metrics_port=9100)
     for settings in (plain, plain.model_copy(update={"identity": Path("keys/own.key")})):
         members = members_of(["cpu", "cpu", "cuda:1"], settings)

@@ -111,8 +111,8 @@ def test_an_invitation_that_has_ended_fails_before_any_peer_is_asked(tmp_path: P
 
 
 async def test_what_is_wrong_is_named_with_its_remedy_and_an_exit_code(tmp_path: Path, temporary: Path) -> None:
-    """A port that is taken, a dead peer, an address that is none, and a device that is not there: all of them at once,
-    and the rest is checked all the same."""
+    """The faults are a port that is taken, a dead peer, an address that is none, and a device that is not there. All of
+    them come at once, and the rest is checked all the same."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()

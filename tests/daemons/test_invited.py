@@ -50,8 +50,8 @@ def settings_of(owner: PeerId, stages: int = 1) -> list[str]:
 async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner starts the run and invites whoever holds a file; they train and average; who has none, or one that was
-    changed on its way, is turned away before it builds anything."""
+    """The owner starts the run and invites any holder of a file; they train and average. A node without the invitation,
+    or with one that was changed on its way, is turned away before it builds anything."""
     monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a run without end leaves its guests and the commands something
     key = tmp_path / "owner.key"
     owner = load_or_create_identity(key).peer_id

@@ -78,8 +78,8 @@ async def looked_at(address: str) -> tuple[str, str]:
 async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a stage by itself, starts from a stage peer's state at its clock, averages with stage peers, and on
-    SIGTERM says goodbye: the others see it come and go. Before that `eval` and `generate` look on."""
+    """It takes a stage by itself, starts from a stage peer's state at its clock, and averages with stage peers. On
+    SIGTERM it says goodbye: the others see it come and go. Before that `eval` and `generate` look on."""
     monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a swarm without end leaves the others of this machine something
     swarm = LocalSwarm(load_config(MICRO, [ENDLESS, *OWN_TEXT]), tmp_path / "run", command=(*PACED, "run"))
     try:

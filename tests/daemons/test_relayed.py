@@ -118,7 +118,7 @@ def printed(folders: Sequence[Path]) -> str:
 async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_relay(
     tmp_path: Path, temporary: Path
 ) -> None:
-    """Two replicas of stage 0 in two networks without a route between them, and stage 1 in one of these: every
+    """Two replicas of stage 0 are in two networks without a route between them, and stage 1 in one of these. Every
     microbatch of the first, and every average, crosses the relay. All reach the target."""
     folders = [tmp_path / name for name in ("first", "second", "last")]
     try:
@@ -154,8 +154,8 @@ async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_rel
 async def test_a_hidden_node_that_comes_late_copies_the_state_over_a_connection_of_its_own(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tells others nothing but its address at the relay, and can dial them: no state crosses a relay, so it has made
-    a direct connection to the donor, whoever dialled first. Then it averages with it."""
+    """It tells others nothing but its address at the relay, and can dial them. No state crosses a relay, so it has made
+    a direct connection to the donor, whichever dialled first. Then it averages with it."""
     folders = [tmp_path / name for name in ("veteran", "last", "hidden")]
     monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a swarm without end leaves the others of this machine something
     endless = ("--set", "run.inner.target_tokens=100_000_000")

@@ -157,10 +157,12 @@ async def _comes_home_to_a_run_begun_anew(folder: Path, alone: list[str]) -> Non
 
 
 async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_path: Path, temporary: Path) -> None:
-    """kill -9 of all daemons at once, and the same command again: everyone goes on from its own checkpoint, near the
-    clock at which they died, the loss where it was. Then one node is killed and started again by hand, in a swarm that
-    lives: its own checkpoint, its own stage, although its former record is still in the directory. All reach the end,
-    and all books close."""
+    """kill -9 ends all daemons at once, and the same command starts them again.
+
+    Each goes on from its own checkpoint, near the clock at which they died, the loss where it was. Then one node is
+    killed and started again by hand, in a swarm that lives. It takes its own checkpoint and its own stage, although its
+    former record is still in the directory. All reach the end, and all books close.
+    """
     target = 100_000
     settings = (f"run.inner.target_tokens={target}", "run.evaluation.every_tokens=8192", "run.limits.grace_seconds=20")
     config = load_config(MICRO, [*OFTEN, *settings])

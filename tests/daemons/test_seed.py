@@ -89,7 +89,7 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def trains(swarm: Mapping[str, Any]) -> list[int]:
-    """Nodes of each stage that train, as who looks on sees them."""
+    """Nodes of each stage that train, as an onlooker sees them."""
     return [stage["nodes"]["training"] for stage in swarm["stages"]]
 
 
@@ -97,7 +97,7 @@ TOLD_SECONDS = 4.0
 """How old what a node's page or the seed's says may be: records are read every two seconds, and pages made anew every
 other one."""
 SEEN_TRAINING = "0.015"
-"""Seconds of an operation on the devices of those who are looked at: some looks of the seed fall into any run."""
+"""Seconds of an operation on the devices of the observed nodes: some looks of the seed fall into any run."""
 
 
 @dataclass
@@ -181,10 +181,12 @@ def has_last_weights(seed: Path, folders: Sequence[Path]) -> bool:
 async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
     tmp_path: Path, temporary: Path, knows_the_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two stages of which no node was told of another; the seed serves no stage, and is still there at the end. One
-    that was given the run hands it to strangers, who join with its address alone, and says when it is over; what it
-    shows of the swarm is what the nodes say of themselves, and what `watch` shows. A node without its final weights
-    that comes back then saves them."""
+    """No node of two stages was told of another; the seed serves no stage, and is still there at the end.
+
+    A seed that was given the run hands it to strangers, which join with its address alone, and says when it is over.
+    What it shows of the swarm is what the nodes say of themselves, and what `watch` shows. A node without its final
+    weights that comes back then saves them.
+    """
     folders, watched = [tmp_path / f"node{number}" for number in range(3)], Watched(tmp_path / "watch")
     given = [str(MICRO), "--set", PATIENT, "--metrics-port", str(watched.seed)] if knows_the_run else []
     if knows_the_run:
@@ -250,7 +252,7 @@ async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -
 
 @pytest.mark.spawned
 async def test_a_seed_is_light_and_says_when_it_knows_no_run(tmp_path: Path, temporary: Path) -> None:
-    """It loads no model library, and says that it is alive; who asks it for a run is told what to do."""
+    """It loads no model library, and says that it is alive; a node that asks it for a run is told what to do."""
     port = free_port()
     async with command(tmp_path / "seed", "seed", "--metrics-port", str(port)) as seed:
         address = await address_of(tmp_path / "seed")

@@ -48,8 +48,8 @@ def begun_by(node: SwarmNode) -> int:
 
 
 def read_by(nodes: list[SwarmNode]) -> dict[int, list[tuple[int, int]]]:
-    """For each slot, from which window to which each node has read it. Of one that was killed within a block nothing is
-    known of its end: it read as far as whoever went on with it."""
+    """For each slot the window from which, and to which, each node has read it. The end of a node that was killed
+    within a block is not known: it read as far as the next reader began."""
     read: dict[int, list[tuple[int, int]]] = defaultdict(list)
     unfinished: list[tuple[int, int]] = []
     for node in nodes:

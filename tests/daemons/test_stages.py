@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(400)]
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 TARGET = 80_000
 LOST = 1.0
-"""Held-out loss, nats: a stage that begins anew costs 1.4 to 2.3 of it here, one restored from a copy of the last
-second 0 to 0.5: the run is so short that a second is a fifth of it."""
+"""The held-out loss, in nats, that tells of a lost stage. A stage that begins anew costs 1.4 to 2.3 of it here, one
+restored from a copy of the last second 0 to 0.5. The run is so short that a second is a fifth of it."""
 
 
 def micro(*overrides: str) -> Config:
@@ -90,7 +90,7 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
     movers = [node for node in survivors if any(isinstance(e, NodeMoved) for e in node.events)]
     stayed = [node for node in survivors if node not in movers]
     assert stayed
-    # Who looked only after somebody had come in their place has seen no gap.
+    # A node that looked only after another had come in their place has seen no gap.
     held_back = [n for n in survivors if "stage 1 has lost its last replica: microbatches are held back" in said(n)]
     assert held_back
     assert all("stage 1 is served again" in said(node) for node in stayed if node in held_back)

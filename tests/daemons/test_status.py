@@ -115,7 +115,7 @@ def now_line(folder: Path) -> str:
 
 
 def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, identity: Identity) -> None:
-    """Whoever holds the run folder's lock runs."""
+    """The holder of the run folder's lock runs."""
     wait = Doing(time=940.0, what="waiting_for_peers", detail="a replica of stage 0: none is known", since=940.0)
     write(folder, started(identity), wait, account())
     assert now_line(folder).startswith("gone without a last word 10 s ago")
@@ -322,8 +322,8 @@ async def test_the_command_follows_a_node_from_waiting_over_training_to_its_end(
 
 
 def test_a_hostile_run_folder_neither_ends_nor_fools_status(folder: Path, identity: Identity) -> None:
-    """Times without end, a target of nothing, words for the terminal, a million brackets, a line of megabytes, and a
-    contribution signed for a year that no calendar has."""
+    """It holds times without end, a target of nothing, words for the terminal, a million brackets, and a line of
+    megabytes. It also holds a contribution signed for a year that no calendar has."""
     bad = started(identity).model_copy(update={"run_name": "\x1b[2J\x07evil", "time": float("inf")})
     books = account().model_copy(update={"target": 0, "clock": float("nan")})
     wait = Doing(time=float("-inf"), what="waiting_for_peers", detail="\x1b]0;title\x07", since=float("nan"))

@@ -45,8 +45,8 @@ def steps(node: SwarmNode) -> int:
 
 
 async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(tmp_path: Path, temporary: Path) -> None:
-    """Of the only replica of a stage, so that nothing can go on without it: it is back under its peer id and port, the
-    others reach it again, the run ends in order, and every account closes with nothing lost."""
+    """It is the p2pd of the only replica of a stage, so that nothing can go on without it. It is back under its peer id
+    and port, the others reach it again, the run ends in order, and every account closes with nothing lost."""
     overrides = ["local_swarm.replicas=1", "run.limits.record_seconds=20"]
     swarm = LocalSwarm(load_config(MICRO, overrides), tmp_path / "run")
     try:

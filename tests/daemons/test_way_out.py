@@ -61,7 +61,8 @@ async def hung_node(part: str, folder: Path, *settings: str) -> AsyncIterator[as
 async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
     part: str, waits_for: str, tmp_path: Path, temporary: Path
 ) -> None:
-    """Nor its p2pd; the exit code is that of a node that was told to leave, and its last event says what it was."""
+    """Nor does its p2pd; the exit code is that of a node that was told to leave, and its last event says what it
+    was."""
     before, folder = set(p2pd_children()), tmp_path / "node"
     reader = EventReader(folder / "events.jsonl")
     async with hung_node(part, folder, f"node.leave_seconds={LEAVES:g}") as process:

@@ -16,13 +16,13 @@ LIFE, RENEWAL, LOOK, DELAY = 20, 7, 2, 1
 
 @dataclass
 class Shape:
-    """Of a model swarm. `block`: windows of a block, of which the median replica draws one a second."""
+    """The shape of a model swarm. `block`: windows of a block, of which the median replica draws one a second."""
 
     replicas: int = 200
     blocks_each: int = 6
     block: int = 60
     replaced: float = 0.3
-    """Of the replicas, in the time of a pass."""
+    """Share of the replicas that are replaced in the time of a pass."""
     seen: float = 1.0
     """Share of the records that a look shows, drawn anew for each."""
     speeds: tuple[float, float] = (0.25, 4.0)
@@ -141,7 +141,7 @@ class ClaimSwarm:
         self.records[node.name] = Record(Said(node.name, claims), self.now)
 
     def claims_of(self, node: Modelled) -> tuple[Claim, ...]:
-        """Of a liar: what another holds, and what lies far ahead, of which it reads nothing."""
+        """The claims of a liar: what another holds, and what lies far ahead, of which it reads nothing."""
         if node.name not in self.lying:
             return node.turns.claims
         other = self.rng.choice([each for each in self.nodes if each is not node]).turns.claims

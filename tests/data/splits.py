@@ -20,13 +20,13 @@ class Split:
 
 
 def load_split(spec: DataSpec) -> Split:
-    """Of a whole source."""
+    """The split of a whole source."""
     found = list(divided(spec))
     return Split(*(tuple(each for each, held_out in found if held_out is part) for part in (False, True)))
 
 
 def split_documents(documents: Sequence[Document], holdout: float) -> Split:
-    """Of documents in memory."""
+    """The split of documents in memory."""
     keys = held_out_of(documents, holdout)
     return Split(*(tuple(each for each in documents if (each.key in keys) is part) for part in (False, True)))
 

@@ -1,4 +1,4 @@
-"""Who reads which block: pure decisions, and a model swarm that takes them. No replica sees a coordinator."""
+"""The readers of blocks: pure decisions, and a model swarm that takes them. No replica sees a coordinator."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_who_did_not_see_the_last_word_of_one_that_vanished_leaves_its_slots_to_
 @pytest.mark.parametrize("first", [True, False], ids=["winner heard first", "loser heard first"])
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
 def test_a_slot_that_one_yielded_is_gone_on_with_when_the_other_leaves(first: bool, known: bool) -> None:
-    """Who ceases to speak of a slot of which it has read nothing, and which another claims, has not finished it."""
+    """A replica that ceases to speak of a slot that another claims, and has read nothing of it, has not finished it."""
     book = SlotBook("own", 60.0, 64, base=3, started=True)
     winner, loser = Said("winner", (Claim(3), Claim(7))), Said("loser", (Claim(3, begun=True), Claim(5)))
     book.look([loser, winner] if known else [loser], 0.0, 3)
@@ -143,7 +143,7 @@ def test_a_slot_that_one_yielded_is_gone_on_with_when_the_other_leaves(first: bo
 
 
 def test_a_slot_that_was_finished_is_not_read_again_because_another_who_claimed_it_leaves() -> None:
-    """Who has read of it and speaks of it no more was at its end, whoever else says that it is theirs."""
+    """A replica that has read of it and speaks of it no more was at its end, whatever another says."""
     book = SlotBook("own", 60.0, 64, base=3, started=True)
     liar = Said("liar", (Claim(3, begun=True),))
     book.look([Said("reader", (Claim(3, 300, begun=True), Claim(5))), liar], 0.0, 3)
@@ -154,7 +154,8 @@ def test_a_slot_that_was_finished_is_not_read_again_because_another_who_claimed_
 
 
 def test_a_slot_finished_between_two_records_is_not_read_again_because_a_liar_that_claimed_it_leaves() -> None:
-    """Its reader told of nothing that it had drawn: but it had begun, and would not have left it to who came later."""
+    """Its reader told of nothing that it had drawn, but it had begun, and would not have left the slot to a later
+    one."""
     book = SlotBook("own", 60.0, 64, base=3, started=True)
     book.look([Said("reader", (Claim(3, begun=True), Claim(5)))], 0.0, 3)
     for second, claims in ((1.0, (Claim(3, begun=True), Claim(5))), (2.0, (Claim(5, begun=True), Claim(6)))):
@@ -165,7 +166,7 @@ def test_a_slot_finished_between_two_records_is_not_read_again_because_a_liar_th
 
 @pytest.mark.parametrize("first", [True, False], ids=["winner heard first", "loser heard first"])
 def test_a_slot_that_one_yielded_to_another_who_leaves_at_once_is_gone_on_with(first: bool) -> None:
-    """One look shows both: that of two claims one is gone, and that who had the other one leaves."""
+    """One look shows both: of two claims one is gone, and the other's owner leaves."""
     book = SlotBook("own", 60.0, 64, base=3, started=True)
     book.look([Said("winner", (Claim(3), Claim(7))), Said("loser", (Claim(3), Claim(5)))], 0.0, 3)
     words = [Said("winner", (Claim(3, 12, begun=True), Claim(7)), leaving=True), Said("loser", (Claim(5),))]
@@ -319,7 +320,7 @@ def stopped(clock: Clock, *names: str) -> tuple[dict[str, SharedPosition], set[i
 
 @pytest.mark.parametrize("away", [10.0, 86_400.0], ids=["for seconds", "for a day"])
 def test_of_a_swarm_that_was_told_to_stop_each_goes_on_with_its_own_blocks(away: float) -> None:
-    """Also who comes when others are there already, and hears of what they go on with: low slots."""
+    """A node that comes when others are there already, and hears of what they go on with, does so too: at low slots."""
     clock = Clock()
     kept, finished = stopped(clock, "one", "two")
     clock.now += away

@@ -121,7 +121,7 @@ def test_a_name_is_the_same_however_its_characters_are_composed(streaming: bool,
 
 
 def test_pointers_in_place_of_files_are_named(tmp_path: Path) -> None:
-    """Of a repository that was cloned without Git LFS: as files, among others, for tokenizers and weights."""
+    """A repository that was cloned without Git LFS has them: as files, among others, for tokenizers and weights."""
     for name in ("book.txt", "rows.jsonl", "rows.parquet", "rows.json.gz", "book"):
         folder = tmp_path / name.replace(".", "-")
         folder.mkdir()

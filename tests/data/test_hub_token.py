@@ -30,7 +30,7 @@ NAME = "stranger/private"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """One that has nothing, and a user who is logged in there."""
+    """A hub that has nothing, and a user that is logged in there."""
     import datasets.config  # noqa: F401 - each library keeps where the hub is as it is loaded
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -51,7 +51,7 @@ def laid_out(windows: Windows) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow", "rows.jsonl"])
 def test_token_ids_give_the_windows_that_their_text_gives(name: str, tmp_path: Path) -> None:
-    """The same documents as text and as padded bytes of that text: not one token differs."""
+    """The same documents lie there as text and as padded bytes of that text: not one token differs."""
     rows = [list(story.encode()) for story in STORIES]
     columns = padded(rows, max(map(len, rows)) + 3)
     if name.endswith(".jsonl"):

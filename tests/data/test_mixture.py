@@ -40,7 +40,7 @@ SIZES = (40, 200, 1000)
 
 
 def source_of(window: int) -> int:
-    """Of a window's number."""
+    """The source of a window's number."""
     return next(number for number, end in enumerate(ENDS) if window < end)
 
 
@@ -139,8 +139,8 @@ async def opened(spec: DataSpec, position: SamplerPosition) -> Samples:
 
 @pytest.mark.parametrize("attention", ["whole", "document"])
 async def test_stage_0_draws_each_sources_share_and_its_next_life_goes_on(mixed: DataSpec, attention: str) -> None:
-    """A thousand windows in microbatches, the second half of them by who knows the position only; held out is each
-    source's share, of its own."""
+    """A thousand windows come in microbatches, the second half of them by a reader that knows only the position. Each
+    source's share is held out of its own."""
     spec = mixed.model_copy(update={"attention": attention})
     drawn: Counter[str] = Counter()
     position = SamplerPosition()
@@ -164,8 +164,8 @@ async def test_stage_0_draws_each_sources_share_and_its_next_life_goes_on(mixed:
 
 
 def test_the_fingerprint_is_of_all_sources_in_their_order(mixed: DataSpec, tmp_path: Path) -> None:
-    """Another one where a source changes, where two change places, or where a document goes from one to another; the
-    same wherever each lies; who holds another text is told so."""
+    """It is another one if a source changes, if two change places, or if a document goes from one to another. It is the
+    same wherever each lies; a node with another text is told so."""
     found = fingerprint_of(mixed)
     (tmp_path / "a").rename(tmp_path / "moved")
     moved = changed(mixed, 0, path=str(tmp_path / "moved"))
@@ -260,7 +260,7 @@ def test_the_run_id_holds_the_sources_and_their_weights_and_no_place_of_them() -
 
 
 def test_the_card_of_a_model_names_the_shares_and_no_place_of_who_exports_it() -> None:
-    """Of each source; the settings on it hold neither a path nor where tokens were prepared."""
+    """The settings on it, for each source, hold neither a path nor where tokens were prepared."""
     mixed = run_of(f"[{HERE}, {{source: huggingface, path: a/b, weight: 2}}, {{source: stdlib, weight: 0.5}}]")
     card = model_card(Gathered(mixed, {}, None, "1.0"), {}, 1, "made")
     assert (
@@ -275,8 +275,8 @@ def test_the_card_of_a_model_names_the_shares_and_no_place_of_who_exports_it() -
 def test_a_prepared_mixture_gives_the_same_windows_in_the_same_order(
     mixed: DataSpec, tmp_path: Path, attention: str
 ) -> None:
-    """Held out and to train on; with other weights as well; what was there already is not read again; the fingerprint
-    is that of the text, and none of the text need be there."""
+    """That holds for windows held out and to train on, with other weights as well. What was there already is not read
+    again. The fingerprint is that of the text, and none of the text need be there."""
     spec = mixed.model_copy(update={"attention": attention})
     whole, there = load_windows(spec, 256), str(tmp_path / "tokens")
     done = prepare_run(spec, ByteTokenizer(), Path(there))

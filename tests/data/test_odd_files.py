@@ -76,7 +76,7 @@ def test_of_two_columns_of_one_name_none_is_taken(name: str, tmp_path: Path) -> 
 def test_a_row_without_the_column_costs_that_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a streamed shard it cost all that came after; the first rows may be such."""
+    """In a streamed shard it cost all that came after; the first rows may be such."""
     rows = [{"text": text} for text in TEXTS]
     rows[0:0] = [{"about": "this file"}] * 2
     rows[5:5] = [{"url": "none"}]

@@ -1,4 +1,4 @@
-"""Text read ahead: in order, bounded, its errors told to who draws, its thread gone when it is closed."""
+"""Text read ahead: in order, bounded, its errors raised at the draw, its thread gone when it is closed."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
 
 
 def test_a_prepared_text_gives_the_windows_of_the_text(spec: DataSpec, tmp_path: Path) -> None:
-    """And its fingerprint; the text itself is asked for no more."""
+    """It gives the text's fingerprint, too, and the text itself is asked for no more."""
     direct, fingerprint = load_windows(spec, 256), fingerprint_of_documents(spec)
     done = prepare(spec, ByteTokenizer(), tmp_path / "tokens")
     assert (done.fingerprint, done.documents) == (fingerprint, 60)
@@ -166,7 +166,7 @@ def test_where_a_volunteer_keeps_it_is_no_part_of_the_run_and_no_strangers_choic
 
 
 def test_a_prepared_text_may_lie_beside_another_copy_of_the_tokenizer(tmp_path: Path) -> None:
-    """Of the tokenizer the tokens depend on what it is, and not on where it lies; with another it is refused."""
+    """Tokens depend on what the tokenizer is, and not on where it lies; with another it is refused."""
     (tmp_path / "text").write_text("a tale and so on. " * 400)
     spec = with_tokenizer(made(tmp_path / "one"), "run.data.source=text", f"run.data.path={tmp_path / 'text'}").run.data
     done = prepare(spec, load_tokenizer(spec), tmp_path / "tokens")
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_made_is_named_with_a_remedy(place: str, spec: D
 def test_a_folder_that_this_user_may_not_write_is_named_with_a_remedy(
     spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another user; and one that says so only when its first file is made, as a network's disk does."""
+    """The folder may be another user's, or refuse only its first file, as a network's disk does."""
     folder = tmp_path / "another's"
     folder.mkdir()
     with monkeypatch.context() as patched:

@@ -162,7 +162,7 @@ def test_an_interrupted_preparation_goes_on_shard_by_shard(
 def test_a_full_disk_leaves_nothing_under_the_final_name(
     method: str, spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And says which folder; with room the same command goes on."""
+    """The error says which folder; with room the same command goes on."""
     folder, real, count = tmp_path / "tokens", getattr(TokenFile, method), 0
 
     def full(self: TokenFile) -> None:
@@ -215,7 +215,7 @@ def test_what_is_not_whole_or_of_another_text_is_refused(spec: DataSpec, tmp_pat
 
 
 def test_all_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
-    """Of a text that is not streamed, by threads: documents of every length, in their order."""
+    """A text that is not streamed is tokenised by threads: documents of every length, in their order."""
     write_shards(tmp_path / "text")
     tokenizer = bpe(tmp_path / "bpe")
     spec = text_spec(tmp_path / "text", tokenizer=str(tmp_path / "bpe"), holdout=0.2)

@@ -127,7 +127,7 @@ def test_blocks_hold_each_training_document_once_and_none_that_is_held_out(tmp_p
 
 
 async def test_each_pass_reads_every_block_once_in_an_order_of_the_replica(spec: DataSpec) -> None:
-    """And goes on with the next pass; another replica's order is another."""
+    """The next pass follows; another replica's order is another."""
     blocks = blocks_of(spec)
     assert blocks.count == 12
     order = [[Permutation(12, f"blocks/0/peer/{epoch}")[place] for place in range(12)] for epoch in range(2)]
@@ -333,7 +333,7 @@ def test_one_damaged_block_that_comes_again_and_again_does_not_end_the_reading(m
 
 
 def test_that_blocks_are_read_to_their_end_is_no_word_about_the_text() -> None:
-    """A liar gives back slots as if it had drawn all of them: who takes them up goes on with others."""
+    """A liar gives back slots as if it had drawn all of them: a replica that takes them up goes on with others."""
     turns, given_back = Watching(12), 3 * SmallBlocks.count
     take = turns.take
     turns.take = lambda: replace(take(), start=9 if turns.asked <= given_back else 0)  # pyright: ignore
@@ -386,7 +386,7 @@ async def test_a_shard_that_goes_bad_under_way_is_passed_over_and_named_once(
 
 
 async def test_a_text_that_is_gone_ends_the_reading(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After as many tries as there are blocks, ten at most: who draws is told."""
+    """That is after as many tries as there are blocks, ten at most; the drawing code gets the error."""
     monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))
     async with opened(spec) as samples:
         for path in files_of(spec):

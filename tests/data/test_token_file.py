@@ -42,7 +42,7 @@ def test_what_is_appended_comes_back_window_by_window(
 
 
 def test_a_text_that_is_cut_while_it_is_read_is_said_with_its_folder(tmp_path: Path) -> None:
-    """Whoever writes to a prepared text under a running node finds out what it was."""
+    """A user that writes to a prepared text under a running node finds out what it was."""
     written = TokenFile.at(tmp_path / "training.tokens", 256, write=True)
     written.append(np.arange(100) % 256)
     written.flush()

@@ -64,7 +64,7 @@ def test_a_run_trains_with_it(stories: Path, tmp_path: Path) -> None:
 
 
 def test_held_out_documents_are_not_learnt_from(stories: Path) -> None:
-    """Nor more than the limits say."""
+    """The limits bound what is learnt from, too."""
     spec = text_spec(stories, holdout=0.2)
     split = load_split(spec)
     taken = TextTaken(spec, None, 1 << 30, lambda _documents, _bytes, _read: None)
@@ -97,7 +97,7 @@ def test_nothing_half_made_is_left(stories: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_to_set(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And how many tokens there are, where the text gives fewer than were asked for."""
+    """It also says how many tokens there are, if the text gives fewer than were asked for."""
     out = tmp_path / "made"
     text = ("--set", "run.data.source=text", "--set", f"run.data.path={stories}", "--set", "run.data.text_field=text")
     command = ["tokenizer", "train", str(MICRO), *text, "--vocab-size", "5000", "--out", str(out)]
@@ -111,7 +111,7 @@ def test_the_command_says_what_to_set(stories: Path, tmp_path: Path, capsys: pyt
 
 
 def test_a_file_may_name_the_tokenizer_that_is_to_be_learnt(stories: Path, tmp_path: Path) -> None:
-    """Who writes the file first has no folder yet, and perhaps the fingerprint of an earlier one."""
+    """A user that writes the file first has no folder yet, and perhaps the fingerprint of an earlier one."""
     text = ("--set", "run.data.source=text", "--set", f"run.data.path={stories}", "--set", "run.data.text_field=text")
     earlier = ("--set", "run.data.tokenizer_fingerprint=tokenizer-" + "0" * 32)
     for out, more in ((tmp_path / "made", ()), (tmp_path / "again", earlier)):

@@ -15,7 +15,7 @@ from noloco_node.errors import ExitCode, UserError
 def test_a_tokenizer_runs_no_program_and_nobody_is_asked_whether_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run from a stranger names it; the library would ask whoever sits there."""
+    """A run from a stranger names it; the library would ask the user at the keyboard."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     ran, folder = tmp_path / "ran", tmp_path / "tokenizer"

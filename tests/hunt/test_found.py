@@ -31,7 +31,7 @@ from noloco_node.simulator.hunt import carry_out
 def test_one_record_of_a_far_clock_beside_one_honest_stage_peer_moves_no_clock(
     seed: int, replicas: tuple[int, ...], liar: int
 ) -> None:
-    """Half-way between the two is nobody's clock: honest replicas of the stage ended at 5e14 to 1e15 tokens of 768, and
+    """Half-way between the two is nobody's clock. Honest replicas of the stage ended at 5e14 to 1e15 tokens of 768, and
     took states again and again that they did not lack."""
     outcome = carry_out(Schedule(seed=seed, replicas=replicas, faults=(Liar(at=0.2, node=liar, how="ahead"),)))
     assert outcome.fired == (True,)
@@ -40,8 +40,8 @@ def test_one_record_of_a_far_clock_beside_one_honest_stage_peer_moves_no_clock(
 
 @pytest.mark.parametrize("silent", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_origins_that_die_before_the_last_tenth_end_no_short_run(silent: bool) -> None:
-    """In a run as short as the lag that clocks may have every replica is near its end from half-way on: where all
-    origins died it was over for the others, at 0.67 to 0.76 of the target. Now stage 0 is begun again."""
+    """In a run as short as the lag that clocks may have every replica is near its end from half-way on. If all origins
+    died it was over for the others, at 0.67 to 0.76 of the target. Now stage 0 is begun again."""
     deaths = tuple(Death(at=0.75, node=node, silent=silent) for node in (0, 1))
     outcome = carry_out(Schedule(seed=0, replicas=(2, 3), faults=deaths))
     assert outcome.fired == (True, True)
@@ -50,7 +50,7 @@ def test_origins_that_die_before_the_last_tenth_end_no_short_run(silent: bool) -
 
 @pytest.mark.long
 def test_who_came_late_to_its_stage_waits_no_hour_for_origins_that_are_gone() -> None:
-    """The only origin left moved to the last stage at 0.94 of the target. The others had seen its clock and left; it
+    """The only origin left moved to the last stage at 0.94 of the target. The others had seen its clock and left. It
     had seen none at its new stage, stood at 0.88, and waited an hour for stage 0 until it failed (seed 1022)."""
     faults = (LostStage(at=0.167, stage=0), Relocate(at=0.938, node=3, stage=2))
     outcome = carry_out(Schedule(seed=1022, replicas=(3, 3, 2), faults=faults))
@@ -60,7 +60,7 @@ def test_who_came_late_to_its_stage_waits_no_hour_for_origins_that_are_gone() ->
 
 
 def test_origins_that_come_back_from_old_checkpoints_take_later_stages_past_the_target_within_the_lag() -> None:
-    """Two of three origins die late and come back 0.18 and 0.44 of the target behind; later stages, which go half as
+    """Two of three origins die late and come back 0.18 and 0.44 of the target behind. Later stages, which go half as
     fast meanwhile, end at 1.25 to 1.31 of it (seed 1015)."""
     faults = (
         LostMessages(at=0.193, node=5, what="answer", calls=17),
@@ -73,8 +73,8 @@ def test_origins_that_come_back_from_old_checkpoints_take_later_stages_past_the_
 
 
 def test_an_origin_that_was_cut_off_at_the_end_learns_that_the_stages_are_back() -> None:
-    """Alone for 18 s it took the later stages for lost; when it saw them again the other origin had come to its end,
-    and nothing was looked for any more: it drew nothing beside stages that waited for it, and left after 100 s with a
+    """Alone for 18 s it took the later stages for lost. When it saw them again the other origin had come to its end,
+    and nothing was looked for any more. It drew nothing beside stages that waited for it, and left after 100 s with a
     step untrained (seed 2034)."""
     faults = (Partition(at=1.0, nodes=(1,), seconds=17.68),)
     outcome = carry_out(Schedule(seed=2034, replicas=(2, 4, 2), faults=faults))
@@ -139,7 +139,7 @@ def test_origins_that_die_at_the_target_leave_a_later_stage_behind_that_had_begu
     seed: int, replicas: tuple[int, int], at: float
 ) -> None:
     """Stage 0 was lost at 774 to 793 tokens of 768. The one node left had begun stage 1 anew half-way, stood at 548 to
-    656 and left: the run had been trained to its end, by nodes that the hunt did not ask."""
+    656 and left. The run had been trained to its end, by nodes that the hunt did not ask."""
     faults = (LostStage(at=at, stage=1), LostStage(at=1.0, stage=0))
     outcome = carry_out(Schedule(seed=seed, replicas=replicas, faults=faults))
     assert outcome.fired == (True, True)
@@ -149,7 +149,7 @@ def test_origins_that_die_at_the_target_leave_a_later_stage_behind_that_had_begu
 @pytest.mark.long
 def test_nobody_moves_for_its_poverty_to_a_stage_that_was_lost_meanwhile() -> None:
     """Both origins died after a replica of stage 1 had planned to strengthen them. Its second look showed nobody at
-    stage 0, which it took for a stage all the poorer: it left its state at 766 of 768, and failed as the run ended
+    stage 0, which it took for a stage all the poorer. It left its state at 766 of 768, and failed as the run ended
     (seed 9014)."""
     outcome = carry_out(Schedule(seed=9014, replicas=(2, 2), faults=(LostStage(at=0.999, stage=0),)))
     assert outcome.fired == (True,)
@@ -157,7 +157,7 @@ def test_nobody_moves_for_its_poverty_to_a_stage_that_was_lost_meanwhile() -> No
 
 
 def test_who_had_just_left_for_a_stage_when_the_run_ended_came_too_late() -> None:
-    """Its aim had one origin left, which answered at the look that confirmed the move and was dead by then; the others
+    """Its aim had one origin left, which answered at the look that confirmed the move and was dead by then. The others
     left as at the end (seed 9014 with all of its faults)."""
     faults = (Death(at=0.907, node=1), LostStage(at=0.999, stage=0))
     outcome = carry_out(Schedule(seed=9014, replicas=(2, 2), faults=faults))
@@ -166,8 +166,9 @@ def test_who_had_just_left_for_a_stage_when_the_run_ended_came_too_late() -> Non
 
 
 def test_a_stage_is_brought_back_from_the_copy_of_a_stranger_who_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
-    """Who brings the last of three stages back comes from the first, and has never worked with any node of it. That a
-    copy of theirs is taken alone is a word to whoever runs the node, and was logged as a failure is (seed 14019)."""
+    """The node that brings the last of three stages back comes from the first, and has never worked with any node of
+    it. That a copy of theirs is taken alone is a warning to the user that runs the node, and was logged as a failure is
+    (seed 14019)."""
     faults = (LostStage(at=0.4, stage=2),)
     outcome = carry_out(Schedule(seed=14019, replicas=(2, 2, 2), faults=faults, guard_copies=1))
     assert outcome.breaches == ()
@@ -176,8 +177,8 @@ def test_a_stage_is_brought_back_from_the_copy_of_a_stranger_who_is_no_fault(cap
 
 
 def test_origins_owe_no_end_where_all_of_the_next_stage_turn_hostile() -> None:
-    """Both replicas of stage 1 answer busy to all in the end, and an origin stands at 756 of 768: near enough to leave
-    by rule, and no nearer is to be had (found as seed 211)."""
+    """Both replicas of stage 1 answer busy to all in the end, and an origin stands at 756 of 768. That is near enough
+    to leave by rule, and no nearer is to be had (found as seed 211)."""
     faults = tuple(Liar(at=0.97, node=node, how="busy") for node in (2, 3))
     outcome = carry_out(Schedule(seed=3, replicas=(2, 2), faults=faults))
     assert outcome.fired == (True, True)
@@ -185,9 +186,9 @@ def test_origins_owe_no_end_where_all_of_the_next_stage_turn_hostile() -> None:
 
 
 def test_a_later_stage_waits_for_the_slow_origins_when_the_quick_ones_have_ended() -> None:
-    """The slower half of stage 0 was 0.22 of the target behind when the quicker half ended. What the stage after it had
-    heard of those, all of its latest 32 microbatches that are most of so short a run, kept its clock at full pace: it
-    ended at 965 of 768 (seed 73)."""
+    """The slower half of stage 0 was 0.22 of the target behind when the quicker half ended. The stage after it had
+    heard of the quick ones in all of its latest 32 microbatches, which are most of so short a run. That kept its clock
+    at full pace: it ended at 965 of 768 (seed 73)."""
     faults = (LostMessages(at=0.809, node=1, what="dial", calls=10),)
     outcome = carry_out(Schedule(seed=73, replicas=(4, 3), faults=faults))
     assert outcome.fired == (True,)
@@ -196,7 +197,7 @@ def test_a_later_stage_waits_for_the_slow_origins_when_the_quick_ones_have_ended
 
 @pytest.mark.long
 def test_who_sleeps_through_the_end_leaves_in_order_when_it_wakes() -> None:
-    """An origin stood still for 38 s at 0.82 of the target, and woke when all had left and their records were gone: it
+    """An origin stood still for 38 s at 0.82 of the target, and woke when all had left and their records were gone. It
     waited an hour for a stage without a replica, and failed (seed 5100)."""
     outcome = carry_out(Schedule(seed=5100, replicas=(4, 4), faults=(Freeze(at=1.0, node=3, seconds=38.2),)))
     assert outcome.fired == (True,)
@@ -249,10 +250,12 @@ def test_an_origin_does_not_leave_its_stage_for_a_poor_one_when_the_run_ends() -
     ids=lambda schedule: schedule.seed,
 )
 def test_what_was_no_fault_of_the_nodes_is_taken_for_none(schedule: Schedule) -> None:
-    """An exchange whose opening was late by less than is refused took an origin further past the target than a round;
-    the only node left had seen by what origins sent that they would be in the last tenth, and they fell before they had
-    trained it; two that were cut off one by one, until the records of all others were gone, ended at 698 and 755; who
-    had joined averaged with one that stood a round past the target, and trained what it had under way itself."""
+    """An exchange whose opening was late by less than is refused took an origin further past the target than a round.
+
+    The only node left had seen by what origins sent that they would be in the last tenth, and they fell before they had
+    trained it. Two that were cut off one by one, until the records of all others were gone, ended at 698 and 755. A
+    joiner averaged with one that stood a round past the target, and trained what it had under way itself.
+    """
     outcome = carry_out(schedule)
     assert all(outcome.fired)
     assert outcome.breaches == ()
@@ -278,8 +281,8 @@ def test_what_was_no_fault_of_the_nodes_is_taken_for_none(schedule: Schedule) ->
     ids=lambda schedule: schedule.seed,
 )
 def test_who_joins_after_a_partition_has_ended_is_on_nobodys_other_side(schedule: Schedule) -> None:
-    """The simulator kept all who had been there together, and apart from whoever came later, for ever: nobody let the
-    joiner in, and when all had left it began a swarm of its own and waited for a day."""
+    """The simulator kept all that had been there together apart from later nodes, for ever. Nobody let the joiner in,
+    and when all had left it began a swarm of its own and waited for a day."""
     outcome = carry_out(schedule)
     assert all(outcome.fired)
     assert outcome.breaches == ()

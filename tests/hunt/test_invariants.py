@@ -57,8 +57,8 @@ def run(*nodes: Told, fallen: frozenset[int] = frozenset(), lost_stage: bool = F
 def test_a_run_whose_origins_die_has_been_finished_where_they_came_to_the_last_tenth(
     origin: float, unfinished: bool
 ) -> None:
-    """Whatever the clock of the stage that is left, which knows by what they sent that they would have come there with
-    what they had under way; a dead node of a later stage speaks for nobody."""
+    """The clock of the stage that is left does not matter. It knows by what they sent that they would have come there
+    with what they had under way. A dead node of a later stage speaks for nobody."""
     nodes = told(0, 0, "killed", origin), told(1, 1, "killed", 99.0), told(2, 1, "ended", 60.0)
     found = breaches(run(*nodes, fallen=frozenset({0, 1}), lost_stage=True))
     assert [line.partition(":")[0] for line in found] == (["unfinished"] if unfinished else [])
@@ -77,7 +77,7 @@ def test_only_who_comes_late_to_a_run_that_is_over_may_fail_of_that(clock: float
 def test_who_comes_when_all_are_gone_may_give_up_but_nobody_is_kept_out_of_a_run(
     outside: float, late: bool, against: list[str]
 ) -> None:
-    """Nothing but faults that end by then keeps anybody out; who was is told by no other invariant."""
+    """Only faults that end by then keep anybody out; no other invariant tells of a node that was kept out."""
     nobody = str(peers_unreachable({"/ip4/127.0.0.1/tcp/7000/p2p/QmX": "it does not answer"}))
     found = breaches(run(told(0, 0, "ended", 100.0), told(1, 0, "failed", 0.0, nobody, late=late, outside=outside)))
     assert [line.partition(":")[0] for line in found] == against
@@ -124,8 +124,8 @@ def test_an_origin_that_most_others_have_left_long_ago_may_be_short_of_the_targe
 def test_late_messages_take_clocks_further_past_the_target(
     stage: int, late_seconds: float, held_up: bool, most: float
 ) -> None:
-    """An origin's by half of the lag, where an opening so late is taken still; those of later stages by an eighth of
-    it, for which the quick origins are believed."""
+    """An origin's clock goes further by half of the lag, if an opening so late is taken still. Those of later stages go
+    further by an eighth of it, for which the quick origins are believed."""
     for clock in (most, most + 1.0):
         held = replace(run(told(0, stage, "ended", clock)), late_seconds=late_seconds, held_up=held_up)
         assert any(line.startswith("past") for line in breaches(held)) == (clock > most)

@@ -18,7 +18,7 @@ from noloco_node.simulator.hunt import carry_out
 from noloco_node.simulator.outer_ledger import OuterEntry, WatchedOuter, strays
 
 SEED = 3
-"""Of a schedule in which pairs average and replicas step alone."""
+"""The seed of a schedule in which pairs average and replicas step alone."""
 
 Step = Callable[..., None]
 

@@ -1,5 +1,7 @@
-"""Drawn schedules of faults on swarms of which each node sees a part: buckets of 8 records in place of 64, so that 40
-to 56 nodes lie at levels 1 to 3. The shrunk constants are the directory's alone; all else is as it is.
+"""Drawn schedules of faults on swarms of which each node sees a part.
+
+Buckets have 8 records in place of 64, so that 40 to 56 nodes lie at levels 1 to 3. The shrunk constants are the
+directory's alone; all else is as it is.
 """
 
 from __future__ import annotations

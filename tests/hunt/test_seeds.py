@@ -92,7 +92,7 @@ def test_what_fails_is_told_with_the_command_that_repeats_it(monkeypatch: pytest
 
 @pytest.mark.long
 def test_two_processes_hunt_as_one_does() -> None:
-    """The same schedules, told in the order of their seeds, have the same course."""
+    """The schedules are told in the order of their seeds, and have the same course."""
     told: list[str] = []
     hunts = [HuntSpec(kind="hunt", seeds=2, fewest=2, most=2, faults=("leave",), workers=each) for each in (1, 2)]
     alone, together = (go_hunting(each, told.append, lambda _done, _all: None) for each in hunts)
@@ -130,7 +130,7 @@ def test_what_cannot_be_hunted_is_refused(override: str, said: str) -> None:
 
 @pytest.mark.parametrize("schedule", [draw(4), draw(0, 4, 4, ("crash",))], ids=["swarm", "with checkpoints"])
 def test_one_seed_is_one_course(schedule: Schedule) -> None:
-    """The same schedule gives the same trace, bit for bit, wherever its checkpoints lie; without its faults it gives
+    """A schedule gives the same trace, bit for bit, wherever its checkpoints lie; without its faults it gives
     another."""
     first = carry_out(schedule)
     assert first == carry_out(Schedule.model_validate_json(schedule.model_dump_json()))
@@ -152,7 +152,7 @@ def test_schedules_are_drawn_alike_and_each_kind_often() -> None:
 
 
 def test_what_fails_is_found_in_the_shortest_part_that_fails() -> None:
-    """Of many, those that fail only together; a part that nothing can be taken from stays."""
+    """Faults that fail only together are found among many; a part that nothing can be taken from stays."""
     items = list(range(40))
     assert shortest_failing(items, lambda part: {3, 17, 31} <= set(part)) == [3, 17, 31]
     assert len(shortest_failing(items, lambda part: len(part) > 7)) == 8

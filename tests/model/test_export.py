@@ -190,7 +190,7 @@ def test_loss_is_the_mean_over_tokens_in_nats(tmp_path: Path) -> None:
 
 
 def test_a_sample_follows_its_seed_and_keeps_the_prompt(tmp_path: Path) -> None:
-    """The same seed says the same, another something else, and the global random state does not move."""
+    """The same seed gives the same text, another seed another, and the global random state does not move."""
     spec = spec_of("llama", 1, vocab_size=256)
     export_model(spec, parameters_by_full_name(build_all(spec)), tmp_path, "bytes")
     before = torch.get_rng_state()

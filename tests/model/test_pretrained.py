@@ -57,7 +57,7 @@ def saved(
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_stages_begin_with_what_transformers_has_saved(family: str, tmp_path: Path) -> None:
-    """Of every family, whatever the names of its tensors in the files: the same logits, from stages built apart."""
+    """For every family, whatever the names of its tensors in the files, stages built apart give the same logits."""
     model = saved(family, tmp_path)
     run = run_of(tmp_path, stages=3)
     assert run.model.config["model_type"] == family
@@ -379,7 +379,7 @@ def test_the_bare_name_of_a_hubs_model_is_refused_with_how_it_is_named() -> None
 
 
 def test_another_architecture_than_the_folders_is_refused(tmp_path: Path) -> None:
-    """Whoever gives a config with weights gives that of these weights."""
+    """A config that is given with weights must be that of these weights."""
     saved("llama", tmp_path)
     with pytest.raises(UserError, match=r"model_type is 'qwen3', but the weights .* are those of a 'llama'"):
         run_of(tmp_path, config={"model_type": "qwen3"})

@@ -25,7 +25,7 @@ class Error:
     of_a_weight: float
     """Where partners differ by about 1 in each."""
     of_a_difference: float
-    """Norm, as a share of half the difference."""
+    """The norm, as a share of half the difference."""
     left: float
     """Share of the spread that plain averaging leaves."""
 

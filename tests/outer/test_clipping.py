@@ -1,4 +1,4 @@
-"""How far a partner may move a replica, and who has a say in it."""
+"""How far a partner may move a replica, and which peers have a say in it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_peers_that_have_not_moved_do_not_lower_the_bound() -> None:
 
 
 def test_beyond_the_bound_a_difference_moves_the_less_the_larger_it_is() -> None:
-    """Of a stranger from the bound on; of a stage peer that was within it before, from ten times the bound on."""
+    """That is so for a stranger from the bound on; for a stage peer that was within it before, from ten times the bound
+    on."""
     moved: dict[str, list[float]] = {"stranger": [], "stage_peer": []}
     for norm in (3.0, 9.0, 30.0, 300.0):
         for peer, norms in moved.items():
@@ -176,8 +177,8 @@ def test_a_partner_that_sends_nan_or_infinity_moves_nothing(bad: float, codec: C
 @pytest.mark.parametrize("attack", PAYLOADS)
 @pytest.mark.parametrize("identities", [1, 10, 200])
 def test_two_hundred_hostile_rounds_do_not_raise_the_bound(momentum: str, attack: str, identities: int) -> None:
-    """A hostile partner in every round, under one name or many: the bound stays at the replica's own motion (a crowd:
-    four times that), and the way it is pushed within the sum of the bounds over 1 − α."""
+    """A hostile partner comes in every round, under one name or many. The bound stays at the replica's own motion (a
+    crowd: four times that). The way it is pushed stays within the sum of the bounds over 1 − α."""
     generator = torch.Generator().manual_seed(4)
     victim, bound = replica_of(rule_of(momentum), torch.ones(BLOCK)), DifferenceBound(MULTIPLE)
     spent: list[float] = []

@@ -1,10 +1,10 @@
 """What one stranger can do to a swarm, each attack by itself: a coroutine that goes on until it is cancelled.
 
 An attack takes a `Life` (`life.py`): one connection under one throw-away key. It counts what came of each try, so that
-whoever uses it can tell a defence that refused from an attack that never fired.
-`records.py`: what is stored in the directory and what is said of it; `visits.py`: what is asked of honest nodes;
-`lives.py`: what is said of the end and the birth of a run; `services.py`: what honest nodes are answered; `hoards.py`:
-streams and sockets that are held open; `holding.py`: exchanges that are.
+its user can tell a defence that refused from an attack that never fired. `records.py`: what is stored in the directory
+and what is said of it. `visits.py`: what is asked of honest nodes. `lives.py`: what is said of the end and the birth of
+a run. `services.py`: what honest nodes are answered. `hoards.py`: streams and sockets that are held open. `holding.py`:
+exchanges that are.
 """
 
 from __future__ import annotations

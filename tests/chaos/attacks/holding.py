@@ -1,4 +1,5 @@
-"""Exchanges that are carried to their end, each chunk at the last moment: who holds a replica keeps all others away."""
+"""Exchanges carried to their end, each chunk at the last moment: a partner that holds a replica keeps all others
+away."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from tests.chaos.attacks.visits import (
 
 ATTACK = "dripping exchanges"
 LAST_MOMENT = 0.9
-"""Of the progress deadline, before each chunk."""
+"""Each chunk comes after this share of the progress deadline."""
 PAUSE = 0.1
 
 

@@ -118,9 +118,9 @@ class Life:
         return [victim for victim in self.victims if victim.stage == stage]
 
     def claimed(self, peer: PeerId) -> int:
-        """The stage that this life says to a peer that it serves: the peer's own, to be averaged with or asked for its
-        state; to some the next, to be sent microbatches; to who keeps a copy of another stage that one, to be asked
-        for it."""
+        """The stage that this life claims to a peer. It is the peer's own, to be averaged with or asked for its state.
+        To some it is the next, to be sent microbatches. To a keeper of another stage's copy it is that stage, to be
+        asked for it."""
         stage = next((victim.stage for victim in self.victims if victim.peer == peer), None)
         if stage is None:
             return self.newcomers.get(peer, 0)
@@ -132,7 +132,8 @@ class Life:
         return random.Random(f"{self.identity.peer_id}/{peer}").choice(choices)
 
     def waits_for(self, victim: Victim) -> bool:
-        """Whether this key leaves the first word in exchanges to a victim: who is kept engaged dials nobody."""
+        """Tell whether this key leaves the first word in exchanges to a victim: a node that is kept engaged dials
+        nobody."""
         waits = random.Random(f"{self.identity.peer_id}/waits/{victim.peer}").random() < WAITED_FOR
         return waits and self.claimed(victim.peer) == victim.stage
 
@@ -141,7 +142,7 @@ class Life:
         return stage_key(self.spec.run_id, stage)
 
     def serve(self, attack: str, method: str, handle: Handle) -> None:
-        """Answer a method with this, whoever asks; the first word stands. Where it fails the attack is at fault."""
+        """Answer all requests of a method with this; the first word stands. If it fails the attack is at fault."""
         if method in self.served:
             return
 

@@ -20,7 +20,7 @@ async def undone_end(life: Life) -> None:
 
 
 async def other_births(life: Life) -> None:
-    """One ghost of stage 0 that names the eldest birth there can be: whoever follows it leaves the swarm."""
+    """One ghost of stage 0 that names the eldest birth there can be: a node that follows it leaves the swarm."""
     await _again_and_again(life, "another birth of the run", birth=OLDEST)
 
 

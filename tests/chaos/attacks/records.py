@@ -235,7 +235,7 @@ def beside(key: bytes, count: int, rng: Any) -> list[bytes]:
 
 
 async def invented_node_ids(life: Life) -> None:
-    """Twenty node ids beside every stage's key, all of this one peer; who comes is told that all is stored."""
+    """Twenty node ids beside every stage's key, all of this one peer; a newcomer is told that all is stored."""
     attack = "invented node ids"
     await _serve_directory(life)
     ids = [

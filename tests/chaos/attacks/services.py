@@ -30,7 +30,7 @@ from tests.chaos.attacks.visits import made_microbatch
 
 RENEW_SECONDS = 2.0
 DRIP_SHARE = 0.8
-"""Of the progress deadline: each chunk comes just before it."""
+"""Each chunk comes after this share of the progress deadline, just before its end."""
 JUNK: tuple[dict[str, Any], ...] = (
     {"tokens": "many"},
     {"tokens": -1, "clock": "soon"},
@@ -43,8 +43,8 @@ READS = "reads of honest donors"
 
 
 async def announce(life: Life) -> None:
-    """A plausible record of this key in every stage, renewed, and an honest hello: whoever looks finds somebody who
-    answers."""
+    """Announce a plausible record of this key in every stage, renewed, and an honest hello: an observer finds a peer
+    that answers."""
     stage = life.rng.randrange(life.spec.stages)
     if "hello" not in life.served:
         life.served.add("hello")
@@ -58,8 +58,8 @@ async def announce(life: Life) -> None:
 
 
 async def garbled_copies(life: Life) -> None:
-    """Takes microbatches, sends garbled copies under their ids to the stage peers that the sender will ask next, and
-    then refuses them, so that the honest retry meets the copy."""
+    """Take microbatches and send garbled copies under their ids to the stage peers that the sender will ask next. Then
+    refuse them, so that the honest retry meets the copy."""
     attack = "garbled copies"
 
     async def handle(_peer: PeerId, message: Message) -> Message:

@@ -54,8 +54,8 @@ async def nan_exchanges(life: Life) -> None:
 
 
 async def lying_clocks(life: Life) -> None:
-    """Exchanges that are carried to their end, of noise, by a partner that says it is at the end of time; but not with
-    those whose dials this key waits for."""
+    """Exchanges of noise that are carried to their end, by a partner that says it is at the end of time. Peers whose
+    dials this key waits for are spared."""
     attack = "lying clocks"
 
     async def once(victim: Victim) -> None:
@@ -107,8 +107,8 @@ async def malformed_requests(life: Life) -> None:
 
 
 async def told_ghosts(life: Life) -> None:
-    """Where this peer says it stands, and ghosts told as its acquaintances, in every stage and with extreme clocks. Who
-    comes later, and asks, is told as well."""
+    """This peer's claimed place, and ghosts told as its acquaintances, in every stage and with extreme clocks. A later
+    asker is told as well."""
     attack = "told ghosts"
 
     def header(peer: PeerId) -> dict[str, Any]:
@@ -152,7 +152,7 @@ async def random_labels(life: Life) -> None:
 
 
 async def endless_evaluations(life: Life) -> None:
-    """Forwards that teach nothing and are asked for by nobody who trains, 24 in flight."""
+    """Forwards that teach nothing and serve no training, 24 in flight."""
     await _endless(life, "endless evaluations", "evaluate")
 
 

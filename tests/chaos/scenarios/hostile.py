@@ -57,7 +57,7 @@ SHORT = (Arm("all at once", (*WIRE.attacks, "nan gradients", "nan weights")),)
 
 
 async def hostile_peer(lab: Lab) -> Verdict:
-    """A hostile replica of the last stage, among honest ones; in the long form one run for each kind, against runs in
+    """A hostile replica of the last stage, among honest ones. The long form has one run for each kind, against runs in
     which an honest peer holds its place."""
     verdict = Verdict("hostile")
     replicas, target = (3, 200_000) if lab.long else (2, 24_000)

@@ -24,7 +24,7 @@ RECOVERED = 0.9
 LOSS_RATIO = 1.02
 BEFORE_SECONDS = 6.0
 SETTLED_SECONDS = 1.0
-"""Of a node's life that are no measure of what it did before a wave."""
+"""So many seconds of a node's life are no measure of what it did before a wave."""
 LAST_WAVE_AT = 0.75
 """Share of the run after which no wave comes, so that recovery can be seen."""
 
@@ -48,7 +48,7 @@ LONG = Plan(replicas=4, target=400_000, pause=12.0, seeds=3)
 
 @dataclass
 class Wave:
-    """One wave: who died, and when."""
+    """One wave: the nodes that died, and when."""
 
     at: float
     victims: list[Node]
@@ -108,8 +108,8 @@ async def _disturbed(lab: Lab, plan: Plan, seed: int, verdict: Verdict) -> float
 
 
 async def _trained_for(swarm: Swarm, seconds: float, last_clock: float) -> bool:
-    """Wait until the replacements of the last wave are up, or have ended, and then so many seconds; True while a
-    further wave leaves time to recover. Those who join need somebody alive of whom they know."""
+    """Wait until the replacements of the last wave are up, or have ended, and then so many seconds. True while a
+    further wave leaves time to recover. Joiners need a living peer that they know."""
     await swarm.until(lambda: all(n.started or not n.running for n in swarm.nodes), START_SECONDS, "all are up")
     until = time.monotonic() + max(seconds, BEFORE_SECONDS + SETTLED_SECONDS)
     await swarm.until(lambda: time.monotonic() > until, seconds + 60, "the pause before a wave")
@@ -118,8 +118,8 @@ async def _trained_for(swarm: Swarm, seconds: float, last_clock: float) -> bool:
 
 
 def _over(swarm: Swarm, first: int) -> bool:
-    """Whether somebody has reached the target, and all that had a part in the run have ended; a replacement that came
-    when the others had left does not belong to it."""
+    """Tell whether a node has reached the target, and all that had a part in the run have ended. A replacement that
+    came when the others had left does not belong to it."""
     part = [node for number, node in enumerate(swarm.nodes) if number < first or _works(node)]
     reached = any(node.stopped and node.stopped.reason == "target_reached" for node in part)
     return reached and not any(node.running for node in part)

@@ -20,8 +20,8 @@ SPREAD_BACK = 3.0
 LATEST = 4
 """Averages of each node over which the spread is taken while it falls."""
 MOST_ROUNDS = 30
-"""Averages of each node after which it must have fallen: a difference that long partition made is brought nearer by the
-bound on one partner's pull in each meeting (`outer/clipping.py`), some ten of them, and by halves from there."""
+"""A difference must have fallen after so many averages of each node. The bound on one partner's pull brings one that a
+long partition made nearer in each meeting (`outer/clipping.py`). After some ten of them it falls by halves."""
 
 
 async def partition(lab: Lab) -> Verdict:
@@ -104,7 +104,7 @@ async def _merge(
 
 async def _rounds_until_near(swarm: Swarm, since: float, near: float) -> int | None:
     """Averages that the slowest node took from `since` on until the spread over everybody's latest ones was at most
-    `near`; None where `MOST_ROUNDS` of them did not bring it there."""
+    `near`. None if `MOST_ROUNDS` of them did not bring it there."""
 
     def taken() -> list[list[float]]:
         return [

@@ -46,7 +46,8 @@ LAG_SECONDS, LAG_SHARE = 0.5, 0.99
 AFTER_SHARE = 0.05
 AVERAGING_SHARE = 0.9
 TELLING_SECONDS = 60.0
-"""Of attack: in less there are some twelve exchanges, and chance alone takes a fifth of them."""
+"""An attack must last so many seconds: in less there are some twelve exchanges, and chance alone takes a fifth of
+them."""
 LOOK_EVERY = 5.0
 LEAVE_SECONDS = 30.0
 EXPORT_SECONDS = 180.0
@@ -57,7 +58,7 @@ ANSWERS = {
     "dripping donor": state_messages.OFFER.name,
     "hostile copies of a stage": copy_fetch.OPEN_COPY.name,
 }
-"""Attacks by answers alone, and what an honest node must ask for it; whom it asks is its own choice."""
+"""Attacks by answers alone, and what an honest node must ask for it; it chooses itself which peer it asks."""
 MICROBATCH_TOKENS = 128
 
 
@@ -98,7 +99,7 @@ class Plan:
 
 JOINER_EVERY = 200.0
 LIFE_SECONDS = 40.0
-"""Of one key: half of it passes before anybody dials whom it does not know."""
+"""One key lives so many seconds: half of it passes before anybody dials an unknown peer."""
 ATTACK_SECONDS = float(os.environ.get("NOLOCO_CHAOS_STRANGER_SECONDS", "600"))
 SLOW = frozenset(
     {"dripping donor", "hostile copies of a stage", "bad answers to exchanges", "replayed records", "lying clocks"}
@@ -227,7 +228,7 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
         await asyncio.wait((watching,))
     after = left + plan.after
     arm.spans = {"before": (began, attack), "attack": (attack, left), "after": (after, after + plan.before)}
-    with contextlib.suppress(AssertionError):  # who has not ended is judged with the others
+    with contextlib.suppress(AssertionError):  # a node that has not ended is judged with the others
         await swarm.until(lambda: not any(node.running for node in arm.core), plan.whole, "all nodes end")
 
 
@@ -317,7 +318,7 @@ async def _call_off(process: Process) -> None:
 
 
 async def _late_joiner(arm: Arm, comes: float, leaves: float) -> None:
-    """One more of the last stage, which must find an honest donor among whoever offers."""
+    """One more node of the last stage, which must find an honest donor among those that offer."""
     await _until(arm.swarm, comes)
     node = await arm.swarm.launch(1, _place(arm, len(arm.swarm.nodes), 1))
     try:
@@ -389,7 +390,7 @@ async def _judge_end(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     verdict.demand(f"validation loss within {LOSS_RATIO} of clean", ratio <= LOSS_RATIO, found)
     trained = {arm.name: tokens_between(arm.core[::2], 0.0, float("inf")) for arm in (clean, attacked)}
     share = trained["attacked"] / max(1, trained["clean"])
-    least = attacked.plan.replicas / (attacked.plan.replicas + 1)  # who answers counts as one replica, key after key
+    least = attacked.plan.replicas / (attacked.plan.replicas + 1)  # an answerer counts as one replica, key after key
     held = least <= share <= 1 + AFTER_SHARE
     verdict.demand(f"at least {least:.0%} of the clean run's tokens are trained", held, f"{share:.3f}, {trained}")
     verdict.figures["clock over tokens during the attack"] = {arm.name: _haste(arm) for arm in (clean, attacked)}
