@@ -21,6 +21,7 @@ MADE = {path.name for path in PAGES}
 DOCUMENTS = [
     ROOT / "README.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in MADE),
+    *sorted((ROOT / "docs/decisions").glob("*.md")),
 ]
 
 OF_THE_MODEL = "run.model.config."
@@ -196,7 +197,7 @@ def dotted_problem(name: str) -> str | None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_whatever_a_document_names_exists(document: Path) -> None:
     """Every path, dotted name, call, private name, class and test in inline code."""
-    folder = "" if document.parent == ROOT else f"{document.parent.name}/"
+    folder = "" if document.parent == ROOT else f"{document.parent.relative_to(ROOT).as_posix()}/"
     found = list(spans(document.read_text(encoding="utf-8"), folder))
     assert found, "a document without one name proves nothing"
     assert [why for why in map(problem, found) if why] == []
@@ -251,6 +252,68 @@ def test_what_exists_or_is_not_ours_passes(span: str) -> None:
 def test_a_made_page_is_what_the_code_makes(page: Path) -> None:
     """To the letter."""
     assert page.read_text(encoding="utf-8") == PAGES[page], "run `make reference`"
+
+
+MOST_RECORDS = 40
+MOST_LINES = 15
+DECISIONS = ROOT / "docs/decisions"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One record of a page of decisions."""
+
+    page: str
+    number: int
+    title: str
+    lines: int
+    """Without its title and empty ones."""
+
+
+def decisions(pages_of_them: dict[str, str]) -> list[Decision]:
+    """The records of pages by name, in the order in which they stand."""
+    found: list[Decision] = []
+    for page, text in pages_of_them.items():
+        for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+            title, _, body = part.partition("\n")
+            number, _, words = title.partition(". ")
+            lines = sum(bool(line.strip()) for line in body.splitlines())
+            found.append(Decision(page, int(number), words, lines))
+    return found
+
+
+def problems_of_decisions(index: str, pages_of_them: dict[str, str]) -> list[str]:
+    """Records that are too many, too long, or not in the index as they are called, in the order of their numbers."""
+    records = sorted(decisions(pages_of_them), key=lambda record: record.number)
+    named = re.findall(r"^- (\d+)\. \[(.+)\]\(([\w-]+)\.md#.+\)$", index, flags=re.MULTILINE)
+    known = [(str(record.number), record.title, record.page) for record in records]
+    wrong = [f"{len(records)} records: join two of them"] if len(records) > MOST_RECORDS else []
+    wrong += [f"record {r.number} has {r.lines} lines" for r in records if r.lines > MOST_LINES]
+    if [record.number for record in records] != list(range(1, len(records) + 1)):
+        wrong.append("the numbers have gaps")
+    return wrong if known == named else [*wrong, f"the index differs in {set(known) ^ set(named)}, or in its order"]
+
+
+def test_decisions_are_few_and_short_and_stand_in_their_index() -> None:
+    """At most 40 records of at most 15 lines: what is more is history's, which the index names."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DECISIONS.glob("*.md"))}
+    assert problems_of_decisions(texts.pop("index"), texts) == []
+
+
+@pytest.mark.parametrize(
+    ("index", "text", "wrong"),
+    [
+        ("", "## 1. One\n", 1),
+        ("- 1. [One](page.md#1-one)\n- 2. [Two](page.md#2-two)\n", "## 1. One\n", 1),
+        ("- 1. [One](page.md#1-one)\n", "## 1. One\n" + "- a line\n" * 16, 1),
+        ("- 2. [Two](page.md#2-two)\n", "## 2. Two\n", 1),
+        ("".join(f"- {n}. [A](page.md#a)\n" for n in range(1, 42)), "".join(f"## {n}. A\n" for n in range(1, 42)), 1),
+        ("- 1. [One](page.md#1-one)\n", "## 1. One\n" + "- a line\n" * 15, 0),
+    ],
+)
+def test_a_page_of_decisions_that_breaks_a_rule_is_seen(index: str, text: str, wrong: int) -> None:
+    """Missing in the index, only there, too long, with a gap, too many; and one that is in order."""
+    assert len(problems_of_decisions(index, {"page": text})) == wrong
 
 
 def stands_in_the_code(message: str) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "noloco_node"
 ROOMS = ("averaging", "state_transfer", "placement")
-"""Those that keep the law. What others still write from outside has one writer each (decision 231)."""
+"""Those that keep the law. What others still write from outside has one writer each."""
 
 FILES = [path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py"))]
 

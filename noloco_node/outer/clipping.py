@@ -42,7 +42,7 @@ class DifferenceBound:
 
     A peer that was within the bound before and is beyond it now was parted from this replica by something. Its
     difference is brought to the bound. A peer that never was within it is a stranger: its difference moves a replica
-    the less the larger it is (decision 129).
+    the less the larger it is (decision 6).
     """
 
     def __init__(self, multiple: float) -> None:
@@ -135,7 +135,7 @@ class PartnerBound:
 
     They limit the norm of the difference, its single values, and what it takes back of what this replica has learnt. A
     bound on the norm alone lets a partner push where it hurts most. Three times what is learnt between two exchanges
-    takes back all of it. Put into a few values it ruins a model (decision 182).
+    takes back all of it. Put into a few values it ruins a model (decision 6).
     """
 
     def __init__(self, multiple: float) -> None:

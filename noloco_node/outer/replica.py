@@ -18,7 +18,7 @@ from noloco_node.outer.update import OuterRule, contribution, step_
 _IN_CACHE = 1 << 16
 """So many values are worked on together, so that they stay in a processor's cache."""
 TRAIL_STEPS = 16
-"""A trail averages over so many outer steps (decision 157)."""
+"""A trail averages over so many outer steps (decision 4)."""
 LEARNT_STEPS = 16
 """What a replica itself has learnt is averaged over so many outer steps. Over fewer, honest partners seem to take back
 what it learnt in the last steps, for these are all that they lack."""

@@ -1,7 +1,7 @@
 """Audits: now and then several peers train the same microbatch, and who contradicts the others gets no more of them.
 
 A gradient with its sign turned looks like any other in size, and gradients of different microbatches have too little in
-common to tell one by (decision 127). Those of the same microbatch nearly agree between honest replicas of a stage. What
+common to tell one by (decision 12). Those of the same microbatch nearly agree between honest replicas of a stage. What
 an audited peer gets is an ordinary microbatch: it cannot know that another one has it too.
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ALIKE = 0.5
-"""Two gradients less alike than this contradict each other (decision 128 has what was measured)."""
+"""Two gradients less alike than this contradict each other (decision 12 has what was measured)."""
 UNUSUAL = 2.0
 """Times the usual norm from which a gradient is looked at."""
 JURY = 3

@@ -1,7 +1,7 @@
 """A relay: carries encrypted connections to peers that nobody can dial, if its owner wants that.
 
 libp2p's circuit relay v2 is served by this node in the place of its p2pd. That one's relay cannot be turned off, serves
-every stranger, and ends each connection after 128 KiB (decision 150). So every node runs this one, most of them to say
+every stranger, and ends each connection after 128 KiB (decision 23). So every node runs this one, most of them to say
 no. The two ends run TLS with each other through the relay, which can neither read nor change what they say.
 """
 
