@@ -10,8 +10,19 @@ from typing import cast
 
 import psutil
 
-_REFUSED = ("can't allocate memory", "out of memory", "Cannot allocate memory", "failed to map segment")
-"""torch, its devices and the loader of libraries say this."""
+_REFUSED = (
+    "can't allocate memory",
+    "out of memory",
+    "Cannot allocate memory",
+    "failed to map segment",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+)
+"""torch, its devices, their libraries and the loader say this. A library without room for its handle says that it is not
+initialised."""
 
 
 def address_space_left() -> int | None:

@@ -244,7 +244,9 @@ class StageTrainer(Trainer):
         assert passage.version is not None
         leaf = inputs if self._is_first else inputs.detach().requires_grad_()
         with torch.enable_grad():
-            return leaf, *self._run_routed(passage.version, leaf, passage.positions)
+            # A view, since autocast would cast a leaf once and add up its gradients in bf16 at a cut alone.
+            entry = inputs if self._is_first else leaf.view_as(leaf)
+            return leaf, *self._run_routed(passage.version, entry, passage.positions)
 
     def _run_routed(self, version: Version, inputs: Tensor, positions: Tensor | None) -> tuple[Tensor, Routed | None]:
         """The outputs, and what the routers did, where they are trained."""

@@ -141,7 +141,8 @@ async def test_refused_memory_has_one_name_whoever_refuses_it() -> None:
 
     thread = ComputeThread()
     cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
-    for error in (cuda, MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")):
+    handle = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    for error in (cuda, handle, MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")):
         with pytest.raises(NoMemory) as refused:
             await thread.run(Priority.FORWARD, partial(fails, error))
         assert str(refused.value) == (str(error).partition("\n")[0] or "MemoryError")
