@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from noloco_node.model.stage import Stage
 
-Run = Callable[[Tensor, Sequence[Tensor]], Tensor]
+_Layer = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """A layer as its class wrote it: its outputs for an input, with these weights."""
 _Place = tuple[nn.Module, str]
 """A module and the name of a weight in it."""
@@ -31,7 +31,7 @@ def checkpoint_layers(stage: Stage) -> None:
         layer.forward = _checkpointed(layer, way)
 
 
-def _checkpointed(layer: nn.Module, way: Callable[[Run, Tensor, Sequence[Tensor]], Tensor]) -> Callable[..., Tensor]:
+def _checkpointed(layer: nn.Module, way: Callable[[_Layer, Tensor, Sequence[Tensor]], Tensor]) -> Callable[..., Tensor]:
     places = _places_of(layer)
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -49,11 +49,11 @@ def _checkpointed(layer: nn.Module, way: Callable[[Run, Tensor, Sequence[Tensor]
     return forward
 
 
-def _run_again(run: Run, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _run_again(run: _Layer, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, _Again.apply(run, hidden, *weights))  # pyright: ignore[reportUnknownMemberType]
 
 
-def _run_again_with_hooks(run: Run, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _run_again_with_hooks(run: _Layer, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, checkpoint(run, hidden, weights, use_reentrant=False, preserve_rng_state=False))
 
 
@@ -61,7 +61,7 @@ class _Again(torch.autograd.Function):
     """A layer that backward runs once more. A stage draws no random numbers, so no generator has to be set back."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, hidden: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, run: _Layer, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.run, ctx.computing = run, _autocast_now(hidden.device.type)
         ctx.save_for_backward(hidden, *weights)
         return run(hidden, weights)
