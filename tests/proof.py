@@ -1,6 +1,6 @@
 """Real text in, a real model out, with whole daemons: `python -m tests.proof [FOLDER]`, minutes on two cores.
 
-A tokenizer is learnt from C4-style shards; 2 × 4 daemons stream them and train a Qwen3-type model; two die by kill -9,
+A tokenizer is learnt from C4-style shards. 2 × 4 daemons stream them and train a Qwen3-type model. Two die by kill -9,
 one of them the node that all others joined through. While the others train on, and after the end, the model is exported
 from elsewhere. It must have the swarm's own held-out loss to 1e-3 in transformers alone; `eval` and `generate` must say
 the same. Each line printed is a fact; the last one says whether all of it held.
@@ -142,7 +142,7 @@ def noloco_node(*arguments: str | Path, elsewhere: Path) -> str:
 
 
 def own_files(folder: Path) -> list[str]:
-    """Where whoever exports keeps text and tokenizer: a run chooses no file of a machine."""
+    """The place where the exporting user keeps text and tokenizer: a run chooses no file of a machine."""
     text = f"run.data.path={folder / 'c4'}/c4-train.*.json.gz"
     return ["--set", text, "--set", f"run.data.tokenizer={folder / 'bpe'}"]
 

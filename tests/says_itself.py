@@ -1,8 +1,8 @@
 """A process that says what it is, for the test of processes that are forked instead of spawned.
 
-Run as `python -m tests.says_itself HOW`: it prints one line of JSON, and one to stderr, and then ends as HOW says:
-with that exit code, by an exception ("fails"), with words ("says"), at the end of its code ("ends"), or not before it
-is told to ("waits").
+Run as `python -m tests.says_itself HOW`. It prints one line of JSON, and one to stderr, and then ends as HOW says. That
+may be with an exit code, by an exception ("fails"), with words ("says"), or at the end of its code ("ends"). With
+"waits" it does not end before it is told to.
 """
 
 from __future__ import annotations

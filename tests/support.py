@@ -20,14 +20,14 @@ from noloco_node.telemetry.events import Account, AnyEvent
 T = TypeVar("T")
 
 TURNS = 20
-"""Of the loop, after which `eventually` looks only now and then."""
+"""After so many turns of the loop `eventually` looks only now and then."""
 TORCH_CACHE = "torchinductor_"
 """torch makes an empty folder of this name, one a user, among the temporary ones when the first optimizer steps."""
 
 
 def free_port() -> int:
-    """One of this machine that nothing listens on now, and that the system usually gives to no outgoing connection:
-    one could take it before its node comes to listen on it."""
+    """A free port of this machine, which the system usually gives to no outgoing connection. Such a connection could
+    take it before its node comes to listen on it."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 32_000)))

@@ -87,9 +87,8 @@ def test_dithered_codes_are_unbiased_over_exchanges(name: CodecName) -> None:
 
 
 def test_errors_repeat_neither_from_row_to_row_nor_from_block_to_block() -> None:
-    """Where all weights are equal and so are all differences, the dither alone decides: its errors at two places are
-    not correlated at the distance of a row or of a block. (From one place to the next they alternate, as they should.)
-    """
+    """If all weights are equal and so are all differences, the dither alone decides. Its errors at two places are not
+    correlated at the distance of a row or of a block. (From one place to the next they alternate, as they should.)"""
     own = torch.ones(64 * BLOCK)
     other = own + 0.0013
     found = torch.stack([error("int8", own, other, str(number)) for number in range(20)])
@@ -153,7 +152,7 @@ def test_cutting_into_chunks_changes_nothing(name: CodecName, blocks: int, start
 
 @pytest.mark.parametrize("name", MODULO)
 def test_a_large_chunk_is_as_many_small_ones(name: CodecName) -> None:
-    """Also where it is longer than the pieces in which it is made."""
+    """That holds also if it is longer than the pieces in which it is made."""
     own, other = pair(0.01, size=300 * BLOCK + 5)
     whole = difference(name, own, other)
     assert torch.equal(difference(name, own, other, chunk=50 * BLOCK), whole)

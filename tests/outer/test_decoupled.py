@@ -101,8 +101,8 @@ def test_a_sign_and_a_scale_hold_most_of_a_motion_whatever_it_is_like(kind: str)
 
 @pytest.mark.parametrize("codec", BOTH)
 def test_nothing_waits_and_nothing_is_lost(codec: CodecName) -> None:
-    """A constant and different Δ in each of four replicas: the mean over replicas moves by all of it in every round, as
-    without a codec, and the spread stays bounded."""
+    """Each of four replicas has a constant and different Δ. The mean over replicas moves by all of it in every round,
+    as without a codec, and the spread stays bounded."""
     group = [replica_of(RULE, vectors(1, size=SIZE)[0], codec=codec) for _ in range(4)]
     learnt = [0.01 * x for x in vectors(4, torch.float64, 77, SIZE)]
     start = torch.stack([r.slow for r in group]).mean(0)
@@ -128,7 +128,7 @@ PLAIN = OuterRule(0.0, 1.0, 1.0, "averaged")
 
 
 def test_what_did_not_cross_goes_on_crossing() -> None:
-    """Of one progress, different in two replicas that began together, eight meetings leave a tenth; the windows alone
+    """Two replicas that began together have different progress: eight meetings leave a tenth of it. The windows alone
     would leave 0.21 of the variance."""
     slow = vectors(1, torch.float32, size=SIZE)[0]
     group = [replica_of(PLAIN, slow, fast=slow + 0.01 * x, codec="sign") for x in vectors(2, torch.float32, 7, SIZE)]
@@ -175,8 +175,8 @@ def test_the_spread_shrinks_by_the_window_alone(codec: CodecName) -> None:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_cutting_into_chunks_of_whole_groups_changes_nothing(name: CodecName) -> None:
-    """The same bits in one piece and by groups of blocks, also of a fragment that begins later; the window's blocks,
-    which lie a thousandth apart, are right in every group."""
+    """The bits are equal in one piece and by groups of blocks, also for a fragment that begins later. The window's
+    blocks, which lie a thousandth apart, are right in every group."""
     codec, start = CODECS[name], 7 * BLOCK
     own, apart = vectors(2, torch.float32, 3, SIZE)
     other = own + 1e-3 * apart

@@ -50,8 +50,8 @@ def attacked(victim: OuterReplica, bound: PartnerBound, way: Tensor, name: str) 
 
 
 def distance_after(way: Way | None) -> Tensor:
-    """What is left to learn of each value (of one) after so many rounds in which everybody meets somebody, and one of
-    six a hostile partner; the mean over replicas."""
+    """The part of each value (of one) that is left to learn after so many rounds; the mean over replicas. Everybody
+    meets somebody, and one of six meets a hostile partner."""
     generator = torch.Generator().manual_seed(3)
     first = torch.ones(2 * BLOCK)
     group = [replica_of(RULE, first) for _ in range(HONEST)]

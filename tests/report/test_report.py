@@ -450,7 +450,7 @@ def test_values_on_an_axis_are_short(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(("many", "gone"), [(100, 20), (1000, 0)])
 def test_only_of_a_swarm_that_is_seen_whole_those_that_leave_are_counted(many: int, gone: int) -> None:
-    """Of a larger one numbers are estimates, which go up and down."""
+    """In a larger one numbers are estimates, which go up and down."""
     counts = ([many, many], [many - 20, many], [many, many])
     accounts = (
         made.account(time=1000.0 + at, clock=1.0, target=1e9, nodes_per_stage=each) for at, each in enumerate(counts)

@@ -13,9 +13,9 @@ NODES, LOOKS = 40, 300
 
 
 def test_rows_of_arrays_decide_as_one_node_does() -> None:
-    """Over counts that swing as a stage grows and shrinks, some of a crowded bucket, some that do not come, with looks
-    at level 0 that speak of levels far above, true and false ones: after every look level, estimate, fullness and what
-    is written are the same."""
+    """Counts swing as a stage grows and shrinks. Some are of a crowded bucket, some do not come, and looks at level 0
+    speak of levels far above, true and false ones. After every look level, estimate, fullness and what is written are
+    the same."""
     rng = random.Random(3)
     each = [StageLevel(random.Random(i)) for i in range(NODES)]
     rows = StageLevels(NODES, np.random.default_rng(1))

@@ -131,7 +131,7 @@ def test_who_comes_for_a_dead_node_has_a_device_for_its_stage() -> None:
 
 
 def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
-    """Where nodes die all the time, and only who is there from the beginning says whether meetings are even."""
+    """Nodes die all the time, and only those there from the beginning say whether meetings are even."""
     whole, dying = (
         simulate(
             shipped("sim.nodes=4", "sim.hours=0.03", f"sim.life_hours={life}", PATIENT), lambda _done, _all: None
@@ -173,7 +173,7 @@ def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path)
 
 
 def test_what_an_exchange_takes_of_a_processor_is_in_the_course() -> None:
-    """Of nodes that exchange within half a minute."""
+    """The nodes exchange within half a minute."""
     often = ("run.outer.inner_steps=2", "run.outer.min_inner_steps=1", "sim.operation_seconds=0.2")
     free, dear = (
         simulate(shipped("sim.nodes=4", "sim.hours=0.01", *often, f"sim.exchange_seconds={seconds}"), lambda *_: None)
@@ -184,8 +184,8 @@ def test_what_an_exchange_takes_of_a_processor_is_in_the_course() -> None:
 
 
 def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves() -> None:
-    """From the copy that a node of another stage kept, with the clock that the copy has; figures tell what is done at
-    which stage, wherever a node has been before."""
+    """It takes the copy that a node of another stage kept, with the clock that the copy has. Figures tell what is done
+    at which stage, wherever a node has been before."""
     limits = LimitsSpec(record_seconds=2.0, grace_seconds=2, guard_seconds=1.0)
     spec = micro_spec(steps=10_000, microbatches_a_step=4, outer=OuterSpec(inner_steps=2, min_inner_steps=1))
     spec = spec.model_copy(update={"limits": limits, "guard_copies": 1})

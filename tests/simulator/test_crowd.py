@@ -176,8 +176,8 @@ def test_nodes_move_to_a_stage_that_has_lost_many_and_then_no_more() -> None:
 
 
 def test_who_moves_leaves_its_exchanges_and_its_dials_behind() -> None:
-    """Where calls take seconds, at each of many moments half of a stage leave it: none of them carries at the
-    rate of who exchanges, then or when a call comes that was on its way."""
+    """Calls take seconds, and at each of many moments half of a stage leave it. None of them carries at the rate of an
+    exchanging node, then or when a call comes that was on its way."""
     fired = 0
     for seconds in range(300, 600, 30):
         crowd = Crowd(settings(links={"near_seconds": 30.0, "far_seconds": 30.0}), 24)
@@ -195,7 +195,7 @@ def test_who_moves_leaves_its_exchanges_and_its_dials_behind() -> None:
 
 @pytest.mark.parametrize("view", ["everybody", "buckets"])
 def test_counts_are_right_in_either_view(view: str) -> None:
-    """Of many nodes at one stage: all exactly, or within some hundredths by buckets."""
+    """Many nodes of one stage are counted exactly, or within some hundredths by buckets."""
     crowd = Crowd(settings(work={"stages": 1}, devices={"forward_seconds": 1e6}, directory={"view": view}), 600)
     crowd.agenda.run(90.0)
     assert crowd.directory.error <= (0.0 if view == "everybody" else 0.12)
@@ -212,8 +212,8 @@ def test_a_stage_that_all_begin_at_once_comes_to_its_level() -> None:
 
 
 def test_what_a_node_takes_each_stage_to_have_is_about_what_it_has() -> None:
-    """A bucket of the own stage or the next, some of a further one, and so also where nothing is held yet; on average
-    over nodes, and each to twice the error that it says."""
+    """It sees a bucket of the own stage or the next, some of a further one, also before anything is held. The number is
+    right on average over nodes, and for each to twice the error that it says."""
     work = {"stages": 4, "state_bytes": 1}
     crowd = Crowd(settings(work=work, devices={"forward_seconds": 1e6}), 1200)
     crowd.agenda.run(1200.0)
@@ -232,7 +232,7 @@ def test_what_a_node_takes_each_stage_to_have_is_about_what_it_has() -> None:
 
 @pytest.mark.parametrize("view", ["everybody", "buckets"])
 def test_at_the_start_everybody_is_seen(view: str) -> None:
-    """Who begins beside others sends to all of them, and renewals come each at a time of its own."""
+    """A node that begins beside others sends to all of them, and renewals come each at a time of its own."""
     directory = {"view": view, "record_seconds": 20.0, "look_seconds": 2.0}
     crowd = Crowd(settings(directory=directory, devices={"forward_seconds": 1.0}), 24)
     crowd.agenda.run(60.0)
@@ -270,7 +270,7 @@ def test_of_a_stage_that_begins_at_once_each_sees_as_many_as_holders_keep() -> N
 
 
 def test_who_goes_to_another_stage_is_seen_no_longer() -> None:
-    """Not even by those that had asked who is there just before."""
+    """It is not seen even by those that had asked the directory just before."""
     crowd = Crowd(settings(devices={"forward_seconds": 1e6}), 24)
     one, other, *_ = (i for i in range(24) if crowd.nodes.stage[i] == 1)
     assert crowd.nodes.peer[one] in crowd.directory.seen(other, 0)
@@ -287,7 +287,7 @@ def test_who_sends_slowly_keeps_nobody_off_a_downlink() -> None:
 
 
 def test_who_lags_takes_a_state_and_its_donor_goes_on() -> None:
-    """It steps with nobody until it has it; all others, whoever gives it, step on meanwhile."""
+    """It steps with nobody until it has it; all others, the donor included, step on meanwhile."""
     work = settings().work.model_copy(update={"state_bytes": 1_000_000_000})
     crowd = Crowd(settings(work=work.model_dump(), devices={"fastest": 1.0, "forward_seconds": 4.0}), 24)
     crowd.agenda.run(1200.0)
@@ -367,8 +367,8 @@ def test_unevenness_tells_chance_from_a_preference() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_class_that_has_more_nodes_in_one_stage_than_in_another_is_no_preference(ahead: int) -> None:
-    """300 nodes of four stages, each pair of a stage equally likely, or each of one stage and the next: 1.4 to 2.0
-    where stages are not told apart, and ever more the more meetings there are."""
+    """300 nodes of four stages meet, each pair of a stage equally likely, or each of one stage and the next. It would
+    be 1.4 to 2.0 if stages were not told apart, and ever more the more meetings there are."""
     rng = random.Random(1)
     of, stage = np.array([rng.randrange(CLASSES) for _ in range(300)]), np.arange(300) % 4
     within = [[i for i in range(300) if stage[i] == s] for s in range(4)]
@@ -383,7 +383,7 @@ def test_a_class_that_has_more_nodes_in_one_stage_than_in_another_is_no_preferen
 
 
 def test_figures_are_of_the_time_after_the_warm_up() -> None:
-    """And are all there."""
+    """All figures are there."""
     figures = CrowdRun(Crowd(settings(warm_up_seconds=600, churn_an_hour=4.0), 24)).run()
     assert figures.seconds == 1200.0
     assert 0.3 < figures.of_best < 1.0
@@ -474,7 +474,7 @@ def test_each_size_is_written_as_soon_as_it_is_there(tmp_path: Path) -> None:
 
 
 def test_who_is_left_of_a_crowd_is_replaced_as_before() -> None:
-    """Of those that nearly all died at once one lives on, and while nobody else does it is the one that is drawn."""
+    """One of those that nearly all died at once lives on, and it is drawn while nobody else lives."""
     crowd = crowd_of(24, deaths=[{"at_seconds": 300, "share": 0.999}], churn_an_hour=20.0, seconds=900)
     assert min(moment.nodes for moment in crowd.moments) == 1
 

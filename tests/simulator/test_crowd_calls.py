@@ -23,7 +23,7 @@ CALL = 2.0 * (MESSAGE_BYTES + TOLD_BYTES * RECORD)
 def sights(
     many: int, own: float, following: float = 0.0, *, share: float = 1.0, population: float | None = None
 ) -> Sights:
-    """Of so many nodes, each of which has so many in view."""
+    """The sights of so many nodes, each of which has so many in view."""
     none = np.zeros(many)
     every = own + following if population is None else population
     return Sights(
@@ -41,7 +41,7 @@ def sights(
 
 @pytest.mark.parametrize("heard", [0.0, 0.05])
 def test_calls_are_as_many_as_the_roll_call_makes(heard: float) -> None:
-    """Eight nodes for thirty lives of a record, who work with each other so often a second, or not at all."""
+    """Eight nodes work with each other so often a second, or not at all, for thirty lives of a record."""
 
     async def course() -> int:
         rng = random.Random(1)

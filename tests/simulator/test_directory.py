@@ -1,5 +1,8 @@
-"""The directory in virtual time: the daemon's own, over modelled links. What is published is found, copies
-die with who held them, and its bytes are those that real members were measured to take."""
+"""The directory in virtual time: the daemon's own, over modelled links.
+
+What is published is found, copies die with their holders, and its bytes are those that real members were measured to
+take.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ TRIP = 0.1
 
 
 def record(peer: PeerId) -> PeerRecord:
-    """Of a node of stage 0."""
+    """The record of a node of stage 0."""
     return PeerRecord(peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=1, version="1")
 
 
@@ -60,7 +63,7 @@ class Members:
 
 
 def membership_of(directory: SimulatedDirectory, met: Acquaintances, number: int, life: float = 20.0) -> Membership:
-    """Of a node that trains one of two stages, and is asked by nobody."""
+    """The membership of a node that trains one of two stages, and is asked by nobody."""
     figures = OwnFigures(clock=1e6, tokens_per_second=500.0, outer_rounds=7, capacity=600.0)
     membership = Membership(directory, met, peer_of(number), number % 2, 2, life, lambda: figures, lambda: None)
     membership.state = PeerState.TRAINING
@@ -73,7 +76,7 @@ def received(links: Links, number: int) -> int:
 
 
 def test_what_is_published_is_found_and_is_gone_with_those_that_held_it() -> None:
-    """A few hold it; who asks after all of them died finds nothing."""
+    """A few hold it; a node that asks after all of them died finds nothing."""
 
     async def work() -> None:
         async with Members() as members:
@@ -124,7 +127,7 @@ def test_members_receive_what_real_ones_were_measured_to_receive() -> None:
         async with AsyncExitStack() as stack:
             members = await stack.enter_async_context(Members(20.0, 2))
             for number, directory in enumerate(await members.grow(count + 1)):
-                await asyncio.sleep(0.4)  # who starts at the same moment asks in step
+                await asyncio.sleep(0.4)  # a node that starts at the same moment asks in step
                 if number:  # the first is a seed
                     membership = membership_of(directory, members.met[number], number)
                     task = asyncio.create_task(membership.run())

@@ -100,7 +100,7 @@ def test_loss_stalls_small_messages_and_holds_transfers_to_what_a_stream_brings(
 
 
 def test_through_a_relay_it_is_two_hops_and_the_relays_links_count() -> None:
-    """Who nobody can dial is reached at the relay's uplink; from the relay itself there is no detour."""
+    """A node that nobody can dial is reached at the relay's uplink; from the relay itself there is no detour."""
     fast, slow = Attachment(0, 8.0 * MEGABYTE, 8.0 * MEGABYTE), Attachment(1, MEGABYTE, MEGABYTE)
     hidden = Attachment(0, 8.0 * MEGABYTE, 8.0 * MEGABYTE, relay=RELAY)
     found = times(lambda way: [way.carry(A, B, MEGABYTE)], a=fast, b=hidden, relay=slow) + times(
@@ -126,7 +126,7 @@ def test_bytes_are_weighed_and_counted_for_both_ends_and_the_relay() -> None:
 
 
 def test_what_is_slowed_takes_so_many_times_as_long_and_what_is_parted_waits() -> None:
-    """Also what is under way; until it is undone."""
+    """That holds for what is under way, too, until it is undone."""
     end = Attachment(0, MEGABYTE, MEGABYTE)
 
     async def work() -> list[float]:

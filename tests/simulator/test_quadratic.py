@@ -45,7 +45,7 @@ def course(seed: int) -> tuple[str, float]:
 
 
 def traces() -> list[str]:
-    """Of this swarm, and of a crowd with deaths and newcomers."""
+    """The traces of this swarm, and of a crowd with deaths and newcomers."""
     return [course(1)[0], crowd_of(24, churn_an_hour=2.0).nodes.trace]
 
 

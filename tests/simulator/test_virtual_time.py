@@ -125,7 +125,7 @@ def test_deaths_and_lost_calls_repeat_with_their_seed() -> None:
 
 
 def test_a_node_that_joins_copies_a_stage_peer_and_comes_to_the_end_with_the_others() -> None:
-    """Also where its wall clock is a second wrong."""
+    """That holds also if its wall clock is a second wrong."""
 
     async def course(world: World) -> None:
         await asyncio.sleep(6.0)
@@ -206,6 +206,6 @@ def test_an_exchange_takes_the_time_of_its_arithmetic_on_either_side() -> None:
     assert not any(step.kind == "aborted" for step in steps)
     assert pieces.count(THREAD) == PIECES * len(paired) + 3 * sum(step.kind == "alone" for step in steps)
     one_side = statistics.fmean(footprint.parameters) / 1e6
-    # until the commit one works while the other waits: 5 pieces of who dials and 2 of the other, of 12; 1 of its own
+    # Until the commit one works while the other waits: 5 pieces of the dialler and 2 of the other, of 12; 1 of its own.
     assert min(paired) >= one_side * 7 / PIECES
     assert thread_seconds("") == thread_seconds("checkpoint") == 0.0

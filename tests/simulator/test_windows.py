@@ -31,7 +31,7 @@ def way(rate: float = BYTES_A_SECOND) -> SharedWay:
 
 
 def seconds_of(octets: int, times: int, pause: float, rate: float = BYTES_A_SECOND) -> list[float]:
-    """Of each of so many calls one after another, `pause` seconds after the answer to the one before."""
+    """The seconds of each of so many calls one after another, `pause` seconds after the answer to the one before."""
 
     async def work() -> list[float]:
         links, took = Links(way(rate)), list[float]()

@@ -66,8 +66,8 @@ def test_the_papers_runs_read_tokens_that_others_made(size: str) -> None:
 
 @pytest.mark.parametrize(("size", "host"), [(8, 16), (16, 32), (24, 64)])
 def test_a_consumers_card_holds_a_stage_of_its_file(size: int, host: int) -> None:
-    """With a tenth of the card left for CUDA's own and what the allocator keeps, and a fifth of the machine's memory
-    for all else; no less than a third of the card, or the file would waste it. What a joiner reads is not in it: a
+    """A tenth of the card is left for CUDA's own and what the allocator keeps, and a fifth of the machine's memory for
+    all else. It takes no less than a third of the card, or the file would waste it. What a joiner reads is not in it: a
     node that has no memory for that is busy."""
     config = load_config(Path(f"consumer-{size}gb"))
     needs = planned_memory(config, footprint_of(config.run))

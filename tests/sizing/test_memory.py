@@ -32,7 +32,7 @@ MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
 
 def needs(run: RunSpec, **settings: int) -> tuple[StageMemory, ...]:
-    """Of each stage, with four replicas."""
+    """The needs of each stage, with four replicas."""
     return memory_of(run, NodeSettings.model_validate(settings), footprint_of(run), 4)
 
 
@@ -59,7 +59,7 @@ def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
 
 
 async def test_a_checkpoint_is_a_copy_of_the_whole_state() -> None:
-    """Also of the trail, where the codec has one."""
+    """It has the trail, too, if the codec has one."""
     thread = ComputeThread()
     for codec, vectors in (("int8", 6), ("sign", 7)):
         run = changed(micro_spec(stages=2), "outer", codec=codec)

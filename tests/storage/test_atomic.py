@@ -30,7 +30,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_two_threads_that_write_one_file_do_not_take_it_from_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each waits before it renames until the other has written: what peers a node knows was written at its start and by
+    """Each waits before it renames until the other has written. A node's known peers were written at its start and by
     its first look at once, and one of the two found no file."""
     both, written = threading.Barrier(2, timeout=10.0), os.fsync
 

@@ -76,7 +76,7 @@ def test_a_checkpoint_says_of_which_life_of_the_run_it_is(folder: CheckpointFold
 
 
 def test_the_last_few_stay_and_numbers_never_come_twice(folder: CheckpointFolder) -> None:
-    """Also where the newest ones were removed by hand in between."""
+    """That holds even if the newest ones were removed by hand in between."""
     for clock in (3.0, 4.0, 5.0):
         folder.write(standing(clock), tensors(clock))
     assert sorted(path.name for path in folder.path.iterdir()) == ["00000003", "00000004", "00000005"]
@@ -253,7 +253,7 @@ def test_where_none_is_left_there_is_none(folder: CheckpointFolder, tmp_path: Pa
 
 
 def test_what_a_killed_write_left_is_no_checkpoint(tmp_path: Path) -> None:
-    """Who had that alone passed for one that goes on, and began a run anew that had come to its end."""
+    """A node that had that alone passed for one that goes on, and began a run anew that had come to its end."""
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=3)
     assert not folder.holds_any
     (folder.path / ".00000001.partial").mkdir(parents=True)

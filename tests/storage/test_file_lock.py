@@ -19,7 +19,7 @@ def descriptors() -> int:
 
 
 def test_who_looks_for_an_instant_fails_no_start(tmp_path: Path) -> None:
-    """A `status` that looks who holds the file holds it, shared, while a node starts."""
+    """A `status` that asks for the holder of the file holds it, shared, while a node starts."""
     path = tmp_path / "lock"
     path.touch()
     look = os.open(path, os.O_RDONLY)

@@ -62,7 +62,7 @@ with RunFolder(Path(sys.argv[1])).lock():
 
 
 def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path: Path) -> None:
-    """The second is told the first one's pid and what to do; whoever looks sees that it is in use, and is in nobody's
+    """The second is told the first one's pid and what to do. An observer sees that it is in use, and is in nobody's
     way; `kill -9` frees it at once."""
     folder = RunFolder.create(tmp_path / "run")
     assert not folder.in_use
@@ -87,7 +87,7 @@ def test_a_folder_is_held_by_one_process_and_free_once_that_is_killed(tmp_path: 
 
 
 def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
-    """The same run may come back to it; another is refused by name, with what to do; the end is remembered."""
+    """The owner may come back to it; another run is refused by name, with what to do; the end is remembered."""
     folder = RunFolder.create(tmp_path / "run")
     assert not folder.claimed
     assert folder.claim("a" * 32, "first") is False
@@ -145,7 +145,7 @@ def test_a_folder_where_a_file_should_be_is_refused(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["checkpoints", "final"])
 def test_a_file_where_a_folder_should_be_is_refused(name: str, tmp_path: Path) -> None:
-    """Else no checkpoint could ever be written."""
+    """Otherwise no checkpoint could ever be written."""
     (tmp_path / name).write_text("")
     with pytest.raises(UserError, match=name):
         RunFolder.create(tmp_path)
@@ -167,7 +167,7 @@ def test_a_link_in_the_place_of_a_file_is_followed_by_nobody(tmp_path: Path, nam
 
 
 def test_a_mark_that_never_ends_is_not_waited_for(tmp_path: Path) -> None:
-    """`run.json` as a link to /dev/zero hung whoever looked whose run it is; a long one is refused as well."""
+    """`run.json` as a link to /dev/zero hung every reader of the mark; a long one is refused as well."""
     folder = RunFolder.create(tmp_path / "run")
     mark = folder.path / "run.json"
     mark.symlink_to("/dev/zero")

@@ -15,7 +15,7 @@ LIFE, RENEWED, LOOK = 20.0, 6.0, 2.0
 HELD = 512
 """Records that a bucket's holders keep."""
 ROOT_EVERY = 8
-"""Looks after which level 0 is read by who is one above it; twice as many for each further level."""
+"""A node one above it reads level 0 after so many looks; twice as many for each further level."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class BucketWorld:
         self.now = 0.0
         self.nodes: list[BucketNode] = []
         self.records: defaultdict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
-        """Ends of lives by half, level and bucket, then by who wrote."""
+        """The ends of lives by half, level and bucket, then by writer."""
 
     def add(self, many: int, half: int = 0) -> None:
         """So many new nodes, at level 0."""
@@ -88,6 +88,6 @@ class BucketWorld:
         return {node.level.level for node in self.nodes}
 
     def rms_error(self) -> float:
-        """Of all nodes' estimates, relative."""
+        """The relative error of all nodes' estimates."""
         many = len(self.nodes)
         return (sum((node.level.estimate.number / many - 1.0) ** 2 for node in self.nodes) / many) ** 0.5

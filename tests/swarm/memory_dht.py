@@ -25,7 +25,7 @@ class MemoryP2P:
         self.peer_id = PeerID.from_base58(peer)
         self.handlers: dict[str, tuple[Any, Any]] = {}
         self.calls: list[tuple[str, str]] = []
-        """Who was called, and what for."""
+        """The called peers, and what each was called for."""
         network[peer] = self
 
     async def add_protobuf_handler(self, name: str, handler: Any, kind: Any) -> None:

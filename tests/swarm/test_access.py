@@ -1,4 +1,4 @@
-"""Who may take part: lists and invitations, checked by every node by itself."""
+"""Admission to a run: lists and invitations, checked by every node by itself."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def complaint(spec: RunSpec, setting: str | None) -> tuple[ExitCode, str]:
 
 
 def test_the_run_id_covers_who_may_take_part(owner: Identity) -> None:
-    """Whoever changes the list, the mode or the owner has another run."""
+    """A change of the list, the mode or the owner makes another run."""
     base = micro_spec(stages=1)
     runs = [base, run_of(owner), run_of(owner, peers=(GUEST,)), run_of(owner, "listed", peers=(GUEST,))]
     assert len({run.run_id for run in runs}) == 4
@@ -72,7 +72,7 @@ def test_rules_that_contradict_themselves_are_refused(access: dict[str, object])
 
 
 def test_an_invitation_admits_whom_it_names_to_the_run_it_names(owner: Identity) -> None:
-    """By name, or whoever holds it; shown to others without the secret, and of no use to anybody else."""
+    """It is for a peer by name, or any holder; shown to others without the secret, it is of no use to anybody else."""
     spec = run_of(owner)
     for peer in (GUEST, None):
         text = invite(owner, spec.run_id, LATER, peer).text()
@@ -330,7 +330,7 @@ def record_of(peer: PeerId) -> PeerRecord:
 
 
 async def test_records_of_outsiders_are_ignored_and_members_carry_their_proof(owner: Identity) -> None:
-    """Only those whom the owner has named or invited are in the view."""
+    """Only peers that the owner has named or invited are in the view."""
     spec, hub = run_of(owner, peers=("a-listed-peer",)), MemoryDirectoryHub(1)
     invitation: Invitation = invite(owner, spec.run_id, LATER, None)
     judge = Access(spec)

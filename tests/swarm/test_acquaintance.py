@@ -1,4 +1,4 @@
-"""Who has answered this node, and of whom it has seen work: told by dealings alone, within bounded memory."""
+"""The peers that have answered this node, and those it has seen work: told by dealings alone, within bounded memory."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ async def test_the_transport_notes_answers_refusals_requests_and_silence() -> No
 
 
 def test_exchanges_that_broke_three_times_in_a_row_part_two_peers_for_a_while_only() -> None:
-    """Both ends note it, so neither would begin another. Each further one doubles the rest; who is let down for good
-    has failed until it works."""
+    """Both ends note it, so neither would begin another. Each further one doubles the rest; a peer that is let down for
+    good has failed until it works."""
     clock = Clock()
     known = Acquaintances(clock)
     for _ in range(IDLES_ALLOWED + 1):

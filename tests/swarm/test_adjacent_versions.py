@@ -43,8 +43,8 @@ FIXED = RunSpec(
     evaluation=EvaluationSpec(every_tokens=100_000),
 )
 RUN_ID_OF_FIXED = {3: "839de25c91c5e5f8e145af4d8c82fb8d"}
-"""By protocol version. A setting of `run:` that comes, goes, or gets another default makes another run out of the same
-file: then raise PROTOCOL_VERSION, unless this one was not released yet, and put the new id here."""
+"""The run id by protocol version. A setting of `run:` that comes, goes, or gets another default makes another run out
+of the same file. Then raise PROTOCOL_VERSION, unless this one was not released yet, and put the new id here."""
 
 
 def other_version(made: Swarm, protocol: int) -> None:
@@ -89,8 +89,8 @@ def record(peer: PeerId, protocol: int) -> PeerRecord:
 
 
 async def test_records_of_another_protocol_version_are_dealt_with_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """They lie under the same key, since the run is the same; whoever had no peer to ask would be routed to. It is said
-    once, however many there are."""
+    """They lie under the same key, since the run is the same; a node with no other peer to ask would be routed to. It
+    is said once, however many there are."""
     hub = MemoryDirectoryHub(1)
     directory = ScreenedDirectory(MemoryDirectory(hub), Bans())
     await directory.publish(record(ONE, PROTOCOL_VERSION), 60.0)
@@ -154,8 +154,8 @@ def averaged(event: AnyEvent) -> bool:
 
 
 async def test_two_releases_of_one_protocol_version_train_in_one_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica of each stage is of the later release: each averages with its stage peer of the other, microbatches
-    go between all, and nobody is blamed for what is not known here."""
+    """One replica of each stage is of the later release, and each averages with its stage peer of the other.
+    Microbatches go between all, and nobody is blamed for what is not known here."""
 
     def transport(network: MemoryNetwork, peer: PeerId) -> MemoryTransport:
         return (NewerTransport if peer.endswith("-1") else MemoryTransport)(network, peer)
@@ -174,5 +174,5 @@ async def test_two_releases_of_one_protocol_version_train_in_one_swarm(monkeypat
 
 
 def test_one_protocol_version_makes_one_run_of_one_file() -> None:
-    """Who upgrades must find its run again, and its folder."""
+    """A user that upgrades must find the run again, and its folder."""
     assert RUN_ID_OF_FIXED.get(PROTOCOL_VERSION) == FIXED.run_id

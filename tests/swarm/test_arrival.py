@@ -92,7 +92,7 @@ async def test_an_announcement_lives_while_the_node_prepares_and_is_withdrawn_wh
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_joiner_does_not_take_a_large_stage_for_a_small_one(seed: int) -> None:
-    """Of 300 the first look shows only those of the first bucket, fewer than the 90 of a stage that is read whole. It
+    """The first look at 300 shows only those of the first bucket, fewer than the 90 of a stage that is read whole. It
     looks through its screen, as every node does."""
     hub = MemoryDirectoryHub(2)
     for stage, many, level in ((0, 90, 0), (1, 300, 2)):

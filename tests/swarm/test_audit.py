@@ -1,4 +1,4 @@
-"""Audits: who is looked at, who decides, and what follows for whoever is contradicted."""
+"""Audits: which peers are examined, which decide, and what follows for a peer that is contradicted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_nothing_is_like_nothing() -> None:
 
 
 def test_the_odd_one_out_is_told_by_a_third() -> None:
-    """Of two that contradict each other the one that the third contradicts too; nobody where it agrees with both or
+    """Of two that contradict each other, it is the one that the third contradicts too; nobody if it agrees with both or
     with none."""
     gradient, other, third = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)).unbind()
     honest = gradient + 0.1 * other
@@ -98,7 +98,8 @@ class Stage:
         return Trained(1.0, 1, size * self.liars.get(peer, GRADIENT), size, peer)
 
     async def microbatch(self, first: PeerId | None = None, size: float = 1.0) -> list[PeerId]:
-        """One more is answered, by whoever the book chooses unless it is said; who was asked to audit it."""
+        """One more is answered, by a peer of the book's choice unless it is said; returns the peers asked to audit
+        it."""
         chosen = first or self.book.choose()
         assert chosen is not None
         asked = len(self.asked)
@@ -116,7 +117,7 @@ class Stage:
         return self
 
     def served(self) -> set[PeerId]:
-        """Who gets ordinary microbatches."""
+        """The peers that get ordinary microbatches."""
         return {peer for _ in range(300) if (peer := self.book.choose())}
 
     def trust(self, number: int) -> Trust:
@@ -125,7 +126,7 @@ class Stage:
 
 
 async def test_the_first_microbatch_of_each_and_a_share_of_the_others_are_audited() -> None:
-    """And none where the run wants none, or nobody could decide."""
+    """None is audited if the run wants none, or nobody could decide."""
     stage = Stage(4, allowance=1.0)
     assert len(await stage.microbatch(stage.peers[0])) == 1
     count = 1 + sum([len(await stage.microbatch()) for _ in range(1599)])
@@ -144,8 +145,8 @@ async def test_an_unusually_large_gradient_is_looked_at_at_once() -> None:
 
 
 async def test_who_is_on_trial_is_only_compared_until_it_is_cleared_or_set_aside() -> None:
-    """One lie, and it gets copies of the next microbatches: to agree with eight ends the trial, and with eight of its
-    own, all of which are looked at, the doubt. Who goes on lying is set aside, and comes back on trial."""
+    """After one lie it gets copies of the next microbatches. To agree with eight ends the trial, and with eight of its
+    own, all of which are examined, the doubt. A peer that goes on lying is set aside, and comes back on trial."""
     stage = await Stage(4, share=1e-9).known()
     suspect, *others = stage.peers
     stage.liars = {suspect: -GRADIENT}
@@ -170,7 +171,7 @@ async def test_who_is_on_trial_is_only_compared_until_it_is_cleared_or_set_aside
 
 
 async def test_what_a_peer_still_had_in_hand_when_it_was_set_aside_earns_it_nothing() -> None:
-    """Nor do honest answers that are held back bring it back before its time."""
+    """Honest answers that are held back do not bring it back before its time either."""
     stage = await Stage(4, share=1.0).known()
     stage.liars = {stage.peers[0]: -GRADIENT}
     for _ in range(3):
@@ -195,8 +196,8 @@ async def test_a_trial_without_a_jury_ends_by_itself() -> None:
 
 @pytest.mark.parametrize("way", ["silent", "busy"])
 async def test_suspects_that_do_not_answer_hold_no_audit_up(way: str) -> None:
-    """They lied once and say nothing since: another liar is found out all the same. Who is gone is seldom asked
-    again; who is busy, as an honest one may be, more often."""
+    """They lied once and say nothing since: another liar is found out all the same. A peer that is gone is seldom asked
+    again; one that is busy, as an honest one may be, more often."""
     stage = await Stage(8, share=1.0).known()
     *suspects, liar = stage.peers[:4]
     stage.liars = dict.fromkeys((*suspects, liar), -GRADIENT)
@@ -362,8 +363,8 @@ class Chain:
 
 
 async def test_all_audits_together_stay_below_their_share_at_every_stage_of_eight() -> None:
-    """Copies of audits are audited again further down: the last stage, too, works at most 1 + share times what was
-    drawn, the first microbatches of each peer included; and audits there are, by every sender."""
+    """Copies of audits are audited again further down. The last stage, too, works at most 1 + share times what was
+    drawn, the first microbatches of each peer included. Audits there are, by every sender."""
     pipeline = PipelineSpec(routing="uniform", budget_seconds=60.0, progress_seconds=50.0)
     chain = Chain(micro_spec(stages=8, layers=8, pipeline=pipeline), replicas=3)
     work = (await chain.train(600))[1:]

@@ -39,8 +39,8 @@ ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, p
 
 
 def near_spec(*, steps: int, stages: int = 2) -> RunSpec:
-    """A run in which honest stage peers stay near each other, as audits take for granted, however unequally chance and
-    the machine share the work out: they average often, and learn slowly."""
+    """A run in which honest stage peers stay near each other, as audits take for granted. They average often, and learn
+    slowly, however unequally chance and the machine share the work out."""
     outer = OuterSpec(inner_steps=3, codec="fp32", max_lag_tokens=1_000_000)
     inner: dict[str, object] = {"learning_rate": 3e-4}
     return micro_spec(
@@ -114,8 +114,8 @@ async def test_honest_replicas_agree_through_a_whole_run() -> None:
 async def test_an_audit_asks_for_what_the_first_was_asked_whatever_the_codec_of_each_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each link has its own codec, whoever is asked in an audit gets the one of the first: all agree, all of one
-    microbatch went the same way. Header for header: but for its id nothing tells one from an ordinary one, the budget
+    """Each link has its own codec, but any peer asked in an audit gets the first one's: all agree, all of one
+    microbatch went the same way. But for its id nothing in its header tells one from an ordinary one, the budget
     included."""
     spec = near_spec(steps=20)
     pipeline = spec.pipeline.model_copy(update={"activations": ("fp32", "bf16", "int8")})
@@ -216,5 +216,5 @@ async def _scramble(replica: Replica) -> None:
 
 
 def outer_steps(made: World, number: int) -> list[OuterStep]:
-    """Of one replica so far."""
+    """The outer steps of one replica so far."""
     return [event for event in made.events[number] if isinstance(event, OuterStep)]

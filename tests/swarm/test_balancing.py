@@ -1,4 +1,5 @@
-"""Who serves which stage: each decision alone, and a thousand nodes that decide alone on old views, under churn."""
+"""The division of nodes among stages: each decision alone, and a thousand nodes that decide alone on old views, under
+churn."""
 
 from __future__ import annotations
 
@@ -85,8 +86,8 @@ def test_joining_nodes_count_leaving_ones_do_not_and_the_own_old_record_is_left_
 
 
 def test_nobody_counts_for_more_than_is_credible() -> None:
-    """A single record that claims the speed of a thousand does not drain its stage: without work it counts like the
-    usual node, with work for a few of them; and where it does not answer, or lets this node down, not at all."""
+    """A single record that claims the speed of a thousand does not drain its stage. Without work it counts like the
+    usual node, with work for a few of them. If it does not answer, or lets this node down, it does not count at all."""
     honest = [record(f"honest-{i:06d}", i % 2, PeerState.TRAINING, 10.0) for i in range(8)]
     view, known = view_of(*honest, record("braggart-000", 0, PeerState.TRAINING, 1e12)), Acquaintances()
     for each in honest:
@@ -110,8 +111,8 @@ def test_nobody_counts_for_more_than_is_credible() -> None:
 
 
 def test_of_two_that_chose_one_stage_at_once_exactly_one_looks_further() -> None:
-    """Neither had seen the other before; the one with the smaller peer id stays. Whoever was there before is no rival,
-    and neither is one that chose another stage."""
+    """Neither had seen the other before; the one with the smaller peer id stays. A node that was there before is no
+    rival, and neither is one that chose another stage."""
     first, second = PeerId("peer-a-000000"), PeerId("peer-b-000000")
     serving = [*peers(0, 1.0, 1.0), *peers(1, 1.0, 1.0), *peers(2, 1.0)]
     work = (1.0, 1.0, 1.0)
@@ -186,8 +187,8 @@ def test_a_lost_stage_is_confirmed_and_then_one_node_after_another_may_move() ->
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_poor_stage_that_was_lost_meanwhile_is_left_to_those_that_take_turns(seed: int) -> None:
-    """Whether nobody is seen there when the planned move is due, or only at the look that confirms it; also where
-    somebody says that it is on the way there, which costs it nothing."""
+    """Nobody is seen there when the planned move is due, or only at the look that confirms it. That holds also if a
+    node says that it is on the way there, which costs it nothing."""
     *others, here = peers(0, *[1.0] * 6)
     poor = [*others, *peers(1, 1.0)]
     first = Relocation(standing(), random.Random(seed))
@@ -351,7 +352,7 @@ def mean(values: Sequence[float]) -> float:
 @pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_thousand_nodes_find_the_best_division_and_keep_it_under_churn() -> None:
-    """The same of more nodes."""
+    """The same holds for more nodes."""
     divide_themselves(1000)
 
 
@@ -362,9 +363,9 @@ def test_hundreds_of_nodes_find_the_best_division_and_keep_it_under_churn() -> N
 
 
 def divide_themselves(nodes: int) -> None:
-    """Half of the nodes go within 83 minutes, views are 20 to 40 s old, speeds differ eightfold, a newcomer or mover
-    needs a minute to download, and in the third hour 60 % of a stage die at once. After the cool-down of the start:
-    within 5 % of the best static assignment on average, and hardly anybody ever moves."""
+    """Half of the nodes go within 83 minutes, views are 20 to 40 s old, and speeds differ eightfold. A newcomer or
+    mover needs a minute to download, and in the third hour 60 % of a stage die at once. After the cool-down of the
+    start the division is within 5 % of the best static assignment on average, and hardly anybody ever moves."""
     made = town(nodes, churn=True, seed=1)
     crooked = next(made.run(10.0))
     assert crooked < 0.85

@@ -73,7 +73,7 @@ def test_where_to_begin(own: float | None, others: list[PeerRecord], source: str
 def test_where_to_begin_beside_records_that_say_finished_and_do_not_answer(
     own: float | None, others: list[PeerRecord], joined: bool, source: str
 ) -> None:
-    """They count only for who has joined others and finds nobody."""
+    """They count only for a node that has joined others and finds nobody."""
     assert where_to_begin(own, others, 0, MAX_LAG, joined=joined, finished=True).source == source
 
 
@@ -93,8 +93,8 @@ def test_where_to_begin_beside_records_that_say_finished_and_do_not_answer(
 def test_who_knows_that_the_run_is_over_begins_only_beside_others_that_go_on(
     own: float | None, others: list[PeerRecord], source: str
 ) -> None:
-    """A node that came back after the end, with a checkpoint or with its weights saved, began the run again, and made
-    whoever remembered the end forget it; so did two that came home at once, by what each said of the other."""
+    """A node that came back after the end, with a checkpoint or with its weights saved, began the run again. It made
+    those that remembered the end forget it. So did two that came home at once, by what each said of the other."""
     assert where_to_begin(own, others, 0, MAX_LAG, over="so it is").source == source
     assert where_to_begin(own, others, 0, MAX_LAG, joined=False, over="so it is").source != "nowhere"
 
@@ -117,7 +117,8 @@ DOOR = record(1, 0.0, rounds=0, name="entrance-1")
 def test_where_to_begin_when_those_whom_one_was_told_to_join_have_finished_and_left(
     own: float | None, others: list[PeerRecord], joined: bool, source: str
 ) -> None:
-    """Others that came as late as this node are no beginning; who is past the first round is, and so is an entrance."""
+    """Others that came as late as this node are no beginning; one that is past the first round is, and so is an
+    entrance."""
     found = where_to_begin(
         own, others, 0, MAX_LAG, joined=joined, entrances=[DOOR.peer_id], finished=True, entrance_finished=True
     )
@@ -125,8 +126,8 @@ def test_where_to_begin_when_those_whom_one_was_told_to_join_have_finished_and_l
 
 
 def test_one_of_several_that_claims_to_be_ahead_is_doubted() -> None:
-    """Its state is asked for all the same; but where it gives none the run has only just begun. Nor does who has joined
-    nobody depend on anyone."""
+    """Its state is asked for all the same; but if it gives none the run has only just begun. A node that has joined
+    nobody does not depend on anyone either."""
     liar, fresh = record(0, 9000.0, F, rounds=1), [record(1, 0.0, rounds=0), record(1, 5.0, rounds=0)]
     assert where_to_begin(None, [liar, *fresh], 0, MAX_LAG) == Beginning("peer", ANY, doubtful=True)
     assert where_to_begin(None, [liar, fresh[0]], 0, MAX_LAG).doubtful
@@ -169,5 +170,6 @@ def test_a_node_that_comes_back_does_not_count_itself() -> None:
     ],
 )
 def test_whose_checkpoint_is_left_behind_at_a_stage_that_nobody_serves(others: list[PeerRecord], found: bool) -> None:
-    """A run that was at 27 % went on at 7: a node that came back with an old checkpoint did not ask who kept a copy."""
+    """A run that was at 27 % went on at 7: a node that came back with an old checkpoint did not ask for keepers of a
+    copy."""
     assert is_left_behind(5000.0, others, 0, MAX_LAG) is found

@@ -1,4 +1,4 @@
-"""A stage that somebody fills who answers and trains nothing: its neighbours see it by their own work."""
+"""A stage filled by peers that answer and train nothing: its neighbours see it by their own work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def servers(stage: int, what: str, many: int, *, present: bool = True) -> list[S
 
 
 def test_only_what_was_tried_again_and_again_until_now_blocks_a_stage() -> None:
-    """A few failures, a pause in the sending and a single answer say nothing; whoever is nearer to the end is first."""
+    """A few failures, a pause in the sending and a single answer say nothing; the sender nearest to the end is
+    first."""
     now = 0.0
     blocked = Blockage(lambda: now)
     for _ in range(TRIES - 1):

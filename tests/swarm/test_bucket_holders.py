@@ -1,4 +1,4 @@
-"""Who holds a bucket of the directory: found anew as nodes come and go, and nobody that stalls holds a look up."""
+"""The holders of a bucket of the directory: found anew as nodes come and go, and nobody that stalls holds a look up."""
 
 import asyncio
 import random
@@ -63,7 +63,7 @@ def test_holders_of_a_bucket_are_those_that_are_nearest_now() -> None:
         assert walker.holders(KEY) == net.true_holders()
         net.live -= set(net.true_holders())
         await asyncio.sleep(HOLDERS_SECONDS)
-        assert walker.holders(KEY) == ()  # who publishes does not store at those for ever
+        assert walker.holders(KEY) == ()  # a publisher does not store at those for ever
         await walker.seek(KEY)
         assert walker.holders(KEY) == net.true_holders()
 
@@ -86,7 +86,7 @@ def test_nobody_that_stalls_holds_up_a_look_at_a_bucket() -> None:
 @pytest.mark.parametrize("trip", [0.1, 0.6], ids=["near", "far"])
 @pytest.mark.parametrize("stalling", [(0,), (0, 2), (0, 1, 2, 3)], ids=str)
 def test_those_near_a_key_that_stall_hide_no_bucket(stalling: tuple[int, ...], trip: float) -> None:
-    """They were waited for, three seconds each two of them, until the look was over: two of the five nearest were
+    """They were waited for, three seconds each two of them, until the look was over. Two of the five nearest were
     enough to keep a bucket from every first look."""
 
     async def scenario() -> None:
@@ -143,7 +143,8 @@ def test_who_names_invented_nodes_near_a_key_hides_no_bucket(liars: int, invente
 
 
 async def test_records_of_a_bucket_whose_holders_are_sought_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All six hold the same forty, and each of the five nearest is asked. Who only stores there is told none."""
+    """All six hold the same forty, and each of the five nearest is asked. A node that only stores there is told
+    none."""
     reader, *holders = await members(7)
     for holder in holders:
         fill(holder, 40)

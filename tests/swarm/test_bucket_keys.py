@@ -28,7 +28,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def swarm_of(many: int) -> list[Member]:
-    """Members of one stage, who enter through the first, as many in each half of it."""
+    """Members of one stage, which enter through the first, as many in each half of it."""
     network: dict[str, MemoryP2P] = {}
     members = [await Member(network).join(RUN, 1)]
     while len(members) < many:
@@ -77,7 +77,7 @@ async def test_a_stage_that_grows_beyond_one_key_is_seen_in_part_and_counted() -
 
 @pytest.mark.usefixtures("small_buckets")
 async def test_records_of_a_bucket_are_told_over_own_links() -> None:
-    """With the level that they were signed for; who is told takes them in."""
+    """They come with the level that they were signed for; the listener takes them in."""
     members = await swarm_of(8)
     await live_for_a_while(members, 8)
     teller = next(m for m in members if sampled_of(m.directory).level_of(0).level > 0)
@@ -89,8 +89,8 @@ async def test_records_of_a_bucket_are_told_over_own_links() -> None:
 
 
 def test_a_record_lies_in_its_own_peers_buckets_only() -> None:
-    """At every level there is one; nothing is accepted under another bucket's key, another stage's, or beyond the
-    highest level, and a validator that has never seen the key finds it out."""
+    """At every level there is one. Nothing is accepted under another bucket's key, another stage's, or beyond the
+    highest level. A validator that has never seen the key finds it out."""
     identity, expires = throw_away_key(), 2e9
     record, prefix = record_of(identity.peer_id, stage=1), prefix_of(identity.peer_id)
     for level in (1, 5, MOST_LEVEL):
@@ -114,8 +114,8 @@ def test_a_record_lies_in_its_own_peers_buckets_only() -> None:
 
 
 async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
-    """A valid record at all twenty levels: a holder keeps as many as of any signer, says how many it left out, and a
-    reader counts one in each bucket that it reads."""
+    """It has a valid record at all twenty levels. A holder keeps as many as of any signer, says how many it left out,
+    and a reader counts one in each bucket that it reads."""
     [holder] = await swarm_of(1)
     flooder, prefix = throw_away_key(), 0
     prefix = prefix_of(flooder.peer_id)
@@ -139,7 +139,7 @@ async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:
 
 
 async def test_that_a_bucket_is_crowded_is_known_from_one_holder() -> None:
-    """Who brings no more of others than it may."""
+    """The holder brings no more of others than it may."""
     holder, reader = await swarm_of(2)
     bring(holder, Place(0, 1, 1), CROWDED + 20)
     found = await read_by(reader, Place(0, 1, 1))
@@ -148,7 +148,7 @@ async def test_that_a_bucket_is_crowded_is_known_from_one_holder() -> None:
 
 
 async def test_of_a_bucket_two_holders_are_asked() -> None:
-    """Of whom each has what the other lacks: who publishes and who reads need not know the same nodes near its key."""
+    """Each has what the other lacks: publisher and reader need not know the same nodes near its key."""
     one, other, reader = await swarm_of(3)
     assert await read_by(reader, Place(0, 1, 1)) == 0
     bring(one, Place(0, 1, 1), 10)

@@ -32,7 +32,7 @@ def within_one(levels: set[int]) -> bool:
 
 
 def test_up_to_64_replicas_there_is_one_key_and_the_number_is_exact() -> None:
-    """And nobody writes anywhere else while there are fewer than 48."""
+    """Nobody writes anywhere else while there are fewer than 48."""
     world = BucketWorld()
     world.add(47)
     world.look(20)
@@ -101,8 +101,8 @@ def test_a_stage_that_outgrows_its_level_goes_where_its_records_are() -> None:
 
 @pytest.mark.parametrize("seed", [1, 6, 19, 24])
 def test_a_swarm_that_grows_from_one_node_stays_one(seed: int) -> None:
-    """A tenth more at each look, a hundredfold in all. Level 0 may speak of a level that is too high by chance: 32
-    nodes of 600, none of whose buckets anybody wrote at any more, took it for nothing, and themselves for all."""
+    """It grows by a tenth at each look, a hundredfold in all. Level 0 may speak of a level that is too high by chance.
+    32 nodes of 600, none of whose buckets anybody wrote at any more, took it for nothing, and themselves for all."""
     world = BucketWorld(seed)
     world.add(1)
     while len(world.nodes) < 600:
@@ -214,7 +214,7 @@ def test_each_level_halves_the_buckets_of_the_one_before() -> None:
 
 
 def test_who_is_in_the_first_bucket_writes_at_level_0_too() -> None:
-    """And each at its own level, below it, and above it where that is soon somebody's."""
+    """Each also writes at its own level, below it, and above it if that is soon somebody's."""
     assert levels_to_write(1 << 31, 0, 10) == (0,)
     assert levels_to_write(1 << 31, 0, 60) == (0, 1)
     assert levels_to_write(1 << 31, 5, 30) == (4, 5)
@@ -233,7 +233,7 @@ def test_level_0_tells_what_level_lies_behind_it() -> None:
 
 
 def test_a_first_bucket_that_holds_fewer_than_others_by_chance_still_speaks_of_its_level() -> None:
-    """Of two hundred stages at level 7 whose buckets are nearly too empty; of as many small ones none speaks so."""
+    """Two hundred stages at level 7 have buckets that are nearly too empty; of as many small ones none speaks so."""
     rng = random.Random(8)
     missed = false = 0
     for _ in range(200):
@@ -246,8 +246,8 @@ def test_a_first_bucket_that_holds_fewer_than_others_by_chance_still_speaks_of_i
 
 
 def test_many_that_came_at_once_do_not_hide_the_first_bucket_of_a_large_stage() -> None:
-    """Sixty at level 0 beside 30 of a first bucket of level 2: in more than a quarter of such stages it said
-    nothing, and they took all that they saw, 90, for the whole stage. Of small stages few speak so."""
+    """Sixty are at level 0 beside 30 of a first bucket of level 2. In more than a quarter of such stages it said
+    nothing, and they took all that they saw, 90, for the whole stage. Few small stages speak so."""
     rng = random.Random(9)
     missed = false = 0
     for _ in range(400):
@@ -259,7 +259,8 @@ def test_many_that_came_at_once_do_not_hide_the_first_bucket_of_a_large_stage() 
 
 
 def newcomer_of(keys: dict[tuple[int, int], list[int]], looks: int, seed: int = 0) -> tuple[int, int]:
-    """The level of who looks so often at a stage with these records, and after how many looks it left level 0."""
+    """The level of a newcomer that looks so often at a stage with these records, and after how many looks it left level
+    0."""
     level, left = StageLevel(random.Random(seed)), looks
     for look in range(looks):
         if level.level == 0:
@@ -281,7 +282,7 @@ def keys_of(rng: random.Random, level: int, fullness: float) -> dict[tuple[int, 
 
 
 def test_whoever_comes_to_a_large_stage_finds_its_level_whatever_lies_in_its_first_bucket() -> None:
-    """Of 600 stages three were never found: by chance twenty of a first bucket had three zeros more, and one that held
+    """Three of 600 stages were never found. By chance twenty of a first bucket had three zeros more, and one that held
     19 spoke of nothing."""
     rng, slowest = random.Random(0), 0
     for seed in range(tries(1500, one_of=5)):
@@ -294,8 +295,8 @@ def test_whoever_comes_to_a_large_stage_finds_its_level_whatever_lies_in_its_fir
 
 @pytest.mark.parametrize("zeros", [9, 20])
 def test_ids_that_were_sought_keep_nobody_from_a_stages_level_for_good(zeros: int) -> None:
-    """Fifteen that begin with so many zeros speak of a level at which nobody is: whoever comes tries those below one
-    time after another. Half of all that came stayed at level 0."""
+    """Fifteen that begin with so many zeros speak of a level at which nobody is. A newcomer tries those below one time
+    after another. Half of all that came stayed at level 0."""
     rng = random.Random(1)
     for seed in range(tries(100, one_of=5)):
         level = rng.randrange(2, 8)
@@ -318,13 +319,13 @@ def test_a_stage_that_shrank_to_between_two_levels_lies_at_neighbouring_ones(sta
 
 
 def test_none_of_a_few_buckets_is_read_twice_before_all_were() -> None:
-    """So that no chance, and nobody who fills one of two, decides."""
+    """So no chance decides, and nobody that fills one of two."""
     level = StageLevel(random.Random(1), 2)
     assert sorted(level.next_bucket()[1] for _ in range(4)) == [0, 1, 2, 3]
 
 
 def test_no_bucket_of_a_few_is_read_twice_in_a_row() -> None:
-    """Nor, of two, oftener than the other among the latest."""
+    """Of two, none is read oftener than the other among the latest."""
     for seed in range(20):
         level = StageLevel(random.Random(seed), 1 + seed % 2)
         read = list[int]()

@@ -41,8 +41,8 @@ async def one_busy_and_one_dripping(
 
 
 async def test_a_donor_that_drips_does_not_keep_a_joiner_from_one_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who reads at the honest donors, and offers a state of its own, would hold a joiner for hours: where the slow one
-    is all that gives, the busy one is asked again after each look at the slow one's pace."""
+    """A peer that reads at the honest donors, and offers a state of its own, would hold a joiner for hours. If the slow
+    one is all that gives, the busy one is asked again after each look at the slow one's pace."""
     async with one_busy_and_one_dripping(monkeypatch, times=1) as (made, joiner):
         assert await become_current(joiner) == FIRST
         assert await is_copy_of(joiner, made.replicas[0])

@@ -19,7 +19,7 @@ from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, shifte
 
 
 def collector_of(swarm: Trained, folder: Path) -> Collector:
-    """Of a seed with this run folder."""
+    """The collector of a seed with this run folder."""
     transport = MemoryTransport(swarm.made.network, OUTSIDER)
     return Collector(swarm.made.replicas[0].context.spec, folder, transport, MemoryDirectory(swarm.made.hub))
 

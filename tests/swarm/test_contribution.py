@@ -247,7 +247,7 @@ def slow_server(server: Receipts, monkeypatch: pytest.MonkeyPatch, seconds: floa
 
 
 async def test_the_last_receipt_has_time_on_a_slow_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a first try is lost on its way."""
+    """That holds also if a first try is lost on its way."""
     async with two_nodes(tmp_path) as (network, server, served, at_server, at_served):
         slow_server(server, monkeypatch, 1.5)
         network.inject(Fault(FaultKind.REFUSE, method=RECEIPT.name, times=1, reason=Refusal.BUSY))
@@ -439,7 +439,7 @@ async def test_a_new_life_reads_no_more_of_a_long_file_than_its_end(
 async def test_of_a_node_that_has_run_for_long_each_peer_has_receipts_by_its_own_dealings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has served it for hours has one in ten minutes, who has just come one a minute; who leaves settles with
+    """A peer that has served it for hours has one in ten minutes, a newcomer one a minute; a leaver settles with
     all."""
     now, network, ledger = [0.0], MemoryNetwork(), Ledger()
     monkeypatch.setattr(receipts_module.ambient, "monotonic", lambda: now[0])

@@ -1,4 +1,5 @@
-"""Who listens at an address, and the question whether others can reach a node, which nobody can abuse to scan."""
+"""The peer that listens at an address, and the question whether others can reach a node, which nobody can abuse to
+scan."""
 
 from __future__ import annotations
 
@@ -54,8 +55,8 @@ def octets(data: bytes) -> bytes:
 def certificate(
     identity: Identity, *, signs_for: bytes | None = None, tail: bytes = b"", more: Sequence[tuple[str, str]] = ()
 ) -> bytes:
-    """A certificate such as libp2p makes, for which `identity` vouches; of `signs_for`'s key instead of its own, and
-    with `more` extensions, each an object identifier and its content in hexadecimal digits."""
+    """A certificate such as libp2p makes, for which `identity` vouches. It may be of `signs_for`'s key instead of its
+    own, and have `more` extensions, each an object identifier and its content in hexadecimal digits."""
     key = ec.generate_private_key(ec.SECP256R1())
     encoded = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     content = octets(identity.public_key) + octets(identity.sign(SIGNED_PREFIX + (signs_for or encoded)))
@@ -78,7 +79,7 @@ def certificate(
 
 
 def test_a_certificate_names_the_peer_that_vouches_for_it(tmp_path: Path) -> None:
-    """And no other: one that was signed for another key, or carries more than it should, names nobody."""
+    """It names no other: one that was signed for another key, or carries more than it should, names nobody."""
     identity = load_or_create_identity(tmp_path / "key")
     assert peer_of_certificate(certificate(identity)) == identity.peer_id
     for forged in (certificate(identity, signs_for=b"another key"), certificate(identity, tail=b"\0"), b"nonsense"):
@@ -87,8 +88,8 @@ def test_a_certificate_names_the_peer_that_vouches_for_it(tmp_path: Path) -> Non
 
 
 def test_a_certificate_that_the_library_cannot_read_names_nobody(tmp_path: Path) -> None:
-    """A subject that is an EDI party or has an X.400 address, and an extension that occurs twice: whoever listens
-    chooses them, and the library raises exceptions of its own for each."""
+    """A subject may be an EDI party or have an X.400 address, and an extension may occur twice. The listener chooses
+    them, and the library raises exceptions of its own for each."""
     identity = load_or_create_identity(tmp_path / "key")
     names = ExtensionOID.SUBJECT_ALTERNATIVE_NAME.dotted_string
     unread = [certificate(identity, more=[(names, content)]) for content in ("3004a5023000", "3004a3023000")]
@@ -147,7 +148,7 @@ def test_a_peer_asks_once_in_a_while_and_few_at_a_time() -> None:
 @pytest.mark.daemons
 @pytest.mark.timeout(90)
 async def test_a_peer_dials_back_and_says_what_it_found(tmp_path: Path) -> None:
-    """The asker's own port is reached, a dead one is not, and another node's is known for another's; too many ports,
+    """The asker's own port is reached, a dead one is not, and another node's is known for another's. Too many ports,
     ports that are none, and a second question at once are refused."""
     keys = [load_or_create_identity(tmp_path / name) for name in "abc"]
     async with (

@@ -87,7 +87,7 @@ def live_ids(directory: Directory, stage: int, *states: PeerState) -> set[str]:
 
 
 async def test_everyone_sees_everyone_at_their_stage(nodes: Nodes) -> None:
-    """And nobody before the first refresh."""
+    """Nobody is seen before the first refresh."""
     for number, (directory, peer) in enumerate(nodes.members):
         assert live_ids(directory, 0) == live_ids(directory, 1) == set()
         assert await directory.publish(record_of(peer, number % 2), 30)
@@ -99,7 +99,7 @@ async def test_everyone_sees_everyone_at_their_stage(nodes: Nodes) -> None:
 
 
 async def test_a_newer_record_replaces_the_older(nodes: Nodes) -> None:
-    """Also one that was meant to live shorter: a withdrawal wins over what it withdraws."""
+    """That holds also for one that was meant to live shorter: a withdrawal wins over what it withdraws."""
     (writer, peer), (reader, _), _ = nodes.members
     for sequence, (state, life) in enumerate(
         [(PeerState.JOINING, 60), (PeerState.TRAINING, 60), (PeerState.GONE, 1)], start=1
@@ -210,8 +210,8 @@ async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Pat
 
 @pytest.mark.daemons
 async def test_a_hostile_node_harms_no_reader(tmp_path: Path) -> None:
-    """A DHT node without our validator stores, under stage keys and others: a validly signed record that does not
-    parse, values without subkey, under reserved subkeys, that are no MessagePack, under another peer's name.
+    """A DHT node without our validator stores under stage keys and others. It stores a validly signed record that does
+    not parse, values without subkey, under reserved subkeys, that are no MessagePack, and under another peer's name.
     Every honest reader still sees all honest records, in time, and only those."""
     with nothing_left_behind():
         async with dht_nodes(tmp_path, 3) as nodes:

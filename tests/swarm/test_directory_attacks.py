@@ -33,7 +33,7 @@ async def a_stranger(folder: Path, address: str) -> AsyncIterator[Stranger]:
 
 
 async def publish_all(nodes: list[tuple[Any, Identity]], life: float) -> list[set[str]]:
-    """Every node stores its record anew and looks; whom each sees at its stage 0."""
+    """Every node stores its record anew and looks; returns the peers that each sees at its stage 0."""
     for directory, identity in nodes:
         assert await directory.publish(record_of(identity.peer_id), life)
     for directory, _ in nodes:
@@ -42,7 +42,7 @@ async def publish_all(nodes: list[tuple[Any, Identity]], life: float) -> list[se
 
 
 async def test_one_peer_under_many_node_ids_blinds_nobody(tmp_path: Path) -> None:
-    """It pings everybody under twenty ids beside each stage's key, takes every record and keeps none, and answers every
+    """It pings everybody under twenty ids beside each stage's key, takes every record and keeps none. It answers every
     look-up with nothing that never expires, and itself as all neighbours. A record's life later all see all."""
     with nothing_left_behind():
         async with dht_nodes(tmp_path, 3) as nodes:
@@ -57,8 +57,8 @@ async def test_one_peer_under_many_node_ids_blinds_nobody(tmp_path: Path) -> Non
 
 
 async def test_ghosts_of_throw_away_keys_hide_no_node_while_the_stranger_is_there_or_afterwards(tmp_path: Path) -> None:
-    """More padded ghosts than a message holds, for decades, for the longest life, and as small as they can be. All
-    nodes go on seeing each other, and who joins when the stranger has left sees them all."""
+    """There are more padded ghosts than a message holds, for decades, for the longest life, and as small as they can
+    be. All nodes go on seeing each other, and a joiner sees them all when the stranger has left."""
     with nothing_left_behind():
         async with dht_nodes(tmp_path, 3) as nodes:
             ids = {identity.peer_id for _, identity in nodes}
@@ -75,7 +75,7 @@ async def test_ghosts_of_throw_away_keys_hide_no_node_while_the_stranger_is_ther
 
 
 async def seen_by_a_newcomer(folder: Path, address: str) -> set[str]:
-    """Whom a node sees at stage 0 that joins now."""
+    """The peers that a node which joins now sees at stage 0."""
     identity = load_or_create_identity(folder / "newcomer.key")
     async with running_p2p(NodeSettings(initial_peers=(address,)), identity) as p2p:
         directory = await join_directory(p2p, identity, RUN, STAGES)

@@ -1,4 +1,4 @@
-"""How a donor's bytes are shared among those who read at the same time."""
+"""How a donor's bytes are shared among peers that read at the same time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def donor() -> DonorRate:
 
 
 def test_a_reader_that_asks_for_sixty_four_chunks_at_once_has_its_turn_like_others() -> None:
-    """Whoever asks for one at a time gets every other chunk, and no time is lost."""
+    """A reader that asks for one at a time gets every other chunk, and no time is lost."""
 
     async def work() -> tuple[float, int]:
         rate, given = donor(), 0
@@ -72,8 +72,8 @@ def test_chunks_that_nobody_waits_for_any_more_delay_nobody() -> None:
 
 
 def test_a_donor_that_has_no_work_any_more_is_silent_once() -> None:
-    """Silence ends with a microbatch, or after 20 s: of a donor whose first stage had died a joiner got something for 8
-    of each 28 s, and the copy took 85 s in place of 4. As soon as there is work it is measured again."""
+    """Silence ends with a microbatch, or after 20 s. From a donor whose first stage had died a joiner got something for
+    8 of each 28 s, and the copy took 85 s in place of 4. As soon as there is work it is measured again."""
 
     async def work() -> tuple[float, float]:
         trained, works = LastTrained(0, 0.0), True
@@ -148,7 +148,7 @@ class Trainer:
 
 @pytest.mark.parametrize("look", [1.0, 2.0, 1.7])
 def test_a_donor_that_has_readers_from_its_first_moment_learns_its_silent_pace(look: float) -> None:
-    """Chunks that waited for the end of a silence leave before anybody looks at the window: they were counted as given
+    """Chunks that waited for the end of a silence leave before anybody looks at the window. They were counted as given
     in it, so it was taken for none, and another followed, for ever."""
 
     async def work() -> float:
@@ -183,8 +183,8 @@ MICROBATCH_BYTES, MICROBATCH_TOKENS = 1 << 18, 512
 
 
 def left_of_the_pace(uplink: float, operation: float) -> float:
-    """Of two stages that are exported for five minutes, both at once and from the beginning, two microbatches under
-    way. `uplink` in bytes a second of each, `operation` in seconds."""
+    """The part of the pace that is left to two stages exported for five minutes, both at once and from the beginning.
+    Two microbatches are under way; `uplink` is in bytes a second of each, `operation` in seconds."""
 
     async def work() -> float:
         rng, head, tail = random.Random(3), Trainer(uplink), Trainer(uplink)

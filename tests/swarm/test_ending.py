@@ -142,8 +142,8 @@ def test_how_close_the_end_is_of_which_nobody_has_said_a_word(max_lag: float, cl
 
 @pytest.mark.parametrize(("clock", "found"), [(0.95, ON), (0.985, ON), (0.995, OVER)])
 async def test_origins_that_die_in_the_last_days_of_a_month_end_it_for_nobody(clock: float, found: RunVerdict) -> None:
-    """The only node of stage 0 was killed at 98 %: 20 s later those of stage 1 had left as at the run's end, and who
-    started it again found nobody."""
+    """The only node of stage 0 was killed at 98 %. 20 s later those of stage 1 had left as at the run's end, and the
+    user that started it again found nobody."""
     swarm = Swarm(clock=clock * TARGET, max_lag=0.01 * TARGET)
     await swarm.say(A, PeerState.TRAINING)
     swarm.work(A)
@@ -235,7 +235,7 @@ STOPPED = (PeerState.TRAINING, PeerState.DRAINING, PeerState.GONE)
 async def test_the_run_is_over_at_once_when_an_origin_was_at_its_end_and_none_trains(
     a: tuple[PeerState, ...], b: tuple[PeerState, ...], found: RunVerdict
 ) -> None:
-    """However far it has left meanwhile: who looks every two seconds misses what passes in one."""
+    """That holds however far it has left meanwhile: a reader every two seconds misses what passes in one."""
     swarm = Swarm()
     for name, course in ((A, a), (B, b)):
         await swarm.say(name, *course)
@@ -324,7 +324,7 @@ async def test_most_origins_need_not_wait_long_for_the_last() -> None:
 
 
 async def test_one_sender_is_one_voice_however_many_origins_it_names() -> None:
-    """On a deep stage whoever sends microbatches says who drew them."""
+    """On a deep stage the sender of microbatches says which origin drew them."""
     swarm = Swarm()
     honest, liar = PeerId("sender-honest"), PeerId("sender-liar")
     await swarm.say(A, PeerState.TRAINING)
@@ -338,8 +338,8 @@ async def test_one_sender_is_one_voice_however_many_origins_it_names() -> None:
 
 @pytest.mark.parametrize("finished", [True, False])
 async def test_a_share_of_the_work_decides_and_not_a_number_of_names(finished: bool) -> None:
-    """Near the end, two keys with a fortieth of the work beside one honest origin: their word that they have finished
-    ends nobody while its microbatches come, and their word that they train keeps nobody when it has."""
+    """Near the end, two keys with a fortieth of the work stand beside one honest origin. Their word that they have
+    finished ends nobody while its microbatches come. Their word that they train keeps nobody when it has finished."""
     swarm = Swarm()
     for name, ends in ((A, not finished), (B, finished), (C, finished)):
         await swarm.say(name, *FINISHED[: 2 if ends else 1])
@@ -432,7 +432,7 @@ async def test_who_left_at_the_runs_end_has_left_so_whatever_stage_it_had_moved_
 async def test_who_takes_a_lost_first_stage_over_near_the_end_goes_by_what_it_knew_before(
     near: bool, found: RunVerdict
 ) -> None:
-    """It begins the stage anew at a clock of 0, which tells nothing of the others: they left as at the run's end, and
+    """It begins the stage anew at a clock of 0, which tells nothing of the others. They left as at the run's end, and
     it waited an hour for them."""
     swarm, leaver = Swarm(stage=0, clock=0.0, max_lag=TARGET), PeerId("leaver-llll")
     swarm.end.came_near_the_end = swarm.end.came_late = near
@@ -455,8 +455,9 @@ async def test_who_takes_a_lost_first_stage_over_near_the_end_goes_by_what_it_kn
 async def test_who_slept_ends_when_by_their_last_words_the_others_have_come_to_the_target(
     clock: float, slept: bool, found: RunVerdict
 ) -> None:
-    """One token a second and replica, by their records, which are gone when it wakes. Who was awake would have seen
-    them leave; and who was a day behind the target when it fell asleep for less has slept through nothing."""
+    """By their records they train one token a second and replica; these are gone when it wakes. A node that was awake
+    would have seen them leave. One that was a day behind the target when it fell asleep for less has slept through
+    nothing."""
     swarm = Swarm(stage=0, clock=clock)
     await swarm.watcher.announce(PeerState.TRAINING)
     swarm.trained = swarm.time()

@@ -44,7 +44,7 @@ ALLOWED = {
 
 
 def session() -> Session:
-    """Of some partner."""
+    """A session with some partner."""
     return Session(THEIRS, SMALLER, "dialled", None, None)  # type: ignore[arg-type]
 
 

@@ -178,7 +178,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
     ("seconds", "steps", "late"), [(4.0, 100, False), (60.0, 2, False), (60.0, 3, True), (5.1, 3, True)]
 )
 def test_an_opening_is_late_by_time_and_by_steps(seconds: float, steps: int, late: bool) -> None:
-    """Of quick steps many fit between two answers; of slow ones few into a long wait."""
+    """Many quick steps fit between two answers, few slow ones into a long wait."""
     session = exchange_session.Session("x", peer_name(0, 1), "dialled", None, Part(0, 8), started=100.0)
     session.agreed(7, 1, 1, gives_only=False)
     assert (exchange_session.opened_late(session, 100.0 + seconds, 7 + steps, 2) is not None) is late
@@ -251,8 +251,8 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
 async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
     codec: CodecName, fragments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a fragment, with uneven work: each side within the codec's error of the rule with token weights; the mean over
-    both to fp32 rounding; outside the fragment φ, δ and θ bitwise as they were."""
+    """A fragment is exchanged, with uneven work. Each side is within the codec's error of the rule with token weights,
+    and the mean over both to fp32 rounding. Outside the fragment φ, δ and θ are bitwise as they were."""
     monkeypatch.setattr(clipping, "_TALLEST", 1e6)  # a single value beyond its bound is held back on one side only
     outer = RULE.model_copy(update={"codec": codec, "fragments": fragments, "inner_steps": 6})
     async with trained_replicas(outer, (3, 5)) as made:

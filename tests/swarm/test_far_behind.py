@@ -72,7 +72,7 @@ def test_who_is_given_no_state_works_again_after_a_while_and_stands_back_once_on
 
 
 def test_who_is_far_behind_dials_whatever_the_counts_and_never_steps_alone_for_it() -> None:
-    """Whoever answers tells it to take its state."""
+    """Any peer that answers tells it to take its state."""
     stage_peer = PeerId("stage_peer")
 
     def state(*stage_peers: PeerId, behind: bool) -> PairingState:

@@ -1,5 +1,7 @@
-"""Stages that a node does not deal with: each is known to be served, by a few of its nodes, and what is read of all of
-them together does not go with how many they are."""
+"""Stages that a node does not deal with: each is known to be served, by a few of its nodes.
+
+What is read of all of them together does not grow with their number.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.swarm.test_look_ups import KEY, fill, intake_of, members, node_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, OWN, Keys, Observer
 
 FAR = range(2, 16)
-"""Of sixteen stages, for a node of the first."""
+"""The far ones of sixteen stages, for a node of the first."""
 
 
 def read_a_second(each: int, stages: int) -> float:
@@ -45,7 +47,7 @@ def read_a_second(each: int, stages: int) -> float:
 
 @pytest.mark.parametrize("each", [90, 250, 1000])
 def test_what_is_read_does_not_go_with_the_number_of_stages(each: int) -> None:
-    """Of sixteen stages hardly more than of four, be they seen whole or in part; all of each would be four times."""
+    """Sixteen stages cost hardly more than four, be they seen whole or in part; all of each would be four times."""
     few, many = read_a_second(each, 4), read_a_second(each, 16)
     at_once = each * 2 / LOOK if each < 96 else 0.0  # of the own stage and the next, whose records a mark leaves out
     assert many - at_once < 1.4 * (few - at_once)
@@ -143,7 +145,7 @@ def test_who_serves_no_stage_yet_sees_all_of_each() -> None:
 
 
 def test_who_asks_for_those_that_it_follows_wants_nothing_of_others() -> None:
-    """Nor what it has of them; and who asks for all wants what it has not."""
+    """It does not want what it has of them either; a node that asks for all wants what it has not."""
     key, held = bytes(range(20)), [("one", 100.0), ("another", 50.0)]
     asked = unpack_asked(pack_asked(key, held, b"saltsalt", 20, only_marked=True))
     assert (asked.key, asked.neighbours, asked.only_marked) == (key, 20, True)
@@ -210,7 +212,7 @@ def test_as_few_are_followed_as_there_are_many_stages() -> None:
 
 
 def test_those_that_are_followed_stay_until_all_are_read_again_and_are_others_then() -> None:
-    """Whoever is asked for its work or its record is asked once for all, and everybody is seen in the long run."""
+    """A peer that is asked for its work or its record is asked once for all, and everybody is seen in the long run."""
     observer, seen, changes = Observer(Keys(*[90] * 16), stages=16), set[PeerId](), 0
     observer.look(60)
     before = observer.peers(9)
@@ -227,7 +229,7 @@ def test_those_that_are_followed_stay_until_all_are_read_again_and_are_others_th
 
 @pytest.mark.parametrize(("stages", "before", "after"), [(5, 160, 100), (5, 1000, 600), (16, 300, 150), (16, 60, 30)])
 def test_what_befalls_a_far_stage_is_known_after_a_few_of_its_turns(stages: int, before: int, after: int) -> None:
-    """Also where level 0 is read as well: its number is that of its latest buckets."""
+    """That holds also if level 0 is read as well: its number is that of its latest buckets."""
     keys = Keys(*[before] * stages)
     observer, far = Observer(keys, stages=stages), stages - 2
     observer.look(60)
@@ -256,7 +258,7 @@ def test_a_stage_that_a_node_has_left_is_as_large_as_it_was(each: int) -> None:
 
 @pytest.mark.parametrize("why", ["silent", "joining"])
 def test_where_few_are_at_work_some_of_these_are_seen_and_speak_for_as_many_as_they_are(why: str) -> None:
-    """Of each stage five of six are ghosts, or have just come: drawn alone they would show one that nobody serves."""
+    """Five of six of each stage are ghosts, or have just come: drawn alone they would show one that nobody serves."""
     keys = Keys(*[60] * 16)
     observer = Observer(keys, stages=16)
     unfit = {PeerId(f"peer-{stage}-{number:06}") for stage in range(16) for number in range(60) if number % 6}
@@ -285,8 +287,8 @@ def test_where_few_are_at_work_some_of_these_are_seen_and_speak_for_as_many_as_t
 
 @pytest.mark.parametrize("each", [50, 90, 1000])
 def test_a_far_stage_of_which_few_have_answered_seems_no_poorer_when_it_is_read_whole(each: int) -> None:
-    """Only those that are seen are asked whether they are there. Of a stage that is shown whole, whom nobody has asked
-    counts nothing."""
+    """Only peers that are seen are asked whether they are there. In a stage that is shown whole, a peer that nobody has
+    asked counts nothing."""
     observer, known, seen = Observer(Keys(*[each] * 16), stages=16), Acquaintances(lambda: 0.0), 0
     observer.look(60)
     for _ in range(200):

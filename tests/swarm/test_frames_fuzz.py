@@ -1,7 +1,7 @@
 """Hostile bytes: more than 10,000 random and mutated messages, against the reader alone and against a live node.
 
-A mutated message starts as a valid one; where only its envelope is changed its checksum is made right again, so that
-the changes reach the parser behind it.
+A mutated message starts as a valid one. If only its envelope is changed its checksum is made right again, so that the
+changes reach the parser behind it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records without nodes behind them: they introduce somebody who is not there, and change nothing for anyone."""
+"""Records without nodes behind them: they introduce peers that are not there, and change nothing for anyone."""
 
 from __future__ import annotations
 

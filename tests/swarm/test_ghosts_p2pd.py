@@ -101,9 +101,9 @@ def steps_of(made: Swarm) -> list[InnerStep]:
 async def test_ghosts_in_a_real_directory_change_no_count_move_nobody_and_put_no_rescue_off(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two replicas a stage. Ghosts of both stages claim the speed of a thousand nodes and a clock far beyond the end.
-    Counts and clocks stay as they were, and nobody leaves its stage for that; when stage 1 has lost both replicas, one
-    of stage 0 goes there although its ghosts live."""
+    """There are two replicas a stage. Ghosts of both stages claim the speed of a thousand nodes and a clock far beyond
+    the end. Counts and clocks stay as they were, and nobody leaves its stage for that. When stage 1 has lost both
+    replicas, one of stage 0 goes there although its ghosts live."""
     monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 1.0)
     spec = micro_spec(steps=STEPS, microbatches_a_step=2, outer=OuterSpec(inner_steps=4), limits=LIMITS)

@@ -1,4 +1,5 @@
-"""The DHT among strangers, whole directories in memory: who has a place in it, what is believed, what is answered."""
+"""The DHT among strangers, whole directories in memory: which nodes have a place in it, what is believed, what is
+answered."""
 
 from __future__ import annotations
 
@@ -191,8 +192,8 @@ async def test_answers_are_cut_to_what_p2pd_carries_and_those_that_are_known_com
 
 
 async def test_ghosts_fade_within_a_records_life_and_wander_nowhere_whatever_end_they_claim() -> None:
-    """One node was told of them, in a swarm that looks again and again; who brought its own record is seen by all, as
-    one is whose clock is five minutes ahead."""
+    """One node was told of them, in a swarm that looks again and again. A node that brought its own record is seen by
+    all, as one is whose clock is five minutes ahead."""
     made = await members(4)
     time = [0.0]
     for member in made:
@@ -227,7 +228,7 @@ def asked_of(table: Any) -> set[Any]:
 
 
 async def test_routing_tables_do_not_grow_with_invented_keys() -> None:
-    """Hundreds of peers that ask once and are gone; whoever was there stays."""
+    """Hundreds of peers ask once and are gone; the nodes that were there stay."""
     made = await members(2)
     table = node_of(made[0].directory).table
     for _ in range(600):
@@ -293,8 +294,8 @@ async def test_a_node_that_stalls_holds_nobody_up(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_ground_keys_around_a_stage_come_not_between_those_that_have_answered_each_other() -> None:
-    """More live keys than a bucket holds, nearer to the stage's key than anybody, take every place near it. Whom a node
-    has met it still asks and tells; who joins through one member sees all whom that one has met."""
+    """More live keys than a bucket holds, nearer to the stage's key than anybody, take every place near it. A node
+    still asks and tells the peers that it has met; a joiner through one member sees all that it has met."""
     made = await members(8)
     for one in made:
         for other in made:
@@ -332,8 +333,8 @@ def forget_all_records(made: list[Member]) -> None:
 
 
 async def test_records_told_over_own_links_reach_those_whose_dht_says_nothing() -> None:
-    """Two nodes whose only neighbour in the DHT is hostile; one has met a newcomer. What is told is checked as what is
-    stored is, and nobody's record is passed on that has not answered who tells it."""
+    """Two nodes have a hostile neighbour only in the DHT; one has met a newcomer. What is told is checked as what is
+    stored is. Nobody's record is passed on that has not answered the teller."""
     one, two, newcomer = [await Member({}).join(RUN, 1) for _ in range(3)]
     hole = BlackHole(one.p2p.network, throw_away_key(), [])
     await hole.enter([one])

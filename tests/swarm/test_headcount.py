@@ -149,8 +149,8 @@ def test_who_refuses_in_window_after_window_counts_nothing_until_it_works() -> N
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
 def test_stage_peers_that_refuse_most_asks_count_as_long_as_they_work_now_and_then(share: float) -> None:
-    """A fast replica among slow ones: they are busy, or come too early, and are honest. It asks one after another for
-    an hour, and leaves nobody out for good whom it was refused by five times."""
+    """A fast replica stands among slow ones: they are busy, or come too early, and are honest. It asks one after
+    another for an hour, and leaves no peer out for good that refused it five times."""
     stage, honest, rng = Stage(), named("honest", 31), random.Random(7)
     stage.come(*honest)
     counted: list[int] = []
@@ -197,7 +197,7 @@ def test_what_is_allowed_follows_how_often_those_refuse_that_work() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_of_a_large_stage_those_count_that_were_not_asked_yet_where_most_asks_are_refused(sampled: bool) -> None:
-    """Of 255 that answer, one in four that is asked comes to work at once."""
+    """One in four of 255 that answer comes to work at once when asked."""
     stage, honest, rng = Stage(), named("honest", 255), random.Random(2)
     stage.come(*honest)
     counted: list[float] = []
@@ -246,7 +246,7 @@ def test_shares_are_bounded_and_a_hundred_asks_in_vain_leave_nothing() -> None:
 
 
 def test_a_thousand_honest_stage_peers_count_within_a_tenth_once_some_dozens_were_called() -> None:
-    """Four are called a second, so that who was called first no longer answers for sure before all were called."""
+    """Four are called a second, so that the first no longer answers for sure before all were called."""
     stage, honest = Stage(), named("honest", 1000)
     stage.come(*honest)
     order = random.Random(5).sample(honest, len(honest))
@@ -287,7 +287,7 @@ def test_hundreds_of_records_without_nodes_add_nothing_to_three_stage_peers_when
 
 
 def test_who_answers_among_those_drawn_counts_for_the_rest_as_little_as_for_itself() -> None:
-    """A crowd that answers and does no work, with four hundred more records that were not called yet: a quarter of
+    """A crowd that answers does no work, and four hundred more records were not called yet. They count as a quarter of
     those that work, as if nobody stood behind the rest."""
     stage, honest, crowd = Stage(), named("honest", 7), named("crowd", 440)
     stage.come(*honest)
@@ -347,7 +347,7 @@ def test_of_a_stage_seen_in_part_newly_seen_ones_count_as_far_as_clocks_of_those
 
 
 def test_how_far_a_headcount_may_be_off_is_half_of_what_is_not_known() -> None:
-    """Nothing where all that are seen have worked; of a hundred of whom nobody knows whether they are there, fifty."""
+    """It is nothing if all that are seen have worked, and fifty of a hundred that nobody has heard of."""
     stage, honest, uncalled = Stage(), named("honest", 20), named("uncalled", 100)
     stage.come(*honest)
     for peer in honest:
@@ -364,7 +364,7 @@ def test_how_far_a_headcount_may_be_off_is_half_of_what_is_not_known() -> None:
 
 def test_who_answered_more_than_a_minute_ago_counts_though_few_that_came_later_were_called() -> None:
     """Most were not called but called here; half have done so of late. A crowd of records that come now adds nothing,
-    and who is called again and is silent goes."""
+    and a peer that is called again and is silent goes."""
     stage, honest = Stage(), named("honest", 127)
     for peer in honest:
         stage.come(peer)
@@ -405,7 +405,7 @@ def test_who_has_answered_before_counts_in_the_long_run_though_nobody_was_drawn(
 
 
 def test_no_clock_stands_still_between_two_looks() -> None:
-    """A bucket that is held no longer is read no more, and its records end before the next look: until then they say
+    """A bucket that is held no longer is read no more, and its records end before the next look. Until then they say
     nothing of those that are seen next."""
     stage, before, now = Stage(), named("before", 60), named("now", 60)
     stage.sampled = True
@@ -417,8 +417,8 @@ def test_no_clock_stands_still_between_two_looks() -> None:
 
 
 def test_who_was_there_before_all_stood_still_does_not_come_anew() -> None:
-    """All records end, for all machines stood still or this node was cut off. Who comes for the first time later is
-    welcome as before."""
+    """All records end, for all machines stood still or this node was cut off. A peer that comes for the first time
+    later is welcome as before."""
     stage, honest = Stage(), named("honest", 60)
     stage.come(*honest)
     for peer in honest[:4]:

@@ -15,8 +15,8 @@ ONE, OTHER = PeerId("one"), PeerId("other")
 
 
 def test_a_home_line_averages_a_large_stage_and_what_drips_is_given_up_on_the_way() -> None:
-    """20 Mbit/s each way and 0.2 s, one chunk of 1 MiB after the other, for stages of 50 MB and 500 MB; a chunk at each
-    last moment is found out long before the last one."""
+    """The line has 20 Mbit/s each way and 0.2 s, and carries one chunk of 1 MiB after the other, for stages of 50 MB
+    and 500 MB. A chunk at each last moment is found out long before the last one."""
     chunk, limit = 1 << 20, 20.0
     for size in (50_000_000, 500_000_000):
         floor, session, now = floor_of(size, chunk, limit), session_of(), 0.0
@@ -52,7 +52,7 @@ def test_newcomers_together_have_a_twentieth_of_the_time_however_they_go_about_i
 
 
 def test_a_visit_that_takes_the_time_of_several_outer_steps_costs_as_many() -> None:
-    """Of the whole time that goes by, not of the slowest steps: the usual step is the median."""
+    """It costs as many as the whole time that goes by, not the slowest steps: the usual step is the median."""
     visits, now = Visits(), 0.0
     for took in (10.0, 10.0, 500.0, 10.0, 10.0, 10.0):
         now += took

@@ -168,7 +168,7 @@ async def test_an_exchange_is_opened_once_however_often_it_is_asked() -> None:
 
 
 async def test_nobody_else_can_speak_in_an_exchange() -> None:
-    """Not even one who has learnt its name."""
+    """That holds even for a peer that has learnt its name."""
     async with two_replicas() as (_, _, right):
         await propose(right)
         other = PeerId("another-stranger")

@@ -165,8 +165,8 @@ def test_an_identity_is_held_by_one_process_and_free_once_that_is_killed(tmp_pat
 
 
 def test_who_asks_for_the_holder_sees_it_and_is_in_nobodys_way(tmp_path: Path) -> None:
-    """Nobody without a lock file, which looking does not make; the pid while it is held, also through a link; nobody
-    again afterwards, and the lock can be taken."""
+    """It sees nobody without a lock file, which looking does not make. It sees the pid while it is held, also through a
+    link. Afterwards it sees nobody again, and the lock can be taken."""
     path, link = tmp_path / "identity.key", tmp_path / "link.key"
     load_or_create_identity(path)
     link.symlink_to(path)
@@ -256,8 +256,8 @@ def test_a_private_file_is_new_or_not_written(
 async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record in the directory is no proof of life: who does not answer is not there. The node that came back is
-    listed anew, and a twin of it is still named, also where the first look for it finds nobody."""
+    """A record in the directory is no proof of life: a peer that does not answer is not there. The node that came back
+    is listed anew. A twin of it is still named, even if the first look for it finds nobody."""
     key, run, life = tmp_path / "key", "run-under-test", 600.0
     looks, connect = list[str](), PrivateP2P.connect
 

@@ -48,7 +48,7 @@ class Station:
 
 @dataclass
 class Origin:
-    """One of those that send to the next stage: its device, and who of its own draws."""
+    """One of the nodes that send to the next stage: its device, and its own drawers."""
 
     device: Station
     in_flight: InFlight
@@ -89,7 +89,7 @@ class Way:
 
     @property
     def limit(self) -> int:
-        """Of the first origin."""
+        """The limit of the first origin."""
         return self.origins[0].in_flight.limit
 
     def until(self, end: float, settled: float) -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""A text through the stages of a swarm in memory: what the whole model would say, whoever dies, within a ration."""
+"""A text through the stages of a swarm in memory: what the whole model would say, whichever node dies, within a
+ration."""
 
 from __future__ import annotations
 
@@ -52,12 +53,12 @@ class Numbers(ByteTokenizer):
         return super().encode(text) - ord("A")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """And back."""
+        """Decode the encoded text."""
         return "".join(chr(ord("A") + number) for number in ids)
 
 
 class Asked:
-    """A swarm that answers, and one who asks it."""
+    """A swarm that answers, and an asker."""
 
     def __init__(self, made: World) -> None:
         self.made = made
@@ -77,7 +78,7 @@ class Asked:
             await transport.close()
 
     async def whole(self) -> Any:
-        """The same weights in one piece."""
+        """The weights of all stages in one piece."""
         state: dict[str, Tensor] = {}
         for stage in range(self.spec.stages):
             replica = self.made.of_stage(stage)[0]
@@ -107,8 +108,8 @@ async def told(asked: Asked, wish: Wish) -> str:
 
 @pytest.mark.parametrize("stages", [1, 3])
 async def test_the_stages_of_a_swarm_say_what_the_whole_model_says(stages: int) -> None:
-    """The same logits on random routes, and so, with the same seed, the text that transformers draws; nobody sees a
-    record of who asked, and no node counts work."""
+    """The logits are the same on random routes, and so, with the same seed, is the text that transformers draws. Nobody
+    sees a record of the asker, and no node counts work."""
     async with answering(stages) as asked:
         whole = await asked.whole()
         async with asked.model() as model:
@@ -207,8 +208,8 @@ async def test_who_was_silent_is_not_asked_again_while_others_are_only_full() ->
 
 
 async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody there, which is not waited for as long as somebody who may give some; and nobody who gives any: by
-    setting, or while it leaves."""
+    """If nobody is there, that is not waited for as long as a peer is there that may give some. Peers may give none: by
+    setting, or while they leave."""
     async with answering(replicas=1) as asked:
         asked.made.replicas[1].pipeline.shut()
         with pytest.raises(UserError, match=r"stage 1 .* draining") as caught:
@@ -242,7 +243,7 @@ async def test_a_run_without_a_tokenizer_goes_on_from_ids() -> None:
 
 
 async def test_a_text_ends_where_the_windows_of_the_run_do() -> None:
-    """And a prompt that is longer, or none, is refused before anybody is asked."""
+    """A prompt that is longer, or none, is refused before anybody is asked."""
     async with answering(replicas=1) as asked, asked.model() as model:
         wish, parts = Wish("A" * LENGTH, tokens=9, temperature=0.0, seed=0), list[str]()
         spoken = await continue_text(model.next_logits, model.longest, Numbers(), wish, parts.append)

@@ -24,7 +24,7 @@ JOINER, STAGE_PEER, ENTRANCE = PeerId("peer-that-joins"), PeerId("peer-of-the-st
 
 
 class Telling(MemoryDirectory):
-    """Tells the stage peer's record, as who has met it does."""
+    """Tells the stage peer's record, as a node that has met it does."""
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         return (SignedRecord(0, STAGE_PEER, 1e9, b"signed"),)[:most]

@@ -71,8 +71,8 @@ def test_what_the_file_claims_is_held_to_the_same_rules(tmp_path: Path) -> None:
 
 
 def test_a_named_run_is_entered_by_its_own_peers_only(tmp_path: Path) -> None:
-    """Who names an address means the run behind it: peers of the last run do not stand in for it, unless the named
-    peer was met in that run."""
+    """A user that names an address means the run behind it. Peers of the last run do not stand in for it, unless the
+    named peer was met in that run."""
     known = KnownPeers(tmp_path / "peers.json")
     known.learn(PeerId(ID), [at("203.0.114.7")])
     known.save("run-a")
@@ -132,8 +132,8 @@ async def test_a_peer_is_asked_for_as_soon_as_it_is_seen_and_seldom_where_nobody
 async def test_at_its_end_a_node_learns_where_those_listen_that_it_met_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However short its life was. Who is known already is not asked for, nobody is asked for whom there is no room, and
-    one that cannot be found holds nothing up for long."""
+    """That holds however short its life was. A known peer is not asked for, and none is if there is no room for it. One
+    that cannot be found holds nothing up for long."""
     monkeypatch.setattr("noloco_node.directory.known_peers.LAST_LOOK_SECONDS", 0.2)
     asked: list[PeerId] = []
 
@@ -158,7 +158,7 @@ async def test_at_its_end_a_node_learns_where_those_listen_that_it_met_last(
 
 
 def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
-    """Of all stages, each once."""
+    """They are of all stages, each once."""
 
     def row(peer: str, stage: int, expires: float) -> LiveRecord:
         return LiveRecord(

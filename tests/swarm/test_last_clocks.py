@@ -1,4 +1,5 @@
-"""What who slept makes of the last words of those that are gone, of whom it sees, and of a clock that was set."""
+"""What a node that slept makes of the last words of gone peers, of the peers that it sees, and of a clock that was
+set."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ WOKE = 200.0
 
 
 def told(clocks: Mapping[PeerId, float]) -> list[PeerRecord]:
-    """Of stage 0, a token a second and replica."""
+    """The record of a peer of stage 0, a token a second and replica."""
     return [
         PeerRecord(
             peer_id=peer,
@@ -38,7 +39,7 @@ def told(clocks: Mapping[PeerId, float]) -> list[PeerRecord]:
         ((A, B), {}, {}, (), True),
         ((A, B), {}, {}, (B,), False),  # this machine's clock was set: to it all records are old
         ((A, B), {B: 900.0}, {B: 900.0}, (), True),  # B has slept as well
-        ((A, B), {B: 900.0}, {B: 900.0}, (B,), True),  # and answers, as who is seen does
+        ((A, B), {B: 900.0}, {B: 900.0}, (B,), True),  # it answers, as a seen peer does
         ((A, B), {B: 900.0}, {B: 932.0}, (), False),  # B trains on
         ((A, B, C, D), {B: 900.0, C: 900.0, D: 900.0}, {B: 900.0, C: 900.0, D: 900.0}, (), False),  # A has died
     ],
@@ -83,9 +84,9 @@ def test_who_sees_the_run_go_on_has_slept_no_longer() -> None:
 @pytest.mark.parametrize("answering", [(), (A,)])
 @pytest.mark.parametrize("finished", [True, False])
 def test_who_has_said_farewell_is_gone(finished: bool, answering: Collection[PeerId]) -> None:
-    """The records of those that leave at the run's end are seen for a while after them, and they answer while they
-    write their last checkpoint. Who was between two stages then took them for there, began its stage anew, and waited
-    an hour alone."""
+    """The records of those that leave at the run's end are seen for a while after them. They answer while they write
+    their last checkpoint. A node between two stages then took them for there, began its stage anew, and waited an hour
+    alone."""
     clocks = ClocksLastHeard(GRACE)
     clocks.note(told({A: 990.0, B: 990.0}), (1,), 0.0, slept=False)
     ends = {"state": PeerState.GONE, "finished": finished}
@@ -95,7 +96,7 @@ def test_who_has_said_farewell_is_gone(finished: bool, answering: Collection[Pee
 
 
 def test_a_farewell_to_another_stage_hides_nothing() -> None:
-    """Who turned back on its way to another stage has said farewell there, at no clock."""
+    """A node that turned back on its way to another stage has said farewell there, at no clock."""
     turned_back = told({A: 0.0})[0].model_copy(update={"stage": 1, "state": PeerState.GONE, "sequence": 9})
     clocks = ClocksLastHeard(GRACE)
     clocks.note(told({A: 990.0, B: 990.0}), (1, 1), 0.0, slept=False)

@@ -42,7 +42,7 @@ def name_of(number: int) -> PeerId:
 
 
 def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = False, clock: float = 1.0) -> PeerRecord:
-    """Of a made-up peer."""
+    """The record of a made-up peer."""
     return PeerRecord(
         peer_id=name_of(number),
         stage=stage,
@@ -165,8 +165,8 @@ async def test_no_record_and_no_node_takes_the_end_back(tmp_path: Path) -> None:
 
 
 async def test_records_without_a_process_end_no_run(tmp_path: Path) -> None:
-    """Ghosts that have finished, however many; nor does one that answers beside two origins that were seen at work and
-    train on; nor a node of a later stage."""
+    """They are ghosts that have finished, however many. Nor does one that answers beside two origins that were seen at
+    work and train on, nor a node of a later stage."""
     async with seed(tmp_path) as made:
         for number in range(10, 30):
             await made.says(number, GONE, finished=True, clock=TARGET)
@@ -187,7 +187,7 @@ async def test_records_without_a_process_end_no_run(tmp_path: Path) -> None:
 
 
 async def test_a_seed_that_looks_now_and_then_misses_no_end(tmp_path: Path) -> None:
-    """Of two at the first stage one is told to leave just before the end, and the other's last word stands two seconds
+    """One of two at the first stage is told to leave just before the end, and the other's last word stands two seconds
     later. The seed looks thrice in a record's life. A node that joins has no say, nor one that was sent away."""
     async with seed(tmp_path) as made:
         for number in (1, 2):
@@ -205,7 +205,7 @@ async def test_a_seed_that_looks_now_and_then_misses_no_end(tmp_path: Path) -> N
 
 
 async def test_of_an_owned_run_the_owner_ends_it_alone_and_strangers_never(tmp_path: Path) -> None:
-    """Any key made the seed say that it is over to everybody who came."""
+    """Any key made the seed tell every newcomer that it is over."""
     owner = load_or_create_identity(tmp_path / "owner.key")
     spec = SPEC.model_copy(update={"access": AccessSpec(mode="invited", owner=owner.peer_id)})
     async with seed(tmp_path / "seed", spec) as made:

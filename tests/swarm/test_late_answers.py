@@ -1,4 +1,4 @@
-"""Calls that are given up, by this node or by who asked it: they cost no other call its answer, and leave nothing."""
+"""Calls that are given up, by this node or by the caller: they cost no other call its answer, and leave nothing."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def packed(call: bytes, content: dict[str, Any]) -> bytes:
 
 @pytest.mark.parametrize("comes", ANSWERS)
 async def test_a_call_that_is_given_up_as_its_answer_comes_leaves_the_others_theirs(comes: str) -> None:
-    """hivemind would end its reader of all answers: every later call of this node's directory would be in vain, while
-    p2pd itself answers whoever asks whether it lives."""
+    """hivemind would end its reader of all answers. Every later call of this node's directory would be in vain, while
+    p2pd itself still answers that it lives."""
     control = client()
     forgive_late_answers(control)
     stream = asyncio.StreamReader()

@@ -226,10 +226,13 @@ async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever() -> None:
-    """Over a slow link, while two veterans train on: what it has copied is behind by more than twice max_lag when it
-    begins. Its first exchange takes over the swarm's clock, its probation ends, and it counts. The veterans, who are of
-    one time, are not parted by it. Steps are many enough that a veteran is free between two exchanges, and `max_lag` is
-    ten of the swarm's: what a replica waits for the shared compute thread is no lag."""
+    """It goes over a slow link, while two veterans train on: what it has copied is behind by more than twice max_lag
+    when it begins.
+
+    Its first exchange takes over the swarm's clock, its probation ends, and it counts. The veterans, which are of one
+    time, are not parted by it. Steps are many enough that a veteran is free between two exchanges. `max_lag` is ten of
+    the swarm's: what a replica waits for the shared compute thread is no lag.
+    """
     in_virtual_time(drawn_in, seed=1)
 
 
@@ -336,7 +339,7 @@ async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason()
 @pytest.mark.parametrize("relayed_looks", [2, 1000])
 async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed_looks: int) -> None:
     """A donor that is connected by relay only refuses with the reason. The joiner asks a few times more, since it may
-    be making a direct connection: where that comes the donor gives, where it does not the reason is told."""
+    be making a direct connection. If that comes the donor gives, else the reason is told."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.01, 0.02))
     looks = 0
 
@@ -365,8 +368,8 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
 async def test_a_laggard_that_only_relays_connect_says_so_once_and_rests(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is told again and again that it lags; it asks once in a while, makes room for a state only where one comes,
-    and catches up as soon as there is a direct connection."""
+    """It is told again and again that it lags. It asks once in a while, makes room for a state only if one comes, and
+    catches up as soon as there is a direct connection."""
     looks, rooms, relays = 0, 0, True
     plain = late_join.new_download
 
@@ -478,7 +481,7 @@ async def test_a_donor_that_drips_is_left_for_an_idle_one() -> None:
 
 
 def test_the_only_donor_is_kept_however_slow() -> None:
-    """Also where others are known that do not offer now."""
+    """That holds even if others are known that do not offer now."""
     paces = DonorPaces(floor=100.0)
     assert paces.goes_on(FIRST, 0.001, [FIRST])
     assert not paces.goes_on(FIRST, 0.001, [FIRST, SECOND])
@@ -488,7 +491,7 @@ def test_the_only_donor_is_kept_however_slow() -> None:
 
 @given(st.lists(st.floats(0.0, 1000.0), min_size=1, max_size=12))
 def test_slowness_of_ones_own_costs_a_few_windows_and_ends_with_the_fastest(rates: list[float]) -> None:
-    """Donors of constant rates: at most four windows are lost, and who is kept is not much slower than any that was
+    """Donors have constant rates: at most four windows are lost. The kept one is not much slower than any that was
     tried, or fast enough."""
     peers = [PeerId(f"donor-{index}") for index in range(len(rates))]
     true, paces, tried = dict(zip(peers, rates, strict=True)), DonorPaces(floor=100.0), list[float]()
@@ -527,7 +530,8 @@ async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypat
 async def test_a_donor_without_memory_for_a_copy_says_busy_and_gives_when_there_is_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else the system would kill it, or what runs beside it. It is no failure, and the next that asks may get one."""
+    """Otherwise the system would kill it, or what runs beside it. It is no failure, and the next that asks may get
+    one."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.01, 0.02))
     async with donors_and_joiner(1) as (made, joiner):
         size = state_messages.packed_size(joiner.worker.state_sizes())
@@ -543,7 +547,7 @@ async def test_a_donor_without_memory_for_a_copy_says_busy_and_gives_when_there_
 
 
 async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The joiner does not wait for ever, and says whom it waited for."""
+    """The joiner does not wait for ever, and names the donors that it waited for."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.05, 0.1))
     async with donors_and_joiner() as (made, joiner):
         made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN.name, reason=Refusal.BUSY))
@@ -581,7 +585,7 @@ def offer(clock: float, readers: int = 0) -> StateOffer:
 
 
 def test_the_fresh_come_before_the_stale_and_the_idle_before_the_busy() -> None:
-    """Of equals a random one; a claim of the far future makes nobody look stale."""
+    """Among equals it is a random one; a claim of the far future makes nobody look stale."""
     offers = {
         PeerId("stale"): offer(700.0),
         PeerId("full"): offer(1000.0, 2),
@@ -613,8 +617,11 @@ def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, lost
 
 
 class PacedDonor:
-    """A donor in its own time: `microbatch` tokens each, 1000 tokens a second where nothing is given, the share `cost`
-    times the rate fewer where something is, and `noise` on that."""
+    """A donor in its own time, of `microbatch` tokens each.
+
+    It trains 1000 tokens a second while nothing is given. If something is, it loses `cost` times the rate, with `noise`
+    on that.
+    """
 
     def __init__(self, *, microbatch: int, cost: float, noise: float = 0.0, before: int = 0) -> None:
         self._now = self._born = 1000.0
@@ -808,8 +815,8 @@ def place_is_taken_at(step: float, *, rate: float, chunks: int, wanted: bool = T
 
 
 def test_who_drips_loses_its_place_to_those_who_wait_and_an_honest_reader_keeps_it() -> None:
-    """One new chunk within each deadline is not enough of a large state while somebody waits, and ends after minutes;
-    nobody waiting, it may go on; and who takes a quarter of its share of the rate comes to its end."""
+    """One new chunk within each deadline is not enough of a large state while somebody waits, and ends after minutes.
+    While nobody waits it may go on. A reader that takes a quarter of its share of the rate comes to its end."""
     rate = 8.0 * MB
     assert place_is_taken_at(19.0, rate=rate, chunks=1000) < 60.0
     assert place_is_taken_at(19.0, rate=rate, chunks=1000, wanted=False) == pytest.approx(999 * 19.0, abs=40.0)
@@ -818,7 +825,7 @@ def test_who_drips_loses_its_place_to_those_who_wait_and_an_honest_reader_keeps_
 
 
 def test_time_that_a_chunk_waits_at_the_donor_is_not_its_readers() -> None:
-    """However long the donor takes, whoever waits: the reader keeps its place."""
+    """However long the donor takes, and whichever peers wait, the reader keeps its place."""
     readers = Readers(1, 20.0, MB)
     readers.begin(100)
     assert readers.enter(READER, 0.0, 1.0)
@@ -842,7 +849,8 @@ def test_hanging_up_and_asking_again_is_no_reading() -> None:
 
 
 def test_who_waited_longest_comes_first_and_not_who_asks_most_often() -> None:
-    """Who has lost its place asks at once and all the time: the place is for the other, until that comes no more."""
+    """A peer that has lost its place asks at once and all the time: the place is for the other, until that comes no
+    more."""
     readers, rate = Readers(1, 20.0, MB), 8.0 * MB
     readers.begin(100)
     assert readers.enter(READER, 0.0, rate)

@@ -1,4 +1,4 @@
-"""Who has not asked around is sent on to others where work waits for the device, and whoever has may wait."""
+"""A sender that has not asked around is sent on to others if work waits for the device; one that has may wait."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class Device:
 def test_no_more_work_waits_for_who_has_not_asked_around_than_it_takes_to_ask_another(
     seconds: float, most: int
 ) -> None:
-    """One at a slow device, so that it never stands idle; many at a quick one. Whoever has asked around waits."""
+    """That is one at a slow device, so that it never stands idle, and many at a quick one. A sender that has asked
+    around waits."""
     device = Device(seconds)
     device.carry(8)
     for asks in range(ASKS_TO_WAIT):
@@ -99,8 +100,8 @@ def test_before_the_first_answer_nobody_is_sent_on_and_a_device_that_has_become_
 
 @pytest.mark.parametrize(("own", "others", "refused"), [(0, 1, False), (0, 2, True), (1, 0, True)])
 def test_who_fills_a_device_sends_nobody_else_on(own: int, others: int, refused: bool) -> None:
-    """Senders take turns: of twenty that one of them has waiting one more than another has itself are before that
-    other's. By all twenty every honest sender would be sent on, and the device left to whoever floods it."""
+    """Senders take turns: of twenty waiting ones of one sender, one more than another has itself are before that
+    other's. If all twenty counted, every honest sender would be sent on, and the device left to the flooding one."""
     device = Device(0.2)
     device.carry(8)
     for peer in (20 * ["flood"], own * [SENDER], [f"sender {number}" for number in range(others)]):

@@ -50,8 +50,8 @@ def test_the_widest_that_costs_little_beside_the_work(
     ids=["fibre", "slow uplink", "far and fast", "between"],
 )
 def test_a_link_comes_to_its_codec_and_stays(bytes_per_second: float, latency: float, wanted: ActivationCodec) -> None:
-    """Of a microbatch of 512 tokens of 512 numbers and its gradient: after a while nearly all of them, also where
-    distance alone makes a first guess wrong."""
+    """A microbatch has 512 tokens of 512 numbers, and so has its gradient. After a while nearly all go by that codec,
+    even if distance alone makes a first guess wrong."""
     codecs = LinkCodecs(ALLOWED, random.Random(3))
     chosen: list[ActivationCodec] = []
     for _ in range(800):
@@ -90,8 +90,8 @@ def test_a_lie_about_the_work_only_moves_the_codec(lie: float) -> None:
 
 
 def test_in_a_swarm_the_slow_link_carries_int8_and_the_quick_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole nodes in virtual time: two first stages, and two last ones of which one lies behind a line of 160 kbit/s.
-    Who sends finds out by itself; both are trained with."""
+    """Whole nodes run in virtual time: two first stages, and two last ones of which one lies behind a line of 160
+    kbit/s. The sender finds out by itself; both are trained with."""
     carried: dict[PeerId, list[ActivationCodec]] = {}
     note = LinkCodecs.carried
 
@@ -125,7 +125,7 @@ def test_in_a_swarm_the_slow_link_carries_int8_and_the_quick_one_does_not(monkey
 
 
 def test_what_carrying_takes_beyond_the_least_of_late_is_waiting() -> None:
-    """Also where there is one codec. A way that has become longer is believed after a while, and a lie about the work
+    """That holds also with one codec. A way that has become longer is believed after a while, and a lie about the work
     is no more than its answer took."""
     codecs = LinkCodecs(("fp16",), random.Random(1))
     assert codecs.carried(PEER, "fp16", 0.7, None) == 0.0

@@ -22,7 +22,7 @@ WAY = st.tuples(st.none() | st.floats(1e-9, 1e3), st.booleans())
 def routed(
     relayed: set[PeerId], busy: Collection[PeerId] = (), loads: dict[PeerId, int] | None = None
 ) -> Counter[PeerId | None]:
-    """Who gets 4,000 microbatches."""
+    """The number that each peer gets of 4,000 microbatches."""
     rng = random.Random(0)
     given = [Candidate(peer, 0, (loads or {}).get(peer, 0), relayed=peer in relayed) for peer in PEERS]
     chosen = (choose_peer("balanced", given, own_rank=0, now=1.0, rng=rng, excluded=busy) for _ in range(4000))
@@ -30,8 +30,8 @@ def routed(
 
 
 def test_relayed_peers_get_fewer_microbatches_where_others_are_connected_directly() -> None:
-    """A quarter of what a direct one gets; all that is left where the direct ones are busy; their even part where all
-    are relayed; and none is chosen by its load over a direct one."""
+    """They get a quarter of what a direct one gets, and all that is left if the direct ones are busy. They get their
+    even part if all are relayed; and none is chosen by its load over a direct one."""
     counts = routed({PEERS[0]})
     assert counts[PEERS[0]] == pytest.approx(4000 / 13, abs=80)
     assert min(counts[peer] for peer in PEERS[1:]) > 1050

@@ -1,7 +1,7 @@
 """A run that is begun anew with the same file is another swarm: state, records and requests of its first life stay out.
 
-A node of the first life came home with its folder: stage 0's clock rose by 133,000 tokens in one step, old weights were
-copied in, nobody was told.
+A node of the first life came home with its folder. Stage 0's clock rose by 133,000 tokens in one step, old weights were
+copied in, and nobody was told.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def says(made: Swarm, birth: str | None, *, unaware: bool = False, run: str = SP
 async def test_a_node_takes_part_in_the_life_of_its_state_else_in_that_of_its_peers(
     said: tuple[tuple[str | None, bool], ...], kept: str | None, agreed: str
 ) -> None:
-    """Who has not trained (`unaware`) has no say beside those who have, and can take nobody's state out of a run."""
+    """A peer that has not trained (`unaware`) has no say beside others that have, and can take nobody's state out of a
+    run."""
     async with swarm() as made:
         for birth, unaware in said:
             says(made, birth, unaware=unaware)
@@ -62,7 +63,7 @@ async def test_a_node_takes_part_in_the_life_of_its_state_else_in_that_of_its_pe
 
 
 async def test_the_first_node_draws_the_birth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each first node another one."""
+    """Each first node draws another one."""
     async with swarm() as made:
         says(made, None)
         lives = [await agree_birth(made.joiner, SPEC, joined, None) for joined in ((), made.addresses)]
@@ -95,7 +96,7 @@ async def test_addresses_of_two_lives_are_refused() -> None:
 
 
 def test_of_births_named_as_often_the_elder_is_taken() -> None:
-    """So that those who have not worked yet come to the same one, whatever they see first."""
+    """Nodes that have not worked yet thus come to the same one, whatever they see first."""
     assert most_named([YOUNGER, ELDER]) == most_named([ELDER, YOUNGER]) == ELDER
     assert most_named([YOUNGER, ELDER, YOUNGER]) == YOUNGER
     assert most_named([]) is None
@@ -133,7 +134,7 @@ class Met:
         )
 
     async def look(self) -> set[str]:
-        """Who it sees."""
+        """The peers that it sees."""
         view = await self.directory.refresh()
         await self.watch.look()
         view = self.directory.view
@@ -141,8 +142,8 @@ class Met:
 
 
 async def test_two_lives_of_a_run_have_nothing_to_do_with_each_other_and_say_so() -> None:
-    """They meet in one directory. Each is told once, by whom; a peer of an older release, which names no birth, is
-    dealt with by both; a record without a process behind it is no news."""
+    """They meet in one directory. Each is told once, by which peer. A peer of an older release, which names no birth,
+    is dealt with by both. A record without a process behind it is no news."""
     async with swarm() as made:
         hub = MemoryDirectoryHub(SPEC.stages, lambda: 1000.0)
         first, again, other = (Met(made, hub, OwnLife(birth)) for birth in (ELDER, ELDER, YOUNGER))
@@ -170,8 +171,8 @@ async def test_two_lives_of_a_run_have_nothing_to_do_with_each_other_and_say_so(
 
 
 async def test_nodes_that_begin_beside_each_other_come_to_one_life_before_they_work() -> None:
-    """Each has drawn a birth, since the seed that they came in by serves any run. They see each other until then; who
-    only comes by a record, and does not answer, is not followed."""
+    """Each has drawn a birth, since the seed that they came in by serves any run. They see each other until then; a
+    peer that is only a record, and does not answer, is not followed."""
     async with swarm() as made:
         hub = MemoryDirectoryHub(SPEC.stages, lambda: 1000.0)
         nodes = [Met(made, hub, OwnLife(birth, settled=False)) for birth in (YOUNGER, ELDER, YOUNGEST)]

@@ -1,4 +1,4 @@
-"""What looking records up costs a node, and who pays for it: whole directories in memory."""
+"""The cost of look-ups of records to a node, and the peers that pay for it: whole directories in memory."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.swarm.test_guarded_dht import KEY, RUN, members
 
 
 async def test_keys_without_number_that_look_up_a_full_stage_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks with a new key each time is given no more than so much in all; a peer that has answered this node
-    still gets its own, and one that works here whatever others take."""
+    """An asker with a new key each time is given no more than so much in all. A peer that has answered this node still
+    gets its own, and one that works here gets it whatever others take."""
     pools = {False: (1e6, 0.0), True: (1e6, 0.0)}
     monkeypatch.setattr(guarded_dht, "ASKED_TOGETHER", pools)
     made = await members(3)
@@ -66,7 +66,7 @@ async def test_looking_at_a_full_stage_is_paid_for_also_where_the_answer_has_no_
 
 
 async def test_long_records_are_paid_for_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a key with few of them, each many times as long as what looking at one counts as."""
+    """A key has few of them, each many times as long as what looking at one counts as."""
     monkeypatch.setattr(guarded_dht, "ASKED_BYTES_A_SECOND", 0.0)
     made = await members(2)
     fill(made[0], 60, octets=3000)
@@ -86,8 +86,8 @@ def fill(member: Member, count: int, octets: int = 450) -> None:
 
 
 async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
-    """Twelve members: a walk asks them all, a look in the half of a record's life after it two for the key, who say
-    nothing that the asker has; where one of the two has gone everybody is asked again."""
+    """There are twelve members: a walk asks them all, a look in the half of a record's life after it two for the key.
+    These say nothing that the asker has; if one of the two has gone everybody is asked again."""
     made = await members(12)
     reader, writer = made[0], made[1]
     await reader.directory.refresh()
@@ -114,7 +114,7 @@ async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
 async def test_what_lies_at_the_stages_own_keys_is_asked_for_whatever_a_look_asks_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a large stage a look asks for two buckets; who seeks its first nodes is told what is there now."""
+    """A look at a large stage asks for two buckets; a node that seeks its first peers is told what is there now."""
     made = await members(12)
     reader, writer = made[0], made[1]
     await reader.directory.refresh()
@@ -126,7 +126,7 @@ async def test_what_lies_at_the_stages_own_keys_is_asked_for_whatever_a_look_ask
 
 
 async def test_nothing_is_asked_of_those_of_whom_a_node_knows_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whom it sees elsewhere; of forty whose records lie with another it is told of the others."""
+    """It sees these elsewhere; of forty whose records lie with another it is told of the others."""
     reader, holder = await members(2)
     fill(holder, 40)
     signers = [f"a-signer-of-a-record-{number}" for number in range(40)]
@@ -140,7 +140,7 @@ async def test_nothing_is_asked_of_those_of_whom_a_node_knows_enough(monkeypatch
 
 
 async def test_over_a_slow_line_two_holders_are_asked_for_each_key_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where who is second for one key still answers for another, of which it was first."""
+    """That holds also if the second one for one key still answers for another, of which it was first."""
     monkeypatch.setattr(dht_walk, "SECOND_SECONDS", 0.0)
     made = [await Member(network := {}).join(RUN, 2)]
     made += [await Member(network).join(RUN, 2, made[0].peer) for _ in range(2)]
@@ -164,7 +164,7 @@ async def test_over_a_slow_line_two_holders_are_asked_for_each_key_as_well(monke
 
 
 async def test_half_a_records_life_after_a_walk_everybody_is_asked_again() -> None:
-    """Also where the clock has gone back meanwhile, and every time by who sees nobody but itself."""
+    """That holds also if the clock has gone back meanwhile, and every time for a node that sees nobody but itself."""
     made = await members(12)
     reader, now = made[1], made[1].directory.now()
     await reader.directory.refresh()
@@ -185,7 +185,7 @@ async def test_half_a_records_life_after_a_walk_everybody_is_asked_again() -> No
 async def test_a_key_that_is_looked_at_more_rarely_is_walked_to_before_a_records_life_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A further stage's, to which others come nearer than all that were near: whoever served it would seem gone."""
+    """It is a further stage's, to which others come nearer than all that were near: its servers would seem gone."""
     monkeypatch.setattr(sampled_view, "WHOLE", 0)
     made = [await Member(network := {}).join(RUN, 3)]
     made += [await Member(network).join(RUN, 3, made[0].peer) for _ in range(7)]

@@ -95,7 +95,7 @@ def test_everyone_has_a_turn_and_the_list_is_bounded(lost: LostPeers) -> None:
 
 
 def test_a_crowd_that_leaves_pushes_out_nobody_that_has_worked_here(lost: LostPeers, known: Acquaintances) -> None:
-    """Whether it was lost before the crowd, which answered, or after it; who only answered has some places, too."""
+    """It may be lost before the crowd, which answered, or after it; peers that only answered have some places, too."""
     workers = [f"worker-number-{number}" for number in range(20)]
     crowd = [f"peer-of-a-crowd-{number}" for number in range(500)]
     for peer in crowd:
@@ -112,7 +112,7 @@ def test_a_crowd_that_leaves_pushes_out_nobody_that_has_worked_here(lost: LostPe
 
 
 def test_a_clock_that_goes_back_puts_nobody_off(lost: LostPeers) -> None:
-    """By an hour: whoever was to be asked for at a moment that is far ahead now is asked for soon, and not at once."""
+    """It goes back by an hour: a peer to be asked for at a moment far ahead is asked for soon, and not at once."""
     lost.seen(view("the-lost-one"), view(), 7200.0)
     assert lost.due(7210.0) == "the-lost-one"
     assert lost.due(3610.0) is None
