@@ -1,4 +1,5 @@
-"""No cancellation is lost, whatever ends in the same moment: who is told to end and goes on is waited for for ever."""
+"""No cancellation is lost, whatever ends in the same moment: a task that is told to end and goes on is awaited for
+ever."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ async def test_who_runs_something_to_its_end_sees_a_cancellation_of_that_moment(
             raise OSError
 
     async def caller() -> None:
-        while True:  # as whoever writes down a receipt now and then
+        while True:  # as a task that writes down a receipt now and then
             with contextlib.suppress(OSError):
                 await run_to_end(work())
             await for_ever()
@@ -57,7 +58,7 @@ async def test_who_runs_something_to_its_end_sees_a_cancellation_of_that_moment(
 
 
 async def test_what_is_run_to_its_end_comes_to_it_though_its_caller_is_cancelled_again_and_again() -> None:
-    """And only then the caller sees it."""
+    """Only then does the caller see it."""
     may_end, done = asyncio.Event(), list[bool]()
 
     async def work() -> None:
@@ -76,8 +77,8 @@ async def test_what_is_run_to_its_end_comes_to_it_though_its_caller_is_cancelled
 
 
 async def lost_by_the_others(run: Callable[[Callable[[int], Awaitable[None]]], Awaitable[None]], turns: int) -> bool:
-    """Whether a caller ends that is cancelled so many turns after one of its two pieces has failed, while the other one
-    still takes a few turns to end; it takes a failure and goes on."""
+    """Tell whether a caller ends that is cancelled so many turns after one of its two pieces has failed. The other one
+    still takes a few turns to end; the caller takes a failure and goes on."""
     failed = asyncio.Event()
 
     async def piece(number: int) -> None:
@@ -120,7 +121,7 @@ async def test_a_failure_among_several_hides_no_cancellation(turns: int) -> None
 
 @pytest.mark.parametrize("turns", TURNS)
 async def test_a_transfer_that_breaks_off_hides_no_cancellation(turns: int) -> None:
-    """A stream breaks as this node is told to leave: whoever dialled takes the failure, and would try again."""
+    """A stream breaks as this node is told to leave: the dialling code takes the failure, and would try again."""
 
     async def run(piece: Callable[[int], Awaitable[None]]) -> None:
         await side_by_side(range(2), Width(2, 1.0), piece)

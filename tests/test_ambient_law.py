@@ -109,6 +109,6 @@ def test_the_law_refuses_what_it_must(text: str) -> None:
 
 
 def test_a_seeded_source_keeps_the_law() -> None:
-    """And so does the name of the type."""
+    """The name of the type keeps it, too."""
     text = "import random\nimport time\ndef f(rng: random.Random): time.sleep(1)\nrandom.Random('seed')"
     assert breaches("noloco_node.pipeline.routing", ast.parse(text)) == []

@@ -98,7 +98,7 @@ def test_arguments_are_refused_before_anything_is_started(
 
 @pytest.mark.parametrize("held", [None, "[]", "{}", "no JSON"])
 def test_runs_are_added_only_to_a_file_that_holds_some(held: str | None, tmp_path: Path) -> None:
-    """Else it would end without its figures."""
+    """Otherwise it would end without its figures."""
     out = tmp_path / "found.json"
     if held is not None:
         out.write_text(held, encoding="utf-8")
@@ -110,7 +110,7 @@ def test_runs_are_added_only_to_a_file_that_holds_some(held: str | None, tmp_pat
 
 
 def test_the_settings_of_a_swarm_are_checked_before_one_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every variant: the last of them comes after hours."""
+    """Those of every variant are: the last of them comes after hours."""
     asked = ["benchmark", "configs/tiny.yaml", "--activations", "fp16", "fp17", "--single", "1", "1"]
     monkeypatch.setattr(sys, "argv", asked)
     monkeypatch.setattr(pipeline, "run_single", lambda *_: pytest.fail("it has begun"))

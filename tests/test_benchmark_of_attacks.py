@@ -10,8 +10,8 @@ from noloco_node.directory.sampled_view import PLACES
 
 
 def test_nodes_of_a_crowded_bucket_are_seen_as_often_as_its_crowd_lets_them_and_all_are_met() -> None:
-    """Two buckets, of which one has three ids that were sought for it to one of its own nodes: these have their part of
-    its places, nobody takes the stage for another size than one crowded bucket makes it, and the other bucket is seen
+    """Of two buckets one has three ids that were sought for it to one of its own nodes. These have their part of its
+    places, nobody takes the stage for another size than one crowded bucket makes it, and the other bucket is seen
     whole."""
     found = attacked(Attack(honest=96, ids=130, silent=False, observers=1, seconds=300.0, seed=1))
     share = PLACES / (found.attacked.honest + 130)

@@ -31,7 +31,7 @@ def test_a_test_and_a_folder_are_judged_each_by_its_own_budget() -> None:
 
 
 def test_every_folder_with_tests_has_a_budget() -> None:
-    """And no budget is left behind for one that is gone."""
+    """No budget is left behind for one that is gone."""
     here = Path(__file__).parent
     folders = {folder_of(str(file.relative_to(here.parent))) for file in here.rglob("test_*.py")}
     assert folders == set(BUDGETS)

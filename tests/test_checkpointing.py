@@ -170,8 +170,8 @@ async def test_a_checkpoint_from_before_there_were_trails_is_resumed(tmp_path: P
 
 
 async def test_a_checkpoint_is_of_one_moment_while_three_microbatches_are_under_way(tmp_path: Path) -> None:
-    """Taken at any time on a running swarm, on both stages: the tokens in the weights and the gradient are those of
-    the samples that the books call trained, and the samples held are the rest of those drawn."""
+    """It is taken at any time on a running swarm, on both stages. The tokens in the weights and the gradient are those
+    of the samples that the books call trained. The samples held are the rest of those drawn."""
     spec = micro_spec(steps=40, microbatches_a_step=3, outer=OUTER)
     settings = NodeSettings(in_flight=3, checkpoint_rounds=1, checkpoint_seconds=0.0, drain_seconds=1)
     async with world(spec, settings=settings) as made:
@@ -302,7 +302,7 @@ async def test_held_samples_keep_where_documents_begin(tmp_path: Path) -> None:
 async def test_samples_that_no_text_could_have_given_are_not_taken_up(
     rows: torch.Tensor, words: str, tmp_path: Path
 ) -> None:
-    """Sealed by whoever wrote it, they would end the node on its first step."""
+    """Whatever their seal, they would end the node on its first step."""
     spec, folder = micro_spec(stages=1, outer=OUTER), CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as node:
         node.replica.pipeline.ledger.waiting.append(Sample(rows))
@@ -431,8 +431,8 @@ def unmounted(tmp_path: Path) -> Iterator[Path]:
 async def test_a_disk_that_refuses_is_named_once_and_training_goes_on(
     unmounted: Path, trouble: Trouble, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning with path and cause, every try an event, nothing left of it; and when the disk takes them again, one
-    line says so, and the next trouble is named again."""
+    """There is a warning with path and cause, every try is an event, and nothing is left of it. When the disk takes
+    them again, one line says so, and the next trouble is named again."""
     caplog.set_level(logging.INFO, logger="noloco_node")
     spec = micro_spec(stages=1, outer=OUTER)
     folder = CheckpointFolder(unmounted / "checkpoints", keep=2)

@@ -83,7 +83,7 @@ def test_a_link_is_judged_though_no_device_is_named(capsys: pytest.CaptureFixtur
 def test_a_mistyped_folder_gets_the_name_that_lies_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And `eval` does not ask for a run folder alone, since it takes a model as well."""
+    """`eval` does not ask for a run folder alone, since it takes a model as well."""
     (tmp_path / "my-model").mkdir()
     assert cli.main(["eval", str(tmp_path / "my-modle")]) == ExitCode.RUN_FOLDER
     told = capsys.readouterr().err
@@ -132,7 +132,7 @@ def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_guard_copies_of_one_stage_are_said_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody serves another stage who could keep them."""
+    """Nobody serves another stage that could keep them."""
     arguments = ["config", "validate", str(MICRO), "--set", "run.guard_copies=1", "--set"]
     assert cli.main([*arguments, "run.model.stages=1"]) == 0
     assert "note: run.guard_copies is 1, and does nothing with one stage" in capsys.readouterr().out
@@ -271,7 +271,7 @@ def test_a_joiner_sees_what_it_joins(
 
 
 def test_a_text_that_a_joiner_does_not_read_is_no_path(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor is its tokenizer a name: no quotes around what stands for them."""
+    """Its tokenizer is no name either: no quotes around what stands for them."""
     from noloco_node.config.load import load_config
     from noloco_node.directory.summary import SwarmSummary
 
@@ -378,7 +378,7 @@ def test_no_invitation_stands_in_a_command_line(capsys: pytest.CaptureFixture[st
 
 
 def test_a_joiner_sees_what_its_line_disk_and_device_would_give(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of stages that it may serve, for what is left of the run; where nobody says how fast it is, the bytes alone."""
+    """It sees that for stages that it may serve, for what is left of the run; if no speed is known, the bytes alone."""
     from noloco_node.config.load import load_config
     from noloco_node.config.node_settings import NodeSettings
     from noloco_node.directory.summary import SwarmSummary

@@ -1,4 +1,4 @@
-"""A clock that becomes wrong while the node runs: whoever runs it is told, and told when it is right again."""
+"""A clock that becomes wrong while the node runs: the user is told, and told when it is right again."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def thawed() -> Iterator[None]:
 
 @pytest.mark.usefixtures("thawed")
 def test_what_is_loaded_is_gone_through_neither_meanwhile_nor_afterwards() -> None:
-    """Nor by a block within the block; and the collector is back after an error too."""
+    """A block within the block does not go through it either; and the collector is back after an error too."""
     seen: list[str] = []
 
     def loads_and_fails() -> None:

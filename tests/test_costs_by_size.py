@@ -19,8 +19,8 @@ from tests.swarm.worlds import real_world
 
 FEW, MANY = 100, 100_000
 MOST_BY_SIZE = 5.0
-"""Of a decision that is taken for each microbatch, or look, among a hundred thousand beside a hundred: 0.9 to 1.3 when
-this was written. What looks at everybody would take 1,000 times as long."""
+"""The most that a decision for each microbatch, or look, takes among a hundred thousand beside a hundred. It was 0.9 to
+1.3 when this was written. A look at everybody would take 1,000 times as long."""
 MOST_OF_A_HOP = 2.0
 """CPU time of a hop of a mebibyte over that of the same bytes on a bare stream of p2pd: 0.9 to 1.2."""
 BYTES, ROUNDS, HOPS = 1 << 20, 3, 12
@@ -47,8 +47,8 @@ def test_every_decision_that_is_measured_can_be_taken() -> None:
 
 
 async def test_a_hop_takes_little_more_than_p2pd_does(tmp_path: Path) -> None:
-    """There and back on real p2pd, by turns on the transport and on a bare stream; CPU of this process and both p2pd,
-    the least of some rounds each."""
+    """It goes there and back on real p2pd, by turns on the transport and on a bare stream. The CPU of this process and
+    both p2pd counts, the least of some rounds each."""
     with nothing_left_behind():
         async with real_world(tmp_path) as world:
             server, caller = world.daemons

@@ -1,8 +1,8 @@
 """What a token costs in the swarm beside one process that trains the same model: the guard of the swarm's speed.
 
 Speed leaks by small steps that no other test sees. What the device's thread does is counted, exactly. What the rest
-takes is measured in CPU seconds, beside those of plain training in the same process and the same moments, so that a
-busy machine slows both.
+takes is measured in CPU seconds, beside those of plain training in the same process and the same moments. A busy
+machine then slows both.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from tests.inside import thread_of
 from tests.worlds import Swarm, libp2p_world, micro_spec, window_batch
 
 MOST_OPERATIONS = 1.0
-"""Of the device's thread for a microbatch, as a share of those of plain training: 0.980 when this was written, since
-gradients are added in one go."""
+"""The most operations of the device's thread for a microbatch, as a share of those of plain training. It was 0.980 when
+this was written, since gradients are added in one go."""
 MOST_BYTES = 1.01
 """That these operations read and write: 1.004. One more pass over the gradients makes it 1.02."""
 MOST_COMPUTE = 1.6
-"""CPU time of the device's thread, as a share of that of plain training, in the best of five rounds: 1.00 to 1.31 (all
-rounds: 1.0 to 1.7), most of it for looks at gradients and copies of weights, which weigh more here than in a run, since
-a microbatch has 64 tokens. A single pass too many is seen by the counts above, twice the time by this."""
+"""The most CPU time of the device's thread, as a share of that of plain training, in the best of five rounds.
+
+It was 1.00 to 1.31 (all rounds: 1.0 to 1.7), most of it for looks at gradients and copies of weights. These weigh more
+here than in a run, since a microbatch has 64 tokens. A single pass too many is seen by the counts above, twice the time
+by this.
+"""
 MOST_BESIDE = 0.25
 """CPU time of all other threads, likewise: 0.12 to 0.16. A leak of 2 ms for each microbatch is seen."""
 MOST_OF_P2PD = 0.2
@@ -72,7 +75,7 @@ def counted(work: Callable[[], object]) -> Counted:
 
 
 class Plain:
-    """The same model, trained as a PyTorch program would train it: all stages in one process."""
+    """One model, trained as a PyTorch program would train it: all stages in one process."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._stages = [build_stage(spec.model, stage) for stage in range(spec.stages)]

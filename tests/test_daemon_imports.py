@@ -9,9 +9,9 @@ from benchmarks import idle
 from tests.profiles import LONG
 
 MOST_MEMORY = 0.25
-"""Of what torch takes, of memory that no other process shares: 0.14."""
+"""The most of what torch takes, of memory that no other process shares: it was 0.14."""
 MOST_SECONDS = 0.9
-"""Of the processor time that torch takes to be imported: 0.43 to 0.45."""
+"""The most of the processor time that torch takes to be imported: it was 0.43 to 0.45."""
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ MOST_SECONDS = 0.9
     ],
 )
 def test_a_daemon_adds_little_to_torch(module: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does anything that it imports; one that reads Parquet would be seen."""
+    """Nothing that it imports does either; one that reads Parquet would be seen."""
     monkeypatch.setattr(idle, "DAEMON", module)
     found = idle.imports()
     (_, torch_bytes, torch_seconds), (_, own, seconds) = found["torch"], found[module]

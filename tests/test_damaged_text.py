@@ -1,4 +1,4 @@
-"""A shard of the text that turns out to be damaged: whoever runs the node finds it wherever they look."""
+"""A shard of the text that turns out to be damaged: the user finds it wherever they look."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_the_books_warn_of_each_shard_that_could_not_be_read() -> None:
 
 
 def test_it_stands_in_the_log_the_metrics_the_status_and_the_report(tmp_path: Path) -> None:
-    """Of this life of the node; another warning after it does not hide it."""
+    """It stands there for this life of the node; another warning after it does not hide it."""
     assert describe(WARNED) == (logging.WARNING, DETAIL)
     metrics = Metrics()
     metrics.observe(WARNED)

@@ -58,7 +58,7 @@ def test_every_variable_in_an_example_stands_for_a_setting(path: Path) -> None:
 
 
 def test_whoever_stops_a_volunteers_node_waits_for_its_last_checkpoint() -> None:
-    """A node ends by itself within `node.leave_seconds`; who kills it sooner takes its last checkpoint away."""
+    """A node ends by itself within `node.leave_seconds`; an earlier kill takes its last checkpoint away."""
     service = (DEPLOY / "systemd" / "noloco-node.service").read_text(encoding="utf-8")
     compose = yaml.safe_load((DEPLOY / "compose.volunteer.yaml").read_text(encoding="utf-8"))
     pods = (DEPLOY / "kubernetes" / "volunteers.yaml").read_text(encoding="utf-8")

@@ -329,11 +329,11 @@ QUOTED = re.findall(
 
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_quoted_message_stands_in_the_code(message: str) -> None:
-    """Whoever searches for what the screen says finds the page, and the page never quotes what nothing says."""
+    """A user that searches for what the screen says finds the page, and the page never quotes what nothing says."""
     assert stands_in_the_code(message)
 
 
 def test_what_nothing_says_is_seen() -> None:
-    """Also where only a word of a message has changed."""
+    """That holds also if only a word of a message has changed."""
     assert len(QUOTED) > 40
     assert not stands_in_the_code("node.identity: … is in use of …")

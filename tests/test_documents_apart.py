@@ -75,7 +75,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_positions_begin_anew_at_every_mark_and_at_every_row() -> None:
-    """And rows without a mark inside need none."""
+    """Rows without a mark inside need none."""
     labels = torch.full((4, 16), 7) | marks(16)
     positions = positions_of(labels)
     assert positions is not None
@@ -179,7 +179,7 @@ async def test_any_beginnings_are_taken_where_the_run_has_them_and_nothing_else(
 
 
 def test_the_laboratory_trains_as_on_separate_documents() -> None:
-    """Its replicas share one call, so that it says who sees whom itself."""
+    """Its replicas share one call, so that it makes the attention mask itself."""
     spec = micro_spec()
     inputs, labels = worlds.window_batch(range(4))
     labels |= marks(LENGTH)
@@ -243,7 +243,8 @@ def test_a_streamed_text_has_the_marks_of_its_documents(stories: DataSpec) -> No
 
 
 def test_what_is_not_proved_apart_is_refused() -> None:
-    """Other architectures by name; sliding windows in the laboratory; windows too long to write out who sees whom."""
+    """That is so for other architectures by name, sliding windows in the laboratory, and windows too long for an
+    attention mask."""
     config = load_config(Path(__file__).parent / "configs" / "micro.yaml", ("run.data.attention=document",))
     plan_run(config.run)
     other = config.run.model.model_copy(

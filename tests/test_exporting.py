@@ -130,8 +130,8 @@ def test_one_replica_can_be_named_and_the_best_one_found(tmp_path: Path, capsys:
 def test_a_tokenizer_of_the_owners_goes_into_the_model_and_comes_out_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder that a node has read is found again; without it, it must be named; where it lies is in nothing that
-    is written, and of the model itself it is known when that is evaluated, wherever that lies."""
+    """The folder that a node has read is found again; without it, it must be named. Its place is in nothing that is
+    written. An evaluation of the model itself knows it, wherever the model lies."""
     folder = made(tmp_path / "owners")
     run = with_tokenizer(folder, *OWN_TEXT).run
     nodes = [finished(tmp_path / "run" / name, stage, run=run) for stage, name in enumerate("ab")]
@@ -203,7 +203,7 @@ def test_eval_gives_the_loss_of_the_run_and_of_single_replicas(
 
 
 def test_generate_continues_a_text_as_the_seed_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same seed the same text, temperature 0 the likeliest; what cannot be used is said in one screen."""
+    """The same seed gives the same text, temperature 0 the likeliest; what cannot be used is said in one screen."""
     finished(tmp_path / "run" / "a", 0)
     finished(tmp_path / "run" / "b", 1)
     out = tmp_path / "out"
@@ -229,7 +229,7 @@ def test_generate_continues_a_text_as_the_seed_says(tmp_path: Path, capsys: pyte
 def test_a_folders_model_is_heard_token_by_token_and_says_what_transformers_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each piece is written before the next token is drawn, in whole characters; together they are what plain
+    """Each piece is written before the next token is drawn, in whole characters. Together they are what plain
     `generate` draws by the seed, without the end of the text; the positions of the model are the last."""
     finished(tmp_path / "run" / "a", 0)
     finished(tmp_path / "run" / "b", 1)

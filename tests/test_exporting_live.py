@@ -1,4 +1,4 @@
-"""A model out of a run that is under way: the mean of what its nodes hold, whoever dies or lies meanwhile."""
+"""A model out of a run that is under way: the mean of what its nodes hold, even if nodes die or lie meanwhile."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Trained:
         self.copies = copies
         self.paced: list[tuple[int, str]] = []
         self.given: list[Replica] = []
-        """Who gave, chunk by chunk."""
+        """The giving replicas, chunk by chunk."""
         self.before_chunk: Callable[[Replica], Awaitable[None]] = nothing_happens
 
     async def pace(self, replica: Replica, size: int, reader: str) -> None:
@@ -68,7 +68,7 @@ class Trained:
     def gatherer(
         self, spool: Path, most: int = MOST_REPLICAS
     ) -> tuple[Gatherer, MemoryTransport, list[tuple[int, int]]]:
-        """One who looks on, and what it is told."""
+        """An onlooker, and what it is told."""
         transport, told = MemoryTransport(self.made.network, OUTSIDER), list[tuple[int, int]]()
         directory = MemoryDirectory(self.made.hub)
         spool.mkdir()
@@ -137,7 +137,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 async def test_an_export_of_a_live_run_is_the_mean_of_its_replicas_in_full_precision(tmp_path: Path) -> None:
-    """Each is asked once, at its donor's pace; nobody sees a record of who looked on; plain transformers loads it."""
+    """Each is asked once, at its donor's pace; nobody sees a record of the onlooker; plain transformers loads it."""
     async with trained() as swarm:
         gathered = await swarm.gather(tmp_path / "spool")
         expected = await mean_slow(swarm.made, 0) | await mean_slow(swarm.made, 1)
@@ -155,9 +155,9 @@ async def test_an_export_of_a_live_run_is_the_mean_of_its_replicas_in_full_preci
 
 
 async def test_the_export_loses_what_the_swarm_measures_at_the_same_weights(tmp_path: Path) -> None:
-    """Where the replicas of a stage hold the same and stand still, as at the end of a rate that comes to nothing: the
-    evaluation through the swarm, whichever way it goes, and transformers on the folder differ by rounding alone. So
-    what they differ by under way is that they are of other weights."""
+    """The replicas of a stage hold the same and stand still, as at the end of a rate that comes to nothing. The
+    evaluation through the swarm, whichever way it goes, and transformers on the folder differ by rounding alone. What
+    they differ by under way is thus that they are of other weights."""
     rows = window_rows(range(10**6, 10**6 + 8))
     async with trained() as swarm:
         heads = [replica for replica in swarm.made.replicas if replica.stage == 0]
@@ -253,7 +253,7 @@ async def test_one_replica_that_says_any_clock_is_no_part_of_the_model(tmp_path:
 
 
 async def test_one_that_is_leaving_gives_where_its_stage_has_no_other(tmp_path: Path) -> None:
-    """Else those that stay are asked, and they alone."""
+    """Otherwise those that stay are asked, and they alone."""
     async with trained() as swarm:
         leaving, alone, gone = swarm.made.replicas[0], swarm.made.replicas[2], swarm.made.replicas[3]
         await leaving.membership.announce(PeerState.DRAINING)
@@ -295,7 +295,7 @@ def test_a_report_is_moved_by_no_minority() -> None:
 
 
 class KeptBusy(GivenCopies):
-    """Somebody who broke off has the only place until it was asked for this often."""
+    """A peer that broke off has the only place until it was asked for this often."""
 
     refusals = 10
 
@@ -305,7 +305,8 @@ class KeptBusy(GivenCopies):
 
 
 async def test_a_stage_whose_only_donor_is_busy_is_waited_for(tmp_path: Path) -> None:
-    """Who broke an export off and begins it anew finds its former self in the donor's only place for a minute."""
+    """A user that broke an export off and begins it anew finds its former self in the donor's only place for a
+    minute."""
     async with trained(replicas=1) as swarm:
         swarm.copies[0]._given["fp32"] = busy = KeptBusy(30.0, 5.0, most=1)
         gathered = await swarm.gather(tmp_path / "spool")
@@ -337,7 +338,7 @@ async def test_a_full_disk_ends_it_with_a_remedy(tmp_path: Path) -> None:
 
 
 def test_a_live_run_chooses_no_tokenizer_among_the_files_of_who_exports_it(tmp_path: Path) -> None:
-    """It would be read here and go out with the model: only with the word of whoever exports."""
+    """It would be read here and go out with the model: only with the word of the exporting user."""
     spec = micro_spec()
     run = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer": str(tmp_path)})})
     options = argparse.Namespace(config=None, set=[])

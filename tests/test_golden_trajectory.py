@@ -31,10 +31,10 @@ ROUNDS = 6
 PARTS = (None, 0, 1)
 """What is averaged, in turn: the whole stage, one fragment, the other."""
 STEPS_A_ROUND = (2, 3)
-"""Of the two replicas: their clocks and the weights of their tokens are not the same."""
+"""The steps of the two replicas: their clocks and the weights of their tokens are not the same."""
 TOLERANCE: dict[str, float] = {"fp32": 1e-6, "int4": 3e-3}
-"""A value that lies on the border of two codes of four bits falls to either side on another processor: there norms
-differ by 5e-4, and single weights are not compared."""
+"""The tolerance by codec. A value that lies on the border of two codes of four bits falls to either side on another
+processor. There norms differ by 5e-4, and single weights are not compared."""
 
 
 def number_exchanges(patch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def number_exchanges(patch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def two_replicas(codec: str) -> AsyncIterator[World]:
-    """Of the only stage; they exchange when they are told to, with all the time in the world."""
+    """Two replicas of the only stage; they exchange when they are told to, with all the time in the world."""
     rule = {"inner_steps": 20, "min_inner_steps": 1, "alpha": 0.5, "beta": 0.5, "fragments": 2}
     spec = micro_spec(
         stages=1,

@@ -56,7 +56,8 @@ def test_show_says_who_where_how_safe_and_in_use(key: Path, capsys: pytest.Captu
 def test_one_that_is_made_before_the_first_start_is_the_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An owner who invites by name needs the peer id before the node has ever run. Made once, whoever asks again."""
+    """An owner that invites by name needs the peer id before the node has ever run. It is made once, however often
+    asked."""
     path = tmp_path / "new" / "identity.key"
     assert identity("create", path) == 0
     made = capsys.readouterr().out
@@ -69,7 +70,7 @@ def test_one_that_is_made_before_the_first_start_is_the_nodes(
 def test_where_no_file_is_named_it_is_the_one_of_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the help names it; the environment of the node holds for this command, too."""
+    """The help names it; the environment of the node holds for this command, too."""
     monkeypatch.chdir(tmp_path)
     created = load_or_create_identity(identity_commands.default_identity())
     assert identity("show") == 0
@@ -88,7 +89,7 @@ def test_where_no_file_is_named_it_is_the_one_of_run(
 def test_a_round_trip_gives_the_same_identity(
     tmp_path: Path, key: Path, passphrase: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same bytes and peer id; backup and new file are for the owner only; only file names and the id are shown."""
+    """Bytes and peer id are equal; backup and new file are for the owner only; only file names and the id are shown."""
     backup, back = tmp_path / "node.pem", tmp_path / "elsewhere" / "identity.key"
     assert identity("export", key, "--to", backup, "--passphrase-file", passphrase) == 0
     assert identity("import", backup, "--to", back, "--passphrase-file", passphrase) == 0

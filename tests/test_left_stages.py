@@ -94,8 +94,8 @@ async def test_the_compute_thread_keeps_nothing_of_its_last_call(no_collector: N
 
 
 async def test_who_leaves_takes_back_its_own_methods_and_no_others() -> None:
-    """All that its protocols answer, so that the next stay may serve it; what another part of the node serves stays,
-    also where its name is of the same family."""
+    """It takes back all that its protocols answer, so that the next stay may serve it. What another part of the node
+    serves stays, even if its name is of the same family."""
     async with replicas(2) as made:
         asking, leaver = (replica.context.transport for replica in made)
 

@@ -265,7 +265,7 @@ def remove_folder_without_sockets(folder: Path) -> None:
 
 
 class Deaths(Observer):
-    """Remembers who died."""
+    """Remembers the nodes that died."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -284,7 +284,7 @@ async def test_two_of_six_die_and_the_others_reach_the_target(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 of the node that all others joined through and of one of the other stage, while they train: both deaths
-    are reported; on the four survivors every sample is accounted for, none is dropped, repeats stay below 1 %. Their
+    are reported. On the four survivors every sample is accounted for, none is dropped, repeats stay below 1 %. Their
     folders, brought together from elsewhere, are a model with the loss that they have reported themselves."""
     monkeypatch.setenv(OPERATION_SECONDS, "0.02")  # a run that outlasts the records of the dead on any machine
     deaths = Deaths()
@@ -358,7 +358,7 @@ async def test_a_daemon_that_cannot_start_is_reported_with_its_own_exit_code(tmp
 
 
 async def test_a_run_folder_is_one_runs_and_must_be_writable(tmp_path: Path, temporary: Path) -> None:
-    """Two runs never share a folder, whoever wrote there before; a file is no folder."""
+    """Two runs never share a folder, whichever wrote there before; a file is no folder."""
     (tmp_path / "old" / "nodes").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     RunFolder.create(tmp_path / "other").claim("0" * 32, "other run")

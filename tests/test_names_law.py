@@ -31,13 +31,14 @@ def shared(trees: dict[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def test_no_two_public_types_share_a_name() -> None:
-    """Who reads it in one file need not ask which of them is meant."""
+    """A reader of one file need not ask which of them is meant."""
     files = sorted(PACKAGE.rglob("*.py"))
     assert shared({str(path): ast.parse(path.read_text(encoding="utf-8")) for path in files}) == {}
 
 
 def test_the_law_sees_a_shared_name() -> None:
-    """Of a class or of what stands for a type; not that of a private one, which stays in its file, nor a number's."""
+    """It may be of a class or of what stands for a type; not of a private one, which stays in its file, nor of a
+    number."""
     one = ast.parse("class Course: ...\nclass _Row: ...\nTold = Callable[[int], None]\nMOST = 3\nT = TypeVar('T')")
     other = ast.parse("class Course: ...\nclass _Row: ...\nclass Told: ...\nMOST = 4\nT = TypeVar('T')")
     assert shared({"one": one, "other": other}) == {name: ["one", "other"] for name in ("Course", "Told")}
@@ -49,7 +50,7 @@ several need."""
 
 
 def is_private(name: str) -> bool:
-    """Of its file or its object alone."""
+    """Tell whether a name is private to its file or its object."""
     return name.startswith("_") and not name.endswith("__") and name != "_"
 
 
@@ -89,14 +90,14 @@ def reached(tree: ast.Module, names: set[str]) -> list[str]:
 
 
 def test_tests_reach_for_ever_fewer_private_names() -> None:
-    """They freeze what is nobody's promise: whoever adds one takes another away, or gives it a public name."""
+    """They freeze what is nobody's promise: an added one takes another away, or gets a public name."""
     names = private_names(ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py"))
     found = {path: reached(ast.parse(path.read_text(encoding="utf-8")), names) for path in TESTS.rglob("*.py")}
     assert sum(map(len, found.values())) <= MOST_REACHED, {path.name: each for path, each in found.items() if each}
 
 
 def test_the_law_sees_a_private_name() -> None:
-    """But not what belongs to the test's own classes."""
+    """It does not see what belongs to the test's own classes."""
     text = (
         "from noloco_node.aio import _tool\nclass Own:\n    def __init__(self): self._own = 1\nOwn()._own\nx.y._rows\n"
     )

@@ -77,7 +77,8 @@ def test_the_default_device_is_the_gpu_where_there_is_one(
 def test_a_gpu_that_the_default_device_leaves_idle_is_told_of(
     files: list[str], built: str | None, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With why, and what to do: whoever rents it would train on the processor. Not where the processor was named."""
+    """It is told with the reason and the remedy: a user that rents it would train on the processor. It is not told if
+    the processor was named."""
 
     def fails() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")

@@ -54,7 +54,7 @@ def test_no_file_of_these_rooms_writes_what_is_anothers(path: Path) -> None:
 
 
 def test_the_law_sees_what_it_looks_for() -> None:
-    """And lets a file write the fields of its own classes."""
+    """It lets a file write the fields of its own classes."""
     own = "class Row:\n    size: int\n"
     text = f"{own}def grow(row: Row, other: object) -> None:\n    row.size += 1\n    other.open = True\n"
     assert foreign(ast.parse(text)) == ["other.open"]

@@ -25,7 +25,7 @@ DOCUMENTS = [ROOT / "README.md", *SHOWN]
 MADE = pages()
 TROUBLE = DOCS / "troubleshooting.md"
 WORDS_A_MINUTE = 200
-"""Of a careful reader of technical text."""
+"""The words that a careful reader of technical text reads in a minute."""
 
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)

@@ -8,7 +8,7 @@ from noloco_node.pauses import Doubling
 
 
 def test_pauses_double_up_to_the_longest_and_stay_there() -> None:
-    """Also after so many that their power would be no number."""
+    """That holds also after so many that their power would be no number."""
     pauses = Doubling(0.5, 60.0)
     assert [pauses.after(earlier) for earlier in range(-1, 9)] == [0.5, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert pauses.after(10**9) == 60.0

@@ -14,7 +14,7 @@ from tests.telemetry import made_events as made
 
 
 def test_the_speed_of_a_swarm_is_told_with_what_it_is_of(capsys: pytest.CaptureFixture[str]) -> None:
-    """`61,440 tokens in 59 s, 1,033 tokens/s`: who divides gets 1,041, since the first step's tokens are no part of
+    """`61,440 tokens in 59 s, 1,033 tokens/s`: a division gives 1,041, since the first step's tokens are no part of
     it."""
     summary = made.summarize(made.whole_run())
     print_result(SwarmResult(summary, ExitCode.OK, {}, {}))

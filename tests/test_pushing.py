@@ -111,7 +111,7 @@ def test_what_can_be_known_before_is_said_before_anything_is_written(
 def test_a_hub_that_cannot_be_reached_is_told_so(
     command: list[str], tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the model is here."""
+    """The model is here all the same."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert main(command) == ExitCode.HUB
     assert "was not pushed" in capsys.readouterr().err

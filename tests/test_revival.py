@@ -1,4 +1,4 @@
-"""A stage that nobody serves any more: who brings it back, from what, and what must never come of it."""
+"""A stage that nobody serves any more: which node brings it back, from what, and what must never come of it."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ async def lose(made: World, number: int) -> None:
 
 
 async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_stage_keeps() -> None:
-    """Slow weights up to half precision and the round are those of the copy, the clock is no later than that of the
-    nodes that answer; fast weights equal the slow ones and all momenta are zero. The node that kept it may itself be
-    the one that restores."""
+    """Slow weights up to half precision and the round are those of the copy; the clock is no later than that of the
+    answering nodes. Fast weights equal the slow ones and all momenta are zero. The node that kept it may itself be the
+    one that restores."""
     async with trained_world(guards=1) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
@@ -195,9 +195,9 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
 async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_further(
     tmp_path: Path, behind: bool, beside: str
 ) -> None:
-    """It had gone on from its own checkpoint, whatever others kept: the run fell back by all that lay between. That
-    nobody has read the directory yet, a record that nobody answers for, and one request that is lost change nothing,
-    and no copy brings rounds that nobody has seen."""
+    """It had gone on from its own checkpoint, whatever others kept: the run fell back by all that lay between. A
+    directory that nobody has read yet, a record that nobody answers for, and one lost request change nothing. No copy
+    brings rounds that nobody has seen."""
     async with trained_world(guards=1, giving=3) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
@@ -231,7 +231,7 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
 
 
 async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobody_kept_a_copy(tmp_path: Path) -> None:
-    """Also where its checkpoint cannot be read a second time."""
+    """That holds also if its checkpoint cannot be read a second time."""
     async with trained_world(guards=0, giving=3) as (made, (_, _, _, newcomer), _):
         _, first = await newcomer.worker.slow_weights()
         await lose(made, 2)
@@ -287,7 +287,7 @@ async def test_who_brings_a_stage_back_waits_no_day_for_the_run_to_begin(tmp_pat
 
 
 async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up() -> None:
-    """Who has no folder of what the run began with leaves a lost stage to who has."""
+    """A node without the folder that the run began with leaves a lost stage to one that has it."""
     async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
         model = newcomer.context.spec.model.model_copy(update={"fingerprint": "weights-" + "0" * 32})
         spec = newcomer.context.spec.model_copy(update={"model": model})
@@ -392,7 +392,7 @@ def record_of(
     stage: int = 0,
     state: PeerState = PeerState.TRAINING,
 ) -> PeerRecord:
-    """Who says that it keeps a copy, or serves a stage."""
+    """The record of a node that says that it keeps a copy, or serves a stage."""
     return PeerRecord(
         peer_id=keeper,
         stage=stage,
@@ -510,7 +510,7 @@ async def test_a_guard_gives_its_copy_up_for_none_that_is_far_behind(worked: boo
 
 
 async def test_the_first_weights_of_a_stage_are_those_that_a_replica_begins_with() -> None:
-    """Built anew, for who has others already."""
+    """It is built anew, for a replica that has others already."""
     async with world(micro_spec()) as made:
         for replica in made.replicas:
             _, begun = await replica.worker.slow_weights()
@@ -529,7 +529,7 @@ async def test_a_strangers_copy_is_taken_only_where_it_is_like_what_this_node_ha
 
 
 async def test_a_copy_whose_weights_or_manifest_were_changed_is_an_offence() -> None:
-    """Whoever hands a copy on can change nothing of it."""
+    """A peer that hands a copy on can change nothing of it."""
     giving: list[StageCopies] = []
     async with keepers([("sound", 5, SOURCES[0]), ("sound", 5, SOURCES[0])], giving) as (copies, records, made):
         kept = [each.kept for each in giving]
@@ -544,8 +544,8 @@ async def test_a_copy_whose_weights_or_manifest_were_changed_is_an_offence() -> 
 
 
 async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_it() -> None:
-    """A source says of its copy all that a keeper says of its own: who asks the keeper still gets what it asked for,
-    and has no reason to hold an honest node's weights for forged."""
+    """A source says of its copy all that a keeper says of its own. A node that asks the keeper still gets what it asked
+    for, and has no reason to hold an honest node's weights for forged."""
     async with keepers([]) as (asking, _, made):
         keeper = made.replicas[1]
         copies = copies_of(made, keeper)
@@ -626,8 +626,8 @@ GIVER = PeerId("giver-number-one")
 
 
 async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One key reads a chunk of the copy every 50 s: whoever opens one gets a copy that is a minute old at most. Who has
-    begun to read may end, and nobody else gets chunks of an old one."""
+    """One key reads a chunk of the copy every 50 s: another that opens one gets a copy that is a minute old at most. A
+    reader that has begun may end, and nobody else gets chunks of an old one."""
     clock = _Skewed()
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     limits = LIMITS.model_copy(update={"guard_seconds": 120.0, "record_seconds": 20.0})  # as long as it takes, and more
@@ -674,8 +674,8 @@ class _Skewed:
 
 
 def test_who_had_begun_reads_on_beside_a_new_copy_and_two_are_held_at_most() -> None:
-    """Reading is asking for weights beyond those before; who asks for none in a minute has ended, and who goes on for a
-    quarter of an hour is not waited for."""
+    """Reading is asking for weights beyond those before. A reader that asks for none in a minute has ended, and one
+    that goes on for a quarter of an hour is not waited for."""
     given, readers = GivenCopies(60.0, 60.0), [PeerId(f"guard-{n}") for n in range(5)]
     transport = MemoryTransport(MemoryNetwork(), PeerId(SOURCES[0]))
     copies = list[StageCopy]()

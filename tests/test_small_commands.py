@@ -154,8 +154,8 @@ def test_a_configuration_that_comes_along_is_known_by_its_name(tmp_path: Path, m
 
 
 def test_every_configuration_lies_in_the_wheel() -> None:
-    """The patterns of the package's data find them all, what the pages are made of, and what the advice is drawn from;
-    the repository's folder is the same one."""
+    """The patterns of the package's data find them all, what the pages are made of, and what the advice is drawn from.
+    The repository's folder is the same one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["noloco_node"]
     found = {path for pattern in patterns for path in (ROOT / "noloco_node").glob(pattern)}
@@ -169,7 +169,7 @@ def test_every_configuration_lies_in_the_wheel() -> None:
 def test_a_name_that_is_none_gets_the_nearest(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also a path of the repository, where the package was installed without one."""
+    """It may also be a path of the repository, if the package was installed without one."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["config", "show", name]) == ExitCode.CONFIG
     said = f"did you mean tiny? name a YAML file, or one that comes with noloco-node: {', '.join(shipped_configs())}"

@@ -1,5 +1,7 @@
-"""A node's start: one look at the directory is enough, and who begins alone beside named peers is told so. And what
-becomes of who leaves for another stage and finds nobody."""
+"""A node's start: one look at the directory is enough, and a node that begins alone beside named peers is told so.
+
+It is also about a node that leaves for another stage and finds nobody.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever does not answer at once is not asked again where a first state comes from."""
+    """A peer that does not answer at once is not asked again where a first state comes from."""
     for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
         monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
 
@@ -134,7 +136,7 @@ async def test_who_joins_nobody_waits_for_nobody_and_is_not_warned(
 
 
 async def test_who_trains_knows_that_the_run_goes_on_and_nobody_else_does() -> None:
-    """Of two that came home to an ended run the second asked the first, which was still on its way: it did not say that
+    """Of two that came home to an ended run the second asked the first, which was still on its way. It did not say that
     the run is over, so that the seed, which did, was no majority, and both began the run again."""
     async with world(micro_spec(stages=1)) as made:
         stays, replica = stays_in(made, NodeSettings()), made.replicas[0]

@@ -20,7 +20,7 @@ END = "<|endoftext|>"
 
 
 def byte_level() -> Any:
-    """Of GPT-2's kind: a token's name has a character for each byte."""
+    """A tokenizer of GPT-2's kind: a token's name has a character for each byte."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -31,7 +31,7 @@ def byte_level() -> Any:
 
 
 def of_sentencepiece() -> Any:
-    """Of SentencePiece's kind: a space is a character of its own, what is not known are single bytes."""
+    """A tokenizer of SentencePiece's kind: a space is a character of its own, what is not known are single bytes."""
     made = Tokenizer(models.BPE(byte_fallback=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     spaces = decoders.Replace("▁", " ")
@@ -43,8 +43,9 @@ def of_sentencepiece() -> Any:
 
 @pytest.mark.parametrize("make", [byte_level, of_sentencepiece])
 def test_tokens_stand_for_the_bytes_of_their_text_however_it_is_cut(make: Any, tmp_path: Path) -> None:
-    """In windows of two tokens, some of which begin or end within a character: not a byte is lost or counted twice,
-    and the mark between documents is no text. (Decoding each window by itself counts three bytes for each piece.)"""
+    """It is cut in windows of two tokens, some of which begin or end within a character. Not a byte is lost or counted
+    twice, and the mark between documents is no text. (Decoding each window by itself counts three bytes for each
+    piece.)"""
     backend = PreTrainedTokenizerFast(tokenizer_object=make(), eos_token=END)
     backend.save_pretrained(tmp_path)
     ids = backend.encode(TEXT, add_special_tokens=False)

@@ -143,7 +143,7 @@ def test_what_another_version_says_besides_is_passed_over() -> None:
 
 
 def test_a_port_where_nobody_listens_is_named() -> None:
-    """And an address that is none."""
+    """So is an address that is none."""
     for host, port in (("127.0.0.1", 1), ("no-such-host.invalid", 1), ("a b", 1)):
         with pytest.raises(UserError, match=f"no node shows itself at {host} port {port}"):
             follow(host, port, Console(file=io.StringIO()), once=True)

@@ -25,7 +25,7 @@ def drawn(view: SwarmView, height: int = 50) -> str:
 
 
 def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
-    """Who only claims to be there is silent."""
+    """A peer that only claims to be there is silent."""
     text = drawn(swarm())
     for words in ("made-up · 2 nodes of 2 stages", "no node that answers serves stage 1", "1,000 of 30,720 tokens"):
         assert words in text

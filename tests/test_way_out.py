@@ -183,7 +183,7 @@ async def test_who_is_told_to_leave_as_it_moves_on_keeps_the_bound_of_its_way_ou
 
 
 def test_a_way_out_begins_with_a_failure_and_ends_with_its_code() -> None:
-    """Of the person's mistake, of a defect, of nothing: then it is the node's own end."""
+    """It is that of the person's mistake, of a defect, or of nothing: then it is the node's own end."""
     ended = Ended()
 
     async def leaves(error: Exception | None) -> int:
@@ -203,6 +203,6 @@ def test_a_way_out_begins_with_a_failure_and_ends_with_its_code() -> None:
 
 
 def test_a_node_has_time_to_leave_after_it_has_finished_what_is_under_way() -> None:
-    """Else every node would be ended before it is saved."""
+    """Otherwise every node would be ended before it is saved."""
     with pytest.raises(ValueError, match=r"node.leave_seconds \(5\) must exceed node.drain_seconds \(5\)"):
         NodeSettings(leave_seconds=5.0, drain_seconds=5.0)

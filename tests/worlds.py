@@ -46,7 +46,7 @@ ALONE_IS_NEUTRAL = OuterSpec(inner_steps=10_000, alpha=0.0, beta=1.0, gamma=1.0)
 """With it a step alone leaves the fast weights as they are: φ + Δ = θ."""
 
 NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
-"""An initial peer, for who joins others; in memory nobody dials it."""
+"""An initial peer, for a node that joins others; in memory nobody dials it."""
 
 
 def no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
@@ -185,8 +185,8 @@ async def _populate(
     device: Callable[[], Compute] | None = None,
 ) -> None:
     """Put `replicas` a stage into `made`, each where `place(stage, index)` says, on a `device` of its own. The stack
-    ends all of it, transports before the compute thread, which all share where no `device` is given: many threads in
-    one process would starve the event loop."""
+    ends all of it, transports before the compute thread. All share that if no `device` is given: many threads in one
+    process would starve the event loop."""
     shared = None if device else ComputeThread()
     if shared:
         stack.push_async_callback(shared.close)
@@ -249,8 +249,8 @@ async def world(
 async def libp2p_world(
     spec: RunSpec, folder: Path, replicas: int = 1, settings: NodeSettings | None = None
 ) -> AsyncIterator[Swarm]:
-    """The same swarm on real p2pd processes, one a replica, which find each other through hivemind's DHT. Identities
-    lie in `folder`; every process and socket ends with the block."""
+    """This swarm on real p2pd processes, one a replica, which find each other through hivemind's DHT. Identities lie in
+    `folder`; every process and socket ends with the block."""
     made = Swarm()
     known: list[str] = []
 
@@ -287,7 +287,7 @@ async def run_ahead(replica: Replica, tokens: float) -> None:
 
 
 def last_accounts(made: World) -> list[Account]:
-    """Of each replica, those of stage 0 first."""
+    """The last accounts of each replica, those of stage 0 first."""
     return [last_account(events) for events in made.events]
 
 

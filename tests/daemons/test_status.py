@@ -291,7 +291,7 @@ def shows(folder: Path, words: str) -> bool:
 async def test_the_command_follows_a_node_from_waiting_over_training_to_its_end(
     tmp_path: Path, temporary: Path
 ) -> None:
-    """A founder of stage 0 waits for a stage 1, trains once one has come, and after its end its contribution stands;
+    """A founder of stage 0 waits for a stage 1, and trains once one has come. After its end its contribution stands;
     the other one, which served it, has its receipt."""
     founder, second = tmp_path / "founder", tmp_path / "second"
     endless = ("--set", "run.inner.target_tokens=1_000_000_000")

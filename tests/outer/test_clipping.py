@@ -221,9 +221,12 @@ def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: st
 @pytest.mark.parametrize("speeds", ["equal", "uneven"])
 @pytest.mark.parametrize("alone", [0.0, 0.5])
 def test_honest_partners_are_not_clipped(momentum: str, speeds: str, alone: float) -> None:
-    """In 100 rounds of 8 noisy replicas from one start, also when half of the steps find no partner: never by the norm.
-    Where one moves up to eight times as far as another, the slow ones are overwhelmed now and then: in fewer than 1 of
-    10. What they seem to take back leaves 98 % of the differences on average, there 80 %: who is slow lacks much."""
+    """In 100 rounds of 8 noisy replicas from one start the norm never clips them, even if half of the steps find no
+    partner.
+
+    If one moves up to eight times as far as another, the slow ones are overwhelmed now and then: in fewer than 1 of 10.
+    What they seem to take back leaves 98 % of the differences on average, there 80 %: a slow one lacks much.
+    """
     generator = torch.Generator().manual_seed(6)
     group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(8)]
     bounds = [PartnerBound(MULTIPLE) for _ in group]

@@ -81,7 +81,7 @@ def test_how_far_ahead_the_origins_are_does_not_depend_on_how_long_ago_each_was_
 
 
 def test_an_origin_that_is_heard_no_more_does_not_say_how_far_ahead_the_origins_are() -> None:
-    """The quick ones have come to their end, and one that is far behind trains on: of a short run the latest 32
+    """The quick ones have come to their end, and one that is far behind trains on. In a short run the latest 32
     microbatches are all, and most of them are of those that have ended."""
     book, behind = Book(max_lag=800.0), 300.0
     for _ in range(RECENT_MICROBATCHES // 2):
@@ -95,8 +95,8 @@ def test_an_origin_that_is_heard_no_more_does_not_say_how_far_ahead_the_origins_
 
 
 def test_an_origin_that_is_seldom_heard_is_not_quiet_within_twice_its_usual_pause() -> None:
-    """In a short window a few microbatches are a quarter of the lag: eight origins in turn all have a voice, so that
-    the one that lies has an eighth of it and not what chance leaves of the others."""
+    """In a short window a few microbatches are a quarter of the lag. Eight origins in turn all have a voice, so that
+    the lying one has an eighth of it and not what chance leaves of the others."""
     book = Book(max_lag=8.0 / QUIET_LAG)
     for number in range(RECENT_MICROBATCHES):
         book.own_clock += 4.0
@@ -136,9 +136,9 @@ def test_the_book_is_bounded() -> None:
 
 
 async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three stages: the word travels unchanged, in audits' copies too, and is kept by who sent the microbatch. Clocks
-    end within half a run of the first stage's, however busy the machine; how near they stay in the long run
-    is for `test_stage_clocks` to say."""
+    """Over three stages the word travels unchanged, in audits' copies too, and is kept by the sender of the microbatch.
+    Clocks end within half a run of the first stage's, however busy the machine; `test_stage_clocks` says how near they
+    stay in the long run."""
     told: dict[int, set[tuple[str, float]]] = {1: set(), 2: set()}
     call = MemoryTransport.call
 

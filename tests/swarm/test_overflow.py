@@ -1,4 +1,4 @@
-"""Numbers that do not fit what travels: whoever works them out keeps them to itself, and nobody is blamed."""
+"""Numbers that do not fit what travels: the node that works them out keeps them to itself, and nobody is blamed."""
 
 from __future__ import annotations
 

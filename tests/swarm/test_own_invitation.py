@@ -1,5 +1,7 @@
-"""A guest is warned before its invitation ends, and leaves when its peers refuse it for that: not by its own clock, nor
-by one peer's word where others let it in."""
+"""A guest is warned before its invitation ends, and leaves when its peers refuse it for that.
+
+It leaves neither by its own clock, nor by one peer's word while others let it in.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def test_a_node_says_that_its_invitation_ends_some_time_before_and_again_in_the_
 
 
 async def test_each_warning_comes_once_and_names_the_end_and_the_remedy(owner: Identity) -> None:
-    """Also after the moments of several have passed while the machine slept."""
+    """That holds even if the moments of several have passed while the machine slept."""
     async with circle(owner) as made:
         guest = await made.add(GUEST, made.proof(GUEST), ahead=-72 * HOUR)
         for left in (50 * HOUR, 7 * HOUR, 6 * HOUR, 0.9 * HOUR, 60.0):
@@ -268,7 +270,7 @@ def test_the_warning_stands_in_the_status_of_a_node_that_runs(tmp_path: Path) ->
 
 
 async def test_a_guest_looks_until_it_is_refused(owner: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And raises it beside work of which nothing is to be kept."""
+    """It raises the refusal beside work of which nothing is to be kept."""
     monkeypatch.setattr("noloco_node.trust.own_invitation.LOOK_SECONDS", 0.01)
     async with circle(owner, "the-member") as made:
         await made.add(PeerId("the-member"), None)

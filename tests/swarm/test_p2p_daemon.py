@@ -156,7 +156,7 @@ async def test_a_peer_that_starts_a_little_later_is_waited_for(tmp_path: Path) -
 
 
 async def test_a_live_twin_is_refused_and_a_dead_one_is_replaced_at_once(tmp_path: Path) -> None:
-    """The same key in two nodes: the second is refused while the first lives, and welcome once it was killed."""
+    """Of two nodes with one key the second is refused while the first lives, and welcome once it was killed."""
     original = load_or_create_identity(tmp_path / "key")
     shutil.copy(tmp_path / "key", tmp_path / "copy")
     copied = load_or_create_identity(tmp_path / "copy")

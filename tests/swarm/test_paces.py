@@ -28,7 +28,7 @@ OUTCOMES = {
 }
 
 Behaviour = Callable[[int, float], tuple[float, str]]
-"""Of the hostile peer, by the number of the request and the time: seconds until it ends, and how."""
+"""The hostile peer's behaviour, by the number of the request and the time: seconds until it ends, and how."""
 
 
 def trained_beside(hostile: Behaviour, slots: int) -> float:
@@ -38,7 +38,7 @@ def trained_beside(hostile: Behaviour, slots: int) -> float:
 
 
 def trained_by_each(hostile: Behaviour, slots: int, *, until: float, seed: int, says: int = 0) -> Counter[PeerId]:
-    """The same by who trained them; the hostile one says that it holds so many others."""
+    """The number trained by each peer; the hostile one says that it holds so many others."""
     rng, now, asked, trained = random.Random(seed), 0.0, 0, Counter[PeerId]()
     book = RoutingBook("balanced", random.Random(seed + 1), lambda: now)
     book.update(PEERS, 0)
@@ -108,14 +108,14 @@ def test_one_hostile_peer_of_four_takes_at_most_a_quarter_of_the_pace(how: str, 
 
 
 def test_honest_peers_lose_nothing_to_each_other() -> None:
-    """Also where one is twice as slow: it has its part by its speed."""
+    """That holds even if one is twice as slow: it has its part by its speed."""
     assert trained_beside(lambda _number, _now: (USUAL, "trained"), 3) > 0.99
 
 
 @pytest.mark.parametrize("how", ["passed up", "busy late", "hung"])
 def test_a_newcomer_that_is_late_with_every_word_for_its_first_minute_has_its_part_within_five(how: str) -> None:
     """Its device warms up. It has nothing to show for being left alone, and is for a minute and a half beyond the
-    first: of the work of its first five minutes it has more than two fifths of another's, where four could be."""
+    first. Of the work of its first five minutes it has more than two fifths of another's, where four could be."""
     for seed in range(3):
         trained = trained_by_each(
             lambda _number, now: (PATIENCE - 1.0, how) if now < 60.0 else (USUAL, "trained"),
@@ -129,7 +129,7 @@ def test_a_newcomer_that_is_late_with_every_word_for_its_first_minute_has_its_pa
 
 
 def test_a_peer_that_is_asked_for_the_first_time_counts_at_once_among_many() -> None:
-    """Of a large stage only those that were asked are looked at, whoever that is by now."""
+    """In a large stage only peers that were asked are considered, and it is one by then."""
     now = 0.0
     many = [PeerId(f"peer {number:03d}") for number in range(100)]
     paces = Paces(lambda: now)
@@ -140,7 +140,7 @@ def test_a_peer_that_is_asked_for_the_first_time_counts_at_once_among_many() -> 
         paces.ended(peer, began, RequestOutcome.CAME)
     now += BOUNDS_SECONDS
     weights = paces.weights(many)
-    assert set(weights) == {many[3]}  # who is not named has 1
+    assert set(weights) == {many[3]}  # a peer that is not named has 1
 
 
 def test_what_is_quick_among_many_is_looked_for_anew_when_an_eighth_has_answered() -> None:

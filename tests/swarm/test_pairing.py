@@ -1,4 +1,4 @@
-"""Whom to average with, and when: every transition of the pure decisions."""
+"""The partner to average with, and the time: every transition of the pure decisions."""
 
 from __future__ import annotations
 
@@ -234,9 +234,9 @@ def test_a_claim_of_the_future_makes_no_laggard(claim: float) -> None:
 
 
 def test_clocks_believed_with_stage_peers_and_without() -> None:
-    """A partner is met within max_lag of the directory's word, or of the own clock; one that says that it is further
-    back, no further on than at the own clock, for what only records say moves nobody forward. A donor's clock is never
-    raised; where nobody is known it is taken as it is: who joins has nothing to hold against it."""
+    """A partner is met within max_lag of the directory's word, or of the own clock. One that says that it is further
+    back is met no further on than at the own clock, for what only records say moves nobody forward. A donor's clock is
+    never raised. If no peer is known it is taken as it is: a joiner has nothing to hold against it."""
     known: list[float] = [100.0, 110.0, 120.0]
     clocks = PeerClocks(50.0, own=lambda: 20.0, estimated=lambda: known, recorded=lambda: known)
     assert [clocks.met(claim) for claim in (1e15, 0.0, 115.0)] == [160.0, 20.0, 115.0]
@@ -289,8 +289,8 @@ def test_retries_are_jittered_and_bounded() -> None:
 
 @pytest.mark.parametrize("lead", [1e17, -1e17, 0.0, None])
 def test_what_the_origins_are_said_to_be_holds_partners_back_and_moves_no_clock(lead: float | None) -> None:
-    """Whoever has most of a stage's work for a while may say where the origins are: an honest partner is met where it
-    is all the same, or at least no further away than before."""
+    """An origin that has most of a stage's work for a while may say where the origins are. An honest partner is met
+    where it is all the same, or at least no further away than before."""
     own, known = 1_000.0, [990.0, 1_000.0, 1_020.0]
     clocks = PeerClocks(
         100.0, own=lambda: own, estimated=lambda: known, recorded=lambda: known, origins_lead=lambda: lead

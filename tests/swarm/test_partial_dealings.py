@@ -1,5 +1,7 @@
-"""What a node remembers of those that it deals with where it sees two buckets of a stage: audits, receipts, addresses
-for its next start, and who keeps a copy of a lost stage."""
+"""What a node remembers of its peers if it sees two buckets of a stage.
+
+It remembers audits, receipts, addresses for its next start, and the keepers of a copy of a lost stage.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ class Sender:
         self.observer, self.liars = Observer(Keys(10, MANY), seed=1), liars
         self.lies, self.others = 0, 0
         self.strangers = set[PeerId]()
-        """Who was asked though not in view."""
+        """The peers that were asked though not in view."""
         self.book = RoutingBook("uniform", random.Random(1), lambda: self.observer.now)
         clock = self.book_clock = lambda: self.observer.now
         self.auditor = Auditor(1 / 16, self.book, self._again, random.Random(0), clock)
@@ -57,7 +59,7 @@ class Sender:
     async def _again(self, peer: PeerId, _outgoing: Outgoing, _budget: float) -> Trained:
         if peer not in self.observer.view.stages[1]:
             self.strangers.add(peer)
-        return Trained(1.0, 1, GRADIENT, 1.0, peer)  # whoever lies is honest to copies, which can be told
+        return Trained(1.0, 1, GRADIENT, 1.0, peer)  # a liar is honest to copies, which can be told
 
     async def look(self) -> None:
         """Once, and send what comes until the next."""
@@ -78,7 +80,7 @@ class Sender:
 
 async def test_a_liar_gains_nothing_by_being_out_of_view_most_of_the_time() -> None:
     """Of 600 replicas 12 lie whenever nobody compares. A sender sees each for four minutes in sixteen, and sends it
-    some three microbatches meanwhile: after an hour and a half they get less than a third of what the others get.
+    some three microbatches meanwhile. After an hour and a half they get less than a third of what the others get.
     Audits reach everybody, ask nobody that is out of view, and doubt no honest one."""
     replicas = [PeerId(f"peer-1-{i:06}") for i in range(MANY)]
     sender = Sender(set(random.Random(1).sample(replicas, 12)))
@@ -98,8 +100,8 @@ async def test_a_liar_gains_nothing_by_being_out_of_view_most_of_the_time() -> N
 
 
 def test_time_stands_still_for_a_doubted_peer_that_is_out_of_view() -> None:
-    """A trial and a set-aside go on where they were, also for one that an audit went against after it had left; for who
-    stays, time passes."""
+    """A trial and a set-aside go on where they were, even if an audit went against the peer after it had left. For a
+    peer that stays, time passes."""
     now = [0.0]
     liar, late, stays, other = (PeerId(f"peer-{name}") for name in ("liar", "late", "stays", "other"))
     book = RoutingBook("uniform", random.Random(0), lambda: now[0])
@@ -157,7 +159,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 async def test_addresses_are_kept_of_everybody_alike_and_no_file_is_like_another(tmp_path: Path) -> None:
-    """100 nodes that see some 300 of 1,200 keep 32 each: nearly all are in a file, and nobody is in many, so that those
+    """100 nodes that see some 300 of 1,200 keep 32 each. Nearly all are in a file, and nobody is in many, so that those
     that start again do not all knock at the same doors. Over the years a file holds another part of the swarm."""
     keys, kept = Keys(MANY, MANY), Counter[PeerId]()
     for seed in range(100):
@@ -172,7 +174,7 @@ async def test_addresses_are_kept_of_everybody_alike_and_no_file_is_like_another
 
 @pytest.mark.usefixtures("quick")
 async def test_who_answers_has_its_place_in_the_file_before_a_crowd_that_sought_its_ids(tmp_path: Path) -> None:
-    """Ids that come first in any order are all over the view, and answer nobody: after ten minutes, in which the view
+    """Ids that come first in any order are all over the view, and answer nobody. After ten minutes, in which the view
     was changed five times, the file has 32 peers that have answered, of more buckets than are seen at once."""
     keys, honest = Keys(MANY, MANY), {PeerId(f"peer-{s}-{i:06}") for s in (0, 1) for i in range(MANY)}
     for number in range(160):
@@ -186,7 +188,8 @@ async def test_who_answers_has_its_place_in_the_file_before_a_crowd_that_sought_
 
 
 def test_of_holders_each_stage_has_its_share(tmp_path: Path) -> None:
-    """A node of a small stage before a large one works with hundreds of that: who holds its own stage is remembered."""
+    """A node of a small stage before a large one works with hundreds of that: the holders of its own stage are
+    remembered."""
     known = KnownPeers(tmp_path / "peers.json")
     for now in (1.0, 2.0):
         many = {peer: HeldState(stage=0, clock=5.0, seen=now) for peer in names(0)[:150]}
@@ -200,8 +203,8 @@ def test_of_holders_each_stage_has_its_share(tmp_path: Path) -> None:
 async def test_receipts_count_for_whoever_worked_and_are_forgotten_without_losing_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No directory is asked: 60 peers of which none is seen any more serve one node in turn and are receipted; so is
-    who comes again after all of them. Nothing in either's books grows with those that came by."""
+    """No directory is asked: 60 peers of which none is seen any more serve one node in turn and are receipted. So is a
+    peer that comes again after all of them. Nothing in either's books grows with those that came by."""
     most = 16
     monkeypatch.setattr(receipts_module, "PEERS_COUNTED", most)
     monkeypatch.setattr(receipts_module, "LEAST_SECONDS", 0.0)

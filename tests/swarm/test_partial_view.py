@@ -74,7 +74,7 @@ def view_of(
     state: PeerState = PeerState.TRAINING,
     finished: bool = False,
 ) -> DirectoryView:
-    """These of each stage, who stand for all."""
+    """A view with these peers of each stage, which stand for all."""
     rows = tuple(
         {peer: row_of(peer, stage, state, clock, finished) for peer in peers} for stage, peers in enumerate(stages)
     )
@@ -83,7 +83,7 @@ def view_of(
 
 
 def membership_of(own: PeerId, stage: int, view: DirectoryView, known: Acquaintances) -> Membership:
-    """Of one node."""
+    """The membership of one node."""
     directory = Shown(MemoryDirectoryHub(len(view.stages), lambda: 1000.0))
     directory.shown = view
     return Membership(
@@ -99,7 +99,7 @@ def membership_of(own: PeerId, stage: int, view: DirectoryView, known: Acquainta
 
 
 def test_every_pair_of_replicas_is_as_likely_to_meet_as_any_other() -> None:
-    """Whatever buckets the two lie in: chi-square of who dials whom, bucket by bucket, against uniform."""
+    """That holds whatever buckets the two lie in: chi-square of the dials, bucket by bucket, against uniform."""
     keys, rng, met = Keys(640), random.Random(1), Counter[tuple[int, int]]()
     replicas = [PeerId(f"peer-0-{i:06}") for i in range(640)]
     sizes = Counter(bucket_of(prefix_of(peer), 3) for peer in replicas)
@@ -125,7 +125,8 @@ def test_every_pair_of_replicas_is_as_likely_to_meet_as_any_other() -> None:
 
 
 def test_routes_reach_every_next_stage_peer_in_the_long_run() -> None:
-    """Of 300 in four buckets, of which a node sees two: all within an hour, each by the book that chooses."""
+    """There are 300 in four buckets, of which a node sees two. All are reached within an hour, each by the book that
+    chooses."""
     keys = Keys(10, 300)
     observer, reached = Observer(keys, seed=5), set[PeerId]()
     book = RoutingBook("uniform", random.Random(2), lambda: observer.now)
@@ -164,7 +165,7 @@ def test_a_stage_seen_in_part_has_its_guards_nearly_always_and_few_too_many(copi
         guards = Counter[int | None]()
         everybody = names(0, of=f"{of}-")
         stage = by_bucket(everybody)
-        for own in sorted(everybody, key=prefix_of)[:40]:  # who comes behind these never takes itself for a guard
+        for own in sorted(everybody, key=prefix_of)[:40]:  # a node behind these never takes itself for a guard
             seen = [p for b in rng.sample(range(8), HELD) for p in stage[b]]
             size = round(MANY * rng.gauss(1.0, 0.1))
             members = membership_of(own, 0, view_of([seen, [], []], [size, 0, 0]), AllAnswer())
@@ -199,8 +200,8 @@ def test_a_stage_of_which_nobody_was_asked_yet_is_served_and_is_counted_by_those
 
 
 def test_a_bucket_that_took_anothers_place_says_nothing_until_it_was_asked() -> None:
-    """Else half of a view counts nothing for seconds every other minute. A crowd of records that comes to the buckets
-    that are held counts nothing, as ever; and what is new counts as it turns out, as soon as it was asked."""
+    """Otherwise half of a view would count nothing for seconds every other minute. A crowd of records that comes to the
+    buckets that are held counts nothing, as ever. What is new counts as it turns out, as soon as it was asked."""
     old, new, crowd = names(0, 75), names(0, 75, "new-"), names(0, 75, "crowd-")
     known = Acquaintances(lambda: 1000.0)
     for peer in old:

@@ -111,8 +111,8 @@ def test_each_fragment_has_a_distance_of_its_own() -> None:
 @pytest.mark.parametrize("size", [2, 6])
 @pytest.mark.parametrize("apart", [5.0, 20.0])
 def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size: int, apart: float) -> None:
-    """They knew each other, then each half learnt in a way of its own until it was that many bounds away, and goes on
-    learning that way: averaging at random brings them together against it."""
+    """They knew each other, then each half learnt in a way of its own until it was that many bounds away. It goes on
+    learning that way; averaging at random brings them together against it."""
     generator, rng = torch.Generator().manual_seed(size), random.Random(size)
     group = [replica_of(RULE, torch.ones(BLOCK)) for _ in range(2 * size)]
     bounds = [PartnerBound(3.0) for _ in group]
@@ -149,8 +149,8 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
 
 
 def test_nobody_dials_more_often_than_its_part_of_the_outer_steps() -> None:
-    """One that comes whenever it may has a fifth of them among five stage peers; of the others, who come at random and
-    half as often, fewer than a tenth are refused."""
+    """A peer that comes whenever it may has a fifth of them among five stage peers. Of the others, which come at random
+    and half as often, fewer than a tenth are refused."""
     rng, visits = random.Random(2), Visits()
     others = [PeerId(name) for name in "abcd"]
     came, refused, tries = 0, 0, 0

@@ -147,7 +147,7 @@ def test_on_a_line_that_becomes_slower_and_slower_every_piece_comes_in_time() ->
 @pytest.mark.parametrize("seed", range(8))
 def test_pieces_that_take_unlike_long_do_not_end_the_growing(seed: int) -> None:
     """On a kept stream of p2pd every second mebibyte waits a round trip more for its window, and each first one
-    several: pieces come in bursts, which say nothing of the line."""
+    several. Pieces come in bursts, which say nothing of the line."""
     rng = random.Random(seed)
     width = Width(None, LIMIT)
 

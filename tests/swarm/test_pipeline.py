@@ -52,7 +52,7 @@ LENGTHS = (50, pytest.param(160, marks=pytest.mark.long))
 """Steps of a whole run that is to average well."""
 SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.04, Priority.FORWARD: 0.02, Priority.DRAW: 0.02}
 DEVICE = partial(SimulatedDevice, SECONDS.__getitem__)
-"""Of whole runs in virtual time: a busy machine moves no exchange."""
+"""The device of whole runs in virtual time: a busy machine moves no exchange."""
 
 
 def closed_account(made: World) -> Account:
@@ -155,8 +155,8 @@ async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -
 async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the first, a middle or the last stage: the microbatch goes to another or is drawn again, an evaluation is made
-    at the next occasion, and the node stays. With no word of a defect in its log."""
+    """It may be at the first, a middle or the last stage. The microbatch goes to another or is drawn again, an
+    evaluation is made at the next occasion, and the node stays. Its log has no word of a defect."""
     refused, done, times = 0, getattr(StageTrainer, call), 2 if call.startswith("evaluate") else 5
 
     def now_and_then(self: StageTrainer, *given: Any, **more: Any) -> Any:
@@ -204,7 +204,7 @@ async def test_an_outage_two_stages_on_drops_no_sample() -> None:
 
 
 async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody serves the last of three stages: the origin holds back, says which stage it waits for, in the log and in
+    """Nobody serves the last of three stages. The origin holds back, says which stage it waits for, in the log and in
     its account, and trains on as soon as one is there."""
     async with world(micro_spec(stages=3, steps=12, pipeline=QUICK)) as made:
         origin, middle, last = made.replicas
@@ -226,7 +226,7 @@ async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogC
 
 
 async def test_a_node_that_leaves_stage_0_keeps_its_books_and_what_was_put_back() -> None:
-    """The next replica of the same node has the same ledger: the account closes through all stays, and a return to
+    """The next replica of the same node has the same ledger. The account closes through all stays, and a return to
     stage 0 begins with the samples that waited."""
     async with world(micro_spec(stages=2)) as made:
         later = made.replicas[1]
@@ -313,7 +313,7 @@ async def test_a_killed_replica_is_routed_around() -> None:
 
 
 async def test_a_repeat_at_the_same_replica_is_recognised() -> None:
-    """The same id gets the same answer and is trained once."""
+    """An id that comes again gets the same answer and is trained once."""
     async with serving_world() as made:
         first = await ask(made, request(made))
         steps = made.replicas[1].worker.progress.tokens
@@ -323,7 +323,7 @@ async def test_a_repeat_at_the_same_replica_is_recognised() -> None:
 
 
 async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> None:
-    """A microbatch that waits for the next stage is refused as draining, so that its sender tries another at once; its
+    """A microbatch that waits for the next stage is refused as draining, so that its sender tries another at once. Its
     memory here is free, and one that is being trained is left to its end."""
     async with serving_world(stages=3) as made:
         middle = made.replicas[1]
@@ -521,7 +521,7 @@ async def _exchanges_fragments(steps: int) -> None:
 
 
 async def test_who_only_evaluates_gets_a_ration_and_who_trains_here_what_it_has_earned() -> None:
-    """Keys cost nothing, and each took as much of the device as an origin: all of them together have four evaluations
+    """Keys cost nothing, and each took as much of the device as an origin. All of them together have four evaluations
     saved up, then a thirty-third of what is trained here. An origin that trains evaluates on all the while."""
     async with serving_world() as made:
         server, spec = made.replicas[1].pipeline.server, made.replicas[0].context.spec

@@ -135,7 +135,7 @@ def test_whoever_was_there_first_counts_and_whoever_comes_later_does_not() -> No
 
 
 def test_a_partition_makes_no_newcomers() -> None:
-    """Who was known and vanished for a time counts as before."""
+    """A peer that was known and vanished for a time counts as before."""
     own, _ = standing()
     own.look([OLD], 0, outer_rounds=0)
     own.look([], 50, outer_rounds=9)
@@ -144,7 +144,7 @@ def test_a_partition_makes_no_newcomers() -> None:
 
 
 def test_a_crowd_of_strangers_does_not_push_out_those_who_live() -> None:
-    """Memory is bounded, and who was seen last is forgotten last."""
+    """Memory is bounded, and the peers seen last are forgotten last."""
     own, _ = standing()
     own.look([OLD], 0, outer_rounds=1)
     for number in range(PEERS_REMEMBERED + 100):
@@ -236,7 +236,7 @@ async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() ->
 @pytest.mark.parametrize("on_probation", [True, False])
 async def test_a_newcomer_is_told_the_time_where_another_is_told_that_it_lags(on_probation: bool) -> None:
     """What it copied was long on its way: ten times max_lag. The exchange is weightless, so this harms nobody, and it
-    takes over the veteran's clock whole. Who is no newcomer is sent to copy a state."""
+    takes over the veteran's clock whole. A peer that is no newcomer is sent to copy a state."""
     async with veterans_and_newcomer() as (_, (veteran, other)):
         shift = 10.0 * veteran.context.spec.max_lag_tokens
         await run_ahead(veteran, shift)
@@ -301,8 +301,8 @@ async def test_a_newcomer_that_is_far_away_stays_on_probation() -> None:
 
 
 async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcomers_without_end() -> None:
-    """`on_probation` to whom dials it; `too_early` to newcomers for nineteen times as long as the last
-    exchange with one took."""
+    """A dialler of it gets `on_probation`; newcomers get `too_early` for nineteen times as long as the last exchange
+    with one took."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
         assert not await veteran.averaging.exchanger.dial(peer_name(0, 1))
         assert newcomer.context.transport.refusals_given[Refusal.ON_PROBATION] == 1
@@ -316,8 +316,8 @@ async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcome
 
 
 async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> None:
-    """Two veterans train and average; the third copies one of them, is on probation, says so in the directory, meets
-    a veteran, counts, and is averaged with from both sides."""
+    """Two veterans train and average. The third copies one of them, is on probation, says so in the directory, meets a
+    veteran, counts, and is averaged with from both sides."""
     limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=3, grace_seconds=1)
     outer = OUTER.model_copy(update={"max_lag_tokens": 1_000_000})
     spec = micro_spec(stages=1, steps=100_000, outer=outer, limits=limits)

@@ -76,8 +76,8 @@ def test_peers_of_one_network_never_have_a_node_tell_a_strangers_address_where_o
 
 
 def test_where_a_node_is_reached_is_what_the_widest_and_most_say() -> None:
-    """A neighbour's word does not count beside the world's; an address that it listens on needs one word, one that it
-    has from others two, or that of the peer that its owner named where there is no other; a tie is for it."""
+    """A neighbour's word does not count beside the world's. An address that it listens on needs one word. One that it
+    has from others needs two, or that of the peer that its owner named if there is no other. A tie is for it."""
     own = HostPort("192.168.1.2", 31337)
     near = seen("192.168.1.9", own, True)
     assert judge([], [own], []) is None
@@ -112,7 +112,7 @@ def test_what_others_are_told_changes_seldom() -> None:
 
 @dataclass
 class World:
-    """A node's p2pd and those whom it is connected to, in memory; the messages between them are the real ones."""
+    """A node's p2pd and its connected peers, in memory; the messages between them are the real ones."""
 
     answers: dict[PeerId, dict[HostPort, bool]] = field(default_factory=dict[PeerId, "dict[HostPort, bool]"])
     """What each peer says when it is asked to dial back."""
@@ -308,7 +308,7 @@ async def test_one_look_in_vain_costs_a_node_that_was_reached_nothing(monkeypatc
     ],
 )
 async def test_what_the_owner_has_chosen_stands(monkeypatch: pytest.MonkeyPatch, policy: Policy, found: bool) -> None:
-    """Addresses that the owner names are not added to, and no relay is asked for where none is wanted; how the node is
+    """Addresses that the owner names are not added to, and no relay is asked for if none is wanted. How the node is
     reached is said all the same."""
     world = World(says(SEED, OUTSIDE, found), {SEED}, joined_peers=joined(SEED))
     async with watching(world, monkeypatch, policy) as watch:

@@ -1,4 +1,5 @@
-"""Records of strangers: what a node takes in of them, at what cost, and whom a flood of them can push out (nobody)."""
+"""Records of strangers: what a node takes in of them, at what cost, and which peers a flood of them can push out
+(none)."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def fill(store: RecordStore, count: int, storer: Callable[[int], str], first: in
 
 
 def names(store: RecordStore, now: float = 0.0, key: bytes = KEY) -> set[str]:
-    """Who is held."""
+    """The signers of the held records."""
     return set(store.live(key, now))
 
 
@@ -86,7 +87,7 @@ def test_the_replay_of_an_older_record_takes_nothing_away() -> None:
 
 
 def test_what_one_peer_brings_of_others_is_bounded_and_pushes_out_nobody_elses() -> None:
-    """Records whose signers this node knows do not count against who brings them."""
+    """Records whose signers this node knows do not count against the peer that brings them."""
     known = {f"friend-{number}": Esteem.KNOWN for number in range(2 * MOST_HEARSAY)}
     store = store_of(known)
     fill(store, 20, lambda _: "another")
@@ -178,7 +179,8 @@ def test_a_flood_by_any_number_of_peers_leaves_those_that_this_node_knows_and_it
 
 
 def test_a_newcomer_gets_a_place_in_a_full_stage_and_few_of_its_members_lose_theirs() -> None:
-    """Also where the stage is full of peers that this node knows; strangers without number cost it a small share."""
+    """That holds also if the stage is full of peers that this node knows; strangers without number cost it a small
+    share."""
     known = {f"friend-{number}": Esteem.WORKS for number in range(128)}
     store = store_of(known, most_records=128)
     for friend in known:
@@ -255,7 +257,7 @@ def test_the_whole_is_bounded_and_what_has_ended_makes_room() -> None:
 
 
 def test_keys_whose_records_have_ended_do_not_count_against_their_signer() -> None:
-    """Also keys that this node never looks at again, as buckets of levels that a stage has left."""
+    """That holds also for keys that this node never looks at again, as buckets of levels that a stage has left."""
     store, signer = store_of(), PeerId("long-lived")
     keys = [bytes([number]) * 20 for number in range(2 * MOST_KEYS_A_SIGNER)]
     for turn, key in enumerate(keys):
@@ -337,7 +339,7 @@ class Desk:
     ("life", "held"), [(LIFE, True), (LIFE + SKEW_SECONDS, True), (LIFE + SKEW_SECONDS + 1, False), (-1.0, False)]
 )
 def test_life_is_judged_where_a_record_is_stored_with_room_for_clocks_that_differ(life: float, held: bool) -> None:
-    """And anew each time: what lives too long now may be held later, by the same signature."""
+    """It is judged anew each time: what lives too long now may be held later, by the same signature."""
     desk = Desk()
     expires = 1e6 + life
     row = ghost(RUN, 0, expires)

@@ -105,8 +105,8 @@ async def test_who_knows_many_tells_each_of_them_fewer() -> None:
 
 
 async def test_who_wants_few_is_told_no_more_and_who_tells_many_as_many() -> None:
-    """A stranger knows many already, or the directory brings it nothing: its records grow old. Who says nothing of
-    either, as an older release, is told as many as go in."""
+    """A stranger that tells many knows many already, or the directory brings it nothing: its records grow old. A peer
+    that says nothing of either, as an older release, is told as many as go in."""
     network = MemoryNetwork()
     caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
     book, known = Book(*map(row, range(MOST_TOLD))), Acquainted(*map(row, range(MOST_TOLD)))
@@ -138,7 +138,7 @@ async def test_a_refusal_is_an_answer_and_a_dead_link_is_none(run: str) -> None:
 
 
 async def test_an_answer_that_breaks_the_protocol_is_an_offence_and_none_of_it_is_taken() -> None:
-    """Also one in which only one row of several is no row."""
+    """That holds also if only one row of several is no row."""
     network, book = MemoryNetwork(), Book()
     caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
 

@@ -1,4 +1,4 @@
-"""Circuits: who gets a place with a relay, what crosses it, what it refuses, and what outlives it."""
+"""Circuits: which peer gets a place with a relay, what crosses it, what it refuses, and what outlives it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_bytes_that_are_no_message_are_refused_and_nothing_else(data: bytes) -> 
 
 
 def test_an_address_through_a_relay_says_who_is_dialled_and_who_is_meant() -> None:
-    """And its bytes for p2pd name the relay by the bytes of its id, not as hivemind writes it."""
+    """Its bytes for p2pd name the relay by the bytes of its id, not as hivemind writes it."""
     address = parse_address(CIRCUIT)
     assert (address.host, address.port, address.dialled, address.peer) == ("203.0.113.7", 4001, ONE, OTHER)
     raw = to_dial(CIRCUIT).to_bytes().hex()
@@ -148,7 +148,7 @@ def entering(daemon: PrivateP2P, *, relay: bool) -> NodeSettings:
 @pytest.mark.daemons
 @pytest.mark.timeout(90)
 async def test_what_crosses_a_relay_arrives_as_it_was_sent(tmp_path: Path) -> None:
-    """Two nodes that tell others no address of their own: 16 MB there and back, in one connection that the relay
+    """Two nodes that tell others no address of their own send 16 MB there and back, in one connection that the relay
     carries. libp2p alone would have ended it after 128 KiB."""
     keys = [load_or_create_identity(tmp_path / name) for name in "rab"]
     async with relay_node(keys[0]) as (middle, relay):
@@ -181,7 +181,7 @@ async def test_what_crosses_a_relay_arrives_as_it_was_sent(tmp_path: Path) -> No
 @pytest.mark.daemons
 @pytest.mark.timeout(60)
 async def test_a_node_relays_for_nobody_unless_it_is_told_to(tmp_path: Path) -> None:
-    """Who asks it is told so, and a start that needs a relay ends with the reason for each peer and a remedy. p2pd by
+    """An asker is told so, and a start that needs a relay ends with the reason for each peer and a remedy. p2pd by
     itself would relay, whatever its arguments say; such a relay is none to build on."""
     keys = [load_or_create_identity(tmp_path / name) for name in "pq"]
     async with running_p2p(NodeSettings(), keys[0]) as plain:
@@ -243,7 +243,7 @@ async def test_a_hidden_node_whose_p2pd_was_started_again_is_reached_as_before(
 async def test_places_and_circuits_are_bounded_and_a_place_lapses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One more than there is room for is refused, a place that is not asked for again is forgotten, and a request that
+    """One more than there is room for is refused, and a place that is not asked for again is forgotten. A request that
     is none is answered as such."""
     monkeypatch.setattr(circuit_relay, "MOST_PLACES", 1)
     monkeypatch.setattr(circuit_relay, "MOST_CIRCUITS_OF_ONE", 0)
@@ -282,7 +282,7 @@ async def test_who_has_gone_holds_no_place_that_another_wants(tmp_path: Path, mo
         assert relay.places == 2
         settings = entering(middle, relay=False)
         async with running_p2p(settings, keys[3]) as one, running_p2p(settings, keys[4]) as other, asyncio.timeout(60):
-            while await ask_for_place(one, middle.own_id) is not None:  # its p2pd may not have noticed yet who has gone
+            while await ask_for_place(one, middle.own_id) is not None:  # its p2pd may not have noticed the departure
                 assert relay.places == 2
             assert await ask_for_place(other, middle.own_id) is None
             assert {one.own_id, other.own_id} == set(held_by(relay)), "who is there keeps its place"
@@ -332,8 +332,8 @@ async def test_one_caller_cannot_use_up_the_circuits_of_whom_it_calls(
 async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carry: bool
 ) -> None:
-    """Also on a node that relays for nobody: beyond a few the next is dropped, while another peer is answered; and the
-    peer may ask again once it has ended them."""
+    """That holds also on a node that relays for nobody: beyond a few the next is dropped, while another peer is
+    answered. The peer may ask again once it has ended them."""
     monkeypatch.setattr(circuit_relay, "MOST_HANDSHAKES_OF_ONE", 3)
     keys = [load_or_create_identity(tmp_path / name) for name in "rab"]
     async with running_p2p(NodeSettings(), keys[0]) as middle:
@@ -370,8 +370,8 @@ async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(
 async def test_places_are_kept_whatever_a_stranger_brings_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether a direct connection to a caller, the look for callers, or the request for the place itself fails in a way
-    that nobody foresaw: it is said, and the place is asked for again."""
+    """A direct connection to a caller, the look for callers, or the request for the place itself fails in a way that
+    nobody foresaw. It is said, and the place is asked for again."""
     monkeypatch.setattr(relay_places, "RENEW_SECONDS", 0.2)
     monkeypatch.setattr(relay_places, "LOOK_SECONDS", 0.05)
     keys = [load_or_create_identity(tmp_path / name) for name in "rbc"]

@@ -25,7 +25,7 @@ SPEC = micro_spec(stages=3, microbatches_a_step=1000, pipeline=QUICK)
 
 
 def activations(seed: int, rows: int = WINDOWS) -> torch.Tensor:
-    """Of a microbatch for a later stage."""
+    """The activations of a microbatch for a later stage."""
     return torch.randn(rows, LENGTH, 32, generator=torch.Generator().manual_seed(seed))
 
 
@@ -41,8 +41,8 @@ async def ask(made: World, sender: int, content: torch.Tensor, name: str = "a") 
 
 @pytest.mark.parametrize("rows", [WINDOWS, 1], ids=["same shape", "another shape"])
 async def test_a_garbled_copy_sent_first_does_not_become_the_answer_to_the_honest_one(rows: int) -> None:
-    """Whoever knows an id may send something else under it: the honest sender gets the gradient of its own microbatch,
-    bit for bit, and the replica counts that it trained the id twice."""
+    """A peer that knows an id may send something else under it. The honest sender gets the gradient of its own
+    microbatch, bit for bit, and the replica counts that it trained the id twice."""
     async with world(SPEC, replicas=2) as made:
         last = made.of_stage(2)[0]
         last.pipeline.open()

@@ -1,4 +1,5 @@
-"""Who is asked whether it is there: everybody soon in a small swarm, and no crowd of ghosts starves anybody."""
+"""The peers that are asked whether they are there: all soon in a small swarm, and no crowd of ghosts starves
+anybody."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
 
 
 async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_in_is_not_part_of_it() -> None:
-    """The first that are called are of the own stage or the next, whatever the order of the records, and who called
+    """The first that are called are of the own stage or the next, whatever the order of the records. A peer that called
     this node before says nothing of the rest."""
     async with hall() as made:
         made.records += [record(f"ghost-{number:06d}") for number in range(400)]
@@ -171,8 +172,8 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
 async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_call(
     monkeypatch: pytest.MonkeyPatch, has_called: bool, answers: float, most: int
 ) -> None:
-    """Of two that meet one had told the other twelve twice over, since each counted its own calls alone; and where
-    there are some hundred, who is called again only when it no longer counts as answering was told twelve each time."""
+    """Of two that meet one had told the other twelve twice over, since each counted its own calls alone. With some
+    hundred known, a peer that is called again only when it no longer counts as answering was told twelve each time."""
     told: list[int] = []
     monkeypatch.setattr(MemoryDirectory, "to_tell", lambda _self, most: told.append(most) or ())
     async with hall() as made:
@@ -192,8 +193,8 @@ async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_c
 
 
 async def test_a_record_that_goes_between_the_choice_and_the_call_ends_no_node() -> None:
-    """A call is chosen, and before it begins the directory is read, which shows its peer no more: a ghost whose life is
-    over must not end whoever was about to ask it."""
+    """A call is chosen, and before it begins the directory is read, which shows its peer no more. A ghost whose life is
+    over must not end the node that was about to ask it."""
     async with hall() as made:
         made.records.append(record("ghost-about-to-go"))
         made.roll.look()
@@ -267,8 +268,8 @@ async def callers(many: int) -> AsyncIterator[list[Caller]]:
 
 
 def test_of_two_that_answer_each_other_one_asks_while_the_directory_brings_both_records() -> None:
-    """Six nodes for twenty lives of a record: each pair speaks once in about two thirds of a life, not each of the two
-    twice, and nobody ceases to count."""
+    """Six nodes live for twenty lives of a record. Each pair speaks once in about two thirds of a life, not each of the
+    two twice, and nobody ceases to count."""
 
     async def course() -> None:
         async with callers(6) as made:
@@ -302,7 +303,7 @@ def test_whose_record_grows_old_is_asked_for_a_newer_one_and_who_works_is_not_as
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many records each message had room for; whoever knows eight knows many."""
+    """The number of records that each message had room for; a peer that knows eight knows many."""
     found: list[int] = []
     monkeypatch.setattr(roll_call, "MANY", 8)
     monkeypatch.setattr(MemoryDirectory, "to_tell", lambda _self, most: found.append(most) or ())
@@ -330,7 +331,8 @@ def test_who_knows_many_tells_strangers_and_hears_of_them_few_and_now_and_then_a
 
 
 def test_who_knows_many_tells_all_to_those_of_whom_the_directory_brings_no_newer_record(told: list[int]) -> None:
-    """Also of one alone: behind a hostile DHT, or between two that do not meet, nobody else would ever be heard of."""
+    """That holds for one alone, too: behind a hostile DHT, or between two that do not meet, nobody else would ever be
+    heard of."""
 
     async def course() -> None:
         async with callers(10) as made:
@@ -401,7 +403,7 @@ def test_who_called_after_a_silence_is_asked_at_once_at_the_next_one() -> None:
 
 
 def test_who_is_told_of_changes_is_told_of_many_at_once_and_of_the_last_one() -> None:
-    """Whoever is told looks at everybody: 128 that answer within half a minute are no 128 looks. A few are told of at
+    """A listener examines everybody: 128 that answer within half a minute are no 128 looks. A few are told of at
     once."""
 
     async def told(many: int) -> tuple[list[float], float]:

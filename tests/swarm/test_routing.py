@@ -1,4 +1,4 @@
-"""Who gets the next microbatch."""
+"""The choice of the peer for the next microbatch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_balanced_counts_own_requests_under_way() -> None:
 
 @pytest.mark.parametrize("rank", range(6))
 def test_fixed_always_takes_the_peer_of_its_rank(rank: int) -> None:
-    """The same peer every time, by rank among stage peers modulo the peers."""
+    """It is one peer every time, by rank among stage peers modulo the peers."""
     chosen = {choose_peer("fixed", candidates([0] * 4), own_rank=rank, now=1.0, rng=random.Random(s)) for s in range(9)}
     assert chosen == {PEERS[rank % 4]}
 
@@ -60,7 +60,8 @@ def test_fixed_always_takes_the_peer_of_its_rank(rank: int) -> None:
 @pytest.mark.parametrize("strategy", get_args(RoutingName))
 @pytest.mark.parametrize("worse", [Trust.ON_TRIAL, Trust.SET_ASIDE])
 def test_whom_audits_go_against_gets_nothing_while_others_work(strategy: RoutingName, worse: Trust) -> None:
-    """Nor where all others have been asked already and are busy: then nobody is asked. Alone, it is."""
+    """Nothing goes there even if all others have been asked already and are busy: then nobody is asked. Alone, it
+    is."""
     rng = random.Random(0)
     doubted, *others = candidates([0, 5, 5])
     doubted = doubted._replace(trust=worse)
@@ -131,8 +132,8 @@ def test_the_book_forgets_those_who_left_and_suspends_those_who_failed() -> None
 
 
 def test_balanced_routing_keeps_using_every_peer() -> None:
-    """Three origins and three servers with a queue each, in simulated time: a load reported once must not lock a peer
-    out for ever, so every origin keeps asking every server, each at least half of its fair share."""
+    """Three origins meet three servers with a queue each, in simulated time. A load reported once must not lock a peer
+    out for ever. Every origin therefore keeps asking every server, each at least half of its fair share."""
     rng, now = random.Random(3), [0.0]
     servers = [PeerId(name) for name in ("x", "y", "z")]
     books = [RoutingBook("balanced", random.Random(seed), lambda: now[0]) for seed in range(3)]
@@ -184,7 +185,7 @@ def test_a_peer_that_keeps_failing_is_passed_over_longer_each_time() -> None:
 
 
 class Counted(frozenset[PeerId]):
-    """Nobody; counts who was asked for."""
+    """An empty set that counts the peers that were asked for."""
 
     asked = 0
 
@@ -233,7 +234,7 @@ def test_balanced_takes_the_less_loaded_of_two_among_many() -> None:
 
 @pytest.mark.parametrize("strategy", ["uniform", "balanced"])
 def test_of_many_peers_only_those_are_asked_that_may_be(strategy: RoutingName) -> None:
-    """Whoever is suspended, on trial, or excluded gets nothing while three of a hundred others are free; then None."""
+    """A suspended, tried, or excluded peer gets nothing while three of a hundred others are free; then None."""
     book, peers = book_of(strategy, 100)
     free = set(peers[20:23])
     for peer in peers[:20]:

@@ -84,7 +84,7 @@ class Observer:
         return self.view
 
     def peers(self, stage: int = 0) -> set[PeerId]:
-        """Whom it sees."""
+        """The peers that it sees."""
         return set(self.view.stages[stage])
 
 
@@ -100,8 +100,8 @@ def test_small_stages_are_read_whole_at_every_look() -> None:
 
 
 def test_who_lives_no_longer_than_until_the_next_look_stands_for_nobody() -> None:
-    """A bucket that another has taken the place of is shown until its records end, one after another: a tenth of them
-    between two looks, for whom nobody would stand."""
+    """A bucket that another has taken the place of is shown until its records end, one after another. A tenth of them
+    end between two looks, and nobody would stand for these."""
     keys = Keys(600)
 
     def of_every_age(place: Place, now: float, only: Collection[PeerId] | None = None) -> dict[PeerId, LiveRecord]:
@@ -139,8 +139,8 @@ def test_a_bucket_is_unproven_while_few_of_it_can_have_been_asked() -> None:
 
 @pytest.mark.parametrize(("many", "settled"), [(64, 0), (120, 0), (600, 2)])
 def test_the_first_buckets_are_unproven_where_others_are_not_seen(many: int, settled: int) -> None:
-    """A stage that is seen whole, in one key or in two, is no sample: whom nobody has asked counts nothing there. Nor
-    are they where it grows later on: those that were known before are none that were drawn."""
+    """A stage that is seen whole, in one key or in two, is no sample: a peer that nobody has asked counts nothing
+    there. Nor are they unproven if the stage grows later on: those that were known before were not drawn."""
     keys = Keys(many)
     observer = Observer(keys, stages=1)
     seen = observer.look(10)
@@ -160,8 +160,8 @@ def test_the_first_buckets_are_unproven_where_others_are_not_seen(many: int, set
 
 @pytest.mark.parametrize("many", [256, 300, 700])
 def test_the_number_of_a_stage_in_a_few_buckets_is_nearly_their_sum(many: int) -> None:
-    """Over stages of other peers, whose buckets are unequal by chance, for all who look alike: the middle bucket alone
-    is off by 4 to 6 % rms."""
+    """It is taken over stages of other peers, whose buckets are unequal by chance, for all observers alike. The middle
+    bucket alone is off by 4 to 6 % rms."""
     errors = list[float]()
     for names in range(12):
         keys = Keys()
@@ -176,7 +176,7 @@ def test_the_number_of_a_stage_in_a_few_buckets_is_nearly_their_sum(many: int) -
 
 @pytest.mark.parametrize("many", [150, 1000, 5000])
 def test_of_a_large_stage_a_bounded_sample_is_seen_and_its_number_known(many: int) -> None:
-    """Of the own stage and of the next. Within 10 % rms over observers, who read 60 records a second at most."""
+    """For the own stage and the next it is within 10 % rms over observers, which read 60 records a second at most."""
     keys, errors, said = Keys(many, many), list[float](), list[float]()
     for seed in range(10):
         observer = Observer(keys, seed=seed)
@@ -210,7 +210,8 @@ def test_a_view_is_renewed_by_a_quarter_a_minute() -> None:
 
 
 def test_everybody_is_seen_as_often_as_anybody() -> None:
-    """Those of the first bucket, who also lie at level 0, no more than others: each within 40 % of its share."""
+    """Those of the first bucket, which also lie at level 0, are seen no more than others: each within 40 % of its
+    share."""
     keys, seen = Keys(640, 1), Counter[int]()
     for seed in range(100):
         observer = Observer(keys, seed=seed)
@@ -292,7 +293,7 @@ def test_who_of_a_bucket_that_somebody_filled_has_worked_is_seen_first_and_who_i
 
 
 def test_nodes_of_a_bucket_that_somebody_filled_are_met_one_after_another_and_stay() -> None:
-    """At level 1: who asks whomever it sees meets nearly all honest ones, though six ids in seven were sought for."""
+    """At level 1 a node that asks all it sees meets nearly all honest ones, though six ids in seven were sought for."""
     keys = Keys(128, 1)
     honest = set(keys.rows[Place(0, 1, 1)])
     sought = flood(keys, 1, 1, 256)
@@ -330,7 +331,7 @@ def test_buckets_that_nobody_answers_for_are_not_empty_ones() -> None:
 
 
 def test_of_other_stages_some_are_seen_and_the_number_is_known() -> None:
-    """Whoever serves stage 0 sees a few of the third, or a bucket when it is its turn, and how many they stand for."""
+    """A node of stage 0 sees a few of the third, or a bucket when it is its turn, and how many they stand for."""
     observer = Observer(Keys(10, 10, 2000), stages=3)
     observer.look(150)
     assert rows_of_each(1) <= len(observer.peers(2)) <= CROWDED
@@ -409,7 +410,8 @@ def test_a_clock_that_goes_back_holds_no_look_up() -> None:
 def test_of_whom_a_node_sees_in_buckets_it_wants_nothing_at_level_0_but_still_tells_what_lies_behind(
     many: int, level: int
 ) -> None:
-    """All that level 0 holds of them: else who reads both halves of a stage would read each record twice."""
+    """That is all that level 0 holds of them: otherwise a reader of both halves of a stage would read each record
+    twice."""
     keys = Keys(many, 10)
     observer = Observer(keys)
     observer.look(120)

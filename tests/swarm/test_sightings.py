@@ -1,5 +1,7 @@
-"""Moves by what is seen of a stage in part: its error is known, several looks tell more than one, and a stage whose
-nodes were not asked yet is neither poor nor lost."""
+"""Moves by what is seen of a stage in part: its error is known, and several looks tell more than one.
+
+A stage whose nodes were not asked yet is neither poor nor lost.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def uneven(rng: random.Random) -> float:
 
 @pytest.mark.parametrize(("seen", "number"), [(8, 1000), (64, 1000), (128, 250)])
 def test_the_error_that_is_said_of_a_sample_is_the_one_that_it_has(seen: int, number: int) -> None:
-    """Of its sum as that of all, whatever part of the stage it is."""
+    """That is the error of its sum as that of all, whatever part of the stage it is."""
     rng = random.Random(seen)
     stage = [uneven(rng) for _ in range(number)]
     errors, said = list[float](), list[float]()
@@ -76,7 +78,7 @@ def names(stage: int, many: int) -> list[PeerId]:
 
 
 def knowing(*asked: tuple[int, Sequence[PeerId]]) -> Acquaintances:
-    """Who has heard from these that they serve those stages."""
+    """The acquaintances of a node that has heard from these that they serve those stages."""
     known = Acquaintances(lambda: 50.0)
     for stage, peers in asked:
         for peer in peers:
@@ -86,7 +88,7 @@ def knowing(*asked: tuple[int, Sequence[PeerId]]) -> Acquaintances:
 
 
 def test_who_was_not_asked_yet_in_a_stage_seen_in_part_counts_as_far_as_the_others_are_there() -> None:
-    """A node calls a few a second, and of a further stage it sees another bucket every dozen of seconds: of 64 that it
+    """A node calls a few a second, and of a further stage it sees another bucket every dozen of seconds. Of 64 that it
     sees there it has asked eight. The stage is no poorer for that; it is known less well."""
     near, far = names(0, 64), names(1, 64)
     view = view_of(near, far, scales=(Scale(4.0, 0.05), Scale(4.0, 0.05)))

@@ -34,7 +34,7 @@ class Stage:
         self.taken, self.refused = Counter[PeerId](), Counter[PeerId]()
         self._rng = random.Random(3)
         self._part = 0.0
-        """Of wrong labels in what it has learnt of late."""
+        """The share of wrong labels in what it has learnt of late."""
 
     def train(self, sender: PeerId) -> None:
         """One microbatch of `sender`, where it may bring it."""
@@ -56,7 +56,7 @@ class Stage:
         return self.taken - before
 
     def refused_part(self, sender: PeerId) -> float:
-        """Of what `sender` asked for."""
+        """The refused part of what `sender` asked for."""
         return self.refused[sender] / (self.refused[sender] + self.taken[sender])
 
 
@@ -93,7 +93,7 @@ def test_an_honest_origin_that_is_faster_than_all_others_together_loses_next_to_
 
 
 def test_one_or_two_origins_alone_have_no_bound_and_nobody_waits_for_those_that_have_left() -> None:
-    """Also where the text is another. Of four that were at work two may go, and the third is free again."""
+    """That holds even if the text is another. Of four that were at work two may go, and the third is free again."""
     stage = Stage(FLOOD)
     taken = stage.run(60.0, {FLOOD: 50.0, HONEST[0]: 1.0})
     assert stage.refused_part(FLOOD) == 0.0

@@ -133,8 +133,8 @@ async def test_a_joiner_gets_the_run_that_its_peer_serves() -> None:
 
 
 async def test_who_comes_after_the_runs_end_is_told_before_it_waits(caplog: pytest.LogCaptureFixture) -> None:
-    """Where most of the peers that it named remember it; who has been in a run may have something to go on from, and
-    is warned."""
+    """It is told if most of the peers that it named remember it. A node that has been in a run may have something to go
+    on from, and is warned."""
     async with swarm() as made:
         made.sound(over=True)
         with pytest.raises(UserError, match=r"has come to its end: so say the peers that were named, 1 of 1") as caught:
@@ -271,7 +271,7 @@ async def test_addresses_of_several_runs_stop_the_joiner_with_names_and_ids_by_a
 
 
 async def test_a_few_addresses_of_another_run_stop_no_joiner(caplog: pytest.LogCaptureFixture) -> None:
-    """The run of most of the addresses is taken, and who names another one is said."""
+    """The run of most of the addresses is taken, and the peer that names another one is reported."""
     async with swarm() as made:
         made.sound(OTHER)
         made.sound()
@@ -365,8 +365,8 @@ async def test_where_a_volunteer_keeps_its_text_is_not_told_and_must_be_said_by_
 
 
 async def test_where_a_volunteer_keeps_the_tokenizer_is_his_own_and_another_is_refused(tmp_path: Path) -> None:
-    """Of a tokenizer in a folder the owner's path does not travel; who joins names a copy of it, and is told before
-    anything is built where it is another; a later stage needs none."""
+    """The owner's path to a tokenizer in a folder does not travel. A joiner names a copy of it, and is told before
+    anything is built if it is another; a later stage needs none."""
     folder, other = made(tmp_path / "owners"), made(tmp_path / "other", vocab_size=259)
     run = with_tokenizer(folder).run
     mine = shutil.copytree(folder, tmp_path / "mine")

@@ -1,8 +1,8 @@
 """What one hop costs beside a bare stream, and for how long an exchange holds the device: guards of what was won.
 
-A benchmark says how fast either is on a quiet machine. What leaks by small steps is seen here: what the device's thread
-does for an exchange is counted, exactly, and what a hop costs is measured in CPU time beside bare bytes over the same
-p2pd, in turns with them, of which the cheapest round of each is compared: others' work on the machine only adds.
+A benchmark says how fast either is on a quiet machine. Leaks by small steps are seen here. What the device's thread
+does for an exchange is counted, exactly. What a hop costs is measured in CPU time beside bare bytes over the same p2pd,
+in turns with them. The cheapest round of each is compared: others' work on the machine only adds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.test_cpu_per_token import Counted
 from tests.worlds import peer_name
 
 MOST_CALLS = 2
-"""Of the device's thread for an exchange, of each side: the snapshot and the commit."""
+"""The device's thread has at most so many calls for an exchange, of each side: the snapshot and the commit."""
 MOST_PASSES = 15.5
 """Over a stage's weights in fp32, of operations that read or write them or show them in another form: 15.0 when this
 was written. One more copy makes it 17."""
 MOST_OF_BARE = 18.0
-"""CPU time of both sides' Python for 64 KiB there and back by the transport, as a multiple of that of the bare bytes:
-6.3 to 9.2 in four turns on a quiet machine, 13.1 on one whose cores were both full."""
+"""The most CPU time of both sides' Python for 64 KiB there and back, as a multiple of that of the bare bytes. It is 6.3
+to 9.2 in four turns on a quiet machine, 13.1 on one whose cores were both full."""
 ROUNDS, CALLS, OCTETS = 9, 20, 64 << 10
 SUMS = 75
 """Over the bytes of a call: the leak, which costs three to five times what the hop does: 34 to 60 with it."""

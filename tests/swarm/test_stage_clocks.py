@@ -24,8 +24,8 @@ def test_every_stage_of_eight_is_within_three_percent_of_the_first(replicas: int
 
 @pytest.mark.parametrize("speeds", [(1.0, 2.0, 5.0, 10.0), (1.0, 1.0, 1.0, 16.0), (1.0, 1.0, 1.0, 0.0625)])
 def test_replicas_of_very_different_speed_stay_with_the_origins(speeds: tuple[float, ...]) -> None:
-    """One of four at each later stage does many times the work of another, so that clocks differ between two outer
-    steps by a part of the lag that is allowed. Their mean stays within two and a half in a hundred."""
+    """One of four at each later stage does many times the work of another. Clocks thus differ between two outer steps
+    by a part of the allowed lag. Their mean stays within two and a half in a hundred."""
     made = Pipeline(3, 4, steps=600)
     for stage in made.stages[1:]:
         for node, speed in zip(stage, speeds, strict=True):
@@ -37,9 +37,9 @@ def test_replicas_of_very_different_speed_stay_with_the_origins(speeds: tuple[fl
 
 @pytest.mark.parametrize(("every", "most"), [(3 * INNER_STEPS, 0.3), (INNER_STEPS, 0.4), (INNER_STEPS // 2, 0.5)])
 def test_a_partner_that_says_it_is_far_ahead_moves_a_later_stage_by_a_part_of_the_lag(every: int, most: float) -> None:
-    """At two stages of four replicas, to each once in three outer windows, in one, or in half of one. By the median of
-    the directory alone clocks run 1.6, 3.6 and 6.8 times as fast as the training; now they are ahead by `most` of the
-    lag that is allowed, however long the run."""
+    """It does so at two stages of four replicas, to each once in three outer windows, in one, or in half of one. By the
+    median of the directory alone clocks run 1.6, 3.6 and 6.8 times as fast as the training. Now they are ahead by
+    `most` of the allowed lag, however long the run."""
     made = Pipeline(3, 4, steps=300)
     made.swayed = {1: every, 2: every}
     made.run()

@@ -130,7 +130,7 @@ class Socket:
 
 
 async def test_streams_that_a_few_keys_hold_open_shut_nobody_out(tmp_path: Path) -> None:
-    """Two keys take all places and say nothing, or half a word: a third peer is answered all the same, and whoever
+    """Two keys take all places and say nothing, or half a word. A third peer is answered all the same, and a peer that
     works here keeps its streams."""
     host: Any = Socket(tmp_path / "s")
     limits = TransportLimits(max_streams=16, max_streams_per_peer=8)
@@ -159,7 +159,7 @@ async def test_streams_that_a_few_keys_hold_open_shut_nobody_out(tmp_path: Path)
 
 
 async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever_dials() -> None:
-    """With a new key for each, or by one that commits one in between, a replica was engaged nearly all of the time: it
+    """With a new key for each, or by one that commits one in between, a replica was engaged nearly all of the time. It
     averaged with nobody, and could not even step alone."""
     async with world(micro_spec()) as made:
         replica = made.of_stage(0)[0]
@@ -201,8 +201,9 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
 
 
 def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works_here() -> None:
-    """Bodies of theirs are on their way to every place that they can get, for minutes: whose microbatches were trained
-    here trains on. Who lets a place come to nothing is a stranger again; where nobody works nothing is kept."""
+    """Bodies of theirs are on their way to every place that they can get, for minutes. A peer whose microbatches
+    were trained here trains on. One that lets a place come to nothing is a stranger again; if nobody works nothing
+    is kept."""
     now = 0.0
     places, honest, stage_peer = MicrobatchLimiter(8, lambda: now), PeerId("honest"), PeerId("its-stage peer")
     strangers = [PeerId(f"throw-away-{number}") for number in range(20)]
@@ -235,7 +236,7 @@ def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works
 
 
 def test_keys_without_number_that_call_do_not_make_a_node_forget_who_goes_on_answering() -> None:
-    """Whoever was met first was forgotten first, however often it answered: a far stage was lost so."""
+    """The first peer met was the first forgotten, however often it answered: a far stage was lost so."""
     known = Acquaintances()
     known.said(FAR, 2)
     for number in range(2 * PEERS_REMEMBERED):

@@ -71,7 +71,7 @@ async def haunt(made: World, state: PeerState, *, name: str = "ghost-gggg", **sa
 
 
 async def past_the_first_round(origin: Replica) -> None:
-    """It has trained, has taken an outer step and gives its state to who comes."""
+    """It has trained, has taken an outer step and gives its state to newcomers."""
     assert origin.pipeline.origin is not None
     for _ in range(3):
         await origin.pipeline.origin.train_one()
@@ -81,7 +81,7 @@ async def past_the_first_round(origin: Replica) -> None:
 
 @asynccontextmanager
 async def lives(*replicas: Replica) -> AsyncIterator[list[asyncio.Task[None]]]:
-    """They run; whoever still does is cancelled at the end of the block."""
+    """They run; those that still do are cancelled at the end of the block."""
     tasks = [asyncio.create_task(replica.run()) for replica in replicas]
     try:
         yield tasks
@@ -103,7 +103,7 @@ async def never(*_: object, **__: object) -> None:
 
 
 async def test_a_ghost_that_says_it_trains_keeps_nobody_from_ending() -> None:
-    """Neither the later stage nor the origin waits for one whose work nobody has seen and who answers nobody."""
+    """Neither the later stage nor the origin waits for a peer whose work nobody has seen, and that answers nobody."""
     async with world(short_run()) as made:
         await haunt(made, PeerState.TRAINING)
         await run_to_the_end(made, within=30)
@@ -180,8 +180,8 @@ async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_ove
 
 @pytest.mark.parametrize("state", [PeerState.FINISHING, PeerState.TRAINING])
 async def test_a_ghosts_record_keeps_no_run_from_starting(state: PeerState) -> None:
-    """Whoever joins a fresh node that answers begins as it did, whatever a record says behind which nobody is; and so
-    does the fresh node itself."""
+    """A joiner of a fresh node that answers begins as it did, whatever a ghost's record says. So does the fresh node
+    itself."""
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         first, second = made.replicas[:2]
         await haunt(made, state, finished=state is PeerState.FINISHING)
@@ -198,7 +198,7 @@ async def test_a_first_node_begins_whatever_ghosts_say() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds records of who has left, and nobody: it neither starts from the seed nor waits for ever."""
+    """It finds records of nodes that have left, and nobody: it neither starts from the seed nor waits for ever."""
     monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
     async with world(short_run(), settings=JOINS) as made:
         await haunt(made, PeerState.GONE, finished=True)
@@ -210,7 +210,7 @@ async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytes
 
 
 async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answers the other, and both were told to join who has finished and left."""
+    """Each answers the other, and both were told to join a node that has finished and left."""
     monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         await haunt(made, PeerState.GONE, name=parse_address(NAMED).peer, finished=True)
@@ -225,7 +225,7 @@ async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch
 
 @pytest.mark.parametrize("lost", range(1, 5))
 async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> None:
-    """Whatever the first of them ask for: who is there, or what it can give."""
+    """The lost ones may ask for peers that are there, or for what a peer can give."""
     limits = LIMITS.model_copy(update={"record_seconds": 20.0})
     async with world(short_run(stages=1, limits=limits), replicas=2, settings=JOINS) as made:
         veteran, joiner = made.replicas
@@ -287,8 +287,8 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
 @pytest.mark.parametrize("knows", ["the seed", "the seed, too soon", "the seed, beside a new one", "itself", "nobody"])
 async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_again(knows: str) -> None:
     """Its seed remembers the end, or it has come to it itself; another seed that has begun in a new folder knows
-    nothing. Where neither is so it goes on from its checkpoint, and also where the run cannot have come to its end yet,
-    whoever has made the seed believe that."""
+    nothing. If neither is so it goes on from its checkpoint. It does so also if the run cannot have come to its end
+    yet, whatever the seed was made to believe."""
     async with world(short_run(), replicas=1, settings=JOINS) as made:
         back = made.replicas[0]
         seed = MemoryTransport(made.network, PeerId("seed-of-the-run"))

@@ -184,7 +184,7 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
 
 
 def test_bans_and_bounds_are_in_the_metrics_by_reason() -> None:
-    """Prometheus sees offences, bans, who is banned now, what was scaled down, and what audits found."""
+    """Prometheus sees offences, bans, the number banned now, what was scaled down, and what audits found."""
     metrics = Metrics()
     strangers = {"offences": {"forged": 12}, "bans": {"forged": 1}, "banned_now": 1, "bounded": {"returned": 3}}
     strangers |= {"audits": {"agreed": 40, "contradicted": 3}, "set_aside_now": 1}
@@ -256,7 +256,7 @@ class Hostile:
         self.peer: PrivateP2P
         self.transport: Libp2pTransport
         self.pieces_sent = 0
-        """Of what was sent last."""
+        """The pieces of the last message that were sent."""
 
     async def hear(self, *sent: bytes, pause: float = 0.0) -> str:
         """Send pieces on a stream of their own; what comes back: a refusal's reason, `answered` or `closed`."""

@@ -1,4 +1,4 @@
-"""Whom a node sees, as its pages show it: of a swarm in memory that trains."""
+"""The peers that a node sees, as its pages show them: of a swarm in memory that trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole swarm as one sees it who takes no part: counted by answers, timed by clocks, bounded whatever is claimed."""
+"""A whole swarm as an onlooker sees it: counted by answers, timed by clocks, bounded whatever is claimed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_speed_and_lag_are_by_the_motion_of_clocks_and_one_liar_moves_neither() 
 
 
 def test_what_is_summed_is_bounded_by_the_median() -> None:
-    """Nobody's word counts for more than eight median nodes, and who says nothing is no median."""
+    """Nobody's word counts for more than eight median nodes, and a node that says nothing is no median."""
     assert believed([100.0, 0.0, 120.0, 400.0]) == 620.0
     assert believed([100.0, 100.0, 1e12]) == 1000.0
     assert believed([]) == 0.0
@@ -136,7 +136,8 @@ def test_loss_and_spread_are_medians_over_those_that_train_and_one_liar_moves_ne
 
 
 def test_names_are_plain_and_short_and_stand_beside_what_was_seen_of_a_node() -> None:
-    """Also of one that has gone; back again, it goes on from there. A name that speaks to a terminal is refused."""
+    """That holds for one that has gone, too; back again, it goes on from there. A name that speaks to a terminal is
+    refused."""
     rows = [record("a", shown={"name": "alice", "tokens": 512}), record("b", 1)]
     view = seen(rows)
     view = seen(rows, view, now=START + LIFE / 4)
@@ -185,7 +186,7 @@ def test_four_hundred_ghosts_add_nothing_to_what_is_counted_and_little_to_what_i
 
 
 def test_comings_goings_and_moves_are_counted_once() -> None:
-    """With a farewell or without, and whoever only was a record never came."""
+    """They are counted with a farewell or without; a peer that was only a record never came."""
     rows = {name: record(name, stage) for name, stage in (("a", 0), ("b", 1), ("c", 1), ("d", 0), ("ghost", 0))}
     view = seen(rows.values())
     for _ in range(3):
@@ -261,7 +262,7 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
 
 
 async def test_of_an_invited_run_outsiders_are_not_shown() -> None:
-    """Nor asked; who looks on needs no invitation itself."""
+    """They are not asked either; an onlooker needs no invitation itself."""
     rule = AccessSpec(mode="listed", peers=("a-peer-of-a-member",), owner=None)
     spec = SPEC.model_copy(update={"access": rule})
     async with world(SPEC) as made:

@@ -95,7 +95,7 @@ async def test_every_dtype_and_shape_comes_back_bit_for_bit(world: World) -> Non
 
 
 async def test_the_peer_id_that_a_handler_sees_is_the_callers(world: World) -> None:
-    """Admission and handler are told who asks."""
+    """Admission and handler are told the caller's id."""
     seen: list[PeerId] = []
 
     async def handle(peer: PeerId, message: Message) -> Message:
@@ -143,7 +143,7 @@ async def test_a_refusal_by_the_handler_comes_back_typed(world: World) -> None:
 
 
 async def test_an_unknown_method_is_refused(world: World) -> None:
-    """And strangers cannot grow the traffic table with invented names, nor speak to the terminal by them."""
+    """Strangers cannot grow the traffic table with invented names, nor speak to the terminal by them."""
     told = await refused(world.call("nobody-serves\n\x1bthis"))
     assert (told.reason, told.detail) == (Refusal.UNKNOWN_METHOD, "nobody-serves ?this")
     assert "nobody-serves\n\x1bthis" not in world.server.traffic.received
@@ -337,7 +337,7 @@ async def test_closing_ends_calls_and_handlers(world: World) -> None:
 
 
 async def test_closing_the_caller_breaks_its_calls(world: World) -> None:
-    """And the other side's handler is cancelled."""
+    """The other side's handler is cancelled."""
     handler = Handler(open_gate=False)
     world.server.serve("slow", welcome, handler, max_concurrent_per_peer=4)
     call = asyncio.create_task(world.call("slow"))

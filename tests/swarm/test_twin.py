@@ -54,7 +54,7 @@ async def test_two_lives_of_one_identity_find_out_about_each_other(stage: int, l
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("away", [0.0, 30.0])
 async def test_an_earlier_life_is_no_twin(farewell: PeerState | None, stage: int, away: float) -> None:
-    """Nor is an earlier stay at another stage: whether it said farewell, or was killed."""
+    """An earlier stay at another stage is none either: whether it said farewell, or was killed."""
     days = Days()
     earlier = await days.begins()
     await days.pass_by(earlier)

@@ -45,7 +45,7 @@ def anything(_peer: PeerId, _header: JsonObject, _specs: tuple[TensorSpec, ...])
 
 @asynccontextmanager
 async def beside_a_hostile_stage_peer(codec: str, turns: dict[str, Turn]) -> AsyncIterator[tuple[World, Replica]]:
-    """A replica that has trained, and somebody who answers its methods by `turns`."""
+    """A replica that has trained, and a peer that answers its methods by `turns`."""
     spec = micro_spec(stages=1, outer=OuterSpec(inner_steps=2, min_inner_steps=1, codec=codec))  # type: ignore[arg-type]
     async with world(spec) as made:
         hostile = MemoryTransport(made.network, HOSTILE)
@@ -242,7 +242,7 @@ async def test_a_broken_link_is_tried_again_as_often_as_was_said(faults: int, an
 
 
 def test_a_strangers_mistake_is_named_in_one_printable_line() -> None:
-    """Also where the name of its place is the stranger's own."""
+    """That holds also if the name of its place is the stranger's own."""
     header = {"seen_at": [], "results": {"\x1b[2J\n12:00:00 E [node] all is lost": "reached"}}
     with pytest.raises(Refused, match=r"results\..\[2J 12:00:00 E \[node\] all is lost") as refused:
         parse(dial_back.Dialled, header)
@@ -274,7 +274,7 @@ METHODS: dict[str, Callable[[Transport], Awaitable[object]]] = {
 
 @pytest.mark.parametrize("method", list(METHODS))
 async def test_rubbish_of_a_stranger_is_booked_whoever_asked(method: str) -> None:
-    """Also before this node belongs to a run."""
+    """That holds also before this node belongs to a run."""
     network = MemoryNetwork()
     asking, answering = MemoryTransport(network, peer_name(0, 0)), MemoryTransport(network, HOSTILE)
 

@@ -46,7 +46,7 @@ def test_what_a_node_does_follows_from_the_facts(facts: Facts, what: str, words:
 
 
 def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same again is no news; other details of the same wait are, now and then, with the old beginning."""
+    """A repeated state is no news; other details of the same wait are, now and then, with the old beginning."""
     now = [100.0]
     monkeypatch.setattr(ambient, "wall", lambda: now[0])
     said: list[Doing] = []
@@ -72,7 +72,7 @@ def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.Mon
 def test_idle_time_begins_with_the_watch_and_anew_whenever_something_was_trained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also where that was between two looks."""
+    """That holds also if that was between two looks."""
     now = [100.0]
     monkeypatch.setattr(ambient, "monotonic", lambda: now[0])
     follower = Activity(lambda _: None)

@@ -108,7 +108,7 @@ async def test_a_message_is_these_bytes_and_these_bytes_are_the_message(name: st
 
 
 def test_every_method_that_is_served_has_its_bytes() -> None:
-    """Who adds a method adds an example of it; no file is left of one that went."""
+    """A new method needs an example of it; no file is left of one that went."""
     assert {example.method.name for example in EXAMPLES.values()} == served_methods()
     assert {path.name for path in FOLDER.iterdir()} == {file_of(example).name for example in EXAMPLES.values()}
 

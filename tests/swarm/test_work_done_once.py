@@ -106,7 +106,7 @@ async def test_a_view_is_screened_once_for_each_refresh_and_each_change_of_the_s
 
 
 async def test_a_ban_forgotten_for_others_ends_in_the_view_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accounts are bounded: who drops out of them is dealt with again."""
+    """The accounts are bounded: a peer that drops out of them is dealt with again."""
     monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 1)
     hub, book = MemoryDirectoryHub(1), Bans()
     await crowded(hub)

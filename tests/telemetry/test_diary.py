@@ -55,7 +55,7 @@ def test_the_longer_it_runs_the_fewer_accounts_are_kept(tmp_path: Path) -> None:
 
 
 def test_who_is_there_is_kept_sooner(tmp_path: Path) -> None:
-    """Also where it changes all the time, as estimates do."""
+    """That holds also if it changes all the time, as estimates do."""
     life = Life(tmp_path)
     life.go_on(0.0, 40 * HOUR, every=20.0)
     life.go_on(40 * HOUR, 40 * HOUR + 20.0, [4, 3])

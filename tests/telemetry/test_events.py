@@ -54,7 +54,8 @@ def test_a_line_that_a_killed_node_left_half_written_does_not_spoil_the_next_lif
 
 
 def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
-    """Of another version, torn, hostile, longer than memory should hold; the events around it are read."""
+    """A line may be of another version, torn, hostile, or longer than memory should hold; the events around it are
+    read."""
     path = tmp_path / "events.jsonl"
     file = EventFile(path)
     file.write(made.inner_step(1))

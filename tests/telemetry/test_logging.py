@@ -1,4 +1,4 @@
-"""Log lines say who speaks, and other libraries speak through the same handler."""
+"""Log lines name their node, and other libraries log through the same handler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def untouched_logging() -> Iterator[None]:
 
 @pytest.mark.usefixtures("untouched_logging")
 def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureFixture[str]) -> None:
-    """Who speaks is known from the node's own events."""
+    """The node is known from its own events."""
     log = NodeLog()
     configure_logging("INFO", log)
     logging.getLogger("noloco_node.directory").info("looking for peers")
@@ -53,7 +53,8 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
 
 @pytest.mark.usefixtures("untouched_logging")
 def test_a_collector_gets_each_record_as_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one of several lines, with what is no text, or with a traceback; who speaks as soon as it is known."""
+    """That holds also for one of several lines, with what is no text, or with a traceback; the node is named once
+    known."""
     log = NodeLog()
     configure_logging("INFO", log, style="json")
     speaker = logging.getLogger("noloco_node.directory")

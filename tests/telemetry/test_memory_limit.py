@@ -43,7 +43,7 @@ def test_a_container_finds_its_group_at_the_top(tmp_path: Path) -> None:
 
 
 def test_version_1_has_other_files(tmp_path: Path) -> None:
-    """And a very large number where there is no limit."""
+    """They hold a very large number if there is no limit."""
     own = tmp_path / "own"
     own.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n1:name=systemd:/x\n")
     group = {"memory.limit_in_bytes": str(64 * MIB), "memory.usage_in_bytes": str(63 * MIB)}
@@ -55,7 +55,7 @@ def test_version_1_has_other_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "0::/gone\n", "nonsense\n0:\n::\n", "0::/\n"])
 def test_without_a_group_it_is_the_machines_memory(tmp_path: Path, text: str) -> None:
-    """And with files that make no sense."""
+    """It is so too with files that make no sense."""
     own = tmp_path / "own"
     own.write_text(text)
     write(tmp_path / "fs", version_2("0", 0) | {"memory.stat": "inactive_file\n"})

@@ -1,4 +1,4 @@
-"""Who runs one node sees how far its run is: a live screen on a terminal, a line an outer round elsewhere."""
+"""The user that runs one node sees how far its run is: a live screen on a terminal, a line an outer round elsewhere."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_speed_loss_and_time_left_are_those_of_the_events() -> None:
 
 
 def test_a_jump_of_the_clock_is_no_speed() -> None:
-    """Who takes over a stage peer's state has not trained what lies between, and who goes on from a checkpoint has not
-    trained while it was away."""
+    """A node that takes over a stage peer's state has not trained what lies between. One that goes on from a checkpoint
+    has not trained while it was away."""
     view = half_way(made.outer_step(4, "s0-r1", kind="caught_up", time=1031.0, clock=90_000.0))
     for step in range(32, 37):
         view.observe(made.inner_step(step, clock=90_000.0 + (step - 31) * 1024.0))
@@ -167,5 +167,5 @@ def test_only_the_terminal_that_a_process_is_in_front_of_is_drawn_on() -> None:
     ],
 )
 def test_nodes_are_counted_by_stage_in_words(counts: tuple[int, ...], words: str) -> None:
-    """`2 + 0` says nothing to who has not read the code."""
+    """`2 + 0` says nothing to a user that has not read the code."""
     assert as_nodes(counts) == words

@@ -151,7 +151,7 @@ async def test_who_asks_while_libraries_are_loaded_or_after_the_last_word_is_ans
 
 
 async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are still answered, each at once; whom it saw last stands."""
+    """Its pages are still answered, each at once; the peers that it saw last stand."""
     heartbeat = Heartbeat(asyncio.get_running_loop())
     view = NodeView()
     state = NodeState("1", view, LogTail())
@@ -190,7 +190,8 @@ def test_a_heart_beats_until_it_is_stopped() -> None:
 
 
 async def test_the_state_says_what_the_events_say(tmp_path: Path) -> None:
-    """A whole run: position, losses, curves, exchanges, books, faults, the log's tail, and whom the node sees."""
+    """A whole run is there: position, losses, curves, exchanges, books, faults, the log's tail, and the peers that the
+    node sees."""
     async with shown(tmp_path) as (telemetry, address):
         for event in made.node_events("s0-r0"):
             telemetry.emit(event)
@@ -252,7 +253,7 @@ async def test_what_peers_and_logs_say_reaches_a_browser_as_data_only(tmp_path: 
 
 
 async def test_a_hundred_clients_at_once_are_all_answered_and_cost_the_node_one_look(tmp_path: Path) -> None:
-    """The state is made once a second, whoever asks."""
+    """The state is made once a second, however many ask."""
     looks: list[float] = []
 
     def look() -> Surroundings:
@@ -276,7 +277,7 @@ async def test_a_hundred_clients_at_once_are_all_answered_and_cost_the_node_one_
 
 
 async def test_only_this_machines_names_are_answered_on_loopback(tmp_path: Path) -> None:
-    """Else a website could read a visitor's node through a name of its own that leads here."""
+    """Otherwise a website could read a visitor's node through a name of its own that leads here."""
     async with shown(tmp_path) as (_, address):
         port = address.rpartition(":")[2]
 

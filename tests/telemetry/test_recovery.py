@@ -53,7 +53,8 @@ def lost_at(when: float, stage: int = 1) -> Callable[[float], list[int]]:
 @pytest.mark.parametrize("seen_late", [0.0, 30.0])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_time_is_that_from_the_fall_of_the_speed_to_its_return(seen_late: float, stage: int) -> None:
-    """Also where the loss is seen half a minute after the speed has fallen, as a killed peer's record lives on."""
+    """That holds also if the loss is seen half a minute after the speed has fallen, as a killed peer's record lives
+    on."""
 
     def pace(now: float) -> float:
         return 4.0 if 300.0 <= now < 360.0 else 1.0

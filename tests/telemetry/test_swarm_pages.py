@@ -48,7 +48,7 @@ async def scraped(address: str) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 async def test_a_seed_says_what_it_sees_and_a_scraper_reads_every_metric_of_the_table() -> None:
-    """And before it has seen anything, that it has not: no swarm of zeros."""
+    """Before it has seen anything, it says that it has not: no swarm of zeros."""
     async with shown() as (pages, address):
         assert (await ask(address, "/healthz")) == (200, b"ok\n")
         told = json.loads((await ask(address, "/api/state"))[1])

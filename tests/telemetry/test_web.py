@@ -1,4 +1,4 @@
-"""The web server for whoever watches a node, over real sockets: what it answers, and what slow clients cost."""
+"""The web server for the observers of a node, over real sockets: what it answers, and what slow clients cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ask(address: tuple[str, int], path: str, method: str = "GET") -> tuple[int, 
 
 
 def open_descriptors() -> int:
-    """Of this process."""
+    """The number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -80,7 +80,7 @@ def test_slow_clients_take_no_descriptors_and_keep_nobody_out() -> None:
 
 
 def test_a_connection_has_a_deadline_and_a_request_a_size() -> None:
-    """Also one that sends a byte now and then, and one that does not read its answer."""
+    """That holds also for one that sends a byte now and then, and for one that does not read its answer."""
     large = {"/large": lambda _: Page(b"x" * (16 << 20))}
     with served(WebServer(large, request_seconds=0.2)) as address:
         with socket.create_connection(address, timeout=10) as dripping:
@@ -106,7 +106,7 @@ def test_a_connection_has_a_deadline_and_a_request_a_size() -> None:
 
 
 def test_no_thread_and_no_port_is_left() -> None:
-    """Also where a client is connected when it stops."""
+    """That holds also if a client is connected when it stops."""
     before = set(threading.enumerate())
     server = WebServer(PAGES)
     with served(server) as address, socket.create_connection(address, timeout=10):

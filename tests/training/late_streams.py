@@ -54,7 +54,7 @@ class LateStream:
         self._wait(event)
 
     def wait_event(self, event: LateEvent) -> None:
-        """The same of what was put there before the event."""
+        """Wait for what was put there before the event."""
         self.waited.append(event)
         self._wait(event)
 

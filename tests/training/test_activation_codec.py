@@ -48,7 +48,7 @@ def test_int8_is_off_by_half_a_step_of_its_own_block_at_most(
 
 
 def test_codes_without_a_scale_are_no_numbers() -> None:
-    """Whoever receives them sees it as with any other precision."""
+    """The receiver sees it as with any other precision."""
     wire = encode(torch.ones(2, 3, 64), "int8")
     wire[1, 1, -4:] = 255
     back = decode(wire, "int8", torch.float32)

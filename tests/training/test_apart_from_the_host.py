@@ -1,6 +1,6 @@
 """Whatever a stage does on its device it does with tensors that are there, and it reads none of them as it trains.
 
-There is no GPU here. torch's meta device is one that every machine has: as on a GPU, tensors of it and of the host do
+There is no GPU here. torch's meta device is one that every machine has. As on a GPU, tensors of it and of the host do
 not meet in an operation, and nothing can be read of them. What torch lets pass there and not on a GPU is refused here.
 """
 

@@ -1,5 +1,8 @@
-"""`node.compile`: the run's microbatches by a compiled form, all else by the plain one. torch's own backend takes a
-minute: `python -m benchmarks.compiled` holds it to the plain form; here a backend that compiles nothing."""
+"""`node.compile`: the run's microbatches by a compiled form, all else by the plain one.
+
+torch's own backend takes a minute: `python -m benchmarks.compiled` holds it to the plain form. Here a backend compiles
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ async def test_work_is_taken_in_the_order_step_backward_forward_draw() -> None:
 
 
 async def test_a_call_cancelled_before_its_turn_is_not_run() -> None:
-    """And the next one is."""
+    """The next one is run."""
     done: list[str] = []
     async with busy_thread() as (thread, release):
         cancelled = asyncio.create_task(thread.run(Priority.BACKWARD, lambda: done.append("cancelled")))
@@ -90,7 +90,7 @@ async def test_a_call_cancelled_after_it_began_runs_to_its_end() -> None:
 
 
 async def test_a_call_says_how_long_it_waited_for_its_turn() -> None:
-    """And not what it took."""
+    """It does not say what it took."""
     waits, at_once = DeviceWaits(), DeviceWaits()
     async with busy_thread() as (thread, release):
         waiting = asyncio.create_task(thread.run(Priority.FORWARD, lambda: time.sleep(0.5), waits=waits))
@@ -137,8 +137,8 @@ async def test_closing_finishes_what_is_queued_and_ends_the_thread() -> None:
 
 
 async def test_a_call_that_fails_keeps_nothing_of_what_it_worked_with() -> None:
-    """A device that had no memory for a microbatch has it back before the next one, whatever the collector does; and
-    so has one whose error was raised anew as another."""
+    """A device that had no memory for a microbatch has it back before the next one, whatever the collector does. So has
+    one whose error was raised anew as another."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     def work() -> None:
@@ -162,7 +162,8 @@ async def test_a_call_that_fails_keeps_nothing_of_what_it_worked_with() -> None:
 
 
 async def test_a_device_that_is_lost_is_told_of_once_and_for_all_and_one_without_memory_is_not() -> None:
-    """By the error of every call, and to who waits for it: whatever becomes of the call's own error."""
+    """The error of every call says so, and so does the one that waits for it, whatever becomes of the call's own
+    error."""
 
     def fails(words: str) -> Callable[[], None]:
         def work() -> None:

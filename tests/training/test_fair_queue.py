@@ -24,8 +24,8 @@ class Source:
 
 
 def simulate(sources: list[Source], service: float, until: float, *, fair: bool = True) -> Counter[str]:
-    """Microbatches of each source that one later stage has trained, in virtual time: a source is one device that makes
-    them ready, one after another, as fast as it can and as its number under way allows; the stage takes `service`
+    """Microbatches of each source that one later stage has trained, in virtual time. A source is one device that makes
+    them ready, one after another, as fast as it can and as its number under way allows. The stage takes `service`
     seconds for one, by turns or in the order of arrival."""
     queue, line, done = FairQueue[Source](), deque[Source](), Counter[str]()
     events: list[tuple[float, int, str, Source]] = []
@@ -64,8 +64,8 @@ HONEST = [Source(f"honest {number}", 3, 1.0) for number in range(3)]
 
 
 def test_one_source_gets_no_more_than_its_part_while_the_others_wait() -> None:
-    """One of four keeps 24 under way and makes them in no time, where the stage can do what four ordinary ones ask for:
-    in the order of arrival it had most of the work, by turns everybody else has what it asks for."""
+    """One of four keeps 24 under way and makes them in no time; the stage can do what four ordinary ones ask for. In
+    the order of arrival it had most of the work; by turns everybody else has what it asks for."""
     sources = [Source("greedy", 24, 0.01), *HONEST]
     alone = simulate(HONEST, 0.25, 1000.0)
     by_arrival, by_turns = (simulate(sources, 0.25, 1000.0, fair=fair) for fair in (False, True))
@@ -134,7 +134,7 @@ def test_who_was_away_neither_saved_up_nor_owes_and_names_are_forgotten() -> Non
 
 
 def test_who_has_had_more_than_others_stands_behind_them_while_somebody_waits() -> None:
-    """Also where it had nothing waiting in between."""
+    """That holds also if it had nothing waiting in between."""
     queue = FairQueue[str]()
     queue.push(("a",), 10.0, "a")
     queue.push(("b",), 1.0, "b")

@@ -1,6 +1,6 @@
 """The device is waited for once on each microbatch's way through a stage, and once for each inner step.
 
-There is no GPU here. So the trainer's copies go by memory of their own on the processor too, and whatever is computed
+There is no GPU here. The trainer's copies therefore go by memory of their own on the processor too. What is computed
 from what they brought to the device counts as being there.
 """
 
@@ -33,7 +33,7 @@ from tests.worlds import micro_spec, window_rows
 OPERATIONS = {"_local_scalar_dense", "is_nonzero", "nonzero", "bincount", "equal", "unique_consecutive", "_unique2"}
 """That wait for a GPU, seen below autograd."""
 METHODS = {"tolist", "numpy", "cpu"}
-"""The same of what is not seen there."""
+"""Names of the methods that are not seen there."""
 
 
 class Device(TorchDispatchMode):
@@ -214,7 +214,7 @@ def test_what_the_device_is_still_working_out_is_not_read_before_it_is_there(mon
 
 
 def test_nothing_that_a_microbatch_needs_holds_the_thread_that_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the one wait for what the device has worked out: all is copied beside the host, from and to memory that
+    """Only the wait for what the device has worked out holds it. All is copied beside the host, from and to memory that
     is never paged out."""
     copies, streams = late_copies(monkeypatch)
     ahead = copies.ahead(sent := torch.randn(3, 4))
@@ -230,7 +230,7 @@ def test_nothing_that_a_microbatch_needs_holds_the_thread_that_asks_for_it(monke
 def test_the_norm_of_a_returned_gradient_is_taken_only_where_its_scale_is_not_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And held to what is usual either way: a pass over it costs the device's thread milliseconds."""
+    """It is held to what is usual either way: a pass over it costs the device's thread milliseconds."""
     trainer, norm_of, factor = make_trainer(micro_spec(), 0), torch.linalg.vector_norm, NormBound.factor
     held: list[float] = []
     looked: list[Tensor] = []

@@ -111,7 +111,7 @@ async def test_the_next_call_is_sent_for_whoever_overtakes_and_never_more_than_a
 
 
 async def test_a_call_that_is_cancelled_gives_its_memory_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is sent for it any more."""
+    """Nothing is sent for it any more."""
     copies, _ = late_copies(monkeypatch)
     thread, wanted = ComputeThread(), torch.zeros(4)
     ahead = copies.ahead(wanted)
@@ -128,7 +128,7 @@ async def test_a_call_that_is_cancelled_gives_its_memory_back_at_once(monkeypatc
 
 
 def test_what_is_not_wanted_any_more_when_it_is_sent_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever cancels its call may do so in between, on another thread."""
+    """The caller may cancel its call in between, on another thread."""
     copies, _ = late_copies(monkeypatch)
     ahead, empty = copies.ahead(torch.zeros(4)), torch.empty
     assert ahead is not None

@@ -16,7 +16,7 @@ from tests.worlds import LENGTH, MICROBATCH, VOCABULARY, WINDOWS, micro_spec, pe
 
 BYTES, LARGE = 256, 50_257
 UNIGRAMS = {BYTES: 0.6, LARGE: 0.7}
-"""Loss of who knows frequencies only, as a share of ln(vocabulary)."""
+"""The loss of a model that knows frequencies only, as a share of ln(vocabulary)."""
 
 
 def holding(vocabulary: int) -> LossBound:

@@ -61,7 +61,7 @@ def test_matrices_of_experts_are_orthogonalised_one_by_one() -> None:
 
 
 def test_zero_gradients_and_no_decay_move_nothing() -> None:
-    """Nor make anything that is no number."""
+    """Nothing becomes what is no number either."""
     own, master, _ = muon_of((8, 12))
     before = master.clone()
     own.step(RATE, 0.0)
@@ -118,7 +118,7 @@ def test_one_moment_of_the_matrices_is_kept() -> None:
 
 
 def test_a_stage_without_matrices_is_adamws_alone() -> None:
-    """And one of nothing but matrices is Muon's."""
+    """One of nothing but matrices is Muon's."""
     inner = micro_spec(inner={"optimizer": "muon"}).inner
     for parameters in (
         {"embed_tokens.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)},

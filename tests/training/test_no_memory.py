@@ -49,7 +49,7 @@ def stored() -> tuple[VersionStore, FlatLayout]:
 
 
 def test_who_has_no_memory_for_new_weights_finishes_with_the_old_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A microbatch under way keeps the weights of its forward, new ones are refused, and the step is in the first that
+    """A microbatch under way keeps the weights of its forward, and new ones are refused. The step is in the first that
     is taken after it: to the bit as where there is memory."""
     device, spec = Device(monkeypatch), micro_spec(stages=2)
     tokens, _ = window_batch(range(WINDOWS))
@@ -183,7 +183,7 @@ def test_a_device_that_has_had_no_memory_for_long_is_of_no_use(
 
 
 def test_a_call_that_finds_memory_ends_the_row() -> None:
-    """And one that fails for another reason neither ends nor lengthens it."""
+    """One that fails for another reason neither ends nor lengthens it."""
     starving, refused = Starving(), NoMemory("CUDA out of memory")
     for number in range(20 * STARVED_CALLS):
         error: Callable[[], Exception | None] = (lambda: None) if number % STARVED_CALLS == 7 else (lambda: refused)

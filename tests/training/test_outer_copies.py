@@ -27,7 +27,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], HostCopies]:
 
 
 def room_for(trainer: StageTrainer) -> Tensor:
-    """Of the host, for all weights."""
+    """Room on the host for all weights."""
     return trainer.copies.room(trainer.master.shape, torch.float32)
 
 
@@ -102,8 +102,8 @@ async def test_what_an_outer_step_holds_a_device_for_is_told_by_the_devices_cloc
 
 
 async def test_what_an_outer_step_needs_crosses_twice_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot, and the correction before the thread that computes is asked for it: both from memory that is never
-    paged out, and neither as a copy that its thread makes itself."""
+    """The snapshot crosses, and the correction before the thread that computes is asked for it. Both go from memory
+    that is never paged out, and neither as a copy that its thread makes itself."""
     copies, streams = late_copies(monkeypatch)
     async with lone_worker(micro_spec(stages=1), copies) as (worker, trainer, _):
         snapshot = await worker.snapshot()

@@ -23,7 +23,7 @@ def test_the_tokens_behind_the_whole_are_the_mean_of_its_fragments() -> None:
 
 
 def test_an_outer_step_counts_from_its_snapshot_and_keeps_what_came_after() -> None:
-    """Of the fragment alone, or of all of them; the steps, tokens and clock since the snapshot stay."""
+    """It may be of the fragment alone, or of all of them; the steps, tokens and clock since the snapshot stay."""
     then = Progress(marks=staggered(2, 10)).after_inner_step(30, 4)
     now = then.after_inner_step(20, 4)
     one = now.after_outer_step(1, then, clock_shift=-5.0)

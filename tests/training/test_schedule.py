@@ -20,7 +20,7 @@ def test_the_rate_warms_up_to_its_peak_and_falls_to_its_minimum() -> None:
 
 
 def test_without_a_warm_up_the_first_step_has_the_peak() -> None:
-    """And a run that is all warm-up but one token divides by nothing."""
+    """A run that is all warm-up but one token divides by nothing."""
     assert learning_rate(0, peak=2.0, minimum_ratio=0.1, warmup=0, target=10) == 2.0
     assert learning_rate(10, peak=2.0, minimum_ratio=0.1, warmup=10, target=10) == 2.0
 
@@ -44,8 +44,8 @@ def test_the_share_is_the_batch_over_the_replicas_within_bounds() -> None:
 
 @pytest.mark.parametrize(("live", "batch"), [(1, 160), (3, 256), (5, 448), (2, 128), (7, 64)])
 async def test_tokens_are_conserved_over_inner_steps(live: int, batch: int) -> None:
-    """Shares that no whole number of microbatches fills: every token stands behind exactly one step, and surplus tokens
-    carry over, so that steps × share follows the tokens (where one microbatch is more than a share, each is a step)."""
+    """No whole number of microbatches fills the shares. Every token stands behind exactly one step, and surplus tokens
+    carry over, so that steps × share follows the tokens. (If one microbatch is more than a share, each is a step.)"""
     spec = micro_spec(stages=1, microbatches_a_step=7, inner={"global_batch_tokens": batch})
     microbatches = 60
     async with lone_worker(spec) as (worker, trainer, reports):

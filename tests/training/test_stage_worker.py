@@ -156,7 +156,7 @@ async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_it
 
 
 async def test_a_state_read_during_a_commit_is_of_one_moment() -> None:
-    """θ has moved, φ and δ are still being carried over: whoever asks for the state gets all three after the step."""
+    """θ has moved, φ and δ are still being carried over: a reader of the state gets all three after the step."""
     outer = OuterSpec(inner_steps=2, alpha=0.5, beta=0.5)
     async with lone_worker(micro_spec(stages=1, outer=outer)) as (worker, _, _):
         for first in range(0, 3 * WINDOWS, WINDOWS):

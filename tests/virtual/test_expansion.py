@@ -130,7 +130,7 @@ def test_what_the_whole_experiment_lacks_is_named(lab: dict[str, Any], word: str
 
 
 def test_data_parallel_is_one_training_whatever_the_number_of_replicas() -> None:
-    """And the others are one for each."""
+    """The others are one for each."""
     config = made.config({"replicas": [4, 8]})
     keys: dict[str, set[str]] = {}
     for point in made.points(config):

@@ -56,7 +56,7 @@ def test_a_real_experiment_goes_on_without_training_and_has_the_same_numbers_in_
     one, workers = tmp_path / "one", ("--set", "lab.workers=1")
     assert cli.main(["lab", str(lab_file), "--out", str(one), *workers]) == 0
     first = capsys.readouterr().out
-    # Of 2 × (2 tune + 2 report) of noloco, 2 × 2 of none, 2 of data parallel.
+    # There are 2 × (2 tune + 2 report) of noloco, 2 × 2 of none, 2 of data parallel.
     assert "laboratory: 3 variants, 14 trainings, 114,688 tokens in all" in first
     assert "14 of 14: " in first
     _check_results(one)

@@ -177,7 +177,7 @@ def test_scaling_is_by_replicas_with_a_tick_for_each() -> None:
 
 
 def test_the_frontier_has_a_point_for_each_setting_by_its_bytes() -> None:
-    """Of all that exchanges; the reference is a line across."""
+    """It shows all that exchanges; the reference is a line across."""
     record = made.everything(
         made.config(
             {
@@ -229,7 +229,7 @@ def test_the_rates_under_the_spread_stand_apart() -> None:
 
 
 def test_what_is_counted_has_whole_numbers_beside_it() -> None:
-    """Of two faults, or sixteen nodes."""
+    """There may be two faults, or sixteen nodes."""
     panel: Any = Sheet(1, 1, title="").panels[0][0]
     for values in ([0, 2], [0, 16]):
         panel.clear()

@@ -62,7 +62,7 @@ def test_all_bytes_are_counted_and_the_loss_is_shown_on_both_sides_of_the_last_e
 
 
 def test_fewer_than_twenty_outer_rounds_are_said_to_say_nothing() -> None:
-    """Of a method that exchanges; data parallel and replicas alone take none, and twenty are enough."""
+    """That is said of a method that exchanges; data parallel and replicas alone take none, and twenty are enough."""
     few = record({"replicas": [4], "variants": [*VARIANTS, {"name": "none", "algorithm": "local"}]})
     results = [r if r.algorithm == "noloco" else r.model_copy(update={"outer_rounds": 0.0}) for r in few.results]
     text = markdown(few.model_copy(update={"results": results}))
@@ -72,7 +72,8 @@ def test_fewer_than_twenty_outer_rounds_are_said_to_say_nothing() -> None:
 
 
 def test_a_baseline_shows_how_much_of_its_gap_each_closes() -> None:
-    """Of data parallel all, of itself nothing, of the others by loss; without a baseline there is no such column."""
+    """Data parallel closes all, a baseline nothing of its own, the others by loss; without a baseline there is no such
+    column."""
     variants = [*VARIANTS, {"name": "none", "algorithm": "local"}]
     lab = {"seeds": [1, 2], "replicas": [4], "variants": variants}
     assert all("gap closed" not in row for row in table(record(lab)).values())

@@ -127,7 +127,7 @@ def test_an_uneven_world_still_reaches_the_target_together(world: dict[str, Any]
 
 
 def test_lagging_exchanges_span_inner_steps() -> None:
-    """The same number of steps, fewer rounds: a replica is engaged from the snapshot to the commit."""
+    """There are as many steps and fewer rounds: a replica is engaged from the snapshot to the commit."""
     run = spec("run.outer.inner_steps=2")
     at_once, late = (trained(run, "noloco", lag=lag) for lag in (0, 3))
     assert at_once.inner_steps == late.inner_steps
@@ -177,7 +177,7 @@ def test_skewed_replicas_draw_mostly_from_a_stretch_of_their_own() -> None:
 
 
 def test_noise_on_the_weights_is_gone_after_the_step_and_none_is_data_parallel() -> None:
-    """A noise too small to see gives data parallel's losses, though each replica has a microbatch of its own; a large
+    """A noise too small to see gives data parallel's losses, though each replica has a microbatch of its own. A large
     one costs loss, and the weights that are evaluated carry none of it."""
     plain, unseen, loud = (trained(spec(), "data_parallel", weight_noise=noise) for noise in (0.0, 1e-12, 0.1))
     assert unseen.validation_loss == pytest.approx(plain.validation_loss, abs=1e-4)
