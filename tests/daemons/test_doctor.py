@@ -85,7 +85,7 @@ async def test_who_would_be_refused_by_an_invited_run_hears_it_from_doctor(tmp_p
         for name, text in files.items():
             (tmp_path / name).write_text(text, encoding="utf-8")
         for given, check, told in (
-            ([], "admission", "admits only who its owner"),
+            ([], "admission", "admits only peers that its owner"),
             (["--invitation", str(tmp_path / "nofile.invitation")], "invitation", "neither an invitation nor a file"),
             (["--invitation", str(tmp_path / "half")], "invitation", "cut off or changed"),
             (["--invitation", str(tmp_path / "other")], "admission", "the invitation is for run 0000"),

@@ -124,7 +124,7 @@ def test_who_is_not_let_in_is_told_why_in_one_sentence(owner: Identity, tmp_path
     stranger = load_or_create_identity(tmp_path / "stranger.key")
     ended = invite(owner, spec.run_id, 1_000_000, GUEST).text()
     cases: list[tuple[RunSpec, str | None, ExitCode, str]] = [
-        (spec, None, ExitCode.NOT_ADMITTED, "admits only who its owner"),
+        (spec, None, ExitCode.NOT_ADMITTED, "admits only peers that its owner"),
         (
             spec,
             ended,
