@@ -1,4 +1,5 @@
-"""Looks at a swarm without taking part in it: reads the directory, asks whomever it shows, and publishes nothing."""
+"""Looks at a swarm without taking part in it: reads the directory, asks the peers that it shows, and publishes
+nothing."""
 
 from __future__ import annotations
 
@@ -20,14 +21,17 @@ from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 
 CALLS_A_SECOND = 16.0
-"""Four times those of a node, which knows its neighbours by work as well: 960 nodes within the time that an answer
-counts. Of a larger swarm, those that were asked of late are counted, and the others are claimed."""
+"""An onlooker makes so many calls a second, four times those of a node, which knows its neighbours by work as well. It
+asks 960 nodes within the time that an answer counts. Of a larger swarm, those that were asked of late are counted, and
+the others are claimed."""
 
 
 class Onlooker:
-    """One who looks on. Who cannot take part is not shown: outsiders of an invited run, nodes of another protocol
-    version. `over`: the run has come to its end, as far as is known before the first look. `wall` gives seconds since
-    1970."""
+    """An onlooker. It does not show peers that cannot take part: outsiders of an invited run, nodes of another protocol
+    version.
+
+    `over`: the run has come to its end, as far as is known before the first look. `wall` gives seconds since 1970.
+    """
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from noloco_node.telemetry.swarm_state import (
 )
 
 FOLLOWED_LIVES = 3.0
-"""Lives of a record over which the motion of a clock is measured: nine renewals."""
+"""The motion of a clock is measured over so many record lives: nine renewals."""
 MOST_POINTS = 16
 FAREWELLS = ("finishing", "draining")
 
@@ -62,7 +62,7 @@ class _Claim:
 
 
 def nothing_seen(spec: RunSpec, *, over: bool = False) -> SwarmView:
-    """What is known of a run's swarm before the first look; that it is `over`, by somebody's word, holds until a node
+    """What is known of a run's swarm before the first look. That it is `over`, by somebody's word, holds until a node
     of the first stage trains."""
     return SwarmView(
         time=0.0,
@@ -78,11 +78,11 @@ def nothing_seen(spec: RunSpec, *, over: bool = False) -> SwarmView:
 def view_swarm(
     spec: RunSpec, directory: DirectoryView, answering: Collection[str], earlier: SwarmView, now: float, time: float
 ) -> SwarmView:
-    """The swarm at DHT time `now`, which is wall time `time`, after it was seen as `earlier`. `answering` are the peers
-    that have said over their own links that they serve what their records say.
+    """The swarm at DHT time `now`, which is wall time `time`, after it was seen as `earlier`.
 
-    A record is its owner's claim: medians bear a minority of false ones, and what is summed is bounded by a multiple of
-    the median. Who answers under many keys is that many nodes here: whoever only looks on has seen nobody's work.
+    `answering` are the peers that have said over their own links that they serve what their records say. A record is
+    its owner's claim: medians bear a minority of false ones, and what is summed is bounded by a multiple of the median.
+    A peer that answers under many keys is that many nodes here: an onlooker has seen nobody's work.
     """
     life, target, before = spec.limits.record_seconds, spec.inner.target_tokens, earlier.followed
     records = newest_records(directory, now)
@@ -136,7 +136,8 @@ def view_swarm(
 
 
 def newest_records(directory: DirectoryView, now: float) -> dict[str, LiveRecord]:
-    """Each peer's last word that lives at DHT time `now`, farewells included: who moves has records at two stages."""
+    """Each peer's last word that lives at DHT time `now`, farewells included: a peer that moves has records at two
+    stages."""
     newest: dict[str, LiveRecord] = {}
     for rows in directory.stages:
         for peer, row in rows.items():
@@ -149,7 +150,7 @@ def _clock(
     claims: Mapping[str, _Claim], clocks: Mapping[str, float], earlier: SwarmView, now: float, window: float
 ) -> tuple[float, float | None]:
     """The swarm's clock, and since when those that train are behind it. A joiner, and a record that comes late, do not
-    turn it back; a swarm that goes on from older weights does, after so many seconds (`window`)."""
+    turn it back. A swarm that goes on from older weights does, after so many seconds (`window`)."""
     origins = [peer for peer, claim in claims.items() if claim.record.stage == 0 and claim.trains]
     settled = [peer for peer in origins if claims[peer].settled]
     timekeepers = settled or origins or [peer for peer, claim in claims.items() if claim.serves]
@@ -248,8 +249,8 @@ def _is_over(
     *,
     was: bool,
 ) -> bool:
-    """Half of the first stage's nodes say that they have trained to the end, those that have just left included; while
-    one of them trains it is said anew at each look."""
+    """Tell whether the run is over: half of the first stage's nodes say that they have trained to the end. Those that
+    have just left are included. While one of them trains it is said anew at each look."""
     origins = [claim for claim in claims.values() if claim.record.stage == 0]
     voices = [claim.record.finished for claim in origins if claim.answers]
     for peer, row in records.items():
@@ -264,7 +265,7 @@ def _is_over(
 def _changes(
     before: Mapping[str, Followed], followed: Mapping[str, Followed], records: Mapping[str, LiveRecord]
 ) -> Iterator[tuple[NodeChange, str, int, str]]:
-    """Who came, moved and went since the last look."""
+    """The nodes that came, moved and went since the last look."""
     for peer, seen in followed.items():
         was = before.get(peer)
         if seen.counted and not (was and was.counted):
@@ -285,7 +286,7 @@ def _stage(
     over: bool,
     each: float = 1.0,
 ) -> StageSeen:
-    """Of a large stage those that are seen stand for others, so many `each`."""
+    """One stage as seen. In a large one the seen nodes stand for others, so many `each`."""
     here = {peer: claim for peer, claim in claims.items() if claim.record.stage == stage}
     states = Counter(claim.record.state.value for claim in here.values() if claim.answers)
     serving = [clocks[peer] for peer, claim in here.items() if claim.serves]

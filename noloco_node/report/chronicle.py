@@ -29,10 +29,10 @@ from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.words import printable
 
 MOST_MOMENTS = 500
-"""Remembered of one node: the last ones, when it had more."""
+"""So many moments of one node are remembered: the last ones, when it had more."""
 REASON_LETTERS = 60
 BEGINNING = ("joining", "downloading")
-"""What a process does before it is up."""
+"""A process does these things before it is up."""
 LEAVING = ("finishing", "draining")
 
 _Kind = Literal["start", "end", "death", "fault", "warning"]
@@ -60,11 +60,11 @@ class TimeSpent:
     """Seconds of a node's lives, by what they went into."""
 
     busy: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the compute thread, by what it worked on."""
+    """Seconds of the compute thread, by what it worked on."""
     idle: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the compute thread, by what was waited for (`Idle.reason`)."""
+    """Seconds of the compute thread, by what was waited for (`Idle.reason`)."""
     doing: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the node, by what it did or waited for (`Doing.what`)."""
+    """Seconds of the node, by what it did or waited for (`Doing.what`)."""
     data_wait: float = 0.0
     """For windows of the text; part of the idle time."""
 
@@ -84,8 +84,8 @@ class Chronicle:
         self.meetings: Counter[tuple[int, str]] = Counter()
         """Outer steps with a partner, by the stage that it served then and the partner's peer id."""
         self.seen_leaving = 0
-        """Live nodes of the swarm that were not there any more at the next account, while the run was under way; of a
-        swarm that is too large to be seen whole none."""
+        """Live nodes of the swarm that were not there any more at the next account, while the run was under way. It is
+        none for a swarm that is too large to be seen whole."""
         self.nodes: list[tuple[float, int]] = []
         """Live nodes as this one saw them: wall time and count, at the first look of each life and at each change."""
         self.moments: deque[Moment] = deque(maxlen=MOST_MOMENTS)
@@ -104,7 +104,7 @@ class Chronicle:
 
     @property
     def name(self) -> str:
-        """Of the node: that of its folder."""
+        """The name of the node: that of its folder."""
         return self.history.name
 
     def observe(self, event: AnyEvent) -> None:
@@ -245,7 +245,7 @@ def _fresh(doing: str) -> Utilization:
 
 
 def _kind_of(reason: str) -> str:
-    """The same for reasons that differ in a number or in a name behind a colon."""
+    """One reason for all that differ in a number or in a name behind a colon."""
     return re.sub(r"[\d.,]*\d", "…", printable(reason.partition(":")[0]))[:REASON_LETTERS] or "no reason given"
 
 

@@ -13,10 +13,10 @@ WIDE, HIGH = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
 RIGHT_WITH_AXIS = 58
 PART_CLASSES = 12
-"""Colours of parts, `p0` to `p11` in the page's style."""
+"""The page's style has so many colours of parts, `p0` to `p11`."""
 DECADES_WITHOUT_STEPS = 1.0
 EDGES_COUNTED = 15
-"""Of a graph: with more of them, only who points at one is told how often."""
+"""A graph of up to so many edges has the counts written on them; with more, a count shows under the pointer alone."""
 
 
 class _Scale:

@@ -22,13 +22,13 @@ from noloco_node.telemetry.summary import (
 from noloco_node.telemetry.words import one_line
 
 NODES_DRAWN = 24
-"""Of a stage, in the graph of who met whom."""
+"""A graph of meetings draws at most so many nodes of a stage."""
 NAMED = 4
-"""Nodes named behind a count."""
+"""So many nodes are named behind a count."""
 RATES_DRAWN = 300
 GOOD_FINDINGS = ("agreed",)
 LETTERS = 300
-"""Of a text that a peer may have written."""
+"""So many letters are shown of a text that a peer may have written."""
 UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
 BUSY = {
     "forward": "forward, at the last stage with its backward",
@@ -36,10 +36,10 @@ BUSY = {
     "step": "step",
     "draw": "forward of newly drawn microbatches",
 }
-"""What a device works on, by its name in the events. At the last stage the backward
-is part of the forward's call: it needs no answer from anybody."""
+"""The work of a device, by its name in the events. At the last stage the backward is part of the forward's call: it
+needs no answer from anybody."""
 DRAW_OF_ONE_STAGE = "forward and backward of newly drawn microbatches"
-"""Of a model in one stage, which is the first and the last."""
+"""The work of a model in one stage, which is the first and the last."""
 ACTIVITIES = ("training", "waiting_for_work", "waiting_for_peers", "downloading", "joining", "finishing", "draining")
 IDLE = {
     "answers": "idle: microbatches were under way, with other nodes",
@@ -87,7 +87,7 @@ class TimeAxis:
 
 
 def nodes_told(count: int) -> str:
-    """Whose events a report is made of: there may have been others in the run."""
+    """The number of nodes whose events a report is made of: there may have been others in the run."""
     return f"{count} nodes in this folder" if count != 1 else "one node in this folder"
 
 
@@ -235,7 +235,7 @@ def _bars(title: str, known: Sequence[str], rows: Sequence[tuple[str, Mapping[st
 
 
 def meetings(told: ReportedRun) -> list[ChartGraph]:
-    """Who averaged with whom, a graph for each stage that a node here serves, or served when it did."""
+    """The partners of each node, a graph for each stage that a node here serves, or served when it did."""
     served = {c.history.stage for c in told.chronicles if c.history.stage is not None}
     stages = sorted(served | {stage for c in told.chronicles for stage, _ in c.meetings})
     return [graph for stage in stages if (graph := _graph(told, stage)).edges or len(graph.nodes) > 1]
@@ -329,6 +329,6 @@ def words(text: str) -> str:
 
 
 def shares(row: Mapping[str, float], parts: Sequence[str]) -> list[float]:
-    """Of each part in the row's sum; zeros for an empty row."""
+    """The share of each part in the row's sum; zeros for an empty row."""
     whole = sum(row.get(part, 0.0) for part in parts)
     return [row.get(part, 0.0) / whole if whole else 0.0 for part in parts]

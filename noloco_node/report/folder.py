@@ -24,11 +24,11 @@ _VERSION = re.compile(rb'"version": ?"([0-9A-Za-z.+-]{1,32})"')
 
 DIVERGING = ("loss", "gradient_norm", "difference_norm", "spread")
 MOST, MOST_BELOW = 1e18, 1e-60
-"""Of any number in an event; below, or 0."""
+"""A number in an event is at most the first and at least the second, or 0."""
 
 
 class _Merged(BaseModel):
-    """Of `summary.json`, what no event tells."""
+    """The part of `summary.json` that no event tells."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -53,11 +53,9 @@ class ReportedRun:
 
 
 def read_folder(path: Path, now: float) -> ReportedRun:
-    """Read the folder of a node, of a local swarm or of a machine's devices at wall time `now`.
-
-    Raises UserError (RUN_FOLDER) where no node has run there, where none has been up yet, where another version wrote
-    what lies there, and where it cannot be read.
-    """
+    """Read the folder of a node, of a local swarm or of a machine's devices at wall time `now`. Raises UserError
+    (RUN_FOLDER) if no node has run there, or none has been up yet. It does so too if another version wrote what lies
+    there, and if it cannot be read."""
     chronicles: list[Chronicle] = []
     said: dict[str, str] = {}
     running: set[str] = set()
@@ -102,7 +100,7 @@ def _check_one_run(path: Path, starts: Sequence[NodeStarted]) -> None:
 
 
 def is_plausible(event: AnyEvent) -> bool:
-    """Whether all its numbers are such as a node may write: a folder may come from anybody, and a time without end has
+    """Tell whether all its numbers are such as a node may write: a folder may come from anybody. A time without end has
     no place on an axis. Losses and norms may be infinite, or no numbers."""
     return all(_of_a_node(value, may_diverge=name in DIVERGING) for name, value in event)
 

@@ -16,11 +16,11 @@ from noloco_node.telemetry.state import NodeState, Surroundings
 from noloco_node.telemetry.web import JSON, Page, PageMaker
 
 BEATEN_WITHIN_SECONDS = 10.0
-"""An event loop that has not come round for longer is stuck."""
+"""An event loop that has not come round for more seconds is stuck."""
 CACHED_SECONDS = 1.0
-"""However many look at the state, it is made once in this time."""
+"""The state is made at most once in so many seconds, however many ask for it."""
 LOOK_SECONDS = 0.2
-"""How long the event loop has to say whom the node sees; else what it said last stands."""
+"""The event loop has so many seconds to say which peers the node sees; else what it said last stands."""
 
 Headers = Mapping[str, str]
 
@@ -37,7 +37,7 @@ class NodePages:
         self._around: Surroundings | None = None
         self.made: tuple[float, Page] | None = None
         self.look: Callable[[], Surroundings] | None = None
-        """Whom the node sees now; called on its own loop. None while it has no stage."""
+        """The surroundings that the node sees now; called on its own loop. None while it has no stage."""
 
     def answers(self) -> dict[str, PageMaker]:
         """By path."""

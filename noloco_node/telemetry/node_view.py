@@ -23,12 +23,12 @@ from noloco_node.telemetry.events import (
 from noloco_node.telemetry.recent_steps import RecentSteps
 
 RATE_SECONDS = 60.0
-"""Over which speeds are counted, and over `RATE_STEPS` inner steps where these take longer."""
+"""Speeds are counted over so many seconds, and over `RATE_STEPS` inner steps if these take longer."""
 RATE_STEPS = 10
 LOSS_STEPS = 5
-"""Inner steps behind the shown training loss."""
+"""The shown training loss is the mean of so many inner steps."""
 STALL_STEPS = 3.0
-"""Without an inner step for so many times the usual time, a node is slower than it was, and the shown speed sinks."""
+"""After so many times the usual time without an inner step a node is slower than it was, and the shown speed sinks."""
 WARNINGS_SHOWN = 3
 
 
@@ -54,7 +54,7 @@ class NodeFigures:
     """Tokens a second of the whole swarm, by this node's clock."""
     own_rate: float | None = None
     nodes_per_stage: tuple[int, ...] = ()
-    """As this node sees them; empty before the first account."""
+    """The number of nodes of each stage, as this node sees them; empty before the first account."""
     paired: int = 0
     alone: int = 0
     caught_up: int = 0
@@ -62,7 +62,7 @@ class NodeFigures:
     last_outer: OuterStep | None = None
     """The last one that was committed."""
     spread: float | None = None
-    """Of the last outer step of this stage that measured one."""
+    """The spread of the last outer step of this stage that measured one."""
     doing: Doing | None = None
     download: StateDownload | None = None
     """While a stage peer's state is copied."""
@@ -78,7 +78,7 @@ class NodeFigures:
 
     @property
     def share(self) -> float | None:
-        """Of the run that is done, 0 to 1; None where the target is not known."""
+        """The share of the run that is done, 0 to 1; None if the target is not known."""
         return None if not self.target else min(1.0, self.clock / self.target)
 
 

@@ -1,5 +1,7 @@
-"""The pages of a node and of a seed: each one file, with a policy under which a browser runs exactly its own script and
-loads nothing."""
+"""The pages of a node and of a seed, each one file.
+
+Its policy has a browser run exactly its own script and load nothing.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def policy_of(html: str) -> str:
 
 _OWN = ("script", "style")
 _SHARED = ("page.css", "page.js")
-"""What both pages have in them, where they name it in a comment in braces."""
+"""Both pages contain these files, where they name them in a comment in braces."""
 
 
 def _hashed(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A whole swarm as somebody sees it who takes no part in it: what a seed's pages and `noloco-node watch` show."""
+"""A whole swarm as an onlooker sees it: what a seed's pages and `noloco-node watch` show."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 STATES = ("joining", "training", "finishing", "draining")
-"""What a node may say of itself while it is there."""
+"""A node may say this of itself while it is there."""
 SERVING = ("training", "finishing")
 MOST_NODES = 256
-"""That are named; all are counted."""
+"""So many nodes are named; all are counted."""
 MOST_VERSIONS = 8
-"""Versions that are counted by their names, this program's own among them."""
+"""So many versions are counted by their names, this program's own among them."""
 OTHER_VERSIONS = "other"
 HAPPENINGS = 16
 MOST_DEPARTED = 64
-"""Nodes that have gone and are still named: those that were seen at work for the longest time."""
+"""So many nodes that have gone are still named: those that were seen at work for the longest time."""
 
 SwarmDocument = dict[str, Any]
 NodeChange = Literal["joined", "left", "lost", "moved"]
@@ -81,7 +81,7 @@ class StageSeen:
     nodes: Mapping[str, int]
     """Nodes by what they say they do; all of `STATES` are there."""
     claimed: int
-    """Live records that nobody stands behind who answers and says the same."""
+    """The number of live records without an answering peer that says the same."""
     capacity: float
     """Tokens/s that its nodes say they could train, no word believed beyond a multiple of the median."""
     clock: float | None
@@ -89,9 +89,9 @@ class StageSeen:
     lag: float | None
     """Swarm tokens by which the last of them is behind the swarm's clock."""
     missing: bool
-    """Nobody who answers serves it, and the run is not over."""
+    """No answering peer serves it, and the run is not over."""
     spread: Middle | None = None
-    """Of its weights across its replicas that train."""
+    """The spread of its weights across its replicas that train."""
 
     @property
     def serving(self) -> int:
@@ -147,7 +147,7 @@ class SwarmView:
     nodes: tuple[NodeSeen, ...] = ()
     """`MOST_NODES` at most, those that answer first; by stage and peer id."""
     introduced: int = 0
-    """Peers of whom there is a live record; more than `nodes` in a large swarm."""
+    """The number of peers with a live record; more than `nodes` in a large swarm."""
     clock: float = 0.0
     """Median of the first stage's nodes that train, newcomers aside, swarm tokens; as it last was where nobody is
     there. It runs back only where theirs stay behind it."""
@@ -156,14 +156,14 @@ class SwarmView:
     behind_since: float | None = None
     """DHT time since which that median is behind `clock`."""
     training_loss: Middle | None = None
-    """Of the last stage's nodes that train, nats per token; this and the next two as they last were where no node says
-    anything."""
+    """The training loss of the last stage's nodes that train, nats per token. This and the next two stay as they last
+    were if no node says anything."""
     validation_loss: Middle | None = None
-    """Of the first stage's nodes that train: their last evaluations on the held-out text."""
+    """The last evaluations on the held-out text by the first stage's nodes that train."""
     spread: Middle | None = None
-    """Of the weights across replicas, over the nodes of all stages that train."""
+    """The spread of the weights across replicas, over the nodes of all stages that train."""
     tokens_per_second: float | None = None
-    """Of the whole swarm; None where nothing is known."""
+    """Tokens a second of the whole swarm; None if nothing is known."""
     speed_from: Literal["clocks", "records"] | None = None
     """Whether that is measured by the motion of clocks, or what the nodes of the first stage say together."""
     versions: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -1,4 +1,4 @@
-"""A small web server for whoever watches a node: fixed pages, few connections, a deadline for each."""
+"""A small web server for observers of a node: fixed pages, few connections, a deadline for each."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from noloco_node.errors import ExitCode, UserError
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""Open at once. For one more an answered one is closed, or the oldest once it has had its time."""
+"""So many connections may be open. For one more an answered one is closed, or the oldest once it has had its time."""
 ASKING_SECONDS = 0.25
-"""That a client has to ask and be answered while others wait: an honest one takes milliseconds."""
+"""A client has so many seconds to ask and be answered while others wait: an honest one takes milliseconds."""
 ACCEPT_AGAIN_SECONDS = 1.0
-"""After the system had no descriptor for one more."""
+"""After the system had no descriptor for one more, the server waits so many seconds."""
 WAITING_CONNECTIONS = 128
-"""Not accepted yet; the system keeps them."""
+"""The system keeps so many connections that are not accepted yet."""
 REQUEST_SECONDS = 5.0
-"""From the opening of a connection to the last byte of the answer."""
+"""Seconds from the opening of a connection to the last byte of the answer."""
 MAX_HEAD_BYTES = 8192
-"""Request line and headers; a longer request is closed without an answer."""
+"""The most bytes of request line and headers; a longer request is closed without an answer."""
 
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
 NOTHING_LOADED = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-"""What a browser may load for a page: nothing."""
+"""The policy under which a browser loads nothing for a page."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -50,7 +50,8 @@ class Page:
 
 
 PageMaker = Callable[[Mapping[str, str]], Page]
-"""Makes a page from the headers of a request, by lower-case name. Called on the server's thread: it must be quick."""
+"""A function that makes a page from the headers of a request, by lower-case name. It runs on the server's thread: it
+must be quick."""
 
 
 class _Connection:
@@ -69,11 +70,11 @@ class _Connection:
 
 
 class WebServer:
-    """Answers GET and HEAD for `pages`, by path, from a thread with a loop of its own: a node that hangs can still be
-    looked at. Every other path is 404. One request a connection.
+    """Answers GET and HEAD for `pages`, by path; every other path is 404. One request a connection.
 
-    On a loopback address only requests to this machine's own names are answered: a website whose name was made to lead
-    here would else read, through a visitor's browser, what is meant for this machine's users.
+    It runs on a thread with a loop of its own: a node that hangs can still be looked at. On a loopback address only
+    requests to this machine's own names are answered. Otherwise a website whose name was made to lead here would read,
+    through a visitor's browser, what is meant for this machine's users.
     """
 
     def __init__(
@@ -216,7 +217,7 @@ class WebServer:
             return _error(HTTPStatus.NOT_FOUND)
         try:
             return answer(headers)
-        except Exception:  # whoever makes a page may fail in any way: it costs that answer only
+        except Exception:  # a page may fail in any way: it costs that answer only
             logger.exception("the page %s could not be made", words[1])
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
