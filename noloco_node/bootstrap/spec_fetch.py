@@ -60,12 +60,14 @@ async def fetch_run_spec(
 ) -> RunSpec:
     """The RunSpec of the run that the peers at these addresses serve, from the first that gives a sound one.
 
-    Where they serve several it is that of the run `met_in`, in which this node was before, else the run of most of
-    them. `own` is what the volunteer says of the run's text, which is read here where `reads_text`; `brings_state`: it
-    has been in a run. Raises UserError: PEERS_UNREACHABLE where no peer answers; NO_DONOR where most of the peers say
-    that the run has come to its end, and this node brings nothing to go on from; WRONG_RUN where they serve several
-    runs and none of these is most, speak another protocol version, or give no RunSpec that stands up to its hash;
-    CONFIG as `with_own_data` does.
+    If they serve several it is that of the run `met_in`, in which this node was before, else the run of most of them.
+    `own` is what the volunteer says of the run's text, which is read here if `reads_text`. `brings_state` says that the
+    node has been in a run.
+
+    Raises UserError: PEERS_UNREACHABLE if no peer answers. It raises NO_DONOR if most of the peers say that the run has
+    come to its end, and this node brings nothing to go on from. It raises WRONG_RUN if they serve several runs and none
+    of these is most, or speak another protocol version. It does so too if they give no RunSpec that stands up to its
+    hash. It raises CONFIG as `with_own_data` does.
     """
     hellos = _of_one_run(await _hellos(transport, joined), met_in)
     failures: dict[str, str] = {}
@@ -80,7 +82,8 @@ async def fetch_run_spec(
                 said = share_over(hellos.values())
                 if not brings_state:
                     raise run_has_ended(spec, f"so say the peers that were named, {said}")
-                # Before it waits for others who train, and shows a swarm of which nobody is left to say how far it is.
+                # It is said before the node waits for others that train, and shows a swarm in which nobody is left to
+                # say how far it is.
                 logger.warning("the run has come to its end, say %s of the peers that were named", said)
             return with_own_data(spec, own, reads_text=reads_text)
     lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())

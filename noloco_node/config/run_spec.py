@@ -316,8 +316,8 @@ class RunSpec(Settings):
     @property
     def agreed_json(self) -> str:
         """What all peers have in common, as canonical JSON: the run id is its hash, and a joiner is told it. Some paths
-        are a volunteer's own affair and not in it: those of the text of a `text` source, or a prepared one, of a
-        tokenizer's folder, and of the weights that the run began with."""
+        are a volunteer's own affair and not in it. They are those of the text of a `text` source, or a prepared one, of
+        a tokenizer's folder, and of the weights that the run began with."""
         agreed = self.model_dump(mode="json")
         del agreed["model"]["from_pretrained"]
         del agreed["data"]["prepared"]

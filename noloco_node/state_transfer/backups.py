@@ -247,8 +247,8 @@ class StageCopies:
         return True
 
     def _may_take_the_place(self, copy: StageCopy) -> bool:
-        """Tell whether the copy may take the place of the one that is kept. It may not if it is far behind that one and
-        its source has not been seen to work: the kept copy may be all that is left of a stage."""
+        """Tell whether the copy may take the place of the one that is kept, which may be all that is left of a stage.
+        It may not if it is far behind that one and its source has not been seen to work."""
         kept = self.kept
         if kept is None or kept.stage != copy.stage or self._has_worked(copy.manifest.source):
             return True
@@ -349,8 +349,8 @@ class StageCopies:
 
 def guard_rank(membership: Membership) -> int:
     """A node's place among the nodes of its stage that may keep copies. In a stage that is seen in part each node
-    estimates its own, and no node or several may take a place: so several are meant to. They come first by the hash
-    that names buckets. A node that sees other buckets finds these (`Membership.keepers`)."""
+    estimates its own. No node or several may take a place, so several are meant to. They come first by the hash that
+    names buckets. A node that sees other buckets finds these (`Membership.keepers`)."""
     return (
         membership.own_rank()
         if membership.scale(membership.stage) == 1.0

@@ -73,8 +73,8 @@ class NodeMoved(Event):
     why: Literal["poor", "lost"]
     """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
     origin: Literal["seed", "peer", "guard", "checkpoint"]
-    """Source of the weights: the RunSpec's seed, a stage peer, a copy kept by a node of another stage, or a checkpoint
-    of an earlier stay of this node."""
+    """Source of the weights: the RunSpec's seed, a stage peer, a copy that a node of another stage kept, or an own
+    earlier checkpoint."""
     clock: float
     parameters: int
     """Parameters of the new stage."""
