@@ -160,9 +160,25 @@ def test_utilisation_prints_the_table_that_its_page_shows() -> None:
     ]
 
 
-def test_each_row_of_the_tables_of_crowds_has_as_many_cells_as_the_head() -> None:
-    """By the results that stand in the repository."""
-    folder = Path(__file__).parent.parent / "docs" / "results" / "scale"
-    for table in (crowds.directory_table(folder), crowds.costs_table(folder)):
+def test_each_row_of_the_tables_of_crowds_has_as_many_cells_as_the_head(tmp_path: Path) -> None:
+    """Of two sizes for each kind of simulation, by results as `noloco-node simulate` writes them."""
+    figures = {
+        "node_bytes": {"directory read": 17_600.0},
+        "holder_bytes": {"mean": 1.0, "hundred": 2.0, "highest": 3.0},
+    }
+    sizes = [
+        {
+            "figures": {**figures, "nodes": nodes, "error": 0.01},
+            "moments": [{"at": 900.0}],
+            "cpu_seconds": 5.0,
+            "peak_mib": 300.0,
+        }
+        for nodes in (100, 1000)
+    ]
+    results = {"figures": {"sizes": sizes}, "sim": {"work": {"stages": 4}}}
+    for name in ("before", "directory", *crowds.SIZES):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    for table in (crowds.directory_table(tmp_path), crowds.costs_table(tmp_path)):
         assert len(table) > 5
         assert len({line.count("|") for line in table}) == 1, table[0]
