@@ -21,8 +21,8 @@ _REFUSED = (
     "CUDNN_STATUS_NOT_INITIALIZED",
     "HIPBLAS_STATUS_ALLOC_FAILED",
 )
-"""torch, its devices, their libraries and the loader say this. A library without room for its handle says that it is not
-initialised."""
+"""torch, its devices, their libraries and the loader say this. A library without room for its handle says that it is
+not initialised."""
 
 
 def address_space_left() -> int | None:

@@ -57,9 +57,9 @@ def dead_links(document: Path) -> Iterator[str]:
     for link in _LINK.findall(prose(document)):
         path, _, anchor = link.partition("#")
         target = (document.parent / path).resolve() if path else document
-        if DOCS in document.parents and DOCS not in target.parents:
-            yield link
-        elif not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+        leaves_the_site = DOCS in document.parents and DOCS not in target.parents
+        wrong_heading = anchor and target.suffix == ".md" and target.exists() and anchor not in anchors(target)
+        if leaves_the_site or not target.exists() or wrong_heading:
             yield link
 
 
