@@ -140,6 +140,7 @@ def expectation_lines(
     shares = ", ".join(map(_percent, out.device_share if few else (min(out.device_share), max(out.device_share))))
     which = "by stage" if few else "least and most"
     tokens = out.microbatches_a_second * run.microbatch_tokens
+    by = " by one host thread's arithmetic" if out.outer_by_arithmetic else ""
     lines = [
         f"on {device.name}, {link.uplink * 8e-6:,.4g} Mbit/s up, {1e3 * link.round_trip:,.4g} ms there and back, "
         f"{config.local_swarm.replicas} replicas of each stage",
@@ -149,7 +150,7 @@ def expectation_lines(
         f"  microbatch        {_seconds(out.cycle_seconds)} there and back, {_seconds(found.compute_seconds)} of it on "
         f"devices, {found.under_way} under way; {tokens:,.0f} tokens/s a replica",
         f"  uplink            {100 * max(out.uplink_share):.0f} % used at the stage that sends most",
-        f"  outer step        takes {_seconds(out.outer_seconds)}, one in {out.inner_steps:,.0f} inner steps"
+        f"  outer step        takes {_seconds(out.outer_seconds)}{by}, one in {out.inner_steps:,.0f} inner steps"
         + ("" if out.inner_steps <= run.outer.inner_steps else f": H = {run.outer.inner_steps} is not kept"),
         f"  whole run         {_seconds(run.inner.target_tokens / (tokens * config.local_swarm.replicas))}",
     ]

@@ -38,6 +38,8 @@ class StageLoad:
     """Bytes of each message that it sends for it: on to the next stage, and back to the one before."""
     outer_bytes: float
     """The bytes of a whole outer step."""
+    outer_arithmetic: float = 0.0
+    """Seconds of one thread of the host for a whole outer step. It works beside the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class UtilisationOutlook:
     """From the draw of a microbatch to its end."""
     outer_seconds: float
     """That an outer step takes, at the stage where it takes longest."""
+    outer_by_arithmetic: bool
+    """An outer step takes that long since one thread of the host does its arithmetic."""
     inner_steps: float
     """Inner steps from one outer step to the next: H, or as many as one takes where that is more."""
     limit: Limit
@@ -87,7 +91,9 @@ def outlook_of(
         if settled:
             break
     left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
-    outer = [stage.outer_bytes / _left_for_outer_steps(stage, link, rate) for stage in stages]
+    outer = [
+        max(stage.outer_bytes / _left_for_outer_steps(stage, link, rate), stage.outer_arithmetic) for stage in stages
+    ]
     used = [min(1.0, rate * (sum(stage.sends) + stage.outer_bytes / between) / link.uplink) for stage in stages]
     limit = _limit(stages, left, link, in_flight, rate)
     return UtilisationOutlook(
@@ -96,6 +102,7 @@ def outlook_of(
         uplink_share=tuple(used),
         cycle_seconds=in_flight / rate,
         outer_seconds=max(outer),
+        outer_by_arithmetic=max(outer) == max(stage.outer_arithmetic for stage in stages),
         inner_steps=max(float(h), max(outer) * rate / step_microbatches),
         limit="under way" if limit == "uplink" and max(used) < FULL_UPLINK else limit,
     )

@@ -70,6 +70,16 @@ def test_an_outer_step_that_the_link_does_not_bear_lasts_longer_than_its_turn() 
     assert alone.inner_steps == pytest.approx(100.0, rel=0.01)
 
 
+def test_an_outer_step_takes_no_less_than_the_arithmetic_of_its_thread() -> None:
+    """However quick the link: 742 million weights by int4 take 24 s of one thread."""
+    load = StageLoad(0.1, (1e5,), 4e8, 24.0)
+    quick, slow = (outlook_of([load], Link(up, 0.0), in_flight=1, h=8, step_microbatches=4) for up in (1e9, 1e6))
+    assert (quick.outer_seconds, quick.outer_by_arithmetic) == (24.0, True)
+    assert quick.inner_steps == pytest.approx(60.0, rel=0.01)
+    assert slow.outer_seconds > 24.0
+    assert not slow.outer_by_arithmetic
+
+
 def test_more_of_anything_never_makes_it_worse() -> None:
     """Uplink, in flight, a shorter round trip, fewer bytes."""
     base = outlook((0.1, 0.05), Link(1e6, 0.2), 2, outer=1e6).share
