@@ -1,7 +1,7 @@
 """Receipts between peers: now and then each node signs, for each peer that served it, how much that peer did.
 
-Amounts are what came since the last receipt. One that may have been lost is sent again as it was, and the receiver
-knows it by its serial number, so that nothing is counted twice. A node files only what it has counted itself.
+Amounts are what came since the last receipt. One that may have been lost is sent again as it was. The receiver knows it
+by its serial number, so that nothing is counted twice. A node files only what it has counted itself.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     """The RunSpec with what this volunteer has by itself: the places of the text and the tokenizer. Its run id stays.
 
     Raises UserError: CONFIG if such a place is missing, or if `own` contradicts the run. It raises it too if the run
-    names files of this machine without the volunteer's word, since a stranger must not choose what is read here. It
-    raises DATA as `with_own_tokenizer` does.
+    names files of this machine without the volunteer's word. A stranger must not choose what is read here. It raises
+    DATA as `with_own_tokenizer` does.
     """
     mixture = _with_own_sources(spec, own, reads_text=reads_text)
     data = spec.data.model_copy(update={"prepared": own.prepared, "mixture": mixture})
@@ -157,12 +157,9 @@ def with_own_tokenizer(spec: RunSpec, named: str | None, *, reads: bool = True) 
 
 
 def _with_own_sources(spec: RunSpec, own: OwnData, *, reads_text: bool) -> tuple[MixedSource, ...]:
-    """The sources of a mixture, each text with its place here; none if the run has one text.
-
-    Raises UserError (CONFIG) if `own` names a place of what is no text of the run's. It raises it too if a text is read
-    here whose place is not named, or that the run names on this machine without the volunteer's word. If all are
-    prepared, it does not.
-    """
+    """The sources of a mixture, each text with its place here; none if the run has one text. Raises UserError (CONFIG)
+    if `own` names a place of what is no text of the run's. It raises it too if a text is read here without a named
+    place, or in a place that only the run names. If all are prepared, it does not."""
     if not spec.data.mixture:
         if own.paths:
             raise _not_several(spec, next(iter(own.paths)))

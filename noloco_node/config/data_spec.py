@@ -20,8 +20,8 @@ BYTES = "bytes"
 NO_TOKENIZER = "none"
 """The tokenizer of a text that is token ids, however they were made."""
 TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
-"""A fingerprint begins with one of these. They stand for all documents; for the beginnings and ends of a streamed
-text's shards; and for a dataset of the hub, or a tokenizer there."""
+"""A fingerprint begins with one of these. The first is of all documents, the second of the beginnings and ends of a
+streamed text's shards. The third is of a dataset of the hub, or a tokenizer there."""
 FOLDER = "tokenizer-"
 """The fingerprint of a tokenizer's files begins so."""
 NOT_READ = "(not named: only stage 0 reads the text)"

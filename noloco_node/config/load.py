@@ -147,8 +147,8 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
     `environ` holds the variables that stand for settings of `node:`; they win over the file. `overrides` are
     `dotted.name=value` pairs, the value parsed as YAML; they win over both, later ones over earlier ones.
 
-    Raises `UserError` with all mistakes of a source at once: CONFIG for mistakes in the file or the environment, USAGE
-    for an override that is no such pair.
+    Raises `UserError` with all mistakes of a source at once. It is CONFIG for mistakes in the file or the environment,
+    USAGE for an override that is no such pair.
     """
     raw = _read(path)
     _apply_environment(raw, environ)

@@ -59,9 +59,9 @@ def allowed_in_words(details: ErrorDetails) -> str:
 
 
 def did_you_mean(setting: str, siblings: Sequence[str], known: Iterable[str]) -> str:
-    """The nearest names to one that does not exist; `known` are all dotted names, of groups too. They are a slip of the
-    pen in its own group, the same one in another, what is spelt roughly so, or a slip of the pen anywhere. If there is
-    none, they are what its group has."""
+    """The nearest names to one that does not exist; `known` are all dotted names, of groups too. First come slips of
+    the pen in its own group, then equal names in other groups. Then come names that are spelt roughly so, and slips of
+    the pen anywhere. If there is none, they are what its group has."""
     group, _, leaf = setting.rpartition(".")
     names = list(known)
     same = [name for name in names if name == setting or name.endswith(f".{setting}")]

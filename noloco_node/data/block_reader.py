@@ -72,7 +72,7 @@ class BlockReader:
 
     def portions(self) -> Portions:
         """Portions without end. Raises UserError (DATA) if block after block cannot be read, or holds not one window. A
-        portion of less than `size` windows is all of `MOST_BEGUN` blocks of a source: no more of them may be begun
+        portion of less than `size` windows is all of `MOST_BEGUN` blocks of a source. No more of them may be begun
         before these are drawn."""
         steps = [row.steps() for row in self._rows]
         made = _Made.of(len(steps))

@@ -28,8 +28,8 @@ BEGINNING_LENGTH = 1 << 20
 
 def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
     """The run's tokenizer, or for `none` a stand-in. It may have more tokens than the model: `encode` checks those that
-    occur. Raises UserError (DATA) if there is none such, if it is `bytes` and the model has fewer tokens, or if the
-    model lacks the token between documents."""
+    occur. Raises UserError (DATA) if there is none such, or if the model lacks the token between documents. It does so
+    too if it is `bytes` and the model has fewer tokens."""
     vocab_size = min(vocab_size, BEGINS)
     if spec.tokenizer == NO_TOKENIZER:
         return NoTokenizer(vocab_size)

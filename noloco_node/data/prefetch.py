@@ -71,7 +71,7 @@ class Prefetch:
 
     async def draw(self) -> Tensor:
         """The next windows; it returns at once if some were read ahead. An error that ended the reading is raised here,
-        after all that was read before it has been drawn: UserError (DATA) of a text that cannot be read."""
+        after all that was read before it has been drawn. A text that cannot be read raises UserError (DATA)."""
         while True:
             with self._changed:
                 if self._ready:

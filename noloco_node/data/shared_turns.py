@@ -15,7 +15,7 @@ from noloco_node.data.turns import MOST_BEGUN, Turn
 
 PATIENCE_LIVES = 3.0
 """A silent replica keeps its slots for so many record lives. A replica that sees the others in part hears of each of
-them only now and then, and a node that starts again goes on with its own slots."""
+them only now and then. A node that starts again goes on with its own slots."""
 SETTLED_LIVES = 2.0
 """After so many record lives a claim is known to every replica that would claim the same slot."""
 FIRST_WAIT_LIVES = 0.2

@@ -33,7 +33,7 @@ def divided(
     keys.
 
     At least one is to train on and one to validate on; no document is in both. A text of fewer than 2 / holdout
-    documents is cut into pieces first, so that one's own text in one file can be held out in part. Of a longer one only
+    documents is cut into pieces first. One's own text in one file can then be held out in part. Of a longer one only
     the first documents are in memory at once. `found` becomes the fingerprint of the whole, and `meter` hears how far
     it has come.
 

@@ -27,8 +27,9 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""No token reaches over the end of one of these: a word with the space before it, up to three digits, signs, ends of
-lines, space. Every character belongs to one. The tokenizers of Llama 3 and Qwen take the same pattern."""
+"""No token reaches over the end of one of these pieces. They are a word with the space before it, up to three digits,
+signs, ends of lines, and space. Every character belongs to one. The tokenizers of Llama 3 and Qwen take the same
+pattern."""
 LONGEST_TOKEN = 128
 """A token has at most so many bytes: a text without spaces, or one that repeats itself, gives tokens as long as
 itself."""

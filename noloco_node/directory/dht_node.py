@@ -69,9 +69,9 @@ ASKED_TOGETHER: dict[bool, tuple[float, float]] = {
     False: (float(32 << 20), float(8 << 20)),
     True: (float(64 << 20), float(16 << 20)),
 }
-"""All peers together are given so many bytes of records at once, and so many a second: first those that have not
-answered this node, then those that have. A megabyte takes some seven milliseconds of its loop. Peers at work here have
-only their own budgets."""
+"""All peers together are given so many bytes of records at once, and so many a second. The first entry is for peers
+that have not answered this node, the second for those that have. A megabyte takes some seven milliseconds of its loop.
+Peers at work here have only their own budgets."""
 HAND_OVER_RECORDS = 96
 HAND_OVER_KEYS = 32
 HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND = 16.0, 1.0

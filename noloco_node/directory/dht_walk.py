@@ -292,11 +292,8 @@ class Walker:
             return answered
 
     async def _seek_and_ask(self, key: Any, silent: Sequence[Any], only: Collection[str] | None) -> bool:
-        """Find the nodes nearest to a key, ask one for its records, and soon all others for what it did not have; True
-        if one answered.
-
-        A node that stalls beside others is not waited for.
-        """
+        """Find the nodes nearest to a key, ask one for its records, and soon all others for what it lacked; True if one
+        answered. A node that stalls beside others is not waited for."""
         soon = await self.seek(key, silent)
         near, asked = self.near(key), list[asyncio.Task[Any]]()
         try:

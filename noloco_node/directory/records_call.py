@@ -1,7 +1,7 @@
 """Records told over own links: a call in which two nodes tell each other their own newest signed record and a few more.
 
 The DHT introduces; it must not decide. Even if all its neighbours there are hostile, nodes with links to each other see
-each other by this call, and all peers that one of them has met. An answer alone shows that a peer is there.
+each other by this call. They also see all peers that one of them has met. An answer alone shows that a peer is there.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ the peer called or worked with this node meanwhile."""
 LONGEST_QUIET = 0.6 * ANSWER_SECONDS
 """A peer that answers is asked again after at most so many seconds, or its answer would no longer count."""
 OLD = 0.3
-"""A peer is asked for a newer record if less than this share of its record's life is left, since the DHT does not bring
-it."""
+"""A peer is asked for a newer record if less than this share of its record's life is left: the DHT brings none."""
 ASK_FOR_RECORD = 0.3
 """The part of a record's life between two such calls, and between calls to a peer that answers and has no record."""
 ALL_TOLD = 1.0 / 16.0

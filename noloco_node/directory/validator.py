@@ -1,9 +1,9 @@
 """Signed directory records: how they are written, and the total predicate that every node applies to them.
 
 A value is stored under (key of the stage, subkey = the peer's id, expiry). Its signature, by the key behind the peer
-id, covers all of these, so nobody can move a record to another place or lengthen its life. The predicate reads no
-clock: a skewed one would empty the directory. It never raises: one value that passed and did not parse would hang the
-look-ups of every reader.
+id, covers all of these. Nobody can therefore move a record to another place or lengthen its life. The predicate reads
+no clock: a skewed one would empty the directory. It never raises: one value that passed and did not parse would hang
+the look-ups of every reader.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from noloco_node.identity.keys import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of
 from noloco_node.identity.peer_id import PeerId
 
 MAX_RECORD_BYTES = 1664
-"""The most bytes of what is signed. An honest record has some 190 bytes, an invitation 460 more. A node that reads
-blocks of as many sources as a mixture may have, and holds as many of each as it may, needs 800 more."""
+"""The most bytes of what is signed. An honest record has some 190 bytes, an invitation 460 more. A node needs 800 more
+if it reads blocks of as many sources as a mixture may have, and holds as many of each as it may."""
 MAX_SIGNED_BYTES = MAX_RECORD_BYTES + MAX_PUBLIC_KEY_BYTES + 520
 """The most bytes of a signed record, with the longest key and signature around it; their sizes are fixed."""
 MAX_UNKNOWN_FIELDS = 4
@@ -37,7 +37,7 @@ MAX_EXPIRY = float(1 << 40)
 """No honest record reaches so many seconds since 1970. The bound keeps arithmetic with expiries harmless."""
 CACHED_VERDICTS = 8192
 """So many verdicts are kept; of more records some are judged anew at every look. The verdict that makes room is drawn.
-Each look takes the records in about the same order, so the oldest would be forgotten just before it is needed, and so
+Each look takes the records in about the same order. The oldest would be forgotten just before it is needed, and so
 would every one."""
 
 MOST_BUCKET_KEYS = 4096

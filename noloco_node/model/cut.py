@@ -100,8 +100,8 @@ def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
     of its matrices; the embedding's look-up costs nothing. If several cuts are as good, the most even one is taken,
     with longer stages first. The answer depends on the spec only, so all peers find the same.
 
-    Raises UserError (CONFIG) as `build_config` does, when there are more stages than layers, and if the layers by hand
-    are not those of the model in number.
+    Raises UserError (CONFIG) as `build_config` does, and when there are more stages than layers. It does so too if the
+    layers by hand are not those of the model in number.
     """
     config = build_config(spec)
     layers: int = config.num_hidden_layers

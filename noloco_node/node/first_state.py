@@ -193,7 +193,7 @@ async def _begin_again(
     replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
 ) -> Literal["guard", "checkpoint", "seed"]:
     """Go on with what this node has, if nobody trains at all: what is left of the stage is with it. It is for a node
-    that came when the run was under way, or left a stage at which it was, and finds nobody that gives a state."""
+    that came when the run was under way, or left a stage where it was, and finds no giver."""
     replica.begins_late()
     if replica.membership.others_there(*SERVING):
         return "seed"

@@ -29,8 +29,7 @@ FirstWeights = Callable[[], Awaitable[Tensor]]
 
 LOOK_SECONDS = 1.0
 RESTORE_SECONDS = 600.0
-"""A node that comes to a lost stage waits so many seconds for another that came as well, and says that it is on its
-way."""
+"""A node that comes to a lost stage waits so many seconds for another that came as well and announces itself."""
 
 
 async def revive_if_lost(

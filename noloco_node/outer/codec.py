@@ -2,9 +2,9 @@
 
 A codec never reconstructs a partner's tensor for its own sake: only the difference of two contributions, s_j − s_i,
 counts. Every codec gives it antisymmetrically, so that the mean over replicas is kept (see `replica.py`). Codes are
-rounded by a dither that both sides know: a Weyl sequence within each block, moved by a hash of the exchange's name and
-the block. Equal values therefore get equal codes, the difference is unbiased, and its error shrinks with the difference
-itself.
+rounded by a dither that both sides know. It is a Weyl sequence within each block, moved by a hash of the exchange's
+name and the block. Equal values therefore get equal codes, the difference is unbiased, and its error shrinks with the
+difference itself.
 
 `int8` and `int4` send codes modulo 2^bits. A receiver knows its own value, which lies close by, so only the difference
 must fit. This is the idea of Moniqua (arXiv 2002.11787) and of lattice coding (arXiv 2002.09268). The error therefore

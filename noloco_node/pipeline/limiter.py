@@ -30,8 +30,8 @@ OF_A_MICROBATCH = 1 / 8
 class MicrobatchLimiter:
     """At most `limit` microbatches at once, including those on their way.
 
-    A quarter of the places (none of fewer than four) is kept from the peer that has most, so that one peer that fills
-    what it can shuts nobody out. A peer that was just refused has a place kept for it until it asks again, from a peer
+    A quarter of the places (none of fewer than four) is kept from the peer that has most. One peer that fills what it
+    can then shuts nobody out. A peer that was just refused has a place kept for it until it asks again, from a peer
     that has more than its part. While some peers' places came to something of late, half of all places are for them.
     Keys that were never seen before cost nothing, and a place is held for as long as its body is on its way.
 

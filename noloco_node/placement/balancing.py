@@ -113,8 +113,8 @@ def servers_of(
     """All nodes that count at DHT time `now`, but `without`: those that answer this node, and did not let it down.
 
     A node without a known speed counts like the median. Only one that has worked counts for more, and none for more
-    than `CREDIBLE_STRENGTH` of it. In a stage that is too large to ask all nodes, those not asked yet count as far as
-    the others turned out to be there.
+    than `CREDIBLE_STRENGTH` of it. In a stage that is too large to ask all nodes, the others count with the share of
+    asked ones that is there.
     """
     introduced = [
         [r for r in view.live(stage, now, *COUNTED) if r.peer_id != without and not known.failed(PeerId(r.peer_id))]
@@ -167,8 +167,8 @@ def _servers_of_stage(
 
 
 def as_far_trained(stage_peers: Sequence[PeerId], clocks: Mapping[PeerId, float], least: float) -> list[PeerId]:
-    """The stage peers to which a node could leave the stage: their clock is by now at least at `least` tokens, as far
-    as is known. What the node has learnt beyond the others would be lost with it."""
+    """The stage peers to which a node could leave the stage: their clock is known to be at `least` tokens or beyond by
+    now. What the node has learnt beyond the others would be lost with it."""
     return [peer for peer in stage_peers if clocks.get(peer, least) >= least]
 
 
@@ -177,7 +177,7 @@ def as_seen_at_work(
 ) -> list[Server]:
     """The servers that count for a node that serves `own_stage`.
 
-    At its own stage only the `stage_peers` that count as replicas do, and of those on their way to it so many as are
+    At its own stage only the `stage_peers` that count as replicas do. Of those on their way to it, as many count as are
     welcome at once. No `shut` peer of the next stage counts, to which nothing gets through. If one process answers for
     many keys, a node that trains beside it knows better, and does not leave the stage to it.
     """

@@ -20,8 +20,8 @@ BEGINNINGS = {
 ASK_SECONDS = 10.0
 """Nodes that the directory shows are asked again for so many seconds while none of them answers."""
 DOUBT_SECONDS = 30.0
-"""They are asked for so many seconds in case of doubt. Doubt is that one that does not answer says that the run is
-over, or that the record of one that serves the run and answers is missing."""
+"""They are asked for so many seconds in case of doubt. There is doubt if the record of a silent node says that the run
+is over. There is doubt, too, if a serving node answers and its record is missing."""
 HEARD = (*SERVING, PeerState.JOINING)
 """Nodes in these states have a say if they answer."""
 
@@ -57,7 +57,7 @@ def where_to_begin(
     `own_clock` is the checkpoint's (None: there is none). `others` are the records of answering nodes of all stages,
     without the own. `joined`: it was let in by others. If it was not, the run begins with it, and nobody can tell it
     that it is over. `entrances`: the peers that it was told to join. Those of them that serve a stage say whether the
-    run has just begun, since anybody else may answer under as many keys as it likes.
+    run has just begun. Anybody else may answer under as many keys as it likes.
 
     `finished`: a record says that the run has come to its end, and nobody answers for it. `entrance_finished`: that of
     an entrance does. If then no entrance answers, others that came as late as this node are no beginning. `unrecorded`:

@@ -105,7 +105,7 @@ class Relocation:
     def still_worth(self, move: Move, here: Server, others: Sequence[Server]) -> bool:
         """Tell whether a move to a poor stage gains as much beside these others. A move to a lost stage waits for
         nobody, for its candidates take turns. A poor stage that meanwhile lost its last node has candidates, too, once
-        that is confirmed, even if a node says that it is on the way there."""
+        that is confirmed. That holds even if a node says that it is on the way there."""
         if move.why == "lost":
             return True
         supply = supply_of([*others, here], self.standing.work)

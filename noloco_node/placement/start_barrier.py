@@ -62,7 +62,7 @@ class MissingStages:
 
     def look_back(self, unserved: Sequence[int]) -> None:
         """Take in only which of the stages that had no replica are served again. At the run's end a stage that empties
-        is not lost, but a node that still has something to train must learn that one is back."""
+        is not lost. A node that still has something to train must learn that one is back."""
         for stage in self._since.keys() - set(unserved):
             again = " again" if stage in self._served else ""
             waited = ambient.monotonic() - self._since.pop(stage)

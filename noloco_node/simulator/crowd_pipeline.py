@@ -1,6 +1,6 @@
 """Microbatches of a crowd on their way there and back, in parcels.
 
-The code of the node decides: the next peer (`RoutingBook`), the time of the draw (`InFlight`), whether there is a place
+The code of the node decides. It chooses the next peer (`RoutingBook`), the time of the draw (`InFlight`), the places
 (`MicrobatchLimiter`), and what a device does first (`CallOrder`).
 """
 

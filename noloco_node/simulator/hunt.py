@@ -49,8 +49,8 @@ STEPS = 24
 """The inner steps of the swarm."""
 INNER_STEPS = 3
 BATCH_MICROBATCHES = 4
-"""So many microbatches are behind an inner step. A stage of more than `FEW` replicas has one of each, or a run would be
-over before all have taken part in an outer step."""
+"""So many microbatches are behind an inner step. A stage of more than `FEW` replicas has one of each. Otherwise a run
+would be over before all have taken part in an outer step."""
 FEW = 8
 IN_FLIGHT = 2
 GUARD_SECONDS = 5.0

@@ -221,7 +221,7 @@ def _no_clock_runs_past(run: Run) -> Iterator[str]:
     origins come back to it from checkpoints, it is behind theirs, which go half as fast at the slowest.
 
     Origins pass it by a round of their own work, whatever befell messages. An exchange moves both by half of what their
-    snapshots are apart, the more the later its opening is: by half of that lag at the most. A late joiner may meet
+    snapshots are apart. That is the more the later its opening is: half of that lag at the most. A late joiner may meet
     origins that have passed it already, and has its own round under way.
     """
     tied = run.max_lag if run.hostile or run.retraced else tied_past(run.max_lag)

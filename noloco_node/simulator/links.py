@@ -96,7 +96,7 @@ class Attachment:
 class SharedWay:
     """Implements `LinkModel`: a round trip by the regions at both ends, and up- and downlinks that transfers share.
 
-    Loss is stalls. A small message that is lost comes `STALL_SECONDS` and a round trip later, and a transfer is held to
+    Loss is stalls. A small message that is lost comes `STALL_SECONDS` and a round trip later. A transfer is held to
     what a stream brings at that loss. `seconds[a][b]` is the round trip from region to region.
     """
 

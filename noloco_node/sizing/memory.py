@@ -86,8 +86,8 @@ class StageMemory:
     checkpoint: int
     """A copy of the whole state while it is written, on the host."""
     copies: int
-    """The bytes of copies of other stages, kept in case one loses its last replica, and of this one's copy that is
-    given, on the host."""
+    """The bytes on the host of copies of other stages, kept in case one loses its last replica, and of this one's given
+    copy."""
     given: int
     """A copy of the state that a joiner reads, and a minute longer, on the host."""
 

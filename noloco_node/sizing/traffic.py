@@ -63,8 +63,8 @@ class LineUse:
 
 def rest_of_run(run: RunSpec, footprint: Footprint, tokens_left: float, replicas: Sequence[int]) -> tuple[LineUse, ...]:
     """The traffic of one replica of each stage until the run's end, with `replicas` serving them. Each first-stage
-    replica sends the held-out windows through all stages: when it begins, each time that the clock has gone far enough,
-    and at the end."""
+    replica sends the held-out windows through all stages. It does so when it begins, each time that the clock has gone
+    far enough, and at the end."""
     traffic = traffic_of(run, footprint)
     rounds = tokens_left / run.inner.global_batch_tokens / run.outer.inner_steps + 1.0
     times = tokens_left / run.evaluation.every_tokens + 2.0

@@ -56,7 +56,7 @@ RETRY_SHARE = 0.1
 RESTORE_ATTEMPTS = 3
 """Each piece of a copy that a lost stage is brought back from is asked for so many times."""
 OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
-"""An offer is asked for with this deadline in seconds, and so many times: one lost request must not decide what a stage
+"""An offer is asked for with this deadline in seconds, and so many times. One lost request must not decide what a stage
 goes on from."""
 HOLDERS_ASKED = 16
 COPIES_COMPARED = 3

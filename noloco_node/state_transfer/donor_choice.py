@@ -1,5 +1,5 @@
-"""The choice of the donor of a joiner's state: it asks all at once which can give, takes the best, resumes, and goes on
-to the next.
+"""The choice of the donor of a joiner's state. The joiner asks all at once, takes the best, resumes, and goes on to the
+next.
 
 Replicas of a stage have different weights, so all chunks of a state come from one donor's snapshot. Several donors are
 good for one thing: none of them is needed.

@@ -155,7 +155,7 @@ class OfAnotherStage(Unusable):
 class CheckpointFolder:
     """The checkpoints of one node, by rising number.
 
-    The last `keep` stay, and the newest of each stage that the node has served: it may be all that is left of that
+    The last `keep` stay, and the newest of each stage that the node has served. It may be all that is left of that
     stage one day. One is written at a time. Otherwise what a stay was still writing as the node left it would be mixed
     with the next one's.
     """

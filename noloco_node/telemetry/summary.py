@@ -19,7 +19,7 @@ TRAINING_LOSS_SHARE = 0.05
 """The reported training loss is the mean over this last share of the clock: one step alone is noise."""
 CURVE_POINTS = 200
 STEPS_A_POINT = 5
-"""A point of the curve of speed covers at least so many steps: a single step says how long it took, not how fast the
+"""A point of the curve of speed covers at least so many steps. A single step says how long it took, not how fast the
 swarm is."""
 
 

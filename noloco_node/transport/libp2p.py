@@ -178,9 +178,9 @@ class Libp2pTransport(CommonTransport):
     def _make_room(self, peer: PeerId) -> bool:
         """Tell whether there is a place for one more stream of `peer`, after closing another stream if need be.
 
-        The closed stream is one on which nothing has come, of a peer that this node has not seen work, of the one that
-        holds most first. It costs an honest caller nothing, which opens another. Without it a few keys could hold all
-        places and keep everybody out.
+        The closed stream is one on which nothing has come, of a peer that this node has not seen work. The peer that
+        holds most comes first. It costs an honest caller nothing, which opens another. Without it a few keys could hold
+        all places and keep everybody out.
         """
         if len(self._held) < self._limits.max_streams:
             return True

@@ -1,6 +1,6 @@
 """Messages on a byte stream: reads and writes frames with a deadline on every wait.
 
-Bytes that are there are read at once, and a deadline is set only for bytes that are not: most frames of a small message
+Bytes that are there are read at once, and a deadline is set only for bytes that are not. Most frames of a small message
 come together. One timer of a stream watches the deadlines of its reader. Setting and lifting one for each wait costs
 more than reading a frame.
 """

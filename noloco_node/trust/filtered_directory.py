@@ -36,8 +36,8 @@ class ScreenedDirectory:
     """Implements `Directory` over another one: its view shows only records of this protocol version that pass `screen`.
 
     If `life` is given, they must also be of that life of the run. A peer that is left out is neither routed to, nor
-    averaged or counted with, nor asked for its state, and nobody here hears its clock. A view is screened once, and
-    again when the screen has changed: every microbatch may ask for it.
+    averaged or counted with, nor asked for its state. Nobody here hears its clock. A view is screened once, and again
+    when the screen has changed: every microbatch may ask for it.
     """
 
     def __init__(

@@ -169,8 +169,8 @@ def another_life(spec: RunSpec, own: str, theirs: str, peer: PeerId) -> Warned:
 async def agree_birth(transport: Transport, spec: RunSpec, joined: Sequence[str], kept: str | None) -> OwnLife:
     """The life in which this node takes part.
 
-    It is that of the state that it has `kept`, else the one that most of the peers at these addresses name, else a new
-    one. Peers that do not train yet count only if no other names a birth.
+    It is that of its `kept` state, else the one that most of the peers at these addresses name, else a new one. Peers
+    that do not train yet count only if no other names a birth.
 
     Raises UserError: RUN_FOLDER if the state kept is of one life and most of those peers train in another. It raises
     WRONG_RUN if it has kept none and they are of several lives, none of which is most.

@@ -52,8 +52,8 @@ def marks_passed(expires: float, since: float, now: float) -> int:
 class OwnInvitation:
     """The invitation that this node shows, or None for one that is no guest.
 
-    `directory` is the one with outsiders in it: a peer that was invited with this node, and until the same moment, is
-    one of them by then. `now` gives seconds since 1970.
+    `directory` is the one with outsiders in it. A peer that was invited with this node, until the same moment, is one
+    of them by then. `now` gives seconds since 1970.
     """
 
     def __init__(

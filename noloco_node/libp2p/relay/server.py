@@ -247,11 +247,8 @@ class CircuitRelay:
 
 
 async def _answer_and_wait(stream: Stream, answer: bytes) -> None:
-    """Send an answer and let the asker end the stream.
-
-    p2pd resets a stream that is closed at this end, and now and then what is still on its way is lost with it (decision
-    155).
-    """
+    """Send an answer and let the asker end the stream. p2pd resets a stream that is closed at this end. Now and then
+    what is still on its way is lost with it (decision 155)."""
     async with asyncio.timeout(HANDSHAKE_SECONDS):
         await write_message(stream[1], answer)
         await stream[0].read(1)
