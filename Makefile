@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-swarm test-the-rest test-long test-durations proof metrics reference site monitoring dashboards chaos lint clean
+.PHONY: help swarm test test-daemons test-swarm test-the-rest test-long test-durations proof metrics reference site dashboards chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
@@ -17,7 +17,6 @@ help:
 	@echo "make metrics write docs/metrics.md anew"
 	@echo "make reference writes docs/settings.md, docs/events.md and docs/exit-codes.md anew"
 	@echo "make site    docs/ as a site in site/, with every link checked"
-	@echo "make monitoring writes what Prometheus and Grafana are given in deploy/ anew"
 	@echo "make dashboards a real swarm under a real Prometheus and Alertmanager: rules, panels, an alert that fires (10 minutes)"
 	@echo "make clean   remove the environment and caches; runs/ stays"
 	@echo "CHAOS='kills --seed 3' chooses scenarios and the seed of make chaos; its report goes to runs/chaos-TIME"
@@ -88,9 +87,6 @@ $(VENV)/.docs: $(STAMP)
 site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
-
-monitoring: $(STAMP)
-	$(BIN)/python -m deploy.monitoring.files
 
 dashboards: $(STAMP)
 	$(BIN)/python -m deploy.monitoring.verify

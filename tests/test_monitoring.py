@@ -1,29 +1,60 @@
-"""What Prometheus and Grafana are given names metrics and labels that nodes have, and is what the description makes."""
+"""What Prometheus and Grafana are given names metrics and labels that nodes have."""
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from deploy.monitoring.alerts import ALERTS
-from deploy.monitoring.expressions import EXPRESSIONS, QUIET, RECORDED
-from deploy.monitoring.files import PAGE, files
-from deploy.monitoring.panels import DASHBOARDS
-from deploy.monitoring.promql import grouping_labels, labels_of_result, narrowed, selectors
 from deploy.monitoring.trials import HEALTHY, TRIALS, Trial
 from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE, Metric
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
+PAGE = "docs/operations.md"
 TARGET = frozenset({"job", "instance", "run", "node"})
-"""Labels of whatever is scraped."""
+"""Labels of every series that is scraped."""
 PROCESS = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").rpartition("## Of the process")[2]
-EXPRESSIONS_AND_ALERTS = {**RECORDED, **EXPRESSIONS, **{alert.name: alert.expression for alert in ALERTS}}
+RULES: dict[str, list[dict[str, Any]]] = {
+    group["name"]: group["rules"]
+    for group in yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text(encoding="utf-8"))["groups"]
+}
+RECORDED: dict[str, str] = {rule["record"]: rule["expr"] for rule in RULES["noloco"]}
+ALERTS: dict[str, dict[str, Any]] = {rule["alert"]: rule for rule in RULES["noloco-alerts"]}
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (DEPLOY / "grafana/dashboards").iterdir()
+}
+LINES: dict[str, tuple[str, str]] = {
+    f"{name}, {panel['id']} {panel['title']}, {target['refId']}": (target["expr"], target["legendFormat"])
+    for name, dashboard in DASHBOARDS.items()
+    for panel in dashboard["panels"]
+    for target in panel.get("targets", ())
+}
+"""Every line of a panel: its expression and its legend."""
+EXPRESSIONS = {
+    **RECORDED,
+    **{name: rule["expr"] for name, rule in ALERTS.items()},
+    **{name: expression for name, (expression, _) in LINES.items()},
+}
+_METRIC = re.compile(r"(?<![\w:\"])((?:noloco|process)[_:][\w:]*|up)\b(?:\{([^}]*)\})?")
+_MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"')
+_GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+
+
+def selectors(expression: str) -> list[tuple[str, frozenset[str]]]:
+    """Every metric that an expression names, with the labels that it is chosen by."""
+    return [(each[1], frozenset(_MATCHER.findall(each[2] or ""))) for each in _METRIC.finditer(expression)]
+
+
+def listed(labels: str) -> set[str]:
+    """`run, stage` -> both."""
+    return {label.strip() for label in labels.split(",") if label.strip()}
 
 
 def series() -> Iterator[tuple[str, frozenset[str]]]:
@@ -34,7 +65,9 @@ def series() -> Iterator[tuple[str, frozenset[str]]]:
         yield name, TARGET
     yield "up", TARGET
     for name, expression in RECORDED.items():
-        yield name, frozenset(labels_of_result(expression))
+        by = re.match(r"\w+ by \(([^)]*)\)", expression)
+        assert by, f"{name} is no aggregation with `by` at the front"
+        yield name, frozenset(listed(by[1]))
 
 
 def scraped(metric: Metric) -> Iterator[tuple[str, frozenset[str]]]:
@@ -54,16 +87,17 @@ SERIES = dict(series())
 def faults(expression: str) -> list[str]:
     """What an expression names that no node has."""
     found = selectors(expression)
-    unknown = [each.name for each in found if each.name not in SERIES]
-    wrong = [f"{each.name} has no {label}" for each in found for label in each.matched - SERIES.get(each.name, set())]
-    known = frozenset[str]().union(*(SERIES.get(each.name, frozenset()) for each in found))
-    return unknown + wrong + sorted(grouping_labels(expression) - known) + ([] if found else ["no metric"])
+    unknown = [name for name, _ in found if name not in SERIES]
+    wrong = [f"{name} has no {label}" for name, matched in found for label in matched - SERIES.get(name, set())]
+    known = frozenset[str]().union(*(SERIES.get(name, frozenset()) for name, _ in found))
+    grouped = {label for labels in _GROUPING.findall(expression) for label in listed(labels)}
+    return unknown + wrong + sorted(grouped - known) + ([] if found else ["no metric"])
 
 
-@pytest.mark.parametrize("name", EXPRESSIONS_AND_ALERTS)
+@pytest.mark.parametrize("name", EXPRESSIONS)
 def test_every_expression_names_metrics_and_labels_of_nodes(name: str) -> None:
     """In what it selects, and in what it groups and joins by."""
-    assert faults(EXPRESSIONS_AND_ALERTS[name]) == []
+    assert faults(EXPRESSIONS[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -84,49 +118,36 @@ def test_what_no_node_has_is_found(expression: str) -> None:
     assert faults(expression)
 
 
-def test_every_expression_is_used_and_no_rule_says_it_again() -> None:
-    """Panels and alerts name them; a record is named by an expression or another record."""
-    shown = {line.shows for dashboard in DASHBOARDS for panel in dashboard.panels for line in panel.lines}
-    assert shown == EXPRESSIONS.keys()
-    assert {alert.shows for alert in ALERTS} <= shown
-    assert QUIET.keys() <= EXPRESSIONS.keys()
-    named = {each.name for text in EXPRESSIONS_AND_ALERTS.values() for each in selectors(text)}
-    assert RECORDED.keys() <= named
-    assert len({*EXPRESSIONS.values()}) == len(EXPRESSIONS)
-    assert not {*RECORDED.values()} & {*EXPRESSIONS.values()}
+def test_every_record_is_named_by_an_expression() -> None:
+    """Else Prometheus computes it for nobody."""
+    assert RECORDED.keys() <= {name for expression in EXPRESSIONS.values() for name, _ in selectors(expression)}
 
 
 def test_legends_name_labels_that_the_series_have() -> None:
     """An aggregation keeps no others."""
     wrong: list[str] = []
-    for line in (line for dashboard in DASHBOARDS for panel in dashboard.panels for line in panel.lines):
-        expression = EXPRESSIONS[line.shows]
-        named = set(re.findall(r"{{(\w+)}}", line.legend))
-        known = frozenset[str]().union(*(SERIES[each.name] for each in selectors(expression)))
+    for line, (expression, legend) in LINES.items():
+        known = frozenset[str]().union(*(SERIES[name] for name, _ in selectors(expression)))
         by = re.match(r"(?:\w+\([\d.]+, )?\w+ by \(([^)]*)\)", expression)
-        left = {label.strip() for label in by[1].split(",")} if by else known
-        wrong += [f"{line.shows}: {label}" for label in named - left]
+        left = listed(by[1]) if by else known
+        wrong += [f"{line}: {label}" for label in set(re.findall(r"{{(\w+)}}", legend)) - left]
     assert wrong == []
 
 
-def test_whoever_looks_narrows_every_metric_down() -> None:
-    """What is recorded is of a run; all else by run and instance."""
-    text = narrowed('rate(noloco_refusals_total{reason!~"a|b"}[5m]) / noloco:spread:avg', lambda _: 'run=~"$run"')
-    assert text == 'rate(noloco_refusals_total{reason!~"a|b",run=~"$run"}[5m]) / noloco:spread:avg{run=~"$run"}'
-    for dashboard in DASHBOARDS:
-        made = json.loads(files()[DEPLOY / f"grafana/dashboards/{dashboard.uid}.json"])
-        asked = [target["expr"] for panel in made["panels"] for target in panel.get("targets", ())]
-        assert len(asked) == sum(len(panel.lines) for panel in dashboard.panels)
-        for expression in asked:
-            assert faults(expression) == []
-            assert all("run" in each.matched for each in selectors(expression))
+def test_a_dashboard_narrows_every_metric_down() -> None:
+    """A record is of a run; each other metric is narrowed by all that a viewer chooses."""
+    for name, dashboard in DASHBOARDS.items():
+        chosen = {choice["name"] for choice in dashboard["templating"]["list"]}
+        for line, (expression, _) in LINES.items():
+            if line.startswith(name):
+                for metric, matched in selectors(expression):
+                    assert matched >= ({"run"} if metric in RECORDED else chosen), line
 
 
 def test_panels_lie_beside_each_other() -> None:
     """None over another, none outside the grid; ids are their own."""
-    for dashboard in DASHBOARDS:
-        made = json.loads(files()[DEPLOY / f"grafana/dashboards/{dashboard.uid}.json"])["panels"]
-        places = [panel["gridPos"] for panel in made]
+    for dashboard in DASHBOARDS.values():
+        places = [panel["gridPos"] for panel in dashboard["panels"]]
         cells = [
             (x, y)
             for place in places
@@ -135,15 +156,17 @@ def test_panels_lie_beside_each_other() -> None:
         ]
         assert len(cells) == len({*cells})
         assert max(x for x, _ in cells) < 24
-        assert len({panel["id"] for panel in made}) == len(made)
+        assert len({panel["id"] for panel in dashboard["panels"]}) == len(places)
 
 
-def test_the_files_are_those_that_the_description_makes() -> None:
-    """`make monitoring` was run after the last change; nothing else lies in their folders."""
-    made = files()
-    assert [path for path, text in made.items() if path.read_text(encoding="utf-8") != text] == []
-    lying = {*(DEPLOY / "grafana/dashboards").iterdir(), *(DEPLOY / "prometheus/consoles").iterdir()}
-    assert lying <= made.keys()
+def test_the_consoles_show_what_the_dashboards_show() -> None:
+    """The same panels and expressions, of all runs and nodes."""
+    for name, dashboard in DASHBOARDS.items():
+        page = (DEPLOY / f"prometheus/consoles/{name}.html").read_text(encoding="utf-8")
+        wide = [re.sub(r',?\w+=~"\$\w+"', "", expression) for line, (expression, _) in LINES.items() if name in line]
+        assert re.findall(r"query `([^`]*)`", page) == [expression.replace("{}", "") for expression in wide]
+        titles = [html.unescape(title) for title in re.findall(r"<h3>(.*?) <small>", page)]
+        assert titles == [panel["title"] for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def test_prometheus_reads_what_a_local_swarm_writes() -> None:
@@ -163,21 +186,22 @@ def test_prometheus_reads_what_a_local_swarm_writes() -> None:
 def test_alertmanager_silences_only_alerts_that_exist() -> None:
     """Names in the example route."""
     text = (DEPLOY / "prometheus/alertmanager.yml").read_text(encoding="utf-8")
-    assert set(re.findall(r"Noloco\w+", text)) <= {alert.name for alert in ALERTS}
-    assert set(re.findall(r'severity="(\w+)"', text)) <= {alert.severity for alert in ALERTS}
+    assert set(re.findall(r"Noloco\w+", text)) <= ALERTS.keys()
+    assert set(re.findall(r'severity="(\w+)"', text)) <= {rule["labels"]["severity"] for rule in ALERTS.values()}
 
 
 def test_each_alert_has_its_section() -> None:
     """At the place that the alert's own description names, and none of an alert that is gone."""
     page = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert re.findall(r"^### (\w+)$", page, flags=re.MULTILINE) == [alert.name for alert in ALERTS]
+    assert re.findall(r"^### (\w+)$", page, flags=re.MULTILINE) == [*ALERTS]
+    assert all(rule["annotations"]["description"] == f"{PAGE}#{name.lower()}" for name, rule in ALERTS.items())
     links = set(re.findall(r"\(#(\w+)\)", page))
-    assert links <= {alert.name.lower() for alert in ALERTS}
+    assert links <= {name.lower() for name in ALERTS}
 
 
 def test_each_alert_is_tried_on_series_that_nodes_have() -> None:
     """`make dashboards` has promtool run the trials; one of them has no fault at all."""
-    assert {name for trial in TRIALS for name in trial.fires} == {alert.name for alert in ALERTS}
+    assert {name for trial in TRIALS for name in trial.fires} == ALERTS.keys()
     assert TRIALS[0] == Trial({})
     for trial in TRIALS:
         assert trial.other.keys() <= HEALTHY.keys()

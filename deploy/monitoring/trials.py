@@ -1,14 +1,20 @@
-"""Every alert on made-up series, one fault at a time, by `promtool test rules`: it fires, and no other does."""
+"""Every alert on made-up series, one fault at a time, by `promtool test rules`: it fires, and no other does.
+
+python -m deploy.monitoring.trials
+"""
 
 from __future__ import annotations
 
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
+DEPLOY = Path(__file__).parent.parent
 SCRAPE_SECONDS = 15
 SAMPLES = 240
 """An hour."""
@@ -116,8 +122,8 @@ def _series(trial: Trial) -> Iterator[dict[str, str]]:
         yield {"series": f"noloco_node_info{{{own}}}", "values": "1" + STEADY}
 
 
-def try_rules(rules: Path, folder: Path) -> None:
-    """Run all trials. CalledProcessError where one does not come out as expected; promtool has said which."""
+def try_rules(folder: Path) -> None:
+    """Run all trials in `folder`. CalledProcessError where one fails; promtool has said which."""
     fires = 'count by (alertname) (ALERTS{alertstate="firing"})'
     tests = [
         {
@@ -136,8 +142,16 @@ def try_rules(rules: Path, folder: Path) -> None:
         }
         for trial in TRIALS
     ]
-    place = folder / "rules.test.yml"
+    place, rules = folder / "rules.test.yml", str(DEPLOY / "prometheus/rules.yml")
     place.write_text(
-        yaml.safe_dump({"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": tests}), encoding="utf-8"
+        yaml.safe_dump({"rule_files": [rules], "evaluation_interval": "15s", "tests": tests}), encoding="utf-8"
     )
     subprocess.run(["promtool", "test", "rules", str(place)], check=True)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        try:
+            try_rules(Path(made))
+        except subprocess.CalledProcessError as failed:
+            sys.exit(failed.returncode)
