@@ -29,7 +29,6 @@ from noloco_node.config.environment import variable_of
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.errors import ExitCode
-from noloco_node.sizing.loss_table import TABLE
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry import waiting
 from noloco_node.telemetry.events import EventFile
@@ -160,7 +159,7 @@ def test_every_configuration_lies_in_the_wheel() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["noloco_node"]
     found = {path for pattern in patterns for path in (ROOT / "noloco_node").glob(pattern)}
     pages = {path for path in (ROOT / "noloco_node").rglob("*") if path.suffix in (".html", ".css", ".js")}
-    assert found == {*shipped_configs().values(), *pages, TABLE}
+    assert found == {*shipped_configs().values(), *pages}
     assert {"tiny", "own-text", "lab/first"} <= shipped_configs().keys()
     assert (ROOT / "configs").resolve() == ROOT / "noloco_node" / "configs"
 

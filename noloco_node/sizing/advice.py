@@ -14,7 +14,6 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import planned_in_flight, planned_memory
-from noloco_node.sizing.quickest import Quickest, quickest
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 
@@ -60,8 +59,6 @@ class Expectation:
     """Best first."""
     in_vain: tuple[str, ...]
     """Settings that would change nothing worth saying."""
-    quickest: tuple[Quickest, ...]
-    """To a loss, of what the laboratory measured: with the codec and H alone, and with other settings as well."""
 
 
 def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
@@ -79,9 +76,6 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
 
     def device_bytes(of: Config) -> int:
         return max(need.on_device for need in planned_memory(of, footprint(of)))
-
-    def outer_bytes(of: Config) -> float:
-        return float(max(traffic.outer_step for traffic in traffic_of(of.run, footprint(of))))
 
     now, before = outlook(config), device_bytes(config)
     found: list[Suggestion] = []
@@ -102,7 +96,6 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
         compute_seconds=sum(load.compute_seconds for load in loads),
         suggestions=tuple(found[:SUGGESTIONS]),
         in_vain=tuple(in_vain),
-        quickest=quickest(config, outlook, outer_bytes),
     )
 
 

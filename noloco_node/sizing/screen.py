@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 
 from noloco_node.config.load import Config
@@ -11,7 +10,6 @@ from noloco_node.config.run_spec import PrecisionName
 from noloco_node.sizing.advice import Expectation, loads_of, step_microbatches
 from noloco_node.sizing.devices import Device, device_by_name
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.loss_table import loss_table
 from noloco_node.sizing.memory import (
     COMPILER_BYTES,
     FP32,
@@ -21,7 +19,6 @@ from noloco_node.sizing.memory import (
     planned_memory,
     program_bytes,
 )
-from noloco_node.sizing.quickest import Quickest
 from noloco_node.sizing.traffic import rest_of_run
 from noloco_node.sizing.utilisation import Link
 from noloco_node.telemetry.words import as_bytes
@@ -30,7 +27,6 @@ from noloco_node.training.compute_device import peak_of
 STAGES_SHOWN = 6
 KNOWN_DEVICE = "RTX 4090"
 """Whose share a node's work is told in, where nobody has named another."""
-SETTINGS_WIDTH = 100
 MUCH = 0.2
 """Share of a step that Muon may cost before a remedy is named."""
 PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "arriving")
@@ -163,31 +159,7 @@ def expectation_lines(
         lines.append(f"  would lift it     {', '.join(suggestion.settings)}: {_percent(suggestion.share)} %{memory}")
     if found.in_vain:
         lines.append(f"  would not         {', '.join(found.in_vain)}")
-    return lines + _quickest_lines(found.quickest)
-
-
-def _quickest_lines(found: Sequence[Quickest]) -> list[str]:
-    """What is soonest at a loss, and where that is from."""
-    if not found:
-        return ["  soonest at a loss no codec and H that were measured are kept on such a link"]
-    lines: list[str] = []
-    for each, name in zip(found, ("soonest at a loss", "sooner still"), strict=False):
-        if not each.settings:
-            lines.append(f"  {name:18}the present codec and H")
-            continue
-        against = "the present ones were not measured" if each.time is None else f"{_percent(each.time)} % of the time"
-        if each.loss is not None:
-            against += f", {abs(each.loss):.2f} nats {'more' if each.loss > 0 else 'less'} for as many tokens"
-        sent = f"{_bytes(each.sent)} of outer steps sent an inner step, not {_bytes(each.sent_now)}"
-        settings = textwrap.wrap(", ".join(each.settings), SETTINGS_WIDTH, break_on_hyphens=False)
-        lines += [f"  {name:18}{settings[0]}", *(f"{'':20}{more}" for more in settings[1:])]
-        lines.append(f"{'':20}{against}; {sent}")
-    table = loss_table()
-    return [
-        *lines,
-        f"{'':20}measured {table.date} with {table.replicas} replicas of a model of {table.parameters:,} "
-        f"parameters, {table.tokens:,} tokens: a hint",
-    ]
+    return lines
 
 
 def _fits(device: Device, needs: Sequence[StageMemory]) -> list[str]:
@@ -222,10 +194,6 @@ def _gib(count: float) -> str:
 
 def _mib(count: float) -> str:
     return f"{1024 * count / GIB:,.1f}"
-
-
-def _bytes(count: float) -> str:
-    return f"{count * 1e-6:,.3g} MB" if count >= 1e6 else f"{count * 1e-3:,.3g} kB"
 
 
 def _seconds(value: float) -> str:

@@ -135,8 +135,8 @@ def test_messages_name_settings_as_the_command_line_takes_them() -> None:
     short = re.compile(rf"(?<![\w.])(?:{names})\b")
     found: list[str] = []
     for path in package.rglob("*.py"):
-        # files of the laboratory, and its results, name them within `run:`
-        if path.parent.name == "laboratory" or path.name in ("lab_spec.py", "loss_table.py", "quickest.py"):
+        # files of the laboratory name them within `run:`
+        if path.parent.name == "laboratory" or path.name == "lab_spec.py":
             continue
         nodes = list(ast.walk(ast.parse(path.read_text())))
         docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
