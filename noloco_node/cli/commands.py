@@ -100,7 +100,7 @@ def _fill(top: argparse.ArgumentParser) -> None:
     node_arguments(join)
     join.set_defaults(call=handlers.join)
     status_arguments(_command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP))
-    report_arguments(_command(commands, "report", "make a page and pictures out of a run folder", REPORT_HELP))
+    report_arguments(_command(commands, "report", "make a page out of a run folder", REPORT_HELP))
     export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
     eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
     generate_arguments(

@@ -11,7 +11,7 @@ from noloco_node.errors import ExitCode
 from noloco_node.telemetry.waiting import say_drawing
 
 if TYPE_CHECKING:
-    from noloco_node.report.make import Made
+    from noloco_node.report.page import Made
 
 
 def status_arguments(command: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def status_arguments(command: argparse.ArgumentParser) -> None:
 def report_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `report`."""
     command.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="of a node, or of several")
-    command.add_argument("--out", metavar="DIR", type=Path, help="where they go (default: RUN_FOLDER/report)")
+    command.add_argument("--out", metavar="DIR", type=Path, help="where the page goes (default: RUN_FOLDER/report)")
     command.set_defaults(call=_report)
 
 
@@ -38,8 +38,7 @@ def print_report(made: Made) -> None:
     print(f"run {printable(summary.run_name)}, {nodes}{going_on}: {summary.tokens:,} tokens in this folder")
     if told.passed_over:
         print(f"{told.passed_over:,} lines hold no event that this version writes: passed over")
-    for what, path in (("page", made.page), *(("picture", picture) for picture in made.pictures)):
-        print(f"{what:<9} {path}")
+    print(f"page      {made.page}")
 
 
 def _run_folder_of(options: argparse.Namespace) -> Path:
@@ -60,7 +59,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     say_drawing()
-    from noloco_node.report.make import make_report
+    from noloco_node.report.page import make_report
 
     print_report(make_report(_run_folder_of(options), options.out))
     return int(ExitCode.OK)

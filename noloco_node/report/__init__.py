@@ -1,1 +1,1 @@
-"""What a run folder tells: one page and a few pictures made of the event files in it."""
+"""What a run folder tells: one page, made of the event files in it."""

@@ -1,4 +1,4 @@
-"""What is to be drawn, before anybody says how: the page and the pictures are drawn from the same charts."""
+"""Charts as data: what is to be drawn, before `drawing` says how."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ChartPoint = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class ChartLine:
-    """A curve. `colour` is a name that the page and the pictures know: first, second, third, quiet."""
+    """A curve. `colour` is a class of the page's style: first, second, third, quiet."""
 
     label: str
     """Empty where it is one of several that are named once."""

@@ -1,23 +1,60 @@
-"""The report as one HTML page that loads nothing and runs nothing: style, charts and tables lie in it."""
+"""Writes the report of a run folder: one HTML page that loads nothing and runs nothing; style, charts and tables lie
+in it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 
-from noloco_node import __version__
+from noloco_node import __version__, ambient
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.report import drawing, figures
 from noloco_node.report.chronicle import Chronicle
 from noloco_node.report.figures import words
-from noloco_node.report.folder import ReportedRun
+from noloco_node.report.folder import ReportedRun, read_folder
+from noloco_node.storage import atomic
 from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
 from noloco_node.telemetry.words import as_bytes, as_long, as_loss
 
+PLACE = "report"
+"""The report's folder within a run folder."""
 MOMENTS_SHOWN = 200
 NOBODY = '<p class="dim">nobody yet</p>'
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A report that was written: what it tells, and its page."""
+
+    told: ReportedRun
+    page: Path
+
+
+def make_report(run_folder: Path, target: Path | None = None, now: float | None = None) -> Made:
+    """Write the report of the run folder into `target`, or into `PLACE` within the run folder. A report that lies
+    there is replaced.
+
+    Raises UserError (RUN_FOLDER) as `read_folder` does, and where the target cannot be written.
+    """
+    told = read_folder(run_folder, ambient.wall() if now is None else now)
+    text = page(told)
+    folder = target or run_folder / PLACE
+    written = folder / "report.html"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic.write_bytes(written, text.encode())
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"the report cannot be written to '{folder}': {error.strerror or error}",
+            "name another folder with --out",
+        ) from None
+    return Made(told, written)
 
 
 def page(told: ReportedRun) -> str:
