@@ -9,15 +9,13 @@ codec adds to it with the same seed, in thousandths of a nat.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.command import command, results_file, whole
+from benchmarks.command import command, parser_of, save, whole
 from noloco_node.config.lab_spec import WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.laboratory.training import simulate
@@ -72,17 +70,15 @@ def measure(config: Path, stages: Sequence[int], codecs: Sequence[str], seeds: S
 
 def main() -> None:
     """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=Path("tests/configs/micro.yaml"))
     parser.add_argument("--stages", type=whole, nargs="+", default=[2, 4, 8])
     parser.add_argument("--codecs", nargs="+", default=["bf16", "int8"], choices=["bf16", "fp16", "int8"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     losses = measure(options.config, options.stages, options.codecs, options.seeds)
-    if options.out:
-        options.out.write_text(json.dumps(losses, indent=2) + "\n", encoding="utf-8")
+    save(options.out, losses)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ exact answers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -23,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.command import command
+from benchmarks.command import command, parser_of
 from noloco_node.config.load import Config, load_config
 from noloco_node.laboratory.canvas import Sheet, style
 from noloco_node.laboratory.expansion import Point, expand
@@ -218,7 +217,7 @@ def write(config: Config, folder: Path, outcomes: Sequence[Outcome]) -> None:
 
 def main() -> None:
     """Go on where a run was cut off; say each outcome as it comes, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument("config", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=VALUE")

@@ -12,7 +12,6 @@ is from stage 0's, as a part of the lag that is allowed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.attacked_bucket import Attack, AttackFigures, BucketFigures, attacked
-from benchmarks.command import command, not_negative, positive, results_file, whole
+from benchmarks.command import command, not_negative, parser_of, positive, results_file, save, whole
 from benchmarks.stage_clocks import Pipeline
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.report import table_of
@@ -123,7 +122,7 @@ def share(text: str) -> float:
 
 def parsed() -> argparse.Namespace:
     """What its caller asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     kinds = parser.add_subparsers(dest="what", required=True)
     bucket = kinds.add_parser("bucket")
     bucket.add_argument("--honest", type=whole, default=1000, help="replicas of the stage")
@@ -154,8 +153,7 @@ def main() -> None:
         "asked": {name: value for name, value in vars(options).items() if name not in ("out", "what")},
         "points": points,
     }
-    if options.out:
-        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save(options.out, content)
 
 
 if __name__ == "__main__":

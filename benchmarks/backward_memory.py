@@ -9,7 +9,6 @@ beyond what it has when an inner step has been taken; before it is read, the all
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.command import command, results_file
+from benchmarks.command import command, parser_of, save
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
@@ -72,11 +71,10 @@ def measure(run: RunSpec) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/tiny.yaml"))
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "bf16-mixed", "bf16-pure"])
     parser.add_argument("--only", choices=WAYS, help="measure in this process, and print JSON")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     if options.only is not None:
         print(json.dumps(measure(run_of(options.config, options.only, options.precision))))
@@ -91,9 +89,8 @@ def main() -> None:
             f"{way:<11} held {rows[way]['held_mib']:7,.0f} MiB, highest {rows[way]['highest_mib']:7,.0f} MiB",
             flush=True,
         )
-    if options.out:
-        result = {"precision": options.precision, "under_way": UNDER_WAY, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {"precision": options.precision, "under_way": UNDER_WAY, "rows": rows}
+    save(options.out, result)
 
 
 if __name__ == "__main__":

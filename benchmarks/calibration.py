@@ -15,7 +15,6 @@ own, and simulated afterwards:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -32,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.command import command, not_negative, positive, results_file, whole_or_none
+from benchmarks.command import command, not_negative, parser_of, positive, save, whole_or_none
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.sim_spec import SimSpec
@@ -282,13 +281,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, simulate, print the table and write all figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=positive, default=100.0, help="of each measurement")
     parser.add_argument("--warm-up", type=not_negative, default=30.0, help="seconds after all have begun to train")
     parser.add_argument("--only", type=int, nargs="+", default=range(len(STATES)), help="states, by number from 0")
     parser.add_argument("--simulations", type=whole_or_none, default=3, help="seeds, whose mean is shown; 0: none")
     parser.add_argument("--again", type=Path, help="simulate again beside the real figures of this file")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     before: list[dict[str, Any]] = json.loads(options.again.read_text()) if options.again else []
     rows: list[dict[str, Any]] = []
@@ -300,8 +298,7 @@ def main() -> None:
         made = [simulated(state, options.warm_up, options.seconds, seed) for seed in range(options.simulations)]
         rows.append({**known, "simulated": made})
         print(table(rows[-1:]), json.dumps(known["beside"]), flush=True)
-        if options.out:
-            options.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

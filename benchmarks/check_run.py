@@ -5,12 +5,11 @@ make swarm && python -m benchmarks.check_run runs/tiny-*
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.command import command, folder_with
+from benchmarks.command import command, folder_with, parser_of
 from noloco_node.telemetry.events import Evaluation, read_events
 from noloco_node.telemetry.summary import Summary
 
@@ -58,7 +57,7 @@ def checks(folder: Path) -> list[tuple[str, str, bool]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument("folder", type=folder_with("summary.json"), nargs="+")
     broken = 0
     for folder in parser.parse_args().folder:

@@ -9,7 +9,6 @@ differences: Gaussian; heavy tails (Student's t, ν = 4); uneven rows (the same,
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.command import command, results_file, whole
+from benchmarks.command import command, parser_of, results_file, whole
 from noloco_node.outer.codec import CODECS, Codec
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
@@ -127,7 +126,7 @@ def measure(size: int) -> list[dict[str, object]]:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument("--size", type=whole, default=1 << 22, help="weights")
     parser.add_argument("--out", type=results_file, required=True)
     arguments = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -24,6 +25,20 @@ def command(main: Callable[[], object]) -> NoReturn:
         print(f"benchmarks.{named}: {error.message}; {error.remedy}".replace("\n", " "), file=sys.stderr)
         sys.exit(int(error.exit_code))
     sys.exit(ended if isinstance(ended, int) else 0)
+
+
+def parser_of(doc: str | None, *, out: bool = True) -> argparse.ArgumentParser:
+    """A benchmark's parser: its help is the module's docstring, and `--out` names the file of its figures."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out:
+        parser.add_argument("--out", type=results_file)
+    return parser
+
+
+def save(out: Path | None, figures: object) -> None:
+    """Write the figures where `--out` says."""
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 def whole(text: str) -> int:

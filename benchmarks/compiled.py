@@ -9,7 +9,6 @@ median of the rounds counts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -19,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from benchmarks.command import command, device, results_file, whole
+from benchmarks.command import command, device, parser_of, save, whole
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
@@ -67,13 +66,12 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 def main() -> int:
     """Measure, print and write; 1 where the numbers differ by more than rounding."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/tiny.yaml"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--device", type=device, default="cpu")
     parser.add_argument("--rounds", type=whole, default=7)
     parser.add_argument("--microbatches", type=whole, default=4)
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     run = load_config(options.config, ["run.model.stages=2", *options.set]).run
@@ -101,8 +99,7 @@ def main() -> int:
         "rounds": ratios,
     }
     print(json.dumps(result, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save(options.out, result)
     return int(max(differences) > MOST_APART[run.inner.precision])
 
 

@@ -10,7 +10,6 @@ not there is left out. Writes `table.md`, `directory.png`, `sizes.png` and `even
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.command import command, folder_with
+from benchmarks.command import command, folder_with, parser_of
 
 matplotlib.use("Agg")
 
@@ -202,7 +201,7 @@ def events_table(folder: Path) -> list[str]:
 
 def main() -> None:
     """Called from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument(
         "folder", type=folder_with(*(f"{name}/results.json" for name in ("directory", "before", *WORK, *EVENTS)))
     )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import os
 import statistics
 import sys
@@ -26,7 +25,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from benchmarks.command import command, positive, results_file, whole
+from benchmarks.command import command, parser_of, positive, results_file, save, whole
 from benchmarks.gpu_trace import FRAGMENTS, Course, traced
 from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, finish, random_batch, waits, waits_of_stages
 from benchmarks.pipeline import STEPS_BEFORE_WINDOW, run_swarm, settings_of
@@ -301,7 +300,7 @@ def trace_line(shares: Mapping[str, float | None], course: Course) -> str:
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """What was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu, auto")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--hidden", type=whole, default=1024)
@@ -313,7 +312,6 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--daemon-steps", type=whole, default=120, help="inner steps of each swarm of daemons")
     parser.add_argument("--no-daemons", action="store_true")
     parser.add_argument("--trace", type=results_file, help="where the profiler's trace goes, for chrome://tracing")
-    parser.add_argument("--out", type=results_file)
     return parser.parse_args(arguments)
 
 
@@ -338,8 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def keep(what: str, figures: object) -> None:
         found[what] = figures
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        save(options.out, found)
 
     device, seconds = torch.device(options.device), options.seconds / 4
     reached = {dtype: product_flop_per_second(device, dtype, seconds) for dtype in (torch.float32, torch.bfloat16)}

@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,7 @@ import uvloop
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.proto import runtime_pb2  # pyright: ignore[reportMissingTypeStubs]
 
-from benchmarks.command import command, not_negative, results_file, whole
+from benchmarks.command import command, not_negative, parser_of, save, whole
 from benchmarks.other_process import other_process
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.identity.addresses import parse_address
@@ -45,7 +46,7 @@ from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
-from tests.chaos.proxy import Shape
+from tests.chaos.proxy import Shape, ShapingProxy
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 Tensor: Any = runtime_pb2.Tensor  # pyright: ignore
@@ -148,6 +149,17 @@ async def serve(folder: Path) -> None:
     tcp.close()
 
 
+async def carry(port: int, delay: float, mbit: float) -> None:
+    """A link before that port until standard input ends; print where it is."""
+    shape = Shape(delay=delay, bits_per_second=mbit * 1e6)
+    proxy = ShapingProxy(port, random.Random(port), shape.pieces_under_way)
+    proxy.shape = shape
+    await proxy.start()
+    print(json.dumps({"port": proxy.port}), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await proxy.close()
+
+
 def _grpc_options() -> list[tuple[str, int]]:
     return [("grpc.max_receive_message_length", MOST_GRPC), ("grpc.max_send_message_length", MOST_GRPC)]
 
@@ -185,7 +197,7 @@ async def _shaped(port: int, shape: Shape | None) -> AsyncIterator[int]:
         yield port
         return
     link = ("--link", str(port), str(shape.delay), str(shape.bits_per_second / 1e6))
-    async with other_process("benchmarks.pair", *link, seconds=START_SECONDS) as (where, _):
+    async with other_process("benchmarks.hop", *link, seconds=START_SECONDS) as (where, _):
         yield where["port"]
 
 
@@ -398,35 +410,37 @@ async def run(options: argparse.Namespace) -> tuple[list[Measured], list[Bulk]]:
 
 def main() -> None:
     """Measure, print the table, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", type=Path, metavar="DIR", help=argparse.SUPPRESS)
+    parser.add_argument("--link", nargs=3, metavar=("PORT", "DELAY", "MBIT"), help=argparse.SUPPRESS)
     parser.add_argument("--sizes", type=whole, nargs="+", default=list(SIZES), metavar="BYTES")
     parser.add_argument("--streams", type=whole, nargs="*", default=[1, 4, 16], help="of a bulk of 64 MiB")
     parser.add_argument("--rounds", type=whole, default=7)
     parser.add_argument("--round-trip", type=not_negative, default=0.0, metavar="MS")
     parser.add_argument("--mbit", type=not_negative, default=0.0, help="Mbit/s each way; 0: as fast as it goes")
     parser.add_argument("--matrix", action="store_true", help="every link of the matrix, with sizes of its own")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.serve:
         uvloop.run(serve(options.serve))
         return
+    if options.link:
+        port, delay, mbit = options.link
+        uvloop.run(carry(int(port), float(delay), float(mbit)))
+        return
     if options.matrix:
         cells = uvloop.run(run_matrix(options.rounds))
         print(matrix_table(cells))
-        if options.out:
-            options.out.write_text(json.dumps({"rounds": options.rounds, "measured": cells}, indent=1) + "\n")
+        save(options.out, {"rounds": options.rounds, "measured": cells})
         return
     found, bulks = uvloop.run(run(options))
     print(table(found))
     if bulks:
         print("\n" + bulk_table(bulks))
-    if options.out:
-        settings = {"round_trip_ms": options.round_trip, "mbit": options.mbit, "rounds": options.rounds}
-        figures = [asdict(each) for each in found]
-        many = [asdict(each) for each in bulks]
-        options.out.write_text(json.dumps(settings | {"measured": figures, "bulk": many}, indent=1) + "\n")
+    settings = {"round_trip_ms": options.round_trip, "mbit": options.mbit, "rounds": options.rounds}
+    figures = [asdict(each) for each in found]
+    many = [asdict(each) for each in bulks]
+    save(options.out, settings | {"measured": figures, "bulk": many})
 
 
 if __name__ == "__main__":

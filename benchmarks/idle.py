@@ -9,7 +9,6 @@ in `benchmarks.join`. This package is compiled before, as whoever installs it ha
 
 from __future__ import annotations
 
-import argparse
 import compileall
 import contextlib
 import json
@@ -25,7 +24,7 @@ from pathlib import Path
 import psutil
 
 import noloco_node
-from benchmarks.command import command, positive, results_file
+from benchmarks.command import command, parser_of, positive, save
 from noloco_node.config.load import load_config
 from noloco_node.telemetry.events import EventReader, NodeStarted
 
@@ -176,10 +175,9 @@ def _wait_until_up(child: subprocess.Popen[str], events: Path, began: float) -> 
 
 def main() -> None:
     """Measure, print, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--seconds", type=positive, default=60.0, help="to look at the daemon for")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     compileall.compile_dir(Path(noloco_node.__file__).parent, quiet=1)
     found, taken = idle(options.config, options.seconds), [imports() for _ in range(ROUNDS)]
@@ -198,9 +196,8 @@ def main() -> None:
         print(f"  import {name:<42} {size / 1e6:.0f} MB, {private / 1e6:.0f} its own, {seconds:.2f} s of CPU")
     print(f"memory of p2pd         {found.p2pd_bytes / 1e6:.0f} MB")
     print(f"waiting                {found.daemon_share:.2%} of a core, p2pd {found.p2pd_share:.2%}")
-    if options.out:
-        more = {"starts": starts, "imports": taken, "beside_model_bytes": beside, "beside_model_private_bytes": own}
-        options.out.write_text(json.dumps(asdict(found) | more, indent=1) + "\n")
+    more = {"starts": starts, "imports": taken, "beside_model_bytes": beside, "beside_model_private_bytes": own}
+    save(options.out, asdict(found) | more)
 
 
 if __name__ == "__main__":

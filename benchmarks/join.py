@@ -8,9 +8,7 @@ and ends when its probation is over. Again and again, each time a new joiner; al
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -23,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.command import command, results_file, whole
+from benchmarks.command import command, parser_of, save, whole
 from noloco_node.config.load import load_config
 from noloco_node.telemetry.events import (
     AnyEvent,
@@ -181,10 +179,9 @@ def table(found: Sequence[Joined]) -> Iterator[str]:
 
 def main() -> None:
     """Measure, print the table, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--rounds", type=whole, default=3)
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     last = load_config(options.config).run.stages - 1
     with tempfile.TemporaryDirectory() as name, swarm(options.config, Path(name)) as address:
@@ -193,10 +190,9 @@ def main() -> None:
             found.append(join(address, Path(name) / f"joiner{number}", last))
             print(found[-1], flush=True)
     print("\n".join(table(found)))
-    if options.out:
-        machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        figures = {"joiners": [asdict(each) for each in found]}
-        options.out.write_text(json.dumps(machine | figures, indent=1) + "\n", encoding="utf-8")
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    figures = {"joiners": [asdict(each) for each in found]}
+    save(options.out, machine | figures)
 
 
 if __name__ == "__main__":

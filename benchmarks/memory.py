@@ -10,14 +10,13 @@ have trained, and copies the state of one of them, whose own copy for that count
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.command import command, results_file
+from benchmarks.command import command, parser_of, save
 from noloco_node.config.load import Config, load_config
 from noloco_node.diagnostics.status import Events
 from noloco_node.launch.local_swarm import DAEMON, LocalSwarm, Observer, SwarmNode
@@ -154,12 +153,11 @@ def _highest(peaks: dict[str, int]) -> dict[str, int]:
 
 def main() -> None:
     """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/tiny.yaml"))
     parser.add_argument("--sizes", nargs="+", default=["2M", "12M", "40M"], choices=list(SIZES))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--joiners", action="store_true", help="one more node of each stage copies a state")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     steps = LONG if options.joiners else STEPS
     program = asyncio.run(peaks_of(config_of(options.config, PROGRAM_SIZE, options.set)))
@@ -185,9 +183,8 @@ def main() -> None:
                 }
             )
             print(json.dumps(rows[-1]), flush=True)
-    if options.out:
-        result = {"program_mib": {name: peak / MIB for name, peak in program.items()}, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {"program_mib": {name: peak / MIB for name, peak in program.items()}, "rows": rows}
+    save(options.out, result)
 
 
 if __name__ == "__main__":

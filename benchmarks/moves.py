@@ -8,10 +8,9 @@ poorest stage is that of its nodes, those on their way to it included, as a shar
 
 from __future__ import annotations
 
-import argparse
 import time
 
-from benchmarks.command import command, not_negative, positive, whole
+from benchmarks.command import command, not_negative, parser_of, positive, whole
 from noloco_node.config.crowd_spec import Arrivals, CrowdSettings, DeviceSettings, DirectorySettings
 from noloco_node.simulator.crowd import Crowd
 
@@ -65,7 +64,7 @@ def course(settings: CrowdSettings, killed: float) -> None:
 
 def main() -> None:
     """Run all that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument("--nodes", type=whole, nargs="+", default=[1000])
     parser.add_argument("--view", nargs="+", default=["buckets"])
     parser.add_argument("--stay", type=positive, default=300.0)

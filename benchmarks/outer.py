@@ -11,8 +11,6 @@ on a p2pd of its own.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -25,7 +23,7 @@ from typing import Any, get_args
 import torch
 import uvloop
 
-from benchmarks.command import command, results_file, whole
+from benchmarks.command import command, parser_of, save, whole
 from benchmarks.hivemind_averaging import Group
 from benchmarks.hop import Processes
 from benchmarks.pair import WIDTHS, Pair, pair, peak_bytes, reset_peak
@@ -100,7 +98,7 @@ async def measure(sizes: Sequence[int], codecs: Sequence[CodecName], rounds: int
     """Every codec in turn, again and again, size by size. The first round opens streams and touches memory."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
-        async with pair(folder=Path(name)) as two:
+        async with pair(Path(name)) as two:
             cpu = Processes((*two.pids, *two.p2pds))
             for millions in sizes:
                 taken: dict[str, list[One]] = {}
@@ -198,12 +196,11 @@ def all_reduce_table(found: Sequence[AllReduce]) -> str:
 
 def main() -> None:
     """Measure, print the tables, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 10], choices=list(WIDTHS), metavar="M")
     parser.add_argument("--codecs", nargs="*", default=list(CODECS), choices=CODECS)
     parser.add_argument("--rounds", type=whole, default=5)
     parser.add_argument("--all-reduce", type=int, nargs="*", default=[], metavar="PEERS")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "rounds": options.rounds}
@@ -216,8 +213,7 @@ def main() -> None:
     if reduced:
         print(all_reduce_table(reduced))
     found["all_reduce"] = [asdict(each) for each in reduced]
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save(options.out, found)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""Two replicas of one stage in two processes, each on a p2pd of its own: what `benchmarks.outer` and `benchmarks.bulk`
-measure between them.
+"""Two replicas of one stage in two processes, each on a p2pd of its own: `benchmarks.outer` measures between them.
 
 They have a stage with its optimizer, its exchanger and its donor as a node has them, and train nothing. The other
-process is told by requests over the same transport which stage to hold. With a shape the connection goes through a
-proxy in a process of its own.
+process is told by requests over the same transport which stage to hold.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -18,7 +15,6 @@ import random
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,7 @@ import torch
 import uvloop
 from torch import Tensor
 
-from benchmarks.command import command
+from benchmarks.command import command, parser_of
 from benchmarks.other_process import other_process
 from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.averaging.participant import Averaging
@@ -55,11 +51,10 @@ from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import JsonObject, Message
-from tests.chaos.proxy import Shape, ShapingProxy
 
 START_SECONDS = 120.0
 HOLD_SECONDS = 600.0
-HOLD, SWAP, LIFT = "bench.hold", "bench.swap", "bench.lift"
+HOLD, SWAP = "bench.hold", "bench.swap"
 APART = 1e-3
 """How far a replica's weights are moved before each exchange, as a standard deviation."""
 WIDTHS = {1: (128, 5), 10: (384, 6), 30: (640, 6), 100: (1024, 8), 300: (1536, 10)}
@@ -143,11 +138,6 @@ class HeldReplica:
         noise = torch.randn(trainer.layout.size, generator=torch.Generator().manual_seed(seed)).mul_(APART)
         await asyncio.to_thread(trainer.add_to_weights, noise, slice(None))
 
-    @property
-    def streams(self) -> int | None:
-        """Pieces that a node fetches at once."""
-        return self._settings.fixed_streams
-
     async def average_with(self, peer: PeerId) -> OuterStep:
         """One exchange that this side dials. SystemExit where it comes to nothing."""
         while not self._steps.empty():
@@ -219,28 +209,13 @@ async def serve(folder: Path) -> None:
         async def swap(_peer: PeerId, message: Message) -> Message:
             return Message({}, message.tensors)
 
-        async def lift(_peer: PeerId, message: Message) -> Message:
-            replica.giving.donor.rate.rate = float(message.header["rate"])  # type: ignore[arg-type]
-            return Message({}, ())
-
-        for name, handler in ((HOLD, hold), (SWAP, swap), (LIFT, lift)):
+        for name, handler in ((HOLD, hold), (SWAP, swap)):
             transport.serve(name, _anyone, handler, max_concurrent_per_peer=64)
         await transport.start()
         print(json.dumps({"address": daemon.visible_addresses()[0], "p2pd": daemon.pid}), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         await replica.close()
         await transport.close()
-
-
-async def carry(port: int, delay: float, mbit: float) -> None:
-    """A link before that port until standard input ends; print where it is."""
-    shape = Shape(delay=delay, bits_per_second=mbit * 1e6)
-    proxy = ShapingProxy(port, random.Random(port), shape.pieces_under_way)
-    proxy.shape = shape
-    await proxy.start()
-    print(json.dumps({"port": proxy.port}), flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await proxy.close()
 
 
 @dataclass
@@ -274,32 +249,22 @@ class Pair:
         await self.own.move_apart(2 * seed)
         await self._ask(HOLD, {"moved": True, "seed": 2 * seed + 1})
 
-    async def lift_rate(self, rate: float) -> None:
-        """The other side gives its state at so many bytes a second, whatever it has measured."""
-        await self._ask(LIFT, {"rate": rate})
-
     async def swap(self, tensor: Tensor) -> Tensor:
         """The other side's tensor of the same size."""
         return (await self._ask(SWAP, {}, tensor)).tensors[0]
 
 
-_another = partial(other_process, "benchmarks.pair", seconds=START_SECONDS)
-
-
 @contextlib.asynccontextmanager
-async def pair(round_trip: float = 0.0, mbit: float = 0.0, folder: Path | None = None) -> AsyncIterator[Pair]:
-    """Two replicas, `round_trip` seconds apart on a line of so many Mbit/s each way (0: as fast as it goes)."""
-    assert folder is not None
+async def pair(folder: Path) -> AsyncIterator[Pair]:
+    """Two replicas on this machine, whose keys lie in `folder`."""
     try:
         async with contextlib.AsyncExitStack() as stack:
-            where, pid = await stack.enter_async_context(_another("--serve", str(folder)))
+            where, pid = await stack.enter_async_context(
+                other_process("benchmarks.pair", "--serve", str(folder), seconds=START_SECONDS)
+            )
             address = parse_address(where["address"])
-            port = address.port
-            if round_trip or mbit:
-                link = ("--link", str(port), str(round_trip / 2), str(mbit or 1e6))
-                port = (await stack.enter_async_context(_another(*link)))[0]["port"]
             identity = load_or_create_identity(folder / "own.key")
-            entrance = f"/ip4/127.0.0.1/tcp/{port}/p2p/{address.peer}"
+            entrance = f"/ip4/127.0.0.1/tcp/{address.port}/p2p/{address.peer}"
             settings = NodeSettings(initial_peers=(entrance,))
             daemon = await stack.enter_async_context(running_p2p(settings, identity))
             transport = Libp2pTransport(daemon, identity=identity)
@@ -314,19 +279,12 @@ async def pair(round_trip: float = 0.0, mbit: float = 0.0, folder: Path | None =
 
 
 def main() -> None:
-    """The other process, or the link."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", type=Path, metavar="DIR")
-    parser.add_argument("--link", nargs=3, metavar=("PORT", "DELAY", "MBIT"))
+    """The other process."""
+    parser = parser_of(__doc__, out=False)
+    parser.add_argument("--serve", type=Path, metavar="DIR", required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.link:
-        port, delay, mbit = options.link
-        uvloop.run(carry(int(port), float(delay), float(mbit)))
-    elif options.serve:
-        uvloop.run(serve(options.serve))
-    else:
-        parser.error("this is the other side of benchmarks.outer and benchmarks.bulk: run one of them")
+    uvloop.run(serve(options.serve))
 
 
 if __name__ == "__main__":

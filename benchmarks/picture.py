@@ -10,7 +10,6 @@ and the beginning of its sample of text. The picture shows nothing else; it play
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command, not_negative, results_file
+from benchmarks.command import command, not_negative, parser_of, results_file
 from benchmarks.moving import still, svg
 from noloco_node import ambient
 from noloco_node.config.load import load_config
@@ -152,7 +151,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Record where nothing else is asked for, then draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument("--draw", action="store_true", help="from the recorded figures, without a run")
     parser.add_argument("--still", type=not_negative, metavar="SECONDS", help="one moment, without a run")
     parser.add_argument("--folder", type=Path, help="where the run stays; it is removed where none is named")

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.command import command, positive, results_file, whole
+from benchmarks.command import command, parser_of, positive, save, whole
 from noloco_node import __version__
 from noloco_node.config.load import Config, load_config
 from noloco_node.errors import ExitCode, UserError
@@ -208,7 +208,7 @@ def layout(text: str) -> tuple[int, int]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What the caller wants."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--tokens", type=whole, default=400_000, help="target of each swarm run")
     parser.add_argument("--layouts", type=layout, nargs="+", metavar="PxR", help="the config's own, if none is named")
@@ -217,7 +217,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=whole, default=1)
     parser.add_argument("--single", type=whole, nargs=2, metavar=("THREADS", "WINDOWS"), help="take these, no sweep")
     parser.add_argument("--single-seconds", type=positive, default=SINGLE_SECONDS)
-    parser.add_argument("--out", type=results_file)
     parser.add_argument("--add", action="store_true", help="to the runs that are in --out already, of another sitting")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of swarm and single process")
     options = parser.parse_args(arguments)
@@ -294,8 +293,7 @@ def main() -> None:
     }
     print(json.dumps(result["summary"], indent=2))
     print(table(result["summary"]))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    save(options.out, result)
 
 
 def summary(rows: list[dict[str, Any]], variant: str) -> dict[str, list[float]]:

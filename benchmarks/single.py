@@ -5,7 +5,6 @@ python -m benchmarks.single configs/tiny.yaml --threads 2 --windows 8 --seconds 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from benchmarks.command import command, positive, whole
+from benchmarks.command import command, parser_of, positive, whole
 from noloco_node.config.load import load_config
 from noloco_node.data.sampler import WindowSampler
 from noloco_node.data.windows import load_windows
@@ -26,7 +25,7 @@ WARM_UP_STEPS = 2
 
 def main() -> None:
     """Train for some seconds and print one JSON line: tokens per second and CPU seconds per million tokens."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument("config", type=Path)
     parser.add_argument("--threads", type=whole, default=2)
     parser.add_argument("--windows", type=whole, default=8, help="windows in a microbatch")

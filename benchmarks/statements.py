@@ -8,7 +8,6 @@ stands alone (a docstring, and the words beneath a setting) is none. So it count
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import subprocess
@@ -16,7 +15,7 @@ import tarfile
 from collections import Counter
 from pathlib import PurePosixPath
 
-from benchmarks.command import command
+from benchmarks.command import command, parser_of
 
 PACKAGE = "noloco_node"
 
@@ -45,7 +44,7 @@ def _is_text(node: ast.AST) -> bool:
 
 def main() -> None:
     """Count and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, out=False)
     parser.add_argument("revisions", nargs="+", metavar="REVISION", help="one or two, the earlier one first")
     counted = [by_room(revision) for revision in parser.parse_args().revisions[:2]]
     for room in sorted(set().union(*counted)):

@@ -11,7 +11,6 @@ which is what those use whom bandwidth binds). Times are carried through the rou
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.command import command, not_negative, positive, results_file, whole
+from benchmarks.command import command, not_negative, parser_of, positive, save, whole
 
 Times = NDArray[np.float64]
 """Trials x replicas, seconds."""
@@ -148,7 +147,7 @@ def working_share(rng: np.random.Generator, replicas: int, round_trip: float, op
 
 def main() -> None:
     """Compute both tables, print them, write the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sigma", type=not_negative, default=0.7, help="deviation of the log of a message's time")
     parser.add_argument("--step-sigma", type=not_negative, default=0.5, help="the same of an inner step's")
     parser.add_argument("--inner-steps", type=whole, default=50)
@@ -157,7 +156,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=whole, default=40)
     parser.add_argument("--trials", type=whole, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     times = [latencies(rng, sigma, 2000) for sigma in (0.25, 0.5, 1.0)]
@@ -169,10 +167,9 @@ def main() -> None:
     for one in courses:
         shares = (one.pair, one.tree, one.ring, one.barrier, one.pair_barrier)
         print(f"| {one.replicas} | {1e3 * one.round_trip:.0f} ms | " + " | ".join(f"{s:.3f}" for s in shares) + " |")
-    if options.out:
-        settings = {name: value for name, value in vars(options).items() if name != "out"}
-        found = {"latencies": [asdict(one) for row in times for one in row], "courses": [asdict(c) for c in courses]}
-        options.out.write_text(json.dumps(settings | found, indent=1) + "\n")
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    found = {"latencies": [asdict(one) for row in times for one in row], "courses": [asdict(c) for c in courses]}
+    save(options.out, settings | found)
 
 
 if __name__ == "__main__":

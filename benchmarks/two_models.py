@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.command import command, not_negative, positive, results_file, whole
+from benchmarks.command import command, not_negative, parser_of, positive, whole
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
@@ -273,7 +273,7 @@ def both(seed: int, options: argparse.Namespace, known: Mapping[str, Any] | None
 
 def main() -> None:
     """Run both for each seed, print the table and write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--nodes", type=whole, default=64)
     parser.add_argument("--stages", type=whole, default=2)
     parser.add_argument("--seconds", type=positive, default=240.0)
@@ -281,7 +281,6 @@ def main() -> None:
     parser.add_argument("--fastest", type=positive, default=16.0, help="speed of the fastest, in times the slowest")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--again", action="store_true", help="take what --out has of whole nodes")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     about = {name: getattr(options, name) for name in ("nodes", "stages", "seconds", "warm_up", "fastest")}
     known: dict[int, dict[str, Any]] = {}

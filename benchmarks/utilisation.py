@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.command import command, positive, results_file, whole
+from benchmarks.command import command, parser_of, positive, save, whole
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
@@ -341,7 +341,7 @@ def _line(cell: dict[str, Any], shares: Sequence[float]) -> str:
 
 def main() -> None:
     """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=positive, default=40.0, help="of each measurement")
     parser.add_argument("--simulated", action="store_true", help="no daemons")
     which = parser.add_mutually_exclusive_group()
@@ -349,15 +349,13 @@ def main() -> None:
     which.add_argument("--grid", action="store_true", help="the whole grid, no daemons")
     which.add_argument("--dozen", action="store_true", help="of the grid, by daemons")
     parser.add_argument("--jobs", type=whole, default=1, help="processes that simulate the grid")
-    parser.add_argument("--out", type=results_file)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for row in grid_rows(options.seconds, options.jobs) if options.grid else chosen_rows(options):
         rows.append(row)
         print(json.dumps(row), flush=True)
     print(grid_tables(rows) if options.grid else table(rows))
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    save(options.out, rows)
 
 
 def chosen_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -119,7 +119,7 @@ def test_a_side_that_is_cut_off_reads_and_writes_among_itself() -> None:
 
 
 def test_members_receive_what_real_ones_were_measured_to_receive() -> None:
-    """Bytes a second (3,920 of 16, `benchmarks.directory`), within an eighth; each publishes and looks as a node does,
+    """Bytes a second (3,920 of 16 real ones on p2pd, 2026-11-26), within an eighth; each publishes
     and trains nothing."""
     count, real = 16, 3920.0
 
