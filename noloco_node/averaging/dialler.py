@@ -35,11 +35,10 @@ once."""
 
 
 class Dialler:
-    """Dials for one side, with up to `streams` chunks in flight; None: as many as the link needs."""
+    """Dials for one side, with as many chunks in flight as the link needs."""
 
-    def __init__(self, side: Side, streams: int | None) -> None:
+    def __init__(self, side: Side) -> None:
         self._side = side
-        self._streams = streams
 
     async def dial(self, partner: PeerId, fragment: int | None) -> bool:
         """See `Exchanger.dial`."""
@@ -124,7 +123,7 @@ class Dialler:
         began = ambient.monotonic()
         await self._swap_chunk(session, 0)
         took, limit = ambient.monotonic() - began, side.spec.limits.exchange_progress_seconds
-        width = Width(self._streams, limit)
+        width = Width(None, limit)
         width.begin_with(streams_for(took, limit, width.pieces))
         await side_by_side(range(1, outer.chunks), width, partial(self._swap_chunk, session))
         side.engagement.go_on(session, Change.COMPLETE)

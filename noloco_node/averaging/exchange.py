@@ -44,7 +44,7 @@ class Exchanger(Side):
         accepting: Callable[[], bool],
     ) -> None:
         super().__init__(context, clocks=clocks, standing=standing, on_outer_step=on_outer_step, accepting=accepting)
-        self._dialler = Dialler(self, context.settings.fixed_streams)
+        self._dialler = Dialler(self)
         self.responder = Responder(self)
 
     @property

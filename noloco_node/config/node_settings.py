@@ -92,19 +92,11 @@ class NodeSettings(Settings):
     """Microbatches that a stage-0 replica keeps under way. `auto` keeps as few as keep devices at work, its own and
     those of later stages. That is at most 8, and never more than its share of a step's batch: gradients of more would
     be staler. A microbatch that would only wait, for devices or its link, is always drawn after the next inner step."""
-    prefetch_bytes: Positive = 16_000_000
-    """Windows of the text that a stage-0 replica reads ahead, 4 bytes a token; one microbatch at least, and 1,024 at
-    most."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8
     """Microbatches of other peers that this node holds before it answers `busy`."""
     generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
     """Forwards through this node's stage for others that generate a text through the swarm. They get at most so many
     tokens for each that is trained here. 0: none."""
-    exchange_streams: Annotated[int, Field(gt=0, le=64)] | Literal["auto"] = "auto"
-    """Chunks of weights in flight at once while they are exchanged or copied. `auto` begins with four. It takes more if
-    that is faster and fewer if that is not slower, 1 to 32; long and fast lines hold many."""
-    donor_places: Annotated[int, Field(gt=0, le=64)] = 2
-    """Late joiners that may copy this node's state at once; others are told `busy` and ask another node."""
     p2pd_start_seconds: PositiveFloat = 60.0
     """Time that p2pd has to start; slow disks and busy machines need it."""
     drain_seconds: PositiveFloat = 5.0
@@ -131,11 +123,6 @@ class NodeSettings(Settings):
         """Microbatches that a stage-0 replica may have under way, where a step has so many of its own: what memory and
         speed are planned for."""
         return min(AUTO_MOST, share) if self.in_flight == "auto" else self.in_flight
-
-    @property
-    def fixed_streams(self) -> int | None:
-        """Chunks of weights in flight at once; None where that is found out as they go."""
-        return None if self.exchange_streams == "auto" else self.exchange_streams
 
     @model_validator(mode="after")
     def _leaves_after_it_has_finished(self) -> NodeSettings:

@@ -31,6 +31,10 @@ from noloco_node.data.windows import Windows, load_windows
 logger = logging.getLogger(__name__)
 
 
+PREFETCH_BYTES = 16_000_000
+"""Windows of the text that a stage-0 replica reads ahead, 4 bytes a token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """The reading replica, and its measure."""
@@ -38,7 +42,7 @@ class Reader:
     peer_id: str
     microbatch_windows: int
     held_out_windows: int
-    prefetch_bytes: int
+    prefetch_bytes: int = PREFETCH_BYTES
 
 
 MakeTurns = Callable[[int, Position], Turns]

@@ -213,8 +213,7 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
         with interrupts.leaving():
             async with stays.arriving(stage_index):
                 walk = stays.ledger.walk if saved is None else saved.standing.walk
-                ahead = net.settings.prefetch_bytes
-                stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk, ahead)
+                stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk)
                 if samples is not None:
                     stack.push_async_callback(ambient.elsewhere, samples.close)
                 replica = Replica(
@@ -357,16 +356,14 @@ async def _say_if_last(place: _Place, stay: _Stay, interrupts: Interrupts) -> No
             place.emit(warning)
 
 
-def _prepare(
-    spec: RunSpec, stage_index: int, own: PeerId, position: Position, prefetch_bytes: int
-) -> tuple[Stage, Samples | None]:
+def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: Position) -> tuple[Stage, Samples | None]:
     """Build the stage and, on stage 0, read the text from `position` on. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
     check_microbatch_bytes(spec, stage.hidden_size)
     _spare_the_collector()
     if stage_index > 0:
         return stage, None
-    reader = Reader(own, spec.inner.microbatch_windows, spec.evaluation.windows, prefetch_bytes)
+    reader = Reader(own, spec.inner.microbatch_windows, spec.evaluation.windows)
 
     def turns(count: int, begin: Position) -> SharedTurns:
         return SharedTurns(count, spec.data.seed, own, spec.limits.record_seconds, random.Random(f"slots/{own}"), begin)

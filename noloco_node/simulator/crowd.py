@@ -20,9 +20,8 @@ from noloco_node.simulator.crowd_calls import RollCalls
 from noloco_node.simulator.crowd_directory import BucketDirectory, WholeDirectory
 from noloco_node.simulator.crowd_nodes import Agenda, Nodes
 from noloco_node.simulator.crowd_pipeline import BACKWARDS, CrowdPipeline
+from noloco_node.state_transfer.participant import DONOR_PLACES
 
-DONOR_PLACES = 2
-"""The number of joiners that a donor serves at once, as `node.donor_places`."""
 DONOR_PAUSE_SECONDS = (1.0, 3.0)
 """Seconds, least and most, before a joiner that all donors refused asks again."""
 SPARE = 1.3

@@ -114,7 +114,6 @@ class StateCopier:
         transport: Transport,
         worker: StageWorker,
         *,
-        streams: int | None,
         believe: Callable[[float], float],
         emit: Callable[[AnyEvent], None],
         rng: random.Random,
@@ -123,7 +122,6 @@ class StateCopier:
         self._stage = stage
         self._transport = transport
         self._worker = worker
-        self._streams = streams
         self._believe = believe
         self._emit = emit
         self._rng = rng
@@ -276,7 +274,6 @@ class StateCopier:
                     self._worker,
                     donor,
                     download,
-                    streams=self._streams,
                     on_progress=progress,
                     after_a_stop=stopped,
                 )

@@ -78,14 +78,13 @@ async def fetch_state(
     donor: PeerId,
     download: Download,
     *,
-    streams: int | None,
     on_progress: Callable[[int], None],
     after_a_stop: bool = False,
 ) -> StateManifest:
     """Bring `download` to a whole, verified state of `donor`. Nothing of this replica changes.
 
     There is no deadline on the whole, only on progress: no chunk for `limits.exchange_progress_seconds` ends it.
-    `streams` chunks are under way at once, None: as many as the link needs. `on_progress` is told the bytes that lie
+    `on_progress` is told the bytes that lie
     here. `after_a_stop`: nothing came in time last. It begins with one chunk then, for several that share a slow line
     all come too late. Raises Refused or TransportError; what has come so far stays.
     """
@@ -94,7 +93,7 @@ async def fetch_state(
     manifest, digests = await _open(transport, donor, request, download, limit)
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
-    width = Width(streams, limit)
+    width = Width(None, limit)
     if after_a_stop:
         width.begin_with(1)
     here = download.size - sum(map(download.length, pending))

@@ -10,6 +10,9 @@ from noloco_node.state_transfer.donor import StateDonor
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.transport.interface import Withdraw
 
+DONOR_PLACES = 2
+"""Late joiners that may copy a node's state at once; others are told `busy` and ask another node."""
+
 
 class StateTransfer(Participant):
     """`believe` turns a donor's claimed clock into the one to take over; peers that `relayed` says are connected
@@ -21,13 +24,13 @@ class StateTransfer(Participant):
         believe: Callable[[float], float],
         relayed: Callable[[PeerId], Awaitable[bool]],
     ) -> None:
-        spec, settings, worker = context.spec, context.settings, context.worker
+        spec, worker = context.spec, context.worker
         self.donor = StateDonor(
             spec,
             context.stage,
             context.transport,
             worker,
-            places=settings.donor_places,
+            places=DONOR_PLACES,
             accepting=lambda: self.accepting,
             relayed=relayed,
         )
@@ -36,7 +39,6 @@ class StateTransfer(Participant):
             context.stage,
             context.transport,
             worker,
-            streams=settings.fixed_streams,
             believe=believe,
             emit=context.emit,
             rng=context.rng,

@@ -110,7 +110,6 @@ def copied(
     line: Line,
     chunks: int,
     donors: int = 1,
-    streams: int | None = None,
     kind: Callable[[int], type[StateDonor]] = lambda _: StateDonor,
 ) -> tuple[float, int]:
     """Seconds in which a joiner is a copy of one of them, all behind one line, and of which. Raises NoDonor."""
@@ -131,7 +130,6 @@ def copied(
             0,
             MemoryTransport(network, PeerId("joiner")),
             workers[0],
-            streams=streams,
             believe=lambda claimed: claimed,
             emit=lambda _: None,
             rng=random.Random(1),
@@ -154,11 +152,10 @@ def copied(
     return in_virtual_time(work)
 
 
-@pytest.mark.parametrize("streams", [None, 4])
-def test_a_line_that_brings_one_chunk_in_time_but_not_four_brings_a_state(streams: int | None) -> None:
+def test_a_line_that_brings_one_chunk_in_time_but_not_four_brings_a_state() -> None:
     """Four that share it all come after the deadline, again and again: it begins anew with one."""
     line = Line(lambda _: 2.4 * CHUNK / LIMIT)
-    assert copied(line, 30, streams=streams)[0] < LIMIT + 1.3 * 30 * LIMIT / 2.4
+    assert copied(line, 30)[0] < LIMIT + 1.3 * 30 * LIMIT / 2.4
 
 
 def test_a_line_that_falls_a_hundredfold_on_the_way_brings_the_rest() -> None:

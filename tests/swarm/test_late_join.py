@@ -36,6 +36,7 @@ from noloco_node.sizing.memory import Memory
 from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import participant
 from noloco_node.state_transfer.donor_choice import rank_donors
 from noloco_node.state_transfer.donor_pace import DonorPaces
 from noloco_node.state_transfer.fetch import Download
@@ -70,9 +71,9 @@ async def make_veteran(replica: Replica) -> None:
 
 
 @asynccontextmanager
-async def donors_and_joiner(donors: int = 2, places: int = 2) -> AsyncIterator[tuple[World, Replica]]:
+async def donors_and_joiner(donors: int = 2) -> AsyncIterator[tuple[World, Replica]]:
     """Veterans 0 to `donors` - 1 in memory, and a replica that has just come."""
-    settings = NodeSettings(in_flight=1, drain_seconds=1, donor_places=places, initial_peers=(NAMED,))
+    settings = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
     async with world(micro_spec(stages=1, outer=OUTER, limits=LIMITS), donors + 1, settings) as made:
         for veteran in made.replicas[:-1]:
             await make_veteran(veteran)
@@ -244,7 +245,7 @@ async def drawn_in() -> None:
     async with world(
         spec,
         3,
-        NodeSettings(in_flight=1, drain_seconds=1, exchange_streams=4),
+        NodeSettings(in_flight=1, drain_seconds=1),
         lambda: SimulatedDevice(SECONDS.__getitem__),
     ) as made:
         *veterans, joiner = made.replicas
@@ -507,7 +508,8 @@ def test_slowness_of_ones_own_costs_a_few_windows_and_ends_with_the_fastest(rate
 async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy is no failure of the donor: nobody is named, and as soon as a place is free the joiner gets the state."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.05, 0.1))
-    async with donors_and_joiner(1, places=1) as (made, joiner):
+    monkeypatch.setattr(participant, "DONOR_PLACES", 1)
+    async with donors_and_joiner(1) as (made, joiner):
         donor = made.replicas[0].state_transfer.donor
         stranger = MemoryTransport(made.network, PeerId("another-joiner"))
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
@@ -757,7 +759,7 @@ async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
     many of them as there are places: a joiner that asks now and then gets its turn within three deadlines."""
     clock = _Skewed()
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
-    settings = NodeSettings(in_flight=1, drain_seconds=1, donor_places=2, initial_peers=(NAMED,))
+    settings = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
     limits = LIMITS.model_copy(update={"exchange_progress_seconds": 20.0})
     async with world(micro_spec(stages=1, outer=OUTER, limits=limits), 2, settings) as made:
         veteran, joiner = made.replicas
