@@ -46,6 +46,7 @@ from noloco_node.state_transfer.readers import WAIT_SECONDS, Readers
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.progress import LastTrained
+from noloco_node.transport import pieces
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
@@ -226,7 +227,9 @@ async def test_a_donor_that_is_slow_full_or_away_offends_nobody() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever() -> None:
+def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It goes over a slow link, while two veterans train on: what it has copied is behind by more than twice max_lag
     when it begins.
 
@@ -234,6 +237,7 @@ def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_
     time, are not parted by it. Steps are many enough that a veteran is free between two exchanges. `max_lag` is ten of
     the swarm's: what a replica waits for the shared compute thread is no lag.
     """
+    monkeypatch.setattr(pieces, "MOST_PIECES", 4)
     in_virtual_time(drawn_in, seed=1)
 
 
