@@ -11,14 +11,12 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from noloco_node.bootstrap.hello import measure_hello, said_to_be_over
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.diagnostics.top import BAR_WIDTH
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS
 from noloco_node.identity.addresses import parse_address
 from noloco_node.node.interrupts import interruptible
@@ -26,6 +24,7 @@ from noloco_node.node.network import Entrance
 from noloco_node.node.observing import looking_on
 from noloco_node.observer.onlooker import Onlooker
 from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.screens import figures_table, progress_row
 from noloco_node.telemetry.state import LogTail
 from noloco_node.telemetry.swarm_state import Departed, Happening, Middle, NodeSeen, SwarmView, document
 from noloco_node.telemetry.words import (
@@ -80,7 +79,7 @@ def screen(view: SwarmView, height: int, warnings: Sequence[str] = ()) -> Render
     parts: list[RenderableType] = [
         *(Text(line, style="bold red") for line in _troubles(view)),
         *(Text(printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in warnings),
-        *_progress(view),
+        _progress(view),
         Text(),
         _figures(view),
         Text(),
@@ -153,16 +152,9 @@ def _troubles(view: SwarmView) -> Iterator[str]:
         yield f"no node that answers serves {as_stages(view.missing)}"
 
 
-def _progress(view: SwarmView) -> Iterator[RenderableType]:
-    done = float(view.target) if view.over else min(view.clock, float(view.target))
-    row = Table.grid(padding=(0, 1))
+def _progress(view: SwarmView) -> RenderableType:
     left = "the run is over" if view.over else f"{as_duration(view.seconds_left)} left"
-    row.add_row(
-        ProgressBar(total=view.target, completed=done, width=BAR_WIDTH),
-        f"{done:,.0f} of {view.target:,} tokens",
-        Text(left, style="bold"),
-    )
-    yield row
+    return progress_row(float(view.target) if view.over else view.clock, view.target, left)
 
 
 def _figures(view: SwarmView) -> Table:
@@ -178,11 +170,7 @@ def _figures(view: SwarmView) -> Table:
         ("came, moved", f"{view.joins:,}, {view.moves:,}", "claimed only", f"{claimed:,}"),
         ("left, vanished", f"{view.left:,}, {view.lost:,}", "", ""),
     ]
-    table = Table.grid(padding=(0, 1))
-    for left, value, right, other in rows:
-        cells = ((left, "dim"), (value, "bold"), (right, "dim"), (other, "bold"))
-        table.add_row(*(Text(text, style=style) for text, style in cells))
-    return table
+    return figures_table(rows, padding=1)
 
 
 def _middle(middle: Middle | None, written: Callable[[float], str]) -> str:

@@ -12,7 +12,6 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +27,7 @@ from noloco_node.telemetry.events import (
     Warned,
 )
 from noloco_node.telemetry.history import NodeHistory
+from noloco_node.telemetry.screens import figures_table, progress_row
 from noloco_node.telemetry.words import as_duration, as_loss, as_nodes, as_scientific
 
 RATE_WINDOW = 30.0
@@ -190,12 +190,7 @@ def plain_line(view: LocalSwarmView, now: float) -> str:
 def screen(view: LocalSwarmView, now: float) -> RenderableType:
     """The swarm on one screen of a terminal."""
     f = view.figures(now)
-    progress = Table.grid(padding=(0, 1))
-    progress.add_row(
-        ProgressBar(total=f.target, completed=min(f.clock, f.target), width=40),
-        f"{f.clock:,.0f} of {f.target:,} tokens",
-        Text(f"{as_duration(f.seconds_left)} left", style="bold"),
-    )
+    progress = progress_row(f.clock, f.target, f"{as_duration(f.seconds_left)} left")
     warnings = [*view.warnings, *([view.trouble] if view.trouble else [])]
     trouble = [part for line in warnings for part in (Text(line, style="bold red"), Text())]
     return Panel(
@@ -245,7 +240,6 @@ class Display:
 
 
 def _figures_table(f: SwarmFigures) -> Table:
-    table = Table.grid(padding=(0, 3))
     rows = [
         ("inner step", f"{f.step}", "training loss", as_loss(f.training_loss)),
         ("tokens/s", f"{f.tokens_per_second:,.0f}", "validation loss", as_loss(f.validation_loss)),
@@ -257,11 +251,7 @@ def _figures_table(f: SwarmFigures) -> Table:
             as_scientific(f.spread),
         ),
     ]
-    for left, value, right, other in rows:
-        table.add_row(
-            Text(left, style="dim"), Text(value, style="bold"), Text(right, style="dim"), Text(other, style="bold")
-        )
-    return table
+    return figures_table(rows)
 
 
 def _who_with_whom(view: LocalSwarmView) -> RenderableType:

@@ -33,13 +33,13 @@ class Telemetry:
         loop, tail = asyncio.get_running_loop(), LogTail()
         self._log = NodeLog()
         self._diary = Diary(EventFile(events))
-        terminal = own_terminal() if settings.log_format == "text" else None
-        self._display = None if terminal is None else NodeDisplay(self._log.view, terminal)
         self._metrics = Metrics()
         self._metrics.watch_process(loop, memory_use, partial(free_bytes, events.parent))
         self._memory = MemoryWatch(self.emit)
         self._heartbeat = Heartbeat(loop, self._look_at_memory)
         self._state = NodeState(__version__, self._log.view, tail)
+        terminal = own_terminal() if settings.log_format == "text" else None
+        self._display = None if terminal is None else NodeDisplay(self._state, terminal)
         self.pages = NodePages(self._metrics, self._state, self._heartbeat)
         self._own_web = WebServer(self.pages.answers())
         self._web = web or self._own_web

@@ -272,7 +272,8 @@ class NodeState:
             "detail": detail,
             "since": doing.since if doing else self._since,
             "ready": what == "training",
-            "download": copying and {"received": copying.received, "total": copying.total},
+            "download": copying
+            and {name: getattr(copying, name) for name in ("received", "total", "donor", "seconds")},
         }
 
     def _stands(self, figures: NodeFigures) -> _Document:

@@ -49,6 +49,21 @@ class ToldLine(_Told):
     level: str = ""
 
 
+class ToldDownload(_Told):
+    """A stage peer's state that is copied: bytes, and seconds since the copy began."""
+
+    received: int
+    total: int
+    donor: str = ""
+    seconds: float = 0.0
+
+
+class ToldExchange(_Told):
+    """An outer step that was committed; `partner` is None where it was taken alone."""
+
+    partner: str | None = None
+
+
 class ToldState(_Told):
     """See `NodeState.document`. Times are wall times of the node, speeds tokens per second."""
 
@@ -72,6 +87,10 @@ class ToldState(_Told):
     learning_rate: float | None = None
     inner_steps: int | None = None
     outer_rounds: int | None = None
+    outer_steps: dict[str, int] = {}
+    """By kind, aborted ones among them."""
+    exchanges: tuple[ToldExchange, ...] = ()
+    download: ToldDownload | None = None
     in_hand: int = 0
     nodes_per_stage: tuple[int, ...] = ()
     missing_stages: tuple[int, ...] = ()

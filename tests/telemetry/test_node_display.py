@@ -11,29 +11,47 @@ import sys
 import pytest
 from rich.console import Console
 
+from noloco_node import ambient
 from noloco_node.telemetry.events import AnyEvent, Doing, StateDownload, Warned
 from noloco_node.telemetry.logging import NodeLog
 from noloco_node.telemetry.node_display import NodeDisplay, node_screen
 from noloco_node.telemetry.node_view import NodeView
+from noloco_node.telemetry.state import LogTail, NodeState
+from noloco_node.telemetry.told_state import ToldState
 from noloco_node.telemetry.words import as_nodes
 from tests.telemetry import made_events as made
 
 HALF = 1030.0
 
 
-def half_way(*more: AnyEvent) -> NodeView:
-    """A node of the made-up run at step 30 of 60."""
-    view = NodeView()
+def half(*more: AnyEvent) -> list[AnyEvent]:
+    """What a node of the made-up run has told at step 30 of 60."""
     rows = [event for event in made.node_events("s0-r0") if event.time <= HALF]
-    for event in (*rows, made.account(time=HALF, clock=30 * 1024.0), *more):
+    return [*rows, made.account(time=HALF, clock=30 * 1024.0), *more]
+
+
+def half_way(*more: AnyEvent) -> NodeView:
+    """That node."""
+    view = NodeView()
+    for event in half(*more):
         view.observe(event)
     return view
 
 
-def screen_of(view: NodeView, now: float) -> str:
+def state_of(*events: AnyEvent) -> NodeState:
+    """A node that has told these events."""
+    view = NodeView()
+    state = NodeState("1.0", view, LogTail())
+    for event in events:
+        view.observe(event)
+        state.observe(event)
+    return state
+
+
+def screen_of(state: NodeState) -> str:
     """The screen as text."""
     console = Console(file=io.StringIO(), width=110, height=40)
-    console.print(node_screen(view.figures(now), now))
+    console.print(node_screen(ToldState.model_validate(state.document(None)), "foot"))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -70,10 +88,11 @@ def test_a_stall_lowers_the_speed_and_lengthens_the_time_left() -> None:
     assert after.swarm_rate < 0.2 * before.swarm_rate
 
 
-def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know() -> None:
+def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress, speed, loss, time left, nodes by stage, the last partner, and what it waits for; in few lines."""
     waits = Doing(time=HALF, what="waiting_for_peers", detail="a replica of stage 1: none is known", since=HALF - 65)
-    text = screen_of(half_way(waits, Warned(what="stage_lost", detail="the stage begins anew")), HALF)
+    monkeypatch.setattr(ambient, "wall", lambda: HALF)
+    text = screen_of(state_of(*half(waits, Warned(what="stage_lost", detail="the stage begins anew"))))
     for words in (
         *("made-up · stage 0 of 2", "30,720 of 61,440 tokens", "30 s left", "1,024", "512", "outer steps"),
         *("training loss", "stage 0: 2, stage 1: 2", "with …-s0-r1", "the stage begins anew"),
@@ -85,10 +104,8 @@ def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know() -> None:
 
 def test_a_view_without_events_can_be_shown_and_names_are_never_markup() -> None:
     """Before the first account there is nothing to divide by; a stranger's run may be called anything."""
-    assert "starting" in screen_of(NodeView(), HALF)
-    view = NodeView()
-    view.observe(made.started("s0-r0").model_copy(update={"run_name": "[/bold]"}))
-    assert "[/bold]" in screen_of(view, HALF)
+    assert "starting" in screen_of(state_of())
+    assert "[/bold]" in screen_of(state_of(made.started("s0-r0").model_copy(update={"run_name": "[/bold]"})))
 
 
 def test_speeds_are_right_again_after_this_machines_clock_was_set_back() -> None:
@@ -103,22 +120,21 @@ def test_speeds_are_right_again_after_this_machines_clock_was_set_back() -> None
 
 def test_a_download_shows_until_it_is_whole_and_log_lines_stand_above_the_screen() -> None:
     """Megabytes and time left; a log line never shares a line with the screen, and is not broken."""
-    view, console = NodeView(), Console(file=io.StringIO(), force_terminal=True, width=60)
-    display = NodeDisplay(view, console)
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
     part, whole = (
         StateDownload(donor="12D3KooWdonor", received=received, total=40_000_000, seconds=10.0)
         for received in (10_000_000, 40_000_000)
     )
-    view.observe(part)
+    display = NodeDisplay(state_of(part), console)
     display.observe(part)
     line = "others join with: noloco-node join " + "/ip4/127.0.0.1/tcp/4001/p2p/" + "Q" * 52
     display.line(line)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    assert "10.0 of 40.0 MB" in screen_of(view, HALF)
+    assert "10.0 of 40.0 MB of …Wdonor" in screen_of(state_of(part))
+    assert "30 s left" in screen_of(state_of(part))
     assert "\x1b[2K" + line + "\n" in shown
-    view.observe(whole)
-    assert "of 40.0 MB" not in screen_of(view, HALF)
+    assert "of 40.0 MB" not in screen_of(state_of(part, whole))
     display.close()
 
 
