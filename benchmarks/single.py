@@ -1,4 +1,4 @@
-"""One process that trains the whole model in the ordinary way: what a swarm on the same cores is compared with.
+"""One process that trains the whole model with the run's optimizer: what a swarm on the same cores is compared with.
 
 python -m benchmarks.single configs/tiny.yaml --threads 2 --windows 8 --seconds 20
 """
@@ -19,6 +19,8 @@ from noloco_node.config.load import load_config
 from noloco_node.data.sampler import WindowSampler
 from noloco_node.data.windows import load_windows
 from noloco_node.model.cut import build_config
+from noloco_node.training.inner_optimizer import InnerOptimizer
+from noloco_node.training.layout import FlatLayout
 
 WARM_UP_STEPS = 2
 
@@ -36,7 +38,14 @@ def main() -> None:
     spec = load_config(options.config, options.set).run
     inner = spec.inner
     model = AutoModelForCausalLM.from_config(build_config(spec.model))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=inner.learning_rate, fused=True)
+    parameters = dict(model.named_parameters())
+    layout = FlatLayout.of(parameters)
+    weights = layout.flatten(parameters)
+    gradient = torch.zeros_like(weights)
+    for name, own in layout.views(weights).items():
+        parameters[name].data = own
+        parameters[name].grad = layout.views(gradient)[name]
+    optimizer = InnerOptimizer(layout, weights, gradient, inner)
     text = load_windows(spec.data, model.config.vocab_size)
     walk = WindowSampler(text.train_count, spec.data.seed, "single")
     tokens_a_microbatch = options.windows * spec.data.sequence_length
@@ -49,8 +58,8 @@ def main() -> None:
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / microbatches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), inner.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(inner.learning_rate)
+        gradient.zero_()
 
     for _ in range(WARM_UP_STEPS):
         step()

@@ -25,7 +25,6 @@ from benchmarks.command import command, not_negative, parser_of, positive, whole
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
-from noloco_node.simulator.course import STATE_BYTES
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
@@ -78,7 +77,7 @@ def crowd_settings(config: Config, nodes: int, warm_up: float, seconds: float, f
             "work": {
                 "stages": config.run.stages,
                 "microbatch_bytes": round(traffic[0].forward),
-                "state_bytes": round(STATE_BYTES * fmean(footprint.parameters)),
+                "state_bytes": round(fmean(footprint.state_bytes)),
                 "exchange_seconds": config.sim.exchange_seconds * fmean(footprint.parameters) / 1e6,
                 "exchange_bytes": round(fmean(each.outer_step for each in traffic)),
                 "microbatches_a_step": MICROBATCHES_A_STEP,

@@ -118,14 +118,22 @@ async def lone_node(
         await thread.close()
 
 
-@pytest.mark.parametrize(("momentum", "codec"), [("averaged", "int8"), ("local", "int8"), ("averaged", "sign")])
+@pytest.mark.parametrize(
+    ("momentum", "codec", "optimizer"),
+    [
+        ("averaged", "int8", "adamw"),
+        ("averaged", "int8", "muon"),
+        ("local", "int8", "adamw"),
+        ("averaged", "sign", "adamw"),
+    ],
+)
 async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(
-    tmp_path: Path, momentum: str, codec: CodecName
+    tmp_path: Path, momentum: str, codec: CodecName, optimizer: str
 ) -> None:
-    """Weights, slow weights, momentum, trail, Adam, the half-gathered gradient, clock, counts, books, data position
-    across the end of a pass, and the random generator."""
+    """Weights, slow weights, momentum, trail, optimizer, the half-gathered gradient, clock, counts, books, data
+    position across the end of a pass, and the random generator."""
     outer = OUTER.model_copy(update={"momentum": momentum, "codec": codec})
-    spec = micro_spec(stages=1, layers=1, outer=outer, inner={"global_batch_tokens": 150})
+    spec = micro_spec(stages=1, layers=1, outer=outer, inner={"global_batch_tokens": 150, "optimizer": optimizer})
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as steady:
         await steady.train(11)
@@ -167,6 +175,27 @@ async def test_a_checkpoint_from_before_there_were_trails_is_resumed(tmp_path: P
         del saved.tensors["momentum"]
         with pytest.raises(UserError, match="its tensors are not those of this stage"):
             await node.keeper.resume(saved)
+
+
+@pytest.mark.parametrize(("first", "then"), [("adamw", "muon"), ("muon", "adamw")])
+async def test_a_checkpoint_of_the_other_optimizer_is_of_another_run_and_never_fits(
+    tmp_path: Path, first: str, then: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a manifest claims that it is of this run: the moments are not those of this stage."""
+    specs = [micro_spec(stages=1, layers=1, outer=OUTER, inner={"optimizer": name}) for name in (first, then)]
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(specs[0], folder) as node:
+        await node.train(3)
+        await node.keeper.save()
+    saved = folder.newest(specs[0].run_id, 0)
+    assert saved is not None
+    assert folder.newest(specs[1].run_id, 0) is None
+    assert f"it is of run {specs[0].run_id}, not {specs[1].run_id}" in caplog.text
+    async with lone_node(specs[1], folder) as other:
+        with pytest.raises(UserError, match="its tensors are not those of this stage") as refused:
+            await other.keeper.resume(saved)
+        assert refused.value.exit_code is ExitCode.RUN_FOLDER
+        assert str(saved.path) in refused.value.message
 
 
 async def test_a_checkpoint_is_of_one_moment_while_three_microbatches_are_under_way(tmp_path: Path) -> None:

@@ -32,7 +32,13 @@ PARTS = (None, 0, 1)
 """What is averaged, in turn: the whole stage, one fragment, the other."""
 STEPS_A_ROUND = (2, 3)
 """The steps of the two replicas: their clocks and the weights of their tokens are not the same."""
-TOLERANCE: dict[str, float] = {"fp32": 1e-6, "int4": 3e-3}
+WAYS: dict[str, tuple[str, dict[str, object]]] = {
+    "fp32": ("fp32", {}),
+    "int4": ("int4", {}),
+    "fp32, muon": ("fp32", {"optimizer": "muon", "embedding_rate": 4.0, "head_rate": 2.0, "norm_rate": 3.0}),
+}
+"""Each way that is written down, by its name in the file: the codec, and settings of `run.inner`."""
+TOLERANCE = {"fp32": 1e-6, "int4": 3e-3}
 """The tolerance by codec. A value that lies on the border of two codes of four bits falls to either side on another
 processor. There norms differ by 5e-4, and single weights are not compared."""
 
@@ -44,12 +50,12 @@ def number_exchanges(patch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def two_replicas(codec: str) -> AsyncIterator[World]:
+async def two_replicas(codec: str, inner: dict[str, object]) -> AsyncIterator[World]:
     """Two replicas of the only stage; they exchange when they are told to, with all the time in the world."""
     rule = {"inner_steps": 20, "min_inner_steps": 1, "alpha": 0.5, "beta": 0.5, "fragments": 2}
     spec = micro_spec(
         stages=1,
-        inner={"eps": 1e-5},
+        inner={"eps": 1e-5, **inner},
         outer=OuterSpec.model_validate({**rule, "codec": codec}),
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=60, record_seconds=3, grace_seconds=1),
     )
@@ -97,11 +103,11 @@ async def one_round(made: World, number: int) -> dict[str, Any]:
     }
 
 
-async def trajectory(codec: str) -> list[dict[str, Any]]:
+async def trajectory(way: str) -> list[dict[str, Any]]:
     """All rounds, one after another."""
     with pytest.MonkeyPatch.context() as patch:
         number_exchanges(patch)
-        async with two_replicas(codec) as made:
+        async with two_replicas(*WAYS[way]) as made:
             return [await one_round(made, number) for number in range(ROUNDS)]
 
 
@@ -115,18 +121,19 @@ def flat(value: object, path: str = "") -> dict[str, float]:
     return {path: float(value)}
 
 
-@pytest.mark.parametrize("codec", TOLERANCE)
-async def test_two_replicas_go_the_way_that_is_written_down(codec: str) -> None:
-    """Whole and by fragments, each side dialling in turn, exact and by four bits."""
-    found, written = flat(await trajectory(codec)), flat(json.loads(FILE.read_text())[codec])
+@pytest.mark.parametrize("way", WAYS)
+async def test_two_replicas_go_the_way_that_is_written_down(way: str) -> None:
+    """Whole and by fragments, each side dialling in turn, exact and by four bits; with Muon's steps too."""
+    tolerance = TOLERANCE[WAYS[way][0]]
+    found, written = flat(await trajectory(way)), flat(json.loads(FILE.read_text())[way])
     assert found.keys() == written.keys()
     rows = {name: (found[name], written[name]) for name in written}
-    far = {name: row for name, row in rows.items() if abs(row[0] - row[1]) > TOLERANCE[codec] * max(1.0, abs(row[1]))}
+    far = {name: row for name, row in rows.items() if abs(row[0] - row[1]) > tolerance * max(1.0, abs(row[1]))}
     assert not far, __doc__
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    ways = {codec: asyncio.run(trajectory(codec)) for codec in TOLERANCE}
-    rows = (f'"{codec}": [\n' + ",\n".join(map(json.dumps, rounds)) + "\n]" for codec, rounds in ways.items())
+    ways = {way: asyncio.run(trajectory(way)) for way in WAYS}
+    rows = (f'"{way}": [\n' + ",\n".join(map(json.dumps, rounds)) + "\n]" for way, rounds in ways.items())
     FILE.write_text("{" + ",\n".join(rows) + "}\n")

@@ -32,7 +32,7 @@ class WorldSpec(Settings):
     token_weights: bool = True
     """Whether progress is weighted by the tokens behind it."""
     moments: Literal["local", "averaged"] = "local"
-    """`averaged`: Adam's moments are averaged with the partners at an outer step (their bytes are counted)."""
+    """`averaged`: the optimizer's moments are averaged with the partners at an outer step (their bytes are counted)."""
     tensors_sent: Literal[1, 2] = 1
     """Tensors of the stage's size that an exchange sends: 2 for the published form. It changes the bytes only."""
     initial_spread: Annotated[float, Field(ge=0.0)] = 0.0

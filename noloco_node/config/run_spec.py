@@ -79,7 +79,7 @@ class InnerSpec(Settings):
     the whole stage again. `checkpoint` holds each layer's input and computes one layer again at a time."""
     precision: PrecisionName = "fp32"
     """`bf16`: forward and backward on bf16 copies of fp32 masters. `bf16-mixed`: on fp32 copies, products in bf16
-    (torch's autocast). `bf16-pure`: weights and AdamW's state in bf16, no masters, as in the paper."""
+    (torch's autocast). `bf16-pure`: weights and the optimizer's state in bf16, no masters, as in the paper."""
 
     @model_validator(mode="after")
     def _warmup_before_target(self) -> InnerSpec:

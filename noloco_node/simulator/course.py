@@ -37,8 +37,6 @@ ENDED_BYTES = 1 << 20
 """So many bytes are kept of a node that has died."""
 COPIES = 10
 """A node with tensors holds so many vectors of four bytes a weight: weights, their copies, optimizer, outer step."""
-STATE_BYTES = 20
-"""Bytes that a joiner takes over for each weight of a stage: fast and slow weights, momentum and two moments."""
 OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}
 """A device takes so long for each kind of work, in `sim.operation_seconds`. The last stage's forward is with its loss
 and backward: three times as long."""
@@ -94,7 +92,7 @@ def _check_links(config: Config, footprint: Footprint) -> None:
     mbit = min(sim.up_mbit, sim.down_mbit)
     quadratic = sim.tensors == "quadratic"
     octets = max(each.outer_step for each in traffic_of(config.run, footprint))
-    state = STATE_BYTES * fmean(footprint.parameters) if quadratic and sim.life_hours is not None else 0.0
+    state = fmean(footprint.state_bytes) if quadratic and sim.life_hours is not None else 0.0
     slowest = (max(octets, state) if quadratic else min(octets, limits.chunk_bytes)) / (mbit * 125e3)
     if 4.0 * slowest > patience:
         said = "an exchange takes" if quadratic else "a chunk of run.limits.chunk_bytes takes"
@@ -122,13 +120,19 @@ def simulate(config: Config, progress: _Progress) -> Simulated:
     return Simulated(figures, trace, seconds / 3600.0, (time.process_time() - began) / 3600.0)
 
 
+def quadratic_of(config: Config, footprint: Footprint) -> Quadratic:
+    """What stands for the run's model, with moments for as many of its weights as the optimizer has."""
+    squares = sum(footprint.moments) / sum(footprint.parameters) - 1.0
+    return Quadratic(config.sim.seed, config.sim.noise, config.run.outer.fragments, squares)
+
+
 async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tuple[SimulationFigures, str, float]:
     sim, loop = config.sim, asyncio.get_running_loop()
     quadratic = sim.tensors == "quadratic"
     way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms], random.Random(f"loss/{sim.seed}"))
     outer = config.run.outer
     links = Links(way, weigh_as(footprint, outer.codec, outer.fragments) if quadratic else as_they_are)
-    learning = Quadratic(sim.seed, sim.noise, outer.fragments) if quadratic else RealTensors()
+    learning = quadratic_of(config, footprint) if quadratic else RealTensors()
     settings = config.node.model_copy(update={"seed": sim.seed})
 
     def device(number: int) -> Callable[[Priority], float]:

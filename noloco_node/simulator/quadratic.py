@@ -95,12 +95,16 @@ class QuadraticTrainer(Trainer):
     _loss: float | None = None
     """Of the present weights; None until somebody asks."""
 
-    def __init__(self, facts: QuadraticFacts, land: Landscape, wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self, facts: QuadraticFacts, land: Landscape, wire_dtype: torch.dtype, squares_share: float = 1.0
+    ) -> None:
+        """`squares_share`: of the weights for which the optimizer in its place would keep a mean square."""
         master = land.begin.clone()
         super().__init__(facts, FlatLayout.of({"weights": master.view(8, -1)}), master, published=torch.float32)
         self._first = facts.cut.is_first
         self._wire_dtype = wire_dtype
         self._land = land
+        self._squares = round(squares_share * self.layout.size)
 
     def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
         """See `Trainer`: the first token of each row goes on, as a stand-in for the activations."""
@@ -162,7 +166,7 @@ class QuadraticTrainer(Trainer):
     @property
     def moment_sizes(self) -> dict[str, int]:
         """See `Trainer`: plain descent has none, and what a real one has takes its bytes."""
-        return dict.fromkeys(MOMENTS, self.layout.size)
+        return dict(zip(MOMENTS, (self.layout.size, self._squares), strict=True))
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """See `Trainer`: zeros."""
@@ -199,12 +203,13 @@ WEIGHTS = ("state", "backup", "copy", "slow")
 
 class Quadratic:
     """Implements `Learning`. `noise` is the standard deviation of a microbatch's gradient in each dimension,
-    `fragments` how many a stage is cut into (`outer.fragments`)."""
+    `fragments` how many a stage is cut into (`outer.fragments`), `squares_share` as `QuadraticTrainer` takes it."""
 
-    def __init__(self, seed: int = 0, noise: float = 1.0, fragments: int = 1) -> None:
+    def __init__(self, seed: int = 0, noise: float = 1.0, fragments: int = 1, squares_share: float = 1.0) -> None:
         self._seed = seed
         self._noise = noise
         self._weights = weights_in(fragments)
+        self._squares_share = squares_share
         self._lands: dict[int, Landscape] = {}
 
     async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
@@ -216,7 +221,8 @@ class Quadratic:
         facts = QuadraticFacts(StageCut(stage, spec.stages, stage, stage + 1))
 
         def work() -> PlacedStage:
-            trainer = QuadraticTrainer(facts, land, carried_dtype(spec.pipeline.activations))
+            wire_dtype = carried_dtype(spec.pipeline.activations)
+            trainer = QuadraticTrainer(facts, land, wire_dtype, self._squares_share)
             return PlacedStage(facts, trainer, outer_of(spec, trainer))
 
         return await thread.run(Priority.STEP, work)

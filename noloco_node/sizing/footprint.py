@@ -14,7 +14,7 @@ from noloco_node.model.cut import build_config, cut_model, idle_experts
 from noloco_node.sizing.activations import ActivationGraph, graph_of
 from noloco_node.training.inner_optimizer import is_for_muon
 from noloco_node.training.layout import LayoutEntry, kind_of
-from noloco_node.training.muon import Matrices
+from noloco_node.training.muon import Matrices, workspace_numbers
 from noloco_node.training.precision import PRECISIONS
 
 
@@ -35,6 +35,8 @@ class Footprint:
     """Parameters of each stage that take Muon's steps."""
     step_flop: tuple[float, ...]
     """What orthogonalising their momentum costs in each inner step of a replica."""
+    workspace: tuple[int, ...]
+    """Numbers that this arithmetic holds of its own, at each stage."""
     hidden: int
     """Numbers in the activations of one token, as they travel between stages."""
     vocabulary: int
@@ -42,6 +44,17 @@ class Footprint:
     """Layers of each stage."""
     graph: ActivationGraph
     """What a microbatch leaves in memory, in the precision of the run's published weights."""
+
+    @property
+    def moments(self) -> tuple[int, ...]:
+        """Numbers that the optimizer of each stage keeps: two a weight that AdamW changes, one a weight of Muon's."""
+        return tuple(2 * count - muon for count, muon in zip(self.parameters, self.by_muon, strict=True))
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """What a joiner of each stage takes over: fast and slow weights, momentum and moments, four bytes each."""
+        pairs = zip(self.parameters, self.moments, strict=True)
+        return tuple(4 * (3 * count + moments) for count, moments in pairs)
 
 
 def footprint_of(run: RunSpec) -> Footprint:
@@ -52,7 +65,7 @@ def footprint_of(run: RunSpec) -> Footprint:
         whole = build_on_meta(config)
     idle = idle_experts(config)
     parameters, looked_up, by_muon = ([0] * len(ends) for _ in range(3))
-    step_flop = [0.0] * len(ends)
+    matrices: list[list[Matrices]] = [[] for _ in ends]
     for name, parameter in torch.nn.Module.named_parameters(whole):
         stage = _stage_of(name, ends)
         parameters[stage] += parameter.numel()
@@ -62,7 +75,7 @@ def footprint_of(run: RunSpec) -> Footprint:
             looked_up[stage] += round(parameter.numel() * idle)
         if is_for_muon(kind_of(name, parameter.dim()), run.inner):
             by_muon[stage] += parameter.numel()
-            step_flop[stage] += Matrices.of(LayoutEntry(name, 0, parameter.shape)).flop
+            matrices[stage].append(Matrices.of(LayoutEntry(name, 0, parameter.shape)))
     multiplied = [all_of - table for all_of, table in zip(parameters, looked_up, strict=True)]
     mean = sum(multiplied) / len(multiplied)
     attention = 12.0 * int(config.hidden_size) * run.data.sequence_length
@@ -76,7 +89,8 @@ def footprint_of(run: RunSpec) -> Footprint:
         work=tuple(max(count, 1) / mean for count in multiplied),
         flop_per_token=tuple(flop),
         by_muon=tuple(by_muon),
-        step_flop=tuple(step_flop),
+        step_flop=tuple(sum(each.flop for each in own) for own in matrices),
+        workspace=tuple(2 * sum(workspace_numbers(own)) for own in matrices),
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
         layers=tuple(cut.end_layer - cut.first_layer for cut in cuts),

@@ -63,7 +63,7 @@ class StageMemory:
     gradient: int
     """Gathered until the inner step."""
     moments: int
-    """The optimizer's: two for each weight that AdamW changes, one for each that Muon does."""
+    """The optimizer's: two for each weight that AdamW changes, one for each that Muon does, and Muon's rooms."""
     versions: int
     """Published copies: the current one and those that microbatches under way still need."""
     held: int
@@ -174,14 +174,14 @@ def _stage_memory(
         left += cast if run.inner.backward == "keep" else 0
         worked_on += cast // footprint.layers[stage] if run.inner.backward == "checkpoint" else cast
     trail = 1 if codec.trails else 0
-    moments = 2 * count - footprint.by_muon[stage]
+    moments = footprint.moments[stage]
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
     # A guard holds the old copy while the new one comes; its own is copied in fp32 before it is made half as large.
     guards = GUARD_BYTES * 2 * max(others) + (FP32 + GUARD_BYTES) * count if run.guard_copies and others else 0
     return StageMemory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,
-        moments=precision.masters.itemsize * moments,
+        moments=precision.masters.itemsize * moments + FP32 * footprint.workspace[stage],
         versions=versions * precision.published.itemsize * count,
         held=max(0, held - 1) * left,
         at_work=max(worked_on, precision.published.itemsize * count),

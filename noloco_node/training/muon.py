@@ -76,6 +76,11 @@ class Workspace:
         self._matrices = [torch.empty(numbers, dtype=dtype, device=device) for _ in range(2)]
         self._grams = [torch.empty(gram, dtype=dtype, device=device) for _ in range(2)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its rooms."""
+        return sum(room.nbytes for room in (*self._matrices, *self._grams))
+
     def orthogonal(self, matrices: Sequence[Tensor]) -> Tensor:
         """The orthogonalised matrices [count, short, long], in this workspace until the next call. All have one shape,
         [short, long]. Zeros stay zeros."""
@@ -110,6 +115,11 @@ class Muon:
             kinds[matrices.short, matrices.long].append(matrices)
         self._batches = [batch for alike in kinds.values() for batch in _batches(alike, master, gradient)]
         self._workspace = Workspace(*workspace_numbers([*map(Matrices.of, entries)]), master.device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that its arithmetic holds from the start on."""
+        return self._workspace.nbytes
 
     def step(self, learning_rate: float, weight_decay: float) -> None:
         """One step on the gradient as it is: Nesterov's momentum, orthogonalised, and decoupled weight decay."""

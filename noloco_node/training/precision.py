@@ -1,4 +1,4 @@
-"""Precisions by name (`inner.precision`): how weights, AdamW's state and gradients are kept, and what computes."""
+"""Precisions by name (`inner.precision`): how weights, optimizer and gradients are kept, and what computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Precision:
     """One of `PRECISIONS`. Slow weights and all else of the outer step stay fp32 whatever it is."""
 
     masters: torch.dtype
-    """Of the weights that AdamW changes, of its moments, and of the gradient that accumulates."""
+    """Of the weights that the optimizer changes, of its moments, and of the gradient that accumulates."""
     published: torch.dtype
     """Of the copies that forward and backward use, and of the activations that come in."""
     autocast: bool = False

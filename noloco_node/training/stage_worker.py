@@ -348,8 +348,8 @@ class StageWorker:
     ) -> Commit:
         """Apply the open outer step: φ and δ replaced, θ ← θ + (φ_new − θ_snapshot), the clock shifted.
 
-        The inner steps taken since the snapshot are kept, and Adam's state stays. φ and δ are frozen, so all but the
-        change of θ is done beside the training, by `on_host`; whoever reads the state in between settles it first.
+        The inner steps taken since the snapshot are kept, and the optimizer's state stays. φ and δ are frozen, so all
+        but the change of θ is done beside the training, by `on_host`. A reader of the state in between settles it.
         """
         correction = await on_host(lambda: self._trainer.bring(self.outer.prepare(scale)))
         progress, watch = await self._thread.run(Priority.STEP, lambda: self._apply(snapshot, correction, clock_shift))

@@ -23,7 +23,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
 from noloco_node.simulator import events
-from noloco_node.simulator.course import check_simulation, device_seconds, simulate
+from noloco_node.simulator.course import check_simulation, device_seconds, quadratic_of, simulate
 from noloco_node.simulator.figures import SimulationFigures, Watcher, evenness
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import in_virtual_time
@@ -34,7 +34,7 @@ from noloco_node.simulator.world import SECONDS
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, NodeMoved
 from noloco_node.training.activation_codec import encode
-from noloco_node.training.compute_thread import Priority
+from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
 from tests.simulator.populated import populate
@@ -250,6 +250,26 @@ def test_activations_of_the_quadratic_weigh_what_the_codec_makes_of_the_models(c
     wire = encode(torch.zeros(run.inner.microbatch_windows, run.data.sequence_length, HIDDEN), codec)
     weighed = weigh_as(footprint, "int8")(Parcel("forward", 7, (TensorSpec.of(wire),)))
     assert weighed == pytest.approx(7 + run.microbatch_tokens * token_bytes(footprint.hidden, codec))
+
+
+def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment() -> None:
+    """Of each matrix, in the state that crosses and in the least speed of a line that bears it."""
+
+    async def state_of(config: Config) -> float:
+        footprint = footprint_of(config.run)
+        thread = ComputeThread()
+        try:
+            placed = await quadratic_of(config, footprint).place(config.run, config.node, 0, thread)
+        finally:
+            await thread.close()
+        vectors = (torch.zeros(size) for size in (64, 64, 64, *placed.trainer.moment_sizes.values()))
+        parcel = Parcel("state.chunk", 0, tuple(TensorSpec.of(vector) for vector in vectors))
+        return weigh_as(footprint, "int8")(parcel)
+
+    for optimizer in ("adamw", "muon"):
+        config = shipped(f"run.inner.optimizer={optimizer}")
+        wanted = statistics.fmean(footprint_of(config.run).state_bytes)
+        assert asyncio.run(state_of(config)) == pytest.approx(wanted, rel=0.01)
 
 
 def test_stages_of_the_quadratic_are_cut_into_fragments_that_are_exchanged() -> None:

@@ -18,6 +18,7 @@ from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memor
 from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread
+from noloco_node.training.inner_optimizer import InnerOptimizer
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
@@ -56,6 +57,21 @@ def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
     assert planned.versions == 2 * version.nbytes
     vectors = [value for value in vars(outer).values() if isinstance(value, torch.Tensor)]
     assert planned.outer == sum(vector.nbytes for vector in vectors) == 20 * count
+
+
+def test_vectors_and_rooms_of_muon_are_counted() -> None:
+    """One moment a weight of a matrix, as checkpoints and joiners have it, and what Newton-Schulz works in."""
+    run = changed(micro_spec(stages=2), "inner", optimizer="muon")
+    trainer = StageTrainer(build_stage(run.model, 1), run.inner, device="cpu", wire_dtype=torch.float32)
+    moments, count = sum(trainer.moment_sizes.values()), trainer.layout.size
+    assert count < moments < 1.5 * count
+    muon = InnerOptimizer(trainer.layout, trainer.master, trainer.gradient, run.inner).muon
+    assert muon is not None
+    planned = needs(run)[1]
+    assert planned.moments == 4 * moments + muon.workspace_bytes
+    plain = needs(changed(run, "inner", optimizer="adamw"))[1]
+    assert plain.checkpoint - planned.checkpoint == plain.given - planned.given == 4 * (2 * count - moments)
+    assert footprint_of(run).state_bytes[1] == 4 * (3 * count + moments)
 
 
 async def test_a_checkpoint_is_a_copy_of_the_whole_state() -> None:

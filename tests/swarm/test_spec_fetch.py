@@ -175,6 +175,7 @@ async def test_who_brings_the_runs_file_is_warned_that_it_is_over(caplog: pytest
         (spec_bytes(lambda raw: raw["outer"].update(gamma=2.5)), "outside the admissible set"),
         (spec_bytes(lambda raw: raw["inner"].update(target_tokens=-1)), "inner.target_tokens"),
         (spec_bytes(lambda raw: raw["inner"].update(speed=1)), "inner.speed"),
+        (spec_bytes(lambda raw: raw["inner"].update(optimizer="lion")), "inner.optimizer"),
         (spec_bytes(lambda raw: raw["inner"].update(learning_rate=float("nan"))), "refused"),
         (spec_bytes(lambda raw: raw["model"]["config"].update(num_hidden_layers=10**9)), "num_hidden_layers"),
         (spec_bytes(lambda raw: raw["model"]["config"].update(rope_theta=float("inf"))), "refused"),
@@ -187,8 +188,8 @@ async def test_who_brings_the_runs_file_is_warned_that_it_is_over(caplog: pytest
         (b"", "refused"),
     ],
     ids=[
-        "other run", "gamma", "out of bounds", "unknown", "nan", "bomb", "infinite", "escape", "escaped key", "torn",
-        "deep", "list", "no utf-8", "empty",
+        "other run", "gamma", "out of bounds", "unknown", "optimizer", "nan", "bomb", "infinite", "escape",
+        "escaped key", "torn", "deep", "list", "no utf-8", "empty",
     ],
 )  # fmt: skip
 async def test_a_peer_whose_spec_is_not_the_one_it_claims_or_is_unsound_is_refused_for_the_next(

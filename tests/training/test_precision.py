@@ -159,6 +159,27 @@ def test_the_laboratory_computes_what_a_stage_does(precision: PrecisionName) -> 
     assert float((stacked.fast[1].float() - trainer.master.float()).abs().max()) <= 2.1e-3
 
 
+def test_the_laboratory_takes_the_steps_of_muon_that_a_stage_takes() -> None:
+    """Of every replica by itself, at rates by kind, over several steps with momentum and decay."""
+    rates = {"optimizer": "muon", "embedding_rate": 4.0, "head_rate": 2.0, "norm_rate": 3.0, "eps": 1e-5}
+    spec = micro_spec(stages=1, inner=rates)
+    stacked = StackedStage(spec.model, spec.inner, 0, 2)
+    trainers = [make_trainer(spec, 0) for _ in range(2)]
+    begin = trainers[0].master.clone()
+    for number in range(4):
+        batches = [batch(2 * number + row) for row in range(2)]
+        inputs, labels = (torch.stack(each) for each in zip(*batches, strict=True))
+        summed, _ = stacked.with_loss(stacked.forward(torch.tensor([0, 1]), inputs), labels)
+        stacked.backward(summed, None, labels[0].numel())
+        stacked.step([0, 1], [1e-2, 1e-2])
+        for trainer, own in zip(trainers, batches, strict=True):
+            trainer.loss(*own)
+            trainer.step(1e-2)
+    for trainer, row in zip(trainers, stacked.fast, strict=True):
+        assert (row - trainer.master).norm() < 1e-3 * (trainer.master - begin).norm()
+    assert (stacked.fast[0] - stacked.fast[1]).norm() > 0.1 * (stacked.fast[0] - begin).norm()
+
+
 def test_memory_of_a_parameter_by_precision() -> None:
     """Weights, gradient, two moments and one published version."""
     wanted = {"fp32": 20, "bf16": 18, "bf16-mixed": 20, "bf16-pure": 10}
