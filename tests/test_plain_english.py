@@ -25,9 +25,9 @@ LEANS_ON_ITS_NEIGHBOUR = re.compile(r"(Of |The same\b|As above|And |Likewise|Als
 LONGEST = 30
 """Words of a sentence that may pass; 25 are wanted."""
 
-LONG_SENTENCES = 50
-UNNAMED_SENTENCES = 51
-LEANING_TEXTS = 46
+LONG_SENTENCES = 48
+UNNAMED_SENTENCES = 50
+LEANING_TEXTS = 42
 
 
 def texts(source: str) -> Iterator[str]:

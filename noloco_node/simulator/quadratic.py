@@ -1,8 +1,8 @@
-"""A model of learning that costs next to nothing: each stage is a noisy quadratic of 64 dimensions, and the outer step
-is the node's own. Where the run cuts its stages into fragments, the 64 repeat until each fragment has a block.
+"""A model of learning that costs next to nothing: each stage is a noisy quadratic of 64 dimensions.
 
-Nothing here is summed by a library: products and differences of single numbers are the same everywhere, and sums are
-`math.fsum`, which is exact whatever the order.
+The outer step is the node's own. If the run cuts its stages into fragments, the 64 repeat until each fragment has a
+block. Nothing here is summed by a library. Products and differences of single numbers are the same everywhere, and sums
+are `math.fsum`, which is exact whatever the order.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 
 DIMENSIONS = 64
 HIDDEN = 1
-"""Numbers of a token's stand-in for activations."""
+"""So many numbers stand for a token's activations."""
 VOCABULARY = 256
 NOISES = 512
-"""Noises of microbatches; which one a microbatch has, its inputs say."""
+"""There are so many noises of microbatches; the inputs of a microbatch say which one it has."""
 BEST_LOSS = 2.0
 """Nats per token at the optimum; a stage adds half of its squared distance to it, a dimension."""
 
@@ -71,7 +71,7 @@ class Landscape:
 
     @classmethod
     def of(cls, seed: int, stage: int, noise: float, weights: int = DIMENSIONS) -> Landscape:
-        """The same for all replicas of a stage of so many `weights`, a multiple of `DIMENSIONS`."""
+        """The landscape of all replicas of a stage of so many `weights`, a multiple of `DIMENSIONS`."""
         rng = random.Random(f"landscape/{seed}/{stage}")
 
         def row(size: float) -> Tensor:
@@ -242,9 +242,12 @@ def weights_in(fragments: int) -> int:
 
 
 def weigh_as(footprint: Footprint, codec: CodecName, fragments: int = 1) -> Callable[[Parcel], float]:
-    """What a parcel stands for where each activation is that of a token of this model, each weight of a stage its share
-    of the model's, and what crosses in an exchange what the codec makes of a fragment of such a stage. Codes of either
-    kind come in blocks with scales of their own, which the few numbers here do not fill."""
+    """What a parcel stands for, with this model in place of the quadratic.
+
+    Each activation is that of a token of this model, each weight of a stage its share of the model's. What crosses in
+    an exchange is what the codec makes of a fragment of such a stage. Codes of either kind come in blocks with scales
+    of their own, which the few numbers here do not fill.
+    """
     weights, held = fmean(footprint.parameters), weights_in(fragments)
     wire = CODECS[codec].wire_bytes
     exchanged = wire(round(weights / fragments)) / wire(held // fragments)
