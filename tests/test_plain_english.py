@@ -26,8 +26,8 @@ LONGEST = 30
 """Words of a sentence that may pass; 25 are wanted."""
 
 LONG_SENTENCES = 48
-UNNAMED_SENTENCES = 50
-LEANING_TEXTS = 42
+UNNAMED_SENTENCES = 44
+LEANING_TEXTS = 32
 
 
 def texts(source: str) -> Iterator[str]:

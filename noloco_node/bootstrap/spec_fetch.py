@@ -82,8 +82,8 @@ async def fetch_run_spec(
                 said = share_over(hellos.values())
                 if not brings_state:
                     raise run_has_ended(spec, f"so say the peers that were named, {said}")
-                # It is said before the node waits for others that train, and shows a swarm in which nobody is left to
-                # say how far it is.
+                # It is said before the node waits for others that train: nobody may be left to say how far the swarm
+                # is.
                 logger.warning("the run has come to its end, say %s of the peers that were named", said)
             return with_own_data(spec, own, reads_text=reads_text)
     lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())

@@ -47,7 +47,7 @@ example:
 
 REPORT_HELP = """\
 Make a report of what lies in a run folder: one page for a browser, which loads nothing and can be sent to somebody.
-It shows losses, spread beside the learning rate, throughput, who averaged with whom, what went wrong and was dealt
+It shows losses, spread beside the learning rate, throughput, the partners in averaging, what went wrong and was dealt
 with, and where the time went. RUN_FOLDER is that of a node (where not given, as with `status`), of a
 local swarm, or of a machine's devices; the training may go on meanwhile.
 

@@ -61,7 +61,7 @@ class Bars:
     parts: tuple[str, ...]
     """Those that are there."""
     colours: tuple[int, ...]
-    """Of each part, by number."""
+    """The colour of each part, by number."""
     rows: tuple[tuple[str, Mapping[str, float]], ...]
 
 
@@ -76,7 +76,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class ChartGraph:
-    """Who met whom among the replicas of one stage."""
+    """The meetings among the replicas of one stage, as a graph."""
 
     title: str
     nodes: tuple[str, ...]

@@ -167,7 +167,7 @@ def _nodes(told: ReportedRun) -> Iterator[Sequence[str]]:
 
 
 def _last_losses(chronicle: Chronicle) -> tuple[float | None, float | None]:
-    """As `noloco-node status` has them: of the last inner step and the last evaluation."""
+    """The losses as `noloco-node status` has them: of the last inner step and the last evaluation."""
     inner, evaluations = chronicle.history.inner, chronicle.history.evaluations
     return inner[-1].loss if inner else None, evaluations[-1].loss if evaluations else None
 

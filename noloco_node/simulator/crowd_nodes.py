@@ -138,7 +138,7 @@ class Nodes:
         self.serving = bytearray(most)
         """It lives and has the state of its stage."""
         self.alive_row: Flags = np.frombuffer(self.alive, np.bool_)
-        """The same memory as an array; so is the next one."""
+        """The memory of `alive` as an array; `serving_row` is that of `serving`."""
         self.serving_row: Flags = np.frombuffer(self.serving, np.bool_)
         self.born: list[float] = []
         self.died: list[float] = []

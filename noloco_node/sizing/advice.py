@@ -18,9 +18,10 @@ from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 
 RECOMPUTED = 4.0 / 3.0
-"""Work of a stage that makes its graph anew: forward twice, backward once (which is two forwards)."""
+"""The work of a stage that makes its graph anew, in usual ones: forward twice, backward once (which is two
+forwards)."""
 WORTH_SAYING = 1.05
-"""What lifts the device's share by less than so many times is listed without a figure."""
+"""A change that lifts the device's share by less than this factor is listed without a figure."""
 MOST_UNDER_WAY = 16
 SUGGESTIONS = 6
 
@@ -66,7 +67,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
     by_stages: dict[int, Footprint] = {}
 
     def footprint(of: Config) -> Footprint:
-        """Of all that changes here, it depends on the number of stages alone."""
+        """The footprint; of all that changes here, it depends on the number of stages alone."""
         if of.run.stages not in by_stages:
             by_stages[of.run.stages] = footprint_of(of.run)
         return by_stages[of.run.stages]
@@ -200,5 +201,5 @@ def _words(change: _Change) -> tuple[str, ...]:
 
 
 def _as_written(value: object) -> str:
-    """Of several codecs there is only one here."""
+    """The value as a file has it; of several codecs there is only one here."""
     return "".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]

@@ -26,9 +26,9 @@ from noloco_node.training.compute_device import peak_of
 
 STAGES_SHOWN = 6
 KNOWN_DEVICE = "RTX 4090"
-"""Whose share a node's work is told in, where nobody has named another."""
+"""A node's work is told in shares of this device, if the user has named no other."""
 MUCH = 0.2
-"""Share of a step that Muon may cost before a remedy is named."""
+"""Muon may cost this share of a step before a remedy is named."""
 PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "arriving")
 NAMES = ("weights", "gradient", "moments", "versions", "waiting", "at work", "ahead")
 LIMITS = {

@@ -18,7 +18,7 @@ CHUNK_ATTEMPTS = 3
 PATIENCE = 4.0
 """A chunk has so many progress deadlines, since the donor's own training and the taking of the copy come before it."""
 TIMES_FURTHER = 2.0
-"""Of one moment's replicas one may be so many times as far from the others as these usually are from each other. Noise
+"""One of one moment's replicas may be so many times as far from the others as these usually are from each other. Noise
 of that length adds to the mean of four half of what the replicas differ by."""
 NEAR = 1 / 4
 """Replicas may always differ by this part of the way from the first weights."""

@@ -31,15 +31,15 @@ from noloco_node.telemetry.screens import figures_table, progress_row
 from noloco_node.telemetry.words import as_duration, as_loss, as_nodes, as_scientific
 
 RATE_WINDOW = 30.0
-"""Seconds over which the shown tokens per second are counted."""
+"""The shown tokens per second are counted over so many seconds."""
 RECENT_STEPS = 5
-"""Inner steps of each first-stage replica behind the shown training loss."""
+"""The shown training loss is that of so many latest inner steps of each first-stage replica."""
 MATRIX_REPLICAS = 8
-"""Replicas up to which the who-averaged-with-whom matrix fits a screen."""
+"""The matrix of partners in averaging fits a screen for up to so many replicas."""
 NOTABLE_EVENTS = 7
 WARNINGS_SHOWN = 4
 PLAIN_INTERVAL = 5.0
-"""Seconds between two plain lines."""
+"""Two plain lines are so many seconds apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class LocalSwarmView:
         return self._names.get(peer or "", f"…{(peer or '')[-6:]}")
 
     def pairs(self, stage: int) -> dict[str, Counter[str]]:
-        """For each node of a stage: how often it averaged with whom."""
+        """For each node of a stage: how often it averaged with each partner."""
         return {
             name: Counter(self.name_of(step.partner) for step in history.paired)
             for name, history in self.histories.items()

@@ -31,11 +31,12 @@ from noloco_node.telemetry.node_view import NodeFigures, NodeView
 from noloco_node.telemetry.words import shortened
 
 POINTS = 200
-"""Of each curve, however long the node has lived."""
+"""Each curve has at most so many points, however long the node has lived."""
 EXCHANGES_KEPT = 16
 LOG_LINES = 60
 LOG_LETTERS = 2000
-"""Of a line of the log, cut between two words: a node that is up names the addresses by which others join it."""
+"""A line of the log is cut between two words after so many letters: a running node names the addresses for joining
+it."""
 MOST_PEERS = 256
 WARNINGS_KEPT = 8
 FAULTS = ("skipped_steps", "failed_checkpoints", "failed_donors")
@@ -43,7 +44,7 @@ FAULTS = ("skipped_steps", "failed_checkpoints", "failed_donors")
 E = TypeVar("E", bound=Event)
 
 _Document = dict[str, Any]
-"""What JSON can say: numbers are finite or null."""
+"""JSON can say this: numbers are finite or null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,12 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a node holds and whom it sees at one moment."""
+    """What a node holds, and the peers that it sees at one moment."""
 
     peers: tuple[PeerSeen, ...]
     """`MOST_PEERS` at most, those that answer first."""
     introduced: int
-    """Peers of whom there is a live record; more than `peers` in a large swarm."""
+    """The number of peers with a live record; more than `peers` in a large swarm."""
     in_hand: int
     """Microbatches that this node holds."""
     queued: int
@@ -319,7 +320,7 @@ def _exchange(step: OuterStep) -> _Document:
 
 
 def _finite(value: Any) -> Any:
-    """The same without numbers that JSON does not know."""
+    """The value without numbers that JSON does not know."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

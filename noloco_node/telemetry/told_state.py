@@ -12,7 +12,7 @@ from noloco_node.telemetry.asking import Hangs, ask_page
 TOLD_SECONDS = 4.0
 MOST_BYTES = 4 << 20
 OF_A_SWARM = "nodes_answering"
-"""A field of a swarm's state that no node's has."""
+"""This field of a swarm's state is in no node's."""
 
 
 class _Told(BaseModel):
@@ -42,7 +42,7 @@ class ToldPeer(_Told):
 
 
 class ToldLine(_Told):
-    """Of the log, or a warning."""
+    """A line of the log, or a warning."""
 
     time: float
     text: str
@@ -112,7 +112,7 @@ class NodeHangs(NoState):
 
 
 def ask_state(host: str, port: int) -> ToldState:
-    """Of the node whose pages are there. Raises NoState."""
+    """The state of the node whose pages are there. Raises NoState."""
     try:
         status, body = ask_page(host, port, "/api/state", seconds=TOLD_SECONDS, most_bytes=MOST_BYTES)
     except Hangs as error:

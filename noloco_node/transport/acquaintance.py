@@ -28,7 +28,7 @@ ASKS_REMEMBERED = 64
 IDLES_ALLOWED = 2
 """Work that a peer was given may come to nothing so many times in a row; with the next one it has had its chance."""
 IDLE_REST_SECONDS = 60.0
-"""A peer that let this node down rests for so many seconds, or for as long as it took to find out if that is more. The
+"""A peer that let this node down rests for so many seconds, or for as long as finding out took if that is more. The
 rest doubles after each further time. A bad line breaks three exchanges in a row now and then, at both ends at once, and
 none would begin another."""
 MOST_IDLE_DOUBLINGS = 20
