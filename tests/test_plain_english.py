@@ -27,7 +27,7 @@ LONGEST = 30
 
 LONG_SENTENCES = 48
 UNNAMED_SENTENCES = 44
-LEANING_TEXTS = 32
+LEANING_TEXTS = 36
 
 
 def texts(source: str) -> Iterator[str]:

@@ -93,7 +93,7 @@ class QuadraticTrainer(Trainer):
     """
 
     _loss: float | None = None
-    """Of the present weights; None until somebody asks."""
+    """The loss of the present weights; None until somebody asks."""
 
     def __init__(
         self, facts: QuadraticFacts, land: Landscape, wire_dtype: torch.dtype, squares_share: float = 1.0
