@@ -303,7 +303,7 @@ def test_a_command_says_what_it_does_before_it_is_silent_for_seconds(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(waiting, "SLOW_TO_LOAD", "nothing that could be loaded")
-    for room in ("cli.handlers", "cli.printing", "cli.views", "cli.evaluating", "cli.exporting", "cli.data"):
+    for room in ("cli.handlers", "cli.printing", "cli.small", "cli.evaluating", "cli.exporting", "cli.data"):
         monkeypatch.setattr(f"noloco_node.{room}.loading", stop)
     for room in ("exporting.sources", "node.early_checks"):
         monkeypatch.setattr(f"noloco_node.{room}.loading", stop)

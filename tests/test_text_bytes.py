@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from noloco_node.config.data_spec import DataSpec
-from noloco_node.exporting.evaluation import Score
-from noloco_node.exporting.text_bytes import text_bytes
+from noloco_node.exporting.evaluation import Score, text_bytes
 
 TEXT = "día tras día – schön, 日本語 und 日 x"
 END = "<|endoftext|>"

@@ -1,4 +1,4 @@
-"""Commands that load nothing heavy: is a node alive, an example to start from, completion for a shell."""
+"""Commands that load little: is a node alive, views of what runs elsewhere, an example, completion for a shell."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.file_lock import NODE_LOCK, lock_holder
 from noloco_node.telemetry.asking import Hangs, ask_page
+from noloco_node.telemetry.waiting import say_asking
 
 DEFAULT_METRICS_PORT = 9100
 """A node is asked on this port if neither an option nor the environment says where it answers."""
@@ -184,4 +186,49 @@ def _completion(options: argparse.Namespace) -> int:
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["noloco-node"], shell=options.shell))
+    return int(ExitCode.OK)
+
+
+def top_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `top`."""
+    health_arguments(command)
+    command.add_argument("--once", action="store_true", help="print the node as it is now, and end")
+    command.set_defaults(call=_top)
+
+
+def watch_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `watch`."""
+    command.add_argument("initial_peers", metavar="ADDRESS", nargs="+", help="address of a node or a seed of the run")
+    command.add_argument("--once", action="store_true", help="print the swarm as it is now, and end")
+    command.add_argument("--json", action="store_true", help="the same as one JSON object")
+    command.add_argument("--follow", action="store_true", help="with --json: one object a second, until Ctrl-C")
+    command.set_defaults(call=_watch)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from noloco_node.diagnostics.top import follow
+
+    follow(*health_address(options, os.environ, ExitCode.CHECK_FAILED), Console(), once=options.once)
+    return int(ExitCode.OK)
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.node.early_checks import check_peers
+
+    # It listens on this machine only, at any port: what variables say of that is meant for the node that runs here.
+    settings = NodeSettings(initial_peers=tuple(options.initial_peers))
+    check_peers(settings)
+    say_asking(settings.initial_peers)
+    with loading():
+        import uvloop
+        from rich.console import Console
+
+        from noloco_node.diagnostics.watch import watch
+
+    console = Console()
+    follows = options.follow if options.json else console.is_terminal and not options.once
+    uvloop.run(watch(settings, console, as_json=options.json, follows=follows))
     return int(ExitCode.OK)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.averaging.session import STALE_SECONDS
@@ -35,7 +36,6 @@ from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.outer_ledger import Watched
 from noloco_node.simulator.quadratic import Quadratic
-from noloco_node.simulator.shrink import shortest_failing
 from noloco_node.simulator.stays import StayingNode
 from noloco_node.simulator.strikes import Strikes
 from noloco_node.sizing.footprint import Footprint, footprint_of
@@ -266,3 +266,27 @@ def _told(
         tasks=tasks,
         stages=strikes.schedule.stages,
     )
+
+
+T = TypeVar("T")
+
+
+def shortest_failing(items: Sequence[T], fails: Callable[[Sequence[T]], bool], most_tries: int = 500) -> list[T]:
+    """A part of `items`, in their order, that still `fails`, and does so without none of its own. `items` itself must
+    fail. Gives up growing shorter after `most_tries`."""
+    kept, parts, tries = list(items), 2, 0
+    while kept:
+        size = max(1, -(-len(kept) // parts))
+        for start in range(0, len(kept), size):
+            rest = kept[:start] + kept[start + size :]
+            tries += 1
+            if tries > most_tries:
+                return kept
+            if fails(rest):
+                kept, parts = rest, max(2, parts - 1)
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(len(kept), 2 * parts)
+    return kept

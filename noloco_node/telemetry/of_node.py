@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,6 @@ from noloco_node import __version__
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.diary import Diary
-from noloco_node.telemetry.disk import free_bytes
 from noloco_node.telemetry.events import AnyEvent, Evaluation, EventFile
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.memory_limit import MemoryWatch, memory_use
@@ -109,3 +110,12 @@ def telemetry_of(events: Path, settings: NodeSettings, web: WebServer | None = N
         yield telemetry
     finally:
         telemetry.close()
+
+
+def free_bytes(folder: Path) -> float:
+    """What this process may still write there, in bytes; not a number where the system does not say."""
+    try:
+        room = os.statvfs(folder)
+    except OSError:
+        return math.nan
+    return float(room.f_bavail * room.f_frsize)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.load import load_config
-from noloco_node.diagnostics.admitted import check_invitation
+from noloco_node.diagnostics.doctor import check_invitation
 from noloco_node.errors import ExitCode
 from noloco_node.identity.invitations import invite
 from noloco_node.identity.keys import load_or_create_identity

@@ -19,10 +19,9 @@ from noloco_node.config.sim_spec import HuntSpec
 from noloco_node.errors import UserError
 from noloco_node.simulator import invariants
 from noloco_node.simulator.faults import KINDS, Schedule, draw
-from noloco_node.simulator.hunt import HuntOutcome, carry_out
+from noloco_node.simulator.hunt import HuntOutcome, carry_out, shortest_failing
 from noloco_node.simulator.hunting import command_of, go_hunting, schedules_of
 from noloco_node.simulator.invariants import Run
-from noloco_node.simulator.shrink import shortest_failing
 from tests.profiles import tries
 
 SEEDS = tries(200, one_of=20)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from noloco_node.accounting.surroundings import surroundings
+from noloco_node.accounting.stats import surroundings
 from noloco_node.directory.records import PeerState
 from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.telemetry.state import MOST_PEERS
