@@ -1,5 +1,7 @@
 """Audits: now and then several peers train the same microbatch, and who contradicts the others gets no more of them.
 
+Beside them, and at no cost, all answers of a peer are judged together (`Leanings`): a lie may be small in each of them.
+
 A gradient with its sign turned looks like any other in size, and gradients of different microbatches have too little in
 common to tell one by (decision 12). Those of the same microbatch nearly agree between honest replicas of a stage. What
 an audited peer gets is an ordinary microbatch: it cannot know that another one has it too.
@@ -27,6 +29,7 @@ from noloco_node.pipeline.routing import RoutingBook
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.tensor_checks import INLINE_ELEMENTS
+from noloco_node.trust.leanings import Leanings
 from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
 
 logger = logging.getLogger(__name__)
@@ -54,7 +57,7 @@ def share_of_a_hop(share: float, hops: int) -> float:
 
 
 class Finding(StrEnum):
-    """How an audit ended."""
+    """How an audit ended, or what was found without one."""
 
     AGREED = "agreed"
     CONTRADICTED = "contradicted"
@@ -63,6 +66,8 @@ class Finding(StrEnum):
     """Two contradicted each other, and the third agreed with both or with none."""
     FAILED = "failed"
     """Too few peers answered."""
+    LEANT = "leant"
+    """No audit: what a peer's answers did to this node's weights, all together, leans one way."""
 
 
 def likeness(one: Tensor, other: Tensor) -> float:
@@ -122,10 +127,11 @@ class Auditor:
         self._credit, self._most_credit = allowance, max(allowance, float(JURY))
         """Copies that may be asked for now without a doubt."""
         self._norms = NormBound(UNUSUAL)
+        self._leanings = Leanings()
         self._silent = PeerTimes[PeerId]()
         """Doubted peers that did not answer, and when they are asked again: they must not hold the audits up."""
         self.findings: Counter[str] = Counter()
-        """Audits so far, by `Finding`."""
+        """So far, by `Finding`."""
 
     def consider(self, first: Trained, outgoing: Outgoing, *, budget: float, took: float) -> None:
         """Audit a microbatch that a peer has answered, where no other is being audited, and the stage has enough
@@ -146,6 +152,13 @@ class Auditor:
         elif self._credit >= 1.0 and (unusual or self._book.repute(peer).audits == 0 or self._is_drawn()):
             self._credit -= 1.0
             self._take_up(_Case(first, outgoing, budget, took))
+
+    def compare(self, peer: PeerId, signs: Tensor) -> None:
+        """Compare what an answer of `peer` did to this node's weights, by `signs` of its gradients, with what others'
+        do. Not while it is set aside: what it still had in hand is no new lie."""
+        if self._book.trust(peer) is not Trust.SET_ASIDE and self._leanings.leans(peer, signs):
+            self.findings[Finding.LEANT.value] += 1
+            self._book.leant(peer)
 
     def _is_drawn(self) -> bool:
         """Twice as often as the share allows: it is the credit that holds it down, and hardly any is left unused."""

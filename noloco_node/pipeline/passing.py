@@ -179,6 +179,26 @@ class Downstream:
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
         raise given_up(Refusal.BUDGET_SPENT, why, reached)
 
+    async def take_back(
+        self, worker: StageWorker, passage: ForwardContext, trained: Trained, waits: DeviceWaits
+    ) -> Tensor | None:
+        """Go backward with the answer to what `send` sent on, and compare what that did with what others' answers do.
+        The gradient of the passage's inputs. Raises MicrobatchNotFinite, NoMemory."""
+        assert trained.gradient is not None
+        gradient = await worker.backward(
+            passage,
+            trained.gradient,
+            trained.loss_sum,
+            trained.tokens,
+            source=trained.peer,
+            scale=trained.scale,
+            chosen=trained.chosen,
+            waits=waits,
+        )
+        if passage.signs is not None:
+            self.auditor.compare(PeerId(trained.peer), passage.signs)
+        return gradient
+
     def _patience(self, remaining: float) -> float:
         """Seconds for one attempt. The origin keeps half for a second one, so that a silent peer (stopped, hung) does
         not eat the whole budget. A later hop gives all it has, or a deep pipeline's share would shrink to nothing."""
@@ -438,18 +458,8 @@ class PipelineServer:
             outputs = await self._worker.forward(activations, passage, turn=turn, waits=waits)
             chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
             trained = await self._send_on(header, outputs, labels, deadline, chosen)
-            assert trained.gradient is not None
             self.mark_trained(name)
-            gradient = await self._worker.backward(
-                passage,
-                trained.gradient,
-                trained.loss_sum,
-                trained.tokens,
-                source=trained.peer,
-                scale=trained.scale,
-                chosen=trained.chosen,
-                waits=waits,
-            )
+            gradient = await self._downstream.take_back(self._worker, passage, trained, waits)
             self._note_work(name, header, trained, passage.taken_in)
             return replace(trained, gradient=gradient, waited=trained.waited + waits.seconds)
         except BaseException:

@@ -17,7 +17,7 @@ from noloco_node.pipeline.limiter import ASKS_TO_WAIT
 from noloco_node.pipeline.links import share_of_relayed
 from noloco_node.pipeline.paces import FEW, Paces, RequestOutcome
 from noloco_node.transport.bans import PEERS_REMEMBERED
-from noloco_node.trust.reputation import Reputation, Trust, after_audit
+from noloco_node.trust.reputation import Reputation, Trust, after_audit, set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -334,20 +334,31 @@ class RoutingBook:
 
     def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
         """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
+        before, after = self._judged(peer, lambda repute, now: after_audit(repute, against, now, by_copy=by_copy))
+        if after.aside_until > before.aside_until:
+            self._say_set_aside(peer, after, "its gradients contradict others' time and again")
+        elif after.doubt > before.doubt:
+            logger.info("%s is on trial: its gradient of a microbatch contradicts those of two others", peer)
+
+    def leant(self, peer: PeerId) -> None:
+        """A peer's answers lean one way (`Leanings`): many of them together show it, so that it is set aside at
+        once."""
+        _, after = self._judged(peer, set_aside)
+        self._say_set_aside(peer, after, "its gradients lean one way, and those of others do not")
+
+    def _judged(self, peer: PeerId, judge: Callable[[Reputation, float], Reputation]) -> tuple[Reputation, Reputation]:
+        """A peer's repute before and after a judgement, which is kept."""
         now = self._clock()
         before = self._seen_again(peer, now)
-        after = self._reputes[peer] = after_audit(before, against, now, by_copy=by_copy)
+        after = self._reputes[peer] = judge(before, now)
         (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)
         self._unseen.pop(peer, None)
         if after.doubt > 0.0 and peer not in self._peers:
             self._unseen[peer] = now
-        if after.aside_until > before.aside_until:
-            seconds = after.aside_until - now
-            logger.warning(
-                "%s gets no microbatch for %.0f s: its gradients contradict others' time and again", peer, seconds
-            )
-        elif after.doubt > before.doubt:
-            logger.info("%s is on trial: its gradient of a microbatch contradicts those of two others", peer)
+        return before, after
+
+    def _say_set_aside(self, peer: PeerId, repute: Reputation, why: str) -> None:
+        logger.warning("%s gets no microbatch for %.0f s: %s", peer, repute.aside_until - self._clock(), why)
 
     def _load_of(self, peer: PeerId, now: float) -> int:
         load, when = self._load.get(peer, (0, now))

@@ -181,17 +181,7 @@ class MicrobatchSource:
             outputs = await self._worker.forward(inputs, passage, draw=True)
             outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)
             trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
-            assert trained.gradient is not None
-            await self._worker.backward(
-                passage,
-                trained.gradient,
-                trained.loss_sum,
-                trained.tokens,
-                source=trained.peer,
-                scale=trained.scale,
-                chosen=trained.chosen,
-                waits=waits,
-            )
+            await self._downstream.take_back(self._worker, passage, trained, waits)
             waited = trained.waited + waits.seconds
             self._in_flight.carried(ambient.monotonic() - drawn_at, waited, trained.link_wait)
         except BaseException:

@@ -127,7 +127,7 @@ class QuadraticTrainer(Trainer):
         del source, scale, chosen
         assert passage.version is not None, "backward needs a forward"
         assert passage.inputs is not None
-        self._gather(passage.version.flat, passage.inputs, loss_sum, tokens)
+        passage.signs = self._gather(passage.version.flat, passage.inputs, loss_sum, tokens).sign().to(torch.int8)
         self.discard(passage)
         return None if self._first else output_gradient
 
@@ -178,11 +178,14 @@ class QuadraticTrainer(Trainer):
             return inputs[..., None].to(self._wire_dtype)
         return inputs
 
-    def _gather(self, weights: Tensor, inputs: Tensor, loss_sum: float, tokens: int) -> None:
+    def _gather(self, weights: Tensor, inputs: Tensor, loss_sum: float, tokens: int) -> Tensor:
+        """What it adds to the gradient."""
         first = inputs[0].flatten()[:4]
         noise = self._land.noises[int(math.fsum(_numbers(first)) * 31 + float(first[-1])) % NOISES]
-        self.gradient.add_(weights.sub(self._land.optimum).add_(noise).mul_(tokens))
+        added = weights.sub(self._land.optimum).add_(noise).mul_(tokens)
+        self.gradient.add_(added)
         self._count(loss_sum, tokens)
+        return added
 
     def _present_loss(self) -> float:
         if self._loss is None:

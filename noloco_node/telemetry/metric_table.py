@@ -143,7 +143,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("noloco_offences_total", "offences", "Offences of peers", "reason"),
         _counter("noloco_bans_total", "bans", "Bans of peers by the offence that brought them", "reason"),
         _gauge("noloco_banned_peers", "peers", "Peers that are banned here now"),
-        _counter("noloco_audits_total", "microbatches", "Microbatches that several peers trained", "finding"),
+        _counter("noloco_audits_total", "microbatches", "Audited microbatches, and peers found to lean", "finding"),
         _gauge("noloco_set_aside_peers", "peers", "Next-stage peers that audits have gone against"),
         _counter("noloco_bounded_total", "microbatches", "What went beyond a bound on norms or losses", "what"),
         _counter(

@@ -23,6 +23,7 @@ from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
+from noloco_node.training.gradient_signs import GradientSigns
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
@@ -73,6 +74,7 @@ class StageTrainer(Trainer):
         """On the gradients that the next stage gives back."""
         self.caused_bound = NormBound(GRADIENT_MULTIPLE)
         """On this stage's own gradient of each microbatch that others had a hand in."""
+        self._signs = GradientSigns(self.layout, self.device)
         self._gradient_views = list(self.layout.views(self.gradient).values())
         self._optimizer = InnerOptimizer(self.layout, self.master, self.gradient, inner)
 
@@ -149,7 +151,9 @@ class StageTrainer(Trainer):
         passage.taken_in = self._takes_in(passage.source, loss_sum, tokens)
         beside = self._router_loss(routed, self._counts_there(chosen), tokens)
         found = self._differentiate(passage, inputs, (outputs, gradient), beside)
-        wire, numbers, _ = self._read(found.wire, found.numbers)
+        signs = [self._signs.of(found.own)] if source and passage.taken_in else []
+        wire, numbers, signs = self._read(found.wire, found.numbers, *signs)
+        passage.signs = signs[0] if signs else None
         self._check(numbers)
         self.discard(passage)
         if passage.taken_in:

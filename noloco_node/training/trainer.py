@@ -44,6 +44,9 @@ class ForwardContext:
     inputs: Tensor | None = None
     outputs: Tensor | None = field(default=None, repr=False)
     routed: Routed | None = field(default=None, repr=False)
+    signs: Tensor | None = field(default=None, repr=False)
+    """Of some of the stage's own gradients, the same places each time, int8 [n] on the host; set by `backward` where a
+    peer gave the outputs' gradient and it was accumulated. By them peers are compared (`Leanings`)."""
 
 
 @dataclass(frozen=True, slots=True)

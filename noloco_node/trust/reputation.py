@@ -80,6 +80,11 @@ def after_audit(repute: Reputation, against: bool | None, now: float, *, by_copy
         return replace(repute, doubt=max(0.0, doubt - FORGIVEN), since=max(now, repute.since))
     if doubt + 1.0 < SET_ASIDE_AT:
         return replace(repute, doubt=doubt + 1.0, since=now + TRIAL_SECONDS, trial_until=now + TRIAL_SECONDS)
+    return set_aside(repute, now)
+
+
+def set_aside(repute: Reputation, now: float) -> Reputation:
+    """The repute of a peer that gets nothing for a while, and then comes back on trial."""
     seconds, set_asides = ban_seconds(repute.set_asides, repute.aside_until, now)
     until = now + seconds
     return Reputation(
