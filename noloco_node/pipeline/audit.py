@@ -208,6 +208,8 @@ class Auditor:
     def _note(self, against: Mapping[PeerId, bool | None]) -> None:
         for index, (peer, verdict) in enumerate(against.items()):
             self._book.audited(peer, against=verdict, by_copy=index > 0)
+            if self._book.trust(peer) is Trust.SET_ASIDE:
+                self._leanings.forget(peer)
 
     async def _ask(self, peer: PeerId, case: _Case) -> Tensor | None:
         """A juror's gradient; None where it gives none in time."""

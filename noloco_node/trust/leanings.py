@@ -44,12 +44,16 @@ class Leanings:
         self._sums[peer] = before + direction, count + 1
         found = (count + 1) % LOOKED_AT_EVERY == 0 and self._lies_apart(peer)
         if found:
-            del self._sums[peer]
+            self.forget(peer)
         self._answers += 1
         if self._answers >= WINDOW * len(self._sums):
             self._sums.clear()
             self._answers = 0
         return found
+
+    def forget(self, peer: str) -> None:
+        """Let a peer begin anew: it is set aside, and may come back with other weights."""
+        self._sums.pop(peer, None)
 
     def _lies_apart(self, peer: str) -> bool:
         total, count = self._sums[peer]
