@@ -113,11 +113,6 @@ def reputes_of(book: object) -> Mapping[Any, Any]:
     return cast("Any", book)._reputes
 
 
-def leanings_kept(leanings: object) -> Sized:
-    """The peers whose answers are being summed up."""
-    return cast("Any", leanings)._sums
-
-
 def audits_under_way(auditor: object) -> Sized:
     """The audits of an auditor that are under way."""
     return cast("Any", auditor)._at_work

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.trust.leanings import PEERS_COMPARED, WINDOW, Leanings
-from tests.inside import leanings_kept
+from noloco_node.trust.leanings import WINDOW, Leanings
 
 WEIGHTS = 256
 
@@ -67,7 +66,7 @@ def test_what_all_learn_meanwhile_is_nobodys_lean_also_for_a_peer_that_comes_lat
             assert not book.leans(peer, drawn.one()), (number, peer)
 
 
-def test_a_peer_that_was_found_begins_anew_and_names_without_number_take_no_room() -> None:
+def test_a_peer_that_was_found_begins_anew() -> None:
     """One that goes on is found again and again."""
     book, drawn = Leanings(), Answers(2)
     times = 0
@@ -75,6 +74,3 @@ def test_a_peer_that_was_found_begins_anew_and_names_without_number_take_no_room
         times += book.leans("liar", drawn.one(1.0))
         assert not book.leans("a", drawn.one()) | book.leans("b", drawn.one())
     assert times >= 3
-    for number in range(2 * PEERS_COMPARED):
-        assert not book.leans(f"name {number}", torch.zeros(WEIGHTS, dtype=torch.int8))
-    assert len(leanings_kept(book)) <= PEERS_COMPARED
