@@ -1,8 +1,8 @@
 """A stage in which somebody has sought ids for one bucket, in virtual time: the world of `benchmarks.attacks bucket`.
 
 The ids are there first. Some of the honest observe: they know nobody at their start, look and publish by the
-directory's own code over a hub in memory in place of the DHT, and call the roll as a node does. The others' records lie
-where nodes of the right level write them. Nobody trains, and who does not observe calls nobody.
+directory's own code over a hub in memory in place of the DHT, and check on peers as a node does. The others' records
+lie where nodes of the right level write them. Nobody trains, and who does not observe calls nobody.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from statistics import fmean, median
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.aio import all_of, cancel_and_wait, run_to_end
 from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.records_call import serve_records
-from noloco_node.directory.roll_call import RollCall
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
@@ -170,7 +170,7 @@ class Swarm:
     def answer(self, peer: PeerId) -> None:
         """It answers as a node that serves the stage does."""
         transport = self.transports[peer] = MemoryTransport(self.network, peer)
-        directory = self.directories[peer] = MemoryDirectory(self.hub, transport.acquaintances)
+        directory = self.directories[peer] = MemoryDirectory(self.hub, transport.peer_stats)
         serve_records(transport, RUN, directory, lambda: 0)
 
     def in_bucket(self, bucket: int) -> Sighting:
@@ -193,18 +193,16 @@ class Swarm:
         return self.figures()
 
     async def observe(self, peer: PeerId) -> None:
-        """One node's membership and its roll call."""
+        """One node's membership and its health check."""
         directory, transport = self.directories[peer], self.transports[peer]
         figures = OwnFigures(clock=1e6, tokens_per_second=500.0, outer_rounds=7, capacity=600.0)
 
         async def ask() -> None:
-            roll.look()
+            checks.look()
 
-        membership = Membership(
-            directory, transport.acquaintances, peer, 0, 1, LIFE, lambda: figures, lambda: None, ask
-        )
+        membership = Membership(directory, transport.peer_stats, peer, 0, 1, LIFE, lambda: figures, lambda: None, ask)
         membership.state = PeerState.TRAINING
-        roll = RollCall(
+        checks = HealthChecks(
             transport,
             directory,
             RUN,
@@ -214,7 +212,7 @@ class Swarm:
             lambda: None,
             random.Random(f"roll/{peer}"),
         )
-        await all_of([asyncio.create_task(membership.run()), asyncio.create_task(roll.run())])
+        await all_of([asyncio.create_task(membership.run()), asyncio.create_task(checks.run())])
 
     async def course(self) -> None:
         """What is noted."""
@@ -240,7 +238,7 @@ class Swarm:
         """What those that observe see now."""
         now, sought = self.hub.now(), set(self.sought)
         for observer in self.watching:
-            directory, known = self.directories[observer], self.transports[observer].acquaintances
+            directory, known = self.directories[observer], self.transports[observer].peer_stats
             for each in self.of_buckets:
                 for peer in each.honest - {observer}:
                     if (observer, peer) not in each.met and known.met(peer):

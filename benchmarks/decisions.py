@@ -32,11 +32,11 @@ from noloco_node.directory.validator import RecordValidator, sign_record, stage_
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.limiter import MicrobatchLimiter
-from noloco_node.pipeline.routing import Candidate, RoutingBook, choose_peer
+from noloco_node.pipeline.routing import Candidate, LoadBalancer, choose_peer
 from noloco_node.placement.balancing import Server, choose_stage, plan_move, rescue_rank, supply_of
 from noloco_node.state_transfer.donor_choice import rank_donors
 from noloco_node.state_transfer.messages import StateOffer
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 RUN, STAGES, RECORD_SECONDS = "benchmark-of-decisions", 2, 20.0
 LOOKS = 200
@@ -130,7 +130,7 @@ def fill(hub: MemoryDirectoryHub, stage: int, replicas: int) -> None:
 async def decide_among(replicas: int) -> DecisionsPoint:
     """Everybody that this node sees answers it, and says that it serves its stage."""
     now = [1000.0]
-    hub, known = RenewedHub(STAGES, lambda: now[0]), Acquaintances(lambda: 1000.0)
+    hub, known = RenewedHub(STAGES, lambda: now[0]), PeerStats(lambda: 1000.0)
     for stage in range(STAGES):
         fill(hub, stage, replicas)
     directory, own = MemoryDirectory(hub), named(0, 0)
@@ -148,7 +148,7 @@ async def decide_among(replicas: int) -> DecisionsPoint:
     for record in membership.others():
         known.answered(PeerId(record.peer_id))
         known.said(PeerId(record.peer_id), record.stage)
-    book = RoutingBook("balanced", random.Random(7), lambda: 1000.0)
+    book = LoadBalancer("balanced", random.Random(7), lambda: 1000.0)
     peers = membership.next_stage_peers()
     book.update(peers, 0)
     for peer in random.Random(7).sample(peers, min(64, len(peers))):
@@ -252,9 +252,9 @@ def names_of(count: int) -> list[PeerId]:
     return [PeerId(f"12D3KooW{number:044d}") for number in range(count)]
 
 
-def book_of(peers: list[PeerId]) -> RoutingBook:
+def book_of(peers: list[PeerId]) -> LoadBalancer:
     """A book in which some have said what they hold."""
-    book = RoutingBook("balanced", random.Random(7), lambda: 1000.0)
+    book = LoadBalancer("balanced", random.Random(7), lambda: 1000.0)
     book.update(peers, 0)
     for peer in random.Random(7).sample(peers, min(64, len(peers))):
         book.reported(peer, 1)

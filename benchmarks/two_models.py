@@ -124,7 +124,7 @@ def by_events(crowd: Crowd, settings: CrowdSettings) -> dict[str, float]:
         "microbatches, kB/s a node": sent.get("microbatches", 0.0) / seconds / nodes / 1e3,
         "exchanges, kB/s a node": sent.get("exchanges", 0.0) / seconds / nodes / 1e3,
         "directory, kB/s a node": sum(v for k, v in sent.items() if k.startswith("directory")) / seconds / nodes / 1e3,
-        "roll calls, kB/s a node": sent.get("roll calls", 0.0) / seconds / nodes / 1e3,
+        "health checks, kB/s a node": sent.get("health checks", 0.0) / seconds / nodes / 1e3,
     }
 
 
@@ -180,7 +180,7 @@ class Told:
             "replicas of a stage, as seen": sum(seen * times for seen, times in self._seen.items()) / max(1, inner),
             **{
                 f"{kind}, kB/s a node": sent[kind] / seconds / nodes / 1e3
-                for kind in ("microbatches", "exchanges", "directory", "roll calls")
+                for kind in ("microbatches", "exchanges", "directory", "health checks")
             },
             "answered by the last stage/s": rate(lambda each: each.served),
             "sent again or lost/s": rate(lambda each: each.repeated),
@@ -224,7 +224,7 @@ async def by_nodes(config: Config, crowd: Crowd, warm_up: float, seconds: float,
 
 def _sent(links: Links) -> Counter[str]:
     """Bytes by kind."""
-    families = {"microbatch": "microbatches", "outer": "exchanges", "dht": "directory", "records": "roll calls"}
+    families = {"microbatch": "microbatches", "outer": "exchanges", "dht": "directory", "records": "health checks"}
     found: Counter[str] = Counter()
     for counts in links.sent.values():
         for method, octets in counts.items():

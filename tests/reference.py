@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from noloco_node.config.run_spec import InnerSpec, RunSpec
-from noloco_node.marks import BEGINS, without_marks
+from noloco_node.document_marks import BEGINS, without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
 from noloco_node.training.schedule import learning_rate

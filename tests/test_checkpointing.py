@@ -23,8 +23,8 @@ from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.data.sampler import SamplerPosition, WindowSampler
 from noloco_node.data.samples import Samples
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
+from noloco_node.document_marks import BEGINS
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
 from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due, too_slow_to_leave
 from noloco_node.node.replica import Replica
@@ -80,7 +80,7 @@ class Node:
 
     async def whole(self) -> tuple[object, dict[str, torch.Tensor]]:
         """Everything, to compare."""
-        state = await self.replica.worker.whole_state()
+        state = await self.replica.worker.checkpoint_state()
         books = (state.progress, state.credit, state.tokens_accumulated, state.loss_accumulated, self.walk.position)
         return (*books, self.replica.pipeline.ledger, self.replica.context.rng.getstate()), state.tensors
 

@@ -46,7 +46,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ClockW
             stack.push_async_callback(transport.close)
         for transport in others:
             serve_hello(transport, micro_spec(), lambda: 0)
-            asking.acquaintances.answered(transport.peer_id)
+            asking.peer_stats.answered(transport.peer_id)
         yield ClockWatch(asking, said.append), ahead, said
 
 

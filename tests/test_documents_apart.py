@@ -26,9 +26,9 @@ from noloco_node.data.sources import divided
 from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.turns import Turn
 from noloco_node.data.windows import load_windows
+from noloco_node.document_marks import BEGINS, positions_of, without_marks
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.stacked import StackedStage, token_losses
-from noloco_node.marks import BEGINS, positions_of, without_marks
 from noloco_node.model.cut import PARTS_DOCUMENTS, check_parts_documents
 from noloco_node.model.export import evaluate_model, model_of
 from noloco_node.pipeline import messages as microbatch

@@ -75,7 +75,7 @@ def events_of(made: World, side: int, kind: type[E]) -> list[E]:
 
 async def state_of(replica: Replica) -> dict[str, Any]:
     """Where a replica is: its clock and counts, and of each vector its norm and every 2999th value."""
-    progress, state = await replica.worker.full_state()
+    progress, state = await replica.worker.joiner_state()
     vectors = {name: vector.double() for name, vector in state.items() if vector.is_floating_point()}
     counts = {"clock": progress.clock, "tokens": progress.tokens, "steps": progress.steps}
     norms = {name: float(vector.norm()) for name, vector in vectors.items()}

@@ -125,7 +125,7 @@ async def test_a_request_that_outlives_its_replica_is_told_that_it_has_left(capl
             began.set()
             await left.wait()
             made[1].worker.current_learning_rate()
-            await made[1].worker.full_state()
+            await made[1].worker.joiner_state()
             return Message()
 
         withdraw = leaver.serve("state.test", lambda *_: None, handle, max_concurrent_per_peer=1)

@@ -118,7 +118,7 @@ async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_sta
             newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
         )
         assert origin == "guard"
-        progress, state = await newcomer.worker.full_state()
+        progress, state = await newcomer.worker.joiner_state()
         assert torch.allclose(state["slow"], slow, rtol=1e-3, atol=1e-6)
         assert torch.equal(state["slow"], state["fast"])
         assert not state["momentum"].any()
@@ -174,7 +174,7 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
         again = made.replicas[0].context.transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
         assert (again > sent) == copy_is_newer
         if not copy_is_newer:
-            before, after = await lost.worker.full_state(), await newcomer.worker.full_state()
+            before, after = await lost.worker.joiner_state(), await newcomer.worker.joiner_state()
             assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
             assert after[1]["exp_avg"].any()
             assert newcomer.worker.progress.clock == lost.worker.progress.clock > 0
@@ -263,13 +263,13 @@ async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(
 async def test_without_a_copy_the_seed_stands() -> None:
     """Clock 0: should a stage peer appear after all, the seeded replica lags and takes the other's state."""
     async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
-        before = (await newcomer.worker.full_state())[1]
+        before = (await newcomer.worker.joiner_state())[1]
         await lose(made, 2)
         origin = await revive_if_lost(
             newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
         )
         assert origin == "seed"
-        progress, after = await newcomer.worker.full_state()
+        progress, after = await newcomer.worker.joiner_state()
         assert progress.clock == 0.0
         assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -458,7 +458,7 @@ async def test_a_lost_stage_is_not_taken_from_the_stranger_that_claims_most(
     """Sources whose work was seen come first; strangers' copies must bear each other out; one alone is said loudly."""
     async with keepers([(kind, clock, SOURCES[source]) for kind, clock, source in held]) as (copies, records, made):
         for source in worked:
-            made.replicas[0].context.transport.acquaintances.worked(PeerId(SOURCES[source]))
+            made.replicas[0].context.transport.peer_stats.worked(PeerId(SOURCES[source]))
         first = torch.zeros(footprint_of(made.replicas[0].context.spec).parameters[1])
         copy = await copies.newest(1, records, first)
         assert copy is not None
@@ -497,9 +497,9 @@ async def test_a_guard_gives_its_copy_up_for_none_that_is_far_behind(worked: boo
         copies[0].kept = StageCopy(kept.manifest.model_copy(update={"clock": far}), kept.offer, kept.weights)
         giver = lost.context.transport.peer_id
         if worked:
-            head.context.transport.acquaintances.worked(giver)
+            head.context.transport.peer_stats.worked(giver)
         else:
-            head.context.transport.acquaintances.of(giver).worked_at = -math.inf
+            head.context.transport.peer_stats.of(giver).worked_at = -math.inf
         keeping = asyncio.create_task(copies[2].keep(lost.membership, lost.worker))
         await one_turn()
         assert await copies[0].renew(head.membership) is worked

@@ -350,7 +350,7 @@ async def test_who_left_near_the_end_goes_by_the_last_words_of_those_that_are_go
         await other.worker.load_slow_weights(target if ahead else 0.9 * target, 1, weights)
         await other.membership.announce(PeerState.TRAINING)
         await mover.membership.refresh()
-        mover.context.transport.acquaintances.worked(peer_name(0, 1))
+        mover.context.transport.peer_stats.worked(peer_name(0, 1))
         await leave(stays, mover, 0.95 * target)
         assert stays.departs() == 1
         made.hub.rows[0].clear()

@@ -262,9 +262,9 @@ async def libp2p_world(
             transport = Libp2pTransport(daemon, identity=identity)
             await transport.start()
             try:
-                met, life = transport.acquaintances, spec.limits.record_seconds
+                met, life = transport.peer_stats, spec.limits.record_seconds
                 directory = await join_directory(
-                    daemon, identity, spec.run_id, spec.stages, acquaintances=met, record_seconds=life
+                    daemon, identity, spec.run_id, spec.stages, peer_stats=met, record_seconds=life
                 )
                 try:
                     yield transport, directory

@@ -174,7 +174,7 @@ class Receipts:
         """Write down the own work and send receipts now: all, or only those that are due."""
         await self._write_work()
         self._make_receipts(due_only=due_only)
-        answers = self._transport.acquaintances.answers
+        answers = self._transport.peer_stats.answers
         await some_at_a_time(CALLS_AT_ONCE, sorted(self._pending, key=lambda peer: not answers(peer)), self._send)
 
     async def finish(self) -> None:
@@ -273,7 +273,7 @@ class Receipts:
         if not done.microbatches:
             del self._ledger.done_for[peer]
         self._settled[peer], self._filed[name] = settled + LEAST_SECONDS, receipt.serial
-        self._transport.acquaintances.worked(peer)
+        self._transport.peer_stats.worked(peer)
         await self._append(peer, header.statement, bytes.fromhex(header.seal))
         return NOTHING
 

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 
 from noloco_node.aio import LoopLag
-from noloco_node.directory.headcount import is_there
+from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.participant import Pipeline
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, Warned
 from noloco_node.telemetry.state import MOST_PEERS, PeerSeen, Surroundings
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 
 class NodeStats:
@@ -36,7 +36,7 @@ class NodeStats:
 
     def surroundings(self) -> Surroundings:
         """The peers that this node sees, and what it holds."""
-        known, clock = self._transport.acquaintances, self._worker.progress.clock
+        known, clock = self._transport.peer_stats, self._worker.progress.clock
         in_hand, queued = self._pipeline.in_hand, self._worker.queued
         return surroundings(self._membership, known, self._pipeline.book, clock, in_hand=in_hand, queued=queued)
 
@@ -102,8 +102,8 @@ def _bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
 
 def surroundings(
     membership: Membership,
-    known: Acquaintances,
-    book: RoutingBook,
+    known: PeerStats,
+    book: LoadBalancer,
     clock: float,
     *,
     in_hand: int,

@@ -223,7 +223,7 @@ async def say_goodbye(transport: Transport, session: Session) -> None:
 
 def account_of(dialler: PeerId, transport: Transport, stage_peers: int) -> tuple[PeerId, int]:
     """The name under which exchanges of `dialler` are booked, and the number of parts that this name has one of."""
-    return (dialler, stage_peers) if transport.acquaintances.has_worked(dialler) else (STRANGERS, 1)
+    return (dialler, stage_peers) if transport.peer_stats.has_worked(dialler) else (STRANGERS, 1)
 
 
 def remember(
@@ -245,11 +245,11 @@ def remember(
         return
     if not committed:
         back_off.lost(session.partner, seconds, now)
-        transport.acquaintances.idle(session.partner)
+        transport.peer_stats.idle(session.partner)
         return
     back_off.committed(session.partner)
     if not session.gives_only:  # what was given shows work only of a newcomer in line: see `Side.measure`
-        transport.acquaintances.worked(session.partner)
+        transport.peer_stats.worked(session.partner)
 
 
 def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement: Judgement) -> OuterStep:

@@ -180,7 +180,7 @@ class Side:
         meeting = Meeting(norm, largest)
         self.standing.measured(session.partner, meeting)
         if in_line(meeting):
-            self.transport.acquaintances.worked(session.partner)
+            self.transport.peer_stats.worked(session.partner)
         self.back_off.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
         self.close(session)

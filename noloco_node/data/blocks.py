@@ -12,7 +12,7 @@ from noloco_node.data.shards import Shards
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.turns import Turn
 from noloco_node.data.windows import Windows
-from noloco_node.marks import BEGINS
+from noloco_node.document_marks import BEGINS
 
 
 class Blocks(Protocol):

@@ -20,7 +20,7 @@ from noloco_node.data.tokenizers import (
     load_tokenizer,
     no_tokenizer,
 )
-from noloco_node.marks import BEGINS
+from noloco_node.document_marks import BEGINS
 
 BEGINNING_LENGTH = 1 << 20
 """So many characters, or ids, of the first documents are examined before anything starts."""

@@ -14,7 +14,7 @@ from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.turns import TurnPosition
-from noloco_node.marks import BEGINS, without_marks
+from noloco_node.document_marks import BEGINS, without_marks
 
 Position = SamplerPosition | TurnPosition | SharedPosition | MixedPosition
 """The position where drawing goes on. It is in a walk over numbered windows, in a row of blocks, in one that replicas

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from noloco_node.data.documents import data_error
 from noloco_node.data.tokenizers import Tokens
+from noloco_node.document_marks import BEGINS
 from noloco_node.errors import UserError
-from noloco_node.marks import BEGINS
 
 BUFFERED_BYTES = 4 << 20
 """So many bytes of tokens wait in memory to be written."""

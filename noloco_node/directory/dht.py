@@ -38,7 +38,7 @@ from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class DhtDirectory:
         identity: Identity,
         run_id: str | None,
         stages: int,
-        acquaintances: Acquaintances,
+        peer_stats: PeerStats,
         *,
         only_asks: bool = False,
     ) -> None:
@@ -107,7 +107,7 @@ class DhtDirectory:
         self._run_id = run_id or ""
         self._stages = stages
         self._ids = PeerTable[Place, Any](MOST_IDS)
-        self._acquaintances = acquaintances
+        self._peer_stats = peer_stats
         self._last_expiry: dict[int, float] = {}
         self._written: dict[Place, float] = {}
         """Ends of what this node has published."""
@@ -116,7 +116,7 @@ class DhtDirectory:
         self._walker = Walker(node, self._rng)
         self._view = DirectoryView(tuple({} for _ in range(stages)))
         self._sampled = SampledView(stages, ambient.chance(), standing=records.standing)
-        self._lost = LostPeers(identity.peer_id, ambient.chance(), acquaintances)
+        self._lost = LostPeers(identity.peer_id, ambient.chance(), peer_stats)
         self._seeking: asyncio.Task[None] | None = None
         self._storing: dict[asyncio.Task[bool], None] = {}
         self._life = USUAL_LIFE
@@ -326,7 +326,7 @@ class DhtDirectory:
 
         Nobody's word is passed on.
         """
-        now, known = self.now(), self._acquaintances
+        now, known = self.now(), self._peer_stats
         own, some = self._own_to_tell(now)[:most], list[tuple[int, PeerId]]()
         if most > len(own):
             answering = (place for place in _in_any_order(self._introduced(), self._rng) if known.answers(place[1]))
@@ -394,7 +394,7 @@ class DhtDirectory:
     def _also(self, most: int) -> list[Any]:
         """Some peers of the view that have answered this node, and those that it entered by: a newcomer knows nobody
         else."""
-        known = {peer for rows in self._view.stages for peer in rows if self._acquaintances.answers(peer)}
+        known = {peer for rows in self._view.stages for peer in rows if self._peer_stats.answers(peer)}
         known.discard(self._identity.peer_id)
         some = self._rng.sample(sorted(known), min(most, len(known)))
         entrances = self._rng.sample(self._entrances, min(MOST_ENTRANCES, len(self._entrances)))
@@ -413,7 +413,7 @@ async def join_directory(
     run_id: str | None,
     stages: int,
     *,
-    acquaintances: Acquaintances | None = None,
+    peer_stats: PeerStats | None = None,
     record_seconds: float = MAX_LIFE_SECONDS,
     only_asks: bool = False,
     validator: RecordValidator | None = None,
@@ -426,7 +426,7 @@ async def join_directory(
 
     Raises UserError: PEERS_UNREACHABLE if none of them answers in the DHT, CONFIG if clocks differ too much.
     """
-    met = acquaintances or Acquaintances()
+    met = peer_stats or PeerStats()
 
     longest = min(MAX_LIFE_SECONDS, record_seconds) + WITHDRAWAL_SECONDS
     records = RecordStore(identity.peer_id, esteem_by(met), ambient.chance(), longest=longest)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.headcount import is_there
+from noloco_node.directory.health_checks import HealthChecks
+from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import SERVING, Directory, LiveRecord, PeerRecord, PeerState
-from noloco_node.directory.roll_call import RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.transport.interface import Transport
@@ -55,7 +55,7 @@ class LastWords:
         self._life = spec.limits.record_seconds
         self._at_work = PeerTable[PeerId, None]()
         """Origins that have answered here while their records said that they train."""
-        self.roll = RollCall(
+        self.checks = HealthChecks(
             transport,
             directory,
             spec.run_id,
@@ -73,7 +73,7 @@ class LastWords:
     async def run(self) -> None:
         """Look again and again, and ask the origins, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.roll.run())
+            group.create_task(self.checks.run())
             while True:
                 await self.look()
                 await asyncio.sleep(self._life / LOOKS_A_LIFE)
@@ -81,7 +81,7 @@ class LastWords:
     async def look(self) -> None:
         """Read the records anew."""
         await self._directory.refresh()
-        self.roll.look()
+        self.checks.look()
         self._judge()
 
     def _introduced(self) -> list[PeerRecord]:
@@ -90,7 +90,7 @@ class LastWords:
         return [record for record in view.live(0, now) if record.peer_id != own] if view.stages else []
 
     def _judge(self) -> None:
-        known = self._transport.acquaintances
+        known = self._transport.peer_stats
         for record in self._introduced():
             if record.state in SERVING and is_there(known, record):
                 self._at_work[PeerId(record.peer_id)] = None

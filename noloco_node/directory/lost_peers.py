@@ -15,7 +15,7 @@ from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 MOST_REMEMBERED = 64
 PAUSES = Doubling(5.0, 60.0)
@@ -37,7 +37,7 @@ class LostPeers:
     Chance decides among equals, so that the last lost has a place.
     """
 
-    def __init__(self, own: PeerId, rng: random.Random, known: Acquaintances) -> None:
+    def __init__(self, own: PeerId, rng: random.Random, known: PeerStats) -> None:
         self._own = own
         self._rng = rng
         self._known = known

@@ -12,13 +12,13 @@ from statistics import median_low
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
+from noloco_node.directory.duplicate_identity import DuplicateIdentityWatch
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
-from noloco_node.directory.headcount import SAMPLE, Headcount, is_there, share_error, unasked_share
+from noloco_node.directory.live_estimate import SAMPLE, LiveReplicaEstimate, is_there, share_error, unasked_share
 from noloco_node.directory.records import NOTHING_SHOWN, SERVING, Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
-from noloco_node.directory.twin import TwinWatch
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Membership:
     """Publishes this node's record and answers questions about the others.
 
     A live record introduces its peer, an answer over an own link makes it count as there, and only work as a replica
-    (`headcount`). `describe` gives the figures for the record. `ask` asks the peers that a look at the directory shows
-    and that are not known to be there. `on_change` is called after every look.
+    (`live_estimate`). `describe` gives the figures for the record. `ask` asks the peers that a look at the directory
+    shows and that are not known to be there. `on_change` is called after every look.
 
     Many methods: each is one question about the same view, a line or three.
     """
@@ -69,7 +69,7 @@ class Membership:
     def __init__(
         self,
         directory: Directory,
-        known: Acquaintances,
+        known: PeerStats,
         own: PeerId,
         stage: int,
         stages: int,
@@ -81,7 +81,7 @@ class Membership:
     ) -> None:
         self._directory = directory
         self._known = known
-        self._heads = Headcount(known)
+        self._heads = LiveReplicaEstimate(known)
         self._own = own
         self.stage = stage
         self.stages = stages
@@ -91,7 +91,7 @@ class Membership:
         self._ask = ask
         self._sequence = int(directory.now() * 1000)
         earlier = directory.now() + 2.0 * record_seconds + WITHDRAWAL_MARGIN_SECONDS
-        self.twin = TwinWatch(own, self._sequence, earlier)
+        self.twin = DuplicateIdentityWatch(own, self._sequence, earlier)
         self._announced_speed = 0.0
         self._announced_newcomer = False
         self.state = PeerState.JOINING
@@ -141,7 +141,7 @@ class Membership:
         return [peer for peer in stage_peers if not self._heads.idles(peer)] or stage_peers
 
     def counted_stage_peers(self) -> list[PeerId]:
-        """Stage peers that count as replicas beside this one: as many as `headcount` says, those first that have
+        """Stage peers that count as replicas beside this one: as many as `live_estimate` says, those first that have
         worked."""
         stage_peers = [peer for peer in self.stage_peers(*SERVING) if not self._heads.idles(peer)]
         many = round(self._heads.replicas(stage_peers, sampled=self.scale(self.stage) > 1.0).number) - 1
@@ -193,8 +193,8 @@ class Membership:
         return [record for record in said if record.peer_id != self._own]
 
     def live_replicas(self) -> int:
-        """Replicas of the own stage that train, this one included: by what they have shown (`headcount`). Where only a
-        sample is seen, as many as its records stand for, at the share of them that counts."""
+        """Replicas of the own stage that train, this one included: by what they have shown (`live_estimate`). Where
+        only a sample is seen, as many as its records stand for, at the share of them that counts."""
         return round(self.replicas().number)
 
     def replicas(self) -> Estimate:

@@ -11,7 +11,7 @@ from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord,
 from noloco_node.directory.sampled_view import SampledView
 from noloco_node.directory.store import MOST_RECORDS, esteem_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 
 class MemoryDirectoryHub:
@@ -59,11 +59,11 @@ class UnsignedDirectory:
 class MemoryDirectory(UnsignedDirectory):
     """Implements `Directory` over a hub; `known` tells which peers have dealings with this node."""
 
-    def __init__(self, hub: MemoryDirectoryHub, known: Acquaintances | None = None) -> None:
+    def __init__(self, hub: MemoryDirectoryHub, known: PeerStats | None = None) -> None:
         self._hub = hub
         self._view = DirectoryView(tuple({} for _ in hub.rows))
         self._sampled = SampledView(
-            len(hub.rows), ambient.chance(), standing=esteem_by(Acquaintances() if known is None else known)
+            len(hub.rows), ambient.chance(), standing=esteem_by(PeerStats() if known is None else known)
         )
         self._written: dict[Place, float] = {}
         """Ends of what this node has published."""

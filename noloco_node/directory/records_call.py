@@ -112,7 +112,7 @@ def serve_records(
 
     def to_be_told(peer: PeerId, wanted: int) -> int:
         few, wanted = few_told(directory), min(wanted, MOST_TOLD)
-        if wanted <= few or transport.acquaintances.takes_part(peer):
+        if wanted <= few or transport.peer_stats.takes_part(peer):
             return min(wanted, few)
         now = ambient.monotonic()
         told_all.expire(now)
@@ -125,7 +125,7 @@ def serve_records(
         check_run(told.run, run_id, told.protocol)
         # a peer that tells many has few ways to hear: records grow old there
         most = max(to_be_told(peer, told.wanted), len(told.records))
-        transport.acquaintances.said(peer, told.stage)
+        transport.peer_stats.said(peer, told.stage)
         directory.told(peer, _unpacked(told.records))
         return _packed(run_id, stage(), directory.to_tell(most))
 
@@ -151,13 +151,13 @@ async def tell(
         told = await call(transport, peer, RECORDS, request, seconds=timeout)
     except Refused as refused:
         if refused.reason in (Refusal.WRONG_RUN, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD):
-            transport.acquaintances.said(peer, None)
+            transport.peer_stats.said(peer, None)
         return ToldRecords(answered=True)
     except TransportError:
         return ToldRecords(answered=False)
     ours = told.run == run_id and told.protocol == PROTOCOL_VERSION
     serves = told.stage if ours else None
-    transport.acquaintances.said(peer, serves)
+    transport.peer_stats.said(peer, serves)
     if ours:
         directory.told(peer, _unpacked(told.records))
     return ToldRecords(answered=True, stage=serves, named=tuple(PeerId(record.peer) for record in told.records))

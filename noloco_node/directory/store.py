@@ -20,7 +20,7 @@ from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
+from noloco_node.transport.peer_stats import SILENCES_TOLERATED, PeerStats
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def hearsay(_peer: PeerId) -> Esteem:
     return Esteem.HEARSAY
 
 
-def esteem_by(known: Acquaintances) -> Callable[[PeerId], Esteem]:
+def esteem_by(known: PeerStats) -> Callable[[PeerId], Esteem]:
     """What is known of a peer by its dealings with this node alone."""
 
     def esteem(peer: PeerId) -> Esteem:

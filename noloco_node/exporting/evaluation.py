@@ -17,8 +17,8 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.reading import held_out_by_source
 from noloco_node.data.samples import by_source
 from noloco_node.data.tokenizers import PretrainedTokenizer, load_tokenizer
+from noloco_node.document_marks import without_marks
 from noloco_node.exporting.merge import SavedReplica, batches_of
-from noloco_node.marks import without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of
 

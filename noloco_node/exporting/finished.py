@@ -11,10 +11,10 @@ from torch import Tensor
 from noloco_node.config.data_spec import NO_TOKENIZER
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import fitting_tokenizer
+from noloco_node.document_marks import without_marks
 from noloco_node.exporting.evaluation import Bench, HeldOut
 from noloco_node.exporting.folders import gather_folders
 from noloco_node.exporting.write import export
-from noloco_node.marks import without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import continue_ids, generate_sample, load_exported
 

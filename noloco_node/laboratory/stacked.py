@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import InnerSpec
-from noloco_node.marks import without_marks
+from noloco_node.document_marks import without_marks
 from noloco_node.model.stage import build_stage
 from noloco_node.training.inner_optimizer import InnerOptimizer
 from noloco_node.training.layout import FlatLayout

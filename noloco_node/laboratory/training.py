@@ -21,12 +21,12 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.mixture import Walk
 from noloco_node.data.sampler import WindowSampler
 from noloco_node.data.windows import Windows, load_windows
+from noloco_node.document_marks import positions_of
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.result import MeasuredLoss, MeasuredSpread, Measurement
 from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_losses
 from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup, disturb
-from noloco_node.marks import positions_of
 from noloco_node.pipeline.routing import Candidate, choose_peer
 from noloco_node.training.activation_codec import there_and_back
 from noloco_node.training.progress import Progress, staggered

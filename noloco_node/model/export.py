@@ -15,7 +15,7 @@ from noloco_node.config.data_spec import BYTES, NO_TOKENIZER
 from noloco_node.config.hub_token import hub_token
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.tokenizer_files import files_to_copy
-from noloco_node.marks import positions_of, without_marks
+from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.byte_tokenizer import build_byte_tokenizer
 from noloco_node.model.cut import build_config

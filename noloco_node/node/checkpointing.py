@@ -13,8 +13,8 @@ from noloco_node import ambient
 from noloco_node.address_space import refused_memory
 from noloco_node.ambient import OneByOne
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.document_marks import without_marks
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.marks import without_marks
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import Sample
 from noloco_node.storage.checkpoint import (
@@ -28,7 +28,7 @@ from noloco_node.storage.checkpoint import (
 )
 from noloco_node.telemetry.events import AnyEvent, CheckpointTaken
 from noloco_node.training.progress import Progress
-from noloco_node.training.stage_worker import WholeState
+from noloco_node.training.stage_worker import CheckpointState
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class CheckpointKeeper:
         standing, tensors = checkpoint.standing, dict(checkpoint.tensors)
         random_state = tensors.pop(RANDOM, None)
         windows = [tensors.pop(held_name(number), None) for number in range(len(standing.held))]
-        state = WholeState(
+        state = CheckpointState(
             standing.progress, standing.credit, standing.tokens_accumulated, standing.loss_accumulated, tensors
         )
         try:
@@ -138,13 +138,13 @@ class CheckpointKeeper:
         it works again; never an error."""
         started = self._since = ambient.monotonic()
         try:
-            state = await self._replica.worker.whole_state()
+            state = await self._replica.worker.checkpoint_state()
         except (MemoryError, RuntimeError) as refusal:
             if refused_memory(refusal) is None:
                 raise
             self._not_taken(f"no memory for a copy of the state ({str(refusal)[:200]})", started)
             return
-        standing = self._standing(state)  # no await in between: see `StageWorker.whole_state`
+        standing = self._standing(state)  # no await in between: see `StageWorker.checkpoint_state`
         self._round = state.progress.outer_rounds
         self._held.append(state.held_seconds)
         held = {held_name(number): each.windows for number, each in enumerate(self._replica.pipeline.held_samples)}
@@ -178,7 +178,7 @@ class CheckpointKeeper:
         """Take no more. A write that is under way is not waited for: it becomes whole, or counts for nothing."""
         self._disk.stop()
 
-    def _standing(self, state: WholeState) -> KeptStanding:
+    def _standing(self, state: CheckpointState) -> KeptStanding:
         return KeptStanding(
             run_id=self._replica.context.spec.run_id,
             stage=self._replica.stage,

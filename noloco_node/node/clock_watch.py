@@ -53,7 +53,7 @@ class ClockWatch:
 
     async def look(self) -> None:
         """Compare with some that answer; where none tells its time, nothing is known."""
-        check = await self._compare(self._transport.acquaintances.answering())
+        check = await self._compare(self._transport.peer_stats.answering())
         if check is None:
             return
         if check.outcome is CheckOutcome.FAIL and not self._wrong:

@@ -180,7 +180,7 @@ def _say_over(stays: StageLifecycle) -> None:
 def _have_ended_meanwhile(replica: Replica, stays: StageLifecycle, began: float) -> bool:
     """Tell by last words whether the peers that this node had worked with have ended since it left near the end. None
     of them is there, or has answered since it `began` to look (monotonic seconds)."""
-    members, known, heard = replica.membership, replica.context.transport.acquaintances, stays.heard
+    members, known, heard = replica.membership, replica.context.transport.peer_stats, stays.heard
     if stays.left is None or heard is None or not stays.left.near or members.others_there(*SERVING):
         return False
     records = [record for record in members.others(*PeerState) if known.has_worked(PeerId(record.peer_id))]

@@ -348,7 +348,7 @@ async def _say_if_last(place: _Place, stay: _Stay, interrupts: Interrupts) -> No
     if interrupts.asked or place.refused is not None:
         warning = last_of_stage(
             replica.membership,
-            place.net.transport.acquaintances.answers,
+            place.net.transport.peer_stats.answers,
             place.net.spec.guard_copies,
             kept=not stay.keeper.failing,
         )

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable
 
 from noloco_node.data.samples import Samples
+from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import Directory
 from noloco_node.directory.records_call import serve_records
-from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.directory.shared_text import SharedText
 from noloco_node.identity.addresses import peers_at
 from noloco_node.participant import Participant, ReplicaContext
@@ -36,7 +36,7 @@ class Neighbourhood(Participant):
         text = shared and SharedText(shared, directory, transport.peer_id, life, context.emit)
         self.membership = Membership(
             ScreenedDirectory(directory, transport.conduct),
-            transport.acquaintances,
+            transport.peer_stats,
             transport.peer_id,
             context.stage,
             spec.stages,
@@ -46,7 +46,7 @@ class Neighbourhood(Participant):
             self._ask_all,
             text,
         )
-        self.roll = RollCall(
+        self.checks = HealthChecks(
             transport,
             directory,
             spec.run_id,
@@ -59,8 +59,8 @@ class Neighbourhood(Participant):
         )
 
     async def _ask_all(self) -> None:
-        """Before it serves; from then on the roll call asks by itself."""
-        await self.roll.sweep(SWEEP_SECONDS)
+        """Before it serves; from then on the health check asks by itself."""
+        await self.checks.sweep(SWEEP_SECONDS)
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Tell records to peers that ask, at once: a joiner asks before anybody trains."""
@@ -68,7 +68,7 @@ class Neighbourhood(Participant):
         return (serve_records(context.transport, context.spec.run_id, self._directory, lambda: context.stage),)
 
     async def run(self) -> None:
-        """Announce this replica, read the directory, call the roll."""
+        """Announce this replica, read the directory, check on peers."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.membership.run())
-            group.create_task(self.roll.run())
+            group.create_task(self.checks.run())

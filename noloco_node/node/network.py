@@ -66,7 +66,7 @@ class Network:
     async def beside(self, work: Awaitable[T], *companions: Coroutine[Any, Any, None]) -> T:
         """The result of `work`, with the network kept up meanwhile. p2pd is started again if it dies, the node is kept
         in reach, and the peers met are written down. `companions` run, and are cancelled at its end."""
-        esteem = esteem_by(self.transport.acquaintances)
+        esteem = esteem_by(self.transport.peer_stats)
         keeping = self.known.keep(self.daemon, self.spec.run_id, self.live_peers, self._holders, esteem)
         return await self.supervisor.beside(work, keeping, self.reach.keep(), self.lives.keep(), *companions)
 
@@ -75,7 +75,7 @@ class Network:
         return await connected_by_relay(self.daemon, peer)
 
     def _holders(self) -> dict[PeerId, HeldState]:
-        return holders_in(self.directory.view, self.directory.now(), self.transport.acquaintances.works)
+        return holders_in(self.directory.view, self.directory.now(), self.transport.peer_stats.works)
 
     def live_peers(self) -> list[PeerId]:
         """The peers that live, as this node's last look at the directory says."""
@@ -159,7 +159,7 @@ async def network(
             door.identity,
             spec.run_id,
             spec.stages,
-            acquaintances=door.transport.acquaintances,
+            peer_stats=door.transport.peer_stats,
             record_seconds=spec.limits.record_seconds,
         )
         watch = supervisor(daemon, directory, known, settings)

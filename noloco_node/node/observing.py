@@ -55,7 +55,7 @@ async def looking_on(settings: NodeSettings, *, as_guest: bool = False) -> Async
                 door.identity,
                 spec.run_id,
                 spec.stages,
-                acquaintances=door.transport.acquaintances,
+                peer_stats=door.transport.peer_stats,
                 record_seconds=spec.limits.record_seconds,
                 only_asks=True,
             )

@@ -74,7 +74,7 @@ class OuterSteps:
             decision = decide(self.pairing_state(next_try), self._exchanger.window, now=now, rng=self._rng)
             if isinstance(decision, Dial):
                 window = self._exchanger.window.inner_steps * self._pace.step_seconds
-                self._transport.acquaintances.asked(decision.partner, window)
+                self._transport.peer_stats.asked(decision.partner, window)
                 if not await self._exchanger.dial(decision.partner, decision.fragment):
                     next_try = loop.time() + retry_delay(self._pace.step_seconds, self._rng)
             elif isinstance(decision, StepAlone):

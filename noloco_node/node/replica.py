@@ -131,7 +131,7 @@ class Replica:
         return EndOfRun(
             transport.peer_id,
             self.membership,
-            transport.acquaintances,
+            transport.peer_stats,
             self.pipeline.server.origins_seen if self.stage > 0 else None,
             clock=lambda: self.worker.progress.clock,
             last_trained=lambda: self.worker.last_trained.at,
@@ -260,7 +260,7 @@ class Replica:
     def _directory_read(self) -> None:
         """Take over the new view: routes, the share of the batch, and everyone's waits."""
         membership, progress = self.membership, self.worker.progress
-        self._neighbourhood.roll.look()
+        self._neighbourhood.checks.look()
         self._behind.look()
         self.pipeline.book.update(membership.next_stage_peers(), membership.own_rank())
         self.worker.live_replicas = membership.live_replicas()

@@ -170,13 +170,13 @@ def _kept(folder: RunFolder, spec: RunSpec) -> str | None:
 
 @contextlib.asynccontextmanager
 async def _directory(door: Entrance, spec: RunSpec | None) -> AsyncGenerator[DhtDirectory]:
-    met = door.transport.acquaintances
+    met = door.transport.peer_stats
     if spec is None:
-        directory = await join_directory(door.daemon, door.identity, None, 0, acquaintances=met)
+        directory = await join_directory(door.daemon, door.identity, None, 0, peer_stats=met)
     else:
         life = spec.limits.record_seconds
         directory = await join_directory(
-            door.daemon, door.identity, spec.run_id, spec.stages, acquaintances=met, record_seconds=life
+            door.daemon, door.identity, spec.run_id, spec.stages, peer_stats=met, record_seconds=life
         )
     try:
         yield directory

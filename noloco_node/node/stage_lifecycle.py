@@ -14,9 +14,9 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerRecord, PeerState
-from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
@@ -61,7 +61,7 @@ class StageLifecycle:
         self._directory = directory
         self._own = transport.peer_id
         self._rng = random.Random(f"stays/{settings.seed}/{transport.peer_id}")
-        self._known = transport.acquaintances
+        self._known = transport.peer_stats
         self._roll = self._make_roll(transport)
         life, name = spec.limits.record_seconds, settings.name
         self.arrival = Arrival(directory, self._own, life, self._known, self._ask_all, name)
@@ -95,14 +95,14 @@ class StageLifecycle:
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
         """Takes warnings for the user that runs the node."""
 
-    def _make_roll(self, transport: Transport) -> RollCall:
-        """For before a stage is chosen; while it serves one, its replica calls the roll."""
+    def _make_roll(self, transport: Transport) -> HealthChecks:
+        """For before a stage is chosen; while it serves one, its replica checks on peers."""
 
         def introduced() -> Iterable[PeerRecord]:
             return self._directory.view.without(self._own).everyone(self._directory.now())
 
         life = self._spec.limits.record_seconds
-        return RollCall(
+        return HealthChecks(
             transport,
             self._directory,
             self._spec.run_id,

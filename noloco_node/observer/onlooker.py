@@ -9,10 +9,10 @@ from collections.abc import Callable
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import look_for_others
-from noloco_node.directory.headcount import is_there
+from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
+from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.membership import REFRESH_SECONDS
 from noloco_node.directory.records import Directory, PeerRecord
-from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.observer.swarm_view import nothing_seen, view_swarm
 from noloco_node.telemetry.swarm_state import SwarmView
@@ -46,7 +46,7 @@ class Onlooker:
         self._directory = ScreenedDirectory(directory, Access(spec))
         self._spec = spec
         self._wall = wall
-        self._roll = RollCall(
+        self._roll = HealthChecks(
             transport,
             self._directory,
             spec.run_id,
@@ -78,7 +78,7 @@ class Onlooker:
                 await asyncio.sleep(pause)
 
     def _see(self) -> SwarmView:
-        known, now = self._transport.acquaintances, self._directory.now()
+        known, now = self._transport.peer_stats, self._directory.now()
         answering = {record.peer_id for record in self._introduced() if is_there(known, record)}
         self.last = view_swarm(self._spec, self._directory.view, answering, self.last, now, self._wall())
         return self.last

@@ -25,7 +25,7 @@ from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTimes
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.tensor_checks import INLINE_ELEMENTS
@@ -107,7 +107,7 @@ class Auditor:
     def __init__(
         self,
         share: float,
-        book: RoutingBook,
+        book: LoadBalancer,
         train_again: Callable[[PeerId, Outgoing, float], Awaitable[Trained]],
         rng: random.Random,
         clock: Callable[[], float] = ambient.monotonic,

@@ -9,11 +9,11 @@ from noloco_node.data.samples import Position, Samples
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant, ReplicaContext
-from noloco_node.pipeline.blockage import patience
+from noloco_node.pipeline.circuit_breaker import patience
+from noloco_node.pipeline.downstream import Downstream, PipelineServer
 from noloco_node.pipeline.inference import InferenceServer
 from noloco_node.pipeline.messages import Ledger, Sample
-from noloco_node.pipeline.passing import Downstream, PipelineServer
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.pipeline.source import MicrobatchSource
 from noloco_node.training.trainer import StageFacts
 from noloco_node.transport.interface import Withdraw
@@ -31,7 +31,7 @@ class Pipeline(Participant):
         self._context = context
         self._samples = samples
         self.ledger = ledger
-        self.book = RoutingBook(spec.pipeline.routing, context.rng, ambient.monotonic)
+        self.book = LoadBalancer(spec.pipeline.routing, context.rng, ambient.monotonic)
         self.downstream = (
             None
             if context.cut.is_last
@@ -46,7 +46,7 @@ class Pipeline(Participant):
             self.downstream,
             ledger,
             settings.max_pending,
-            context.transport.acquaintances,
+            context.transport.peer_stats,
             lambda: self.accepting,
             behind,
         )
@@ -116,7 +116,7 @@ class Pipeline(Participant):
             return False
         spec = self._context.spec
         behind = spec.stages - self._context.stage - 2
-        return self.downstream.blockage.lasts(
+        return self.downstream.circuit_breaker.lasts(
             patience(spec.limits.record_seconds, spec.pipeline.budget_seconds, behind)
         )
 

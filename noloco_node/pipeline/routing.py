@@ -13,9 +13,9 @@ from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTable
+from noloco_node.pipeline.latency import FEW, LatencyTracker, RequestOutcome
 from noloco_node.pipeline.limiter import ASKS_TO_WAIT
 from noloco_node.pipeline.links import share_of_relayed
-from noloco_node.pipeline.paces import FEW, Paces, RequestOutcome
 from noloco_node.transport.bans import PEERS_REMEMBERED
 from noloco_node.trust.reputation import Reputation, Trust, after_audit, set_aside
 
@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     suspended_until: float = 0.0
     trust: Trust = Trust.ORDINARY
     weight: float = 1.0
-    """How often it is asked, beside 1 for a peer as quick as its stage peers (`Paces`). Only `balanced` looks at it."""
+    """How often it is asked, where 1 is a peer as quick as its stage peers (`LatencyTracker`). For `balanced` only."""
     relayed: bool = False
     """It is connected through a relay only. Only `balanced` looks at it."""
 
@@ -116,7 +116,7 @@ def _burden(candidate: Candidate) -> tuple[int, int]:
     return max(candidate.outstanding, candidate.load), candidate.outstanding
 
 
-class RoutingBook:
+class LoadBalancer:
     """What this node knows of its next-stage peers: the live ones, own requests under way, load, suspensions, audits.
 
     Many methods: each notes or answers one thing of a peer.
@@ -133,7 +133,7 @@ class RoutingBook:
         self._load: dict[PeerId, tuple[int, float]] = {}
         self._suspended: dict[PeerId, float] = {}
         self._failures: dict[PeerId, int] = {}
-        self._paces = Paces(clock)
+        self._paces = LatencyTracker(clock)
         self._doubted: set[PeerId] = set()
         self._reputes = PeerTable[PeerId, Reputation](PEERS_REMEMBERED, self._forget_repute)
         self._unseen: dict[PeerId, float] = {}

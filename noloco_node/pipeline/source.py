@@ -18,11 +18,11 @@ from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end, some_at_a_time
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples, by_source, inputs_and_labels
-from noloco_node.marks import positions_of
+from noloco_node.document_marks import positions_of
 from noloco_node.pauses import Doubling
+from noloco_node.pipeline.downstream import Downstream
 from noloco_node.pipeline.in_flight import InFlight
 from noloco_node.pipeline.messages import NO_MEMORY, HopFailed, Ledger, Mode, Outgoing, Sample
-from noloco_node.pipeline.passing import Downstream
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite

@@ -14,7 +14,7 @@ from noloco_node.directory.membership import WITHDRAWAL_MARGIN_SECONDS
 from noloco_node.directory.records import Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, choose_stage, servers_of, settle_among, supply_of
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Arrival:
         directory: Directory,
         own: PeerId,
         record_seconds: float,
-        known: Acquaintances,
+        known: PeerStats,
         ask: Callable[[], Awaitable[None]],
         name: str = "",
     ) -> None:

@@ -15,11 +15,11 @@ from functools import lru_cache
 from statistics import NormalDist, median
 
 from noloco_node.directory.buckets import TARGET
-from noloco_node.directory.headcount import WELCOME_SHARE, is_there, sampled_share, unasked_share
+from noloco_node.directory.live_estimate import WELCOME_SHARE, is_there, sampled_share, unasked_share
 from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 
@@ -108,7 +108,7 @@ def sample_error(seen: int, total: float, squares: float, number: float, number_
 
 
 def servers_of(
-    view: DirectoryView, work: Sequence[float], now: float, known: Acquaintances, *, without: PeerId | None
+    view: DirectoryView, work: Sequence[float], now: float, known: PeerStats, *, without: PeerId | None
 ) -> list[Server]:
     """All nodes that count at DHT time `now`, but `without`: those that answer this node, and did not let it down.
 
@@ -142,7 +142,7 @@ def _servers_of_stage(
     rows: Sequence[PeerRecord],
     there: Sequence[tuple[PeerRecord, float]],
     view: DirectoryView,
-    known: Acquaintances,
+    known: PeerStats,
     usual: float,
 ) -> list[Server]:
     """The nodes of one stage that are there, with their strengths, and how many of its `rows` and of others each stands

@@ -20,7 +20,7 @@ from noloco_node.placement.balancing import (
     unserved_stages,
     worth_moving,
 )
-from noloco_node.placement.sightings import Sightings
+from noloco_node.placement.supply_history import SupplyHistory
 
 LOOKS_A_STAY = 20
 """A node looks so many times for a poorer stage within the shortest stay; a decision waits up to the time between two
@@ -71,10 +71,10 @@ class Relocation:
     _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _shut: int | None = field(default=None, init=False)
-    _sightings: Sightings = field(init=False)
+    _supply_history: SupplyHistory = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sightings = Sightings(self.standing.confirm_seconds)
+        self._supply_history = SupplyHistory(self.standing.confirm_seconds)
         self._next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
 
     @property
@@ -132,7 +132,7 @@ class Relocation:
     def _balance(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
         if now < self._next_look:
             return None
-        supply = self._sightings.look(now, [*others, here], self.standing.work)
+        supply = self._supply_history.look(now, [*others, here], self.standing.work)
         planned, self._planned = self._planned, None
         pause = self.standing.stay_seconds * self._pause
         fitting = [stage for stage in self.standing.fitting if stage not in lost]
@@ -141,9 +141,9 @@ class Relocation:
             return Move(due, "poor")
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)
         told = bool(poor_stages(supply, here.stage, here.strength, fitting))
-        if told or self._sightings.age(now) >= self.standing.stay_seconds:
+        if told or self._supply_history.age(now) >= self.standing.stay_seconds:
             # By what it saw a node draws once: at each look anew, and all would go before one sees that some went.
-            self._sightings = Sightings(self.standing.confirm_seconds)
+            self._supply_history = SupplyHistory(self.standing.confirm_seconds)
         if target is None:
             self._next_look = now + pause * self.rng.uniform(0.5, 1.5)
         else:

@@ -19,7 +19,7 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.last_clocks import ClocksLastHeard, newest_of_each
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice
 
 NEAR_TARGET = 0.9
@@ -153,7 +153,7 @@ class EndOfRun:
         self,
         own: PeerId,
         membership: Membership,
-        acquaintances: Acquaintances,
+        peer_stats: PeerStats,
         origins: OriginsSeen | None,
         *,
         clock: Callable[[], float],
@@ -166,7 +166,7 @@ class EndOfRun:
     ) -> None:
         self._own = own
         self._membership = membership
-        self._acquaintances = acquaintances
+        self._peer_stats = peer_stats
         self._origins = origins
         self._clock = clock
         self._last_trained = last_trained
@@ -270,8 +270,8 @@ class EndOfRun:
         """Of the nodes worked with, whatever their stage; where none is seen, of those that once answered."""
         newest = newest_of_each(self._membership.others(*PeerState))
         finished = {peer: record.finished for peer, record in newest.items()}
-        worked = {peer: it for peer, it in finished.items() if self._acquaintances.has_worked(peer)}
-        return any((worked or {p: it for p, it in finished.items() if self._acquaintances.met(p)}).values())
+        worked = {peer: it for peer, it in finished.items() if self._peer_stats.has_worked(peer)}
+        return any((worked or {p: it for p, it in finished.items() if self._peer_stats.met(p)}).values())
 
     def _are_gone_who_were_worked_with(self) -> bool:
         """Since this machine slept, to come to the target: who is awake sees them leave, or knows that they have died.
@@ -280,7 +280,7 @@ class EndOfRun:
         now = self._membership.now()
         slept, self._awake_at = now - self._awake_at > self._grace, now
         if not 0.0 <= now - self._noted_at < self._grace / 4:  # below: this machine's clock was set back
-            known = self._acquaintances
+            known = self._peer_stats
             records = [r for r in self._membership.others(*PeerState) if known.has_worked(PeerId(r.peer_id))]
             self.last_heard.note(records, self._membership.replicas_per_stage(), now, slept=slept)
             self._noted_at = now
@@ -302,11 +302,11 @@ class EndOfRun:
         """Origins that count: those worked with, on stage 0 also those that answer and say that they train, for they
         may not have averaged yet; where nobody was worked with, those that answer."""
         ended = {peer for peer, known in self._known.items() if known.word is PeerState.FINISHING}
-        answering = {peer for peer in records if self._acquaintances.answers(peer)}
+        answering = {peer for peer in records if self._peer_stats.answers(peer)}
         if self._origins is not None:
             worked = {each.origin for each in seen} | ended
             return worked or answering
-        worked = {peer for peer in records if self._acquaintances.works(peer, within=float("inf"))} | ended
+        worked = {peer for peer in records if self._peer_stats.works(peer, within=float("inf"))} | ended
         return worked | {peer for peer in answering if not worked or not records[peer].finished}
 
     def _hear(self, records: Mapping[PeerId, PeerRecord], counting: Collection[PeerId], now: float) -> None:

@@ -16,7 +16,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, Supply, choose_stage, supply_of
 from noloco_node.placement.migration import MigrationStanding, Relocation
 from noloco_node.simulator.crowd_averaging import CrowdAveraging
-from noloco_node.simulator.crowd_calls import RollCalls
+from noloco_node.simulator.crowd_calls import HealthCheckTraffic
 from noloco_node.simulator.crowd_directory import BucketDirectory, WholeDirectory
 from noloco_node.simulator.crowd_nodes import Agenda, Nodes
 from noloco_node.simulator.crowd_pipeline import BACKWARDS, CrowdPipeline
@@ -79,9 +79,9 @@ class Crowd:
         """Speeds on their way to each stage."""
         self._before = (0, 0.0, 0.0)
         directory = settings.directory
-        self._calls = RollCalls(self.nodes.most, directory.record_seconds, directory.record_bytes)
+        self._calls = HealthCheckTraffic(self.nodes.most, directory.record_seconds, directory.record_bytes)
         self._called = (0, many)
-        """Asks for work and nodes so far, when roll calls were counted last."""
+        """Asks for work and nodes so far, when health checks were counted last."""
         self._start(many)
 
     def run(self, sample_seconds: float = 30.0, told: Callable[[float], None] = lambda _: None) -> None:
@@ -130,13 +130,13 @@ class Crowd:
         self.agenda.after(directory.look_seconds, self._tick)
 
     def _call(self, seconds: float) -> None:
-        """Count what roll calls take in so many seconds."""
+        """Count what health checks take in so many seconds."""
         sights, (hops, numbers) = self.directory.sights(), self._called
         self._called = self.pipeline.hops, len(self.nodes)
         asks = float((self.pipeline.hops - hops) * self.settings.parcel)
         born = (len(self.nodes) - numbers) / max(1, len(sights.who))
         exchanged = self.directory.exchanged(sights.who)
-        self.nodes.count("roll calls", self._calls.tick(sights, exchanged, asks, born, seconds))
+        self.nodes.count("health checks", self._calls.tick(sights, exchanged, asks, born, seconds))
 
     def _churn(self) -> None:
         """One dies and one comes, after a while."""

@@ -1,4 +1,4 @@
-"""Roll calls of a crowd: an account of their bytes alone, in which all nodes answer.
+"""Health checks of a crowd: an account of their bytes alone, in which all nodes answer.
 
 The peers that nodes ask, how often, and what they tell follow `directory.roll_call` and `directory.records_call`.
 """
@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from noloco_node.directory.bucket_turns import HELD, Floats, Ints
-from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY, MOST_TOLD
-from noloco_node.directory.roll_call import (
+from noloco_node.directory.health_checks import (
     ALL_TOLD,
     ASK_AGAIN,
     ASK_FOR_RECORD,
@@ -20,6 +19,7 @@ from noloco_node.directory.roll_call import (
     CALLS_A_SECOND,
     LONGEST_QUIET,
 )
+from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY, MOST_TOLD
 
 MESSAGE_BYTES = 119.0
 """The bytes of a call or its answer without records."""
@@ -65,8 +65,8 @@ def asks_a_second(quiet: float, heard: float) -> float:
     return words / math.expm1(words) / quiet
 
 
-class RollCalls:
-    """The bytes that the nodes of a crowd send in roll calls.
+class HealthCheckTraffic:
+    """The bytes that the nodes of a crowd send in health checks.
 
     Of two that have each other in view one asks, and both tell. A peer that works with a node is heard without being
     asked. A newcomer to a view is asked at once, as far as calls are allowed, and told the more the fewer peers the

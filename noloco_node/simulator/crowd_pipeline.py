@@ -1,6 +1,6 @@
 """Microbatches of a crowd on their way there and back, in parcels.
 
-The code of the node decides. It chooses the next peer (`RoutingBook`), the time of the draw (`InFlight`), the places
+The code of the node decides. It chooses the next peer (`LoadBalancer`), the time of the draw (`InFlight`), the places
 (`MicrobatchLimiter`), and what a device does first (`CallOrder`).
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.downstream import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
 from noloco_node.pipeline.in_flight import InFlight
+from noloco_node.pipeline.latency import RequestOutcome
 from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
-from noloco_node.pipeline.paces import RequestOutcome
-from noloco_node.pipeline.passing import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
 from noloco_node.simulator.crowd_records import CrowdDirectory
 from noloco_node.training.compute_thread import CallOrder, DeviceLoad, Priority
@@ -95,7 +95,7 @@ class CrowdPipeline:
         self._unit_seconds = self._parcel * nodes.settings.devices.forward_seconds
         self._last = nodes.settings.work.stages - 1
         self._octets = float(nodes.settings.work.microbatch_bytes)
-        self._books: list[RoutingBook | None] = []
+        self._books: list[LoadBalancer | None] = []
         self._book_told: list[float] = []
         self._places: list[MicrobatchLimiter | None] = []
         self._order: list[CallOrder[Passage]] = []
@@ -218,15 +218,15 @@ class CrowdPipeline:
             self._send(passage)
         self._next(i)
 
-    def _book(self, i: int) -> RoutingBook:
+    def _book(self, i: int) -> LoadBalancer:
         book = self._books[i]
         if book is None:
-            book = self._books[i] = RoutingBook("balanced", self.nodes.rng, self.clock)
+            book = self._books[i] = LoadBalancer("balanced", self.nodes.rng, self.clock)
         if self.agenda.now - self._book_told[i] >= VIEW_SECONDS:
             self._tell(i, book)
         return book
 
-    def _tell(self, i: int, book: RoutingBook) -> None:
+    def _tell(self, i: int, book: LoadBalancer) -> None:
         book.update(self.directory.seen(i, 1), 0)
         self._book_told[i] = self.agenda.now
 

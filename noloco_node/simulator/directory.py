@@ -18,7 +18,7 @@ from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.p2p import JoinedP2P, SimulatedP2P
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 MOST_ENTRANCES = 3
 JOIN_AGAIN_SECONDS = 5.0
@@ -46,7 +46,7 @@ class SimulatedDht:
         return SimulatedP2P(self.members, self.links, peer)
 
     async def join(
-        self, p2p: SimulatedP2P, identity: Identity, met: Acquaintances, entrances: Sequence[PeerId]
+        self, p2p: SimulatedP2P, identity: Identity, met: PeerStats, entrances: Sequence[PeerId]
     ) -> SimulatedDirectory:
         """Join as a daemon does through these peers, through others that live if none of them lets it in; a new DHT if
         none is named. Raises UserError (PEERS_UNREACHABLE) if no other node lives any more: a node that has named peers
@@ -60,7 +60,7 @@ class SimulatedDht:
                     identity,
                     self.run,
                     self.stages,
-                    acquaintances=met,
+                    peer_stats=met,
                     record_seconds=self.record_seconds,
                     validator=self.validator,
                 )

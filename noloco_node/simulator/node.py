@@ -153,7 +153,7 @@ class Node:
         self._p2p, began = self._dht.daemon(self.peer), ambient.monotonic()
         try:
             try:
-                directory = await self._dht.join(self._p2p, self.identity, transport.acquaintances, self._entrances)
+                directory = await self._dht.join(self._p2p, self.identity, transport.peer_stats, self._entrances)
             finally:
                 self.outside = ambient.monotonic() - began
             self.directory = directory

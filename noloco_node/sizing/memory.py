@@ -21,10 +21,10 @@ OUTER_VECTORS = 5
 """The outer step's vectors: slow weights, outer momentum, snapshot, difference to a partner, and the way of the
 replica's learning."""
 CHECKPOINT_VECTORS = 4
-"""The vectors of a checkpoint: fast and slow weights, outer momentum, gathered gradient (`StageWorker.whole_state`,
+"""The vectors of a checkpoint: fast and slow weights, outer momentum, gathered gradient (`StageWorker.checkpoint_state`
 without moments)."""
 GIVEN_VECTORS = 3
-"""The vectors given to a joiner: fast and slow weights and outer momentum (`StageWorker.full_state`, without
+"""The vectors given to a joiner: fast and slow weights and outer momentum (`StageWorker.joiner_state`, without
 moments)."""
 CAST_BYTES = 2
 ID_BYTES = 4

@@ -201,14 +201,14 @@ class StageCopies:
         return chosen or kept
 
     def _has_worked(self, source: str) -> bool:
-        return self._transport.acquaintances.of(PeerId(source)).worked_at > -math.inf
+        return self._transport.peer_stats.of(PeerId(source)).worked_at > -math.inf
 
     async def _ask_all(self, stage: int, records: Sequence[PeerRecord]) -> list[tuple[CopyManifest, PeerId]]:
         """The offers of the peers that say that they keep a copy; of many, those that have answered this node lately
         come first."""
         holders = [PeerId(record.peer_id) for record in records if record.guards == stage]
         self._rng.shuffle(holders)
-        holders.sort(key=self._transport.acquaintances.answers, reverse=True)
+        holders.sort(key=self._transport.peer_stats.answers, reverse=True)
         asked = holders[:HOLDERS_ASKED]
         answers = await asyncio.gather(*(self._ask(peer, stage) for peer in asked))
         return [(manifest, peer) for manifest, peer in zip(answers, asked, strict=True) if manifest is not None]

@@ -164,7 +164,7 @@ class StateDonor:
         if free < size:  # else the system kills this node, or one beside it
             raise Refused(Refusal.BUSY, f"no memory for a copy of this node's state: {size} bytes, {free} are free")
         started = ambient.monotonic()
-        progress, state = await self._worker.full_state()
+        progress, state = await self._worker.joiner_state()
         taken = ambient.monotonic()
         packed = PackedState(state)
         digests = await ambient.elsewhere(packed.digests, self._spec.limits.chunk_bytes)

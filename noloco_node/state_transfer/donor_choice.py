@@ -210,7 +210,7 @@ class StateCopier:
         """What the donors can give; those that answer otherwise are noted."""
         asked = list(donors)
         self._rng.shuffle(asked)
-        known = self._transport.acquaintances
+        known = self._transport.peer_stats
         asked.sort(key=lambda donor: (not known.answers(donor), known.of(donor).silences))
         offers: dict[PeerId, StateOffer] = {}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 
 from noloco_node.config.run_spec import InnerSpec
-from noloco_node.marks import positions_of, without_marks
+from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying

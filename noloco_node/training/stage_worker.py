@@ -80,7 +80,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeState:
+class CheckpointState:
     """Everything of one moment that a worker needs to go on as if it had not been interrupted."""
 
     progress: Progress
@@ -89,7 +89,7 @@ class WholeState:
     tokens_accumulated: int
     loss_accumulated: float
     tensors: dict[str, Tensor]
-    """As `StageWorker.full_state()` gives them, and the accumulated `gradient`."""
+    """As `StageWorker.joiner_state()` gives them, and the accumulated `gradient`."""
     held_seconds: float = 0.0
     """Time the compute thread was held for it. On a GPU also for what that had left to do before."""
 
@@ -369,7 +369,7 @@ class StageWorker:
         watch.stop()
         return self.progress, watch
 
-    async def full_state(self) -> tuple[Progress, dict[str, Tensor]]:
+    async def joiner_state(self) -> tuple[Progress, dict[str, Tensor]]:
         """One consistent copy of everything a late joiner needs: flat host tensors by name, and the progress."""
 
         def work() -> tuple[Progress, dict[str, Tensor]]:
@@ -404,7 +404,7 @@ class StageWorker:
         await self.load_full_state(clock, outer_rounds, await ambient.elsewhere(state))
 
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
-        """Become a copy of a stage peer: its state as `full_state()` gives it, its clock and round. Own counts start
+        """Become a copy of a stage peer: its state as `joiner_state()` gives it, its clock and round. Own counts start
         anew from where they are, those of the fragments staggered; what gathered for the next inner step is dropped."""
 
         def work() -> None:
@@ -417,7 +417,7 @@ class StageWorker:
 
         await self._thread.run(Priority.STEP, work)
 
-    async def whole_state(self) -> WholeState:
+    async def checkpoint_state(self) -> CheckpointState:
         """One consistent copy of everything, taken between two device operations; flat host tensors by name.
 
         The caller goes on in the same turn of the event loop in which it would have learnt of every microbatch that is
@@ -425,7 +425,7 @@ class StageWorker:
         """
         room = await ambient.elsewhere(self._room)
 
-        def work() -> WholeState:
+        def work() -> CheckpointState:
             started = ambient.monotonic()
             self.outer.settle()
             trainer = self._trainer
@@ -435,11 +435,11 @@ class StageWorker:
             if self.outer.trail is not None:
                 room[TRAIL].copy_(self.outer.trail)
             tokens, loss = trainer.tokens_accumulated, trainer.loss_accumulated
-            return WholeState(self.progress, self._credit, tokens, loss, room, ambient.monotonic() - started)
+            return CheckpointState(self.progress, self._credit, tokens, loss, room, ambient.monotonic() - started)
 
         return await self._thread.run(Priority.STEP, work)
 
-    async def resume(self, state: WholeState) -> None:
+    async def resume(self, state: CheckpointState) -> None:
         """Go on where `state` was taken. ValueError, and no change, where it is not of this stage and run.
 
         A trail may be missing, as in states of versions that had none: it begins anew.
@@ -468,7 +468,7 @@ class StageWorker:
         return {**self.state_sizes(), "gradient": (torch.float32, (self._trainer.layout.size,))}
 
     def state_sizes(self) -> _Sizes:
-        """Names, dtypes and shapes of `full_state()`: what a joiner expects to receive."""
+        """Names, dtypes and shapes of `joiner_state()`: what a joiner expects to receive."""
         vector, trail = (torch.float32, (self._trainer.layout.size,)), [] if self.outer.trail is None else [TRAIL]
         sizes: _Sizes = {name: (torch.float32, (size,)) for name, size in self._trainer.moment_sizes.items()}
         sizes["optimizer_steps"] = (torch.int64, ())
@@ -476,7 +476,7 @@ class StageWorker:
 
     async def named_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the slow and the fast weights by local parameter name."""
-        _, state = await self.full_state()
+        _, state = await self.joiner_state()
         views = self._trainer.layout.views
         return views(state["slow"]), views(state["fast"])
 

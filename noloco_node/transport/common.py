@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Admit, Gate, Handle, TrafficCount, Withdraw
 from noloco_node.transport.messages import Message
+from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.transport.server import OPEN_TO_ALL, RequestDesk, TransportLimits
 
 Introduce = Callable[[PeerId, float], Awaitable[None]]
@@ -40,9 +40,9 @@ class CommonTransport(ABC):
         return self._desk.conduct
 
     @property
-    def acquaintances(self) -> Acquaintances:
-        """See `Transport.acquaintances`."""
-        return self._desk.acquaintances
+    def peer_stats(self) -> PeerStats:
+        """See `Transport.peer_stats`."""
+        return self._desk.peer_stats
 
     def guard(self, gate: Gate) -> None:
         """See `Transport.guard`."""
@@ -76,14 +76,14 @@ class CommonTransport(ABC):
         try:
             answer = await self._call(peer, method, request, timeout, progress, max_answer_bytes)
         except Refused:
-            self.acquaintances.answered(peer)
+            self.peer_stats.answered(peer)
             raise
         except ProtocolViolation:
             raise
         except TransportError:
-            self.acquaintances.silent(peer)
+            self.peer_stats.silent(peer)
             raise
-        self.acquaintances.answered(peer)
+        self.peer_stats.answered(peer)
         return answer
 
     @abstractmethod

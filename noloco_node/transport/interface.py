@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.peer_stats import PeerStats
 
 Release = Callable[[], None]
 """A function that gives back what an admission reserved."""
@@ -87,7 +87,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def acquaintances(self) -> Acquaintances:
+    def peer_stats(self) -> PeerStats:
         """The peers that have answered this node, and those that it has seen work."""
         ...
 

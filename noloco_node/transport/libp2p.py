@@ -189,10 +189,10 @@ class Libp2pTransport(CommonTransport):
 
         def claim(stream: FramedStream) -> tuple[bool, int]:
             holder = self._held[stream]
-            return self.acquaintances.works(holder), -self._incoming[holder]
+            return self.peer_stats.works(holder), -self._incoming[holder]
 
         victim = min(looked_at, key=claim, default=None)
-        if victim is None or claim(victim) >= (self.acquaintances.works(peer), -self._incoming[peer]):
+        if victim is None or claim(victim) >= (self.peer_stats.works(peer), -self._incoming[peer]):
             return False
         del self._held[victim]
         victim.abort()

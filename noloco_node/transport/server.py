@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from noloco_node.config.run_spec import MAX_BODY_BYTES
 from noloco_node.identity.addresses import shown
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import OFFENSIVE, Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import Envelope, check_sendable, encode_envelope
 from noloco_node.transport.interface import Admit, Admitted, Gate, Handle, Release, TrafficCount, Withdraw
 from noloco_node.transport.messages import Message, TensorSpec
+from noloco_node.transport.peer_stats import PeerStats
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class RequestDesk:
         self.limits = limits
         self.traffic = TrafficCount()
         self.conduct = Bans()
-        self.acquaintances = Acquaintances()
+        self.peer_stats = PeerStats()
         self.gate: Gate | None = None
         self._bytes_under_way: Counter[PeerId] = Counter()
         self._methods: dict[str, _Method] = {}
@@ -147,7 +147,7 @@ class RequestDesk:
         self.conduct.refuse_banned(peer)
         if self.gate is not None and not envelope.method.startswith(OPEN_TO_ALL) and not self.gate(peer):
             raise Refused(Refusal.NOT_ADMITTED)
-        self.acquaintances.answered(peer)
+        self.peer_stats.answered(peer)
         method, limits = self._methods.get(envelope.method), self.limits
         if method is None:
             raise Refused(Refusal.UNKNOWN_METHOD, shown(envelope.method))

@@ -112,7 +112,7 @@ class LifeWatch:
         """Judge what the last view shows."""
         named = self._named()
         if not self._life.settled:
-            known = self._transport.acquaintances
+            known = self._transport.peer_stats
             births = [birth for peer, birth in named.items() if known.answers(peer)]
             self._life.choose(births)
             self._settle_if_due(births)

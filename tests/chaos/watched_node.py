@@ -17,15 +17,15 @@ from typing import Any, cast
 
 from noloco_node.averaging import messages as exchange_messages
 from noloco_node.directory.dht import DhtDirectory
-from noloco_node.directory.headcount import is_there
+from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import DirectoryView
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.bans import Bans, Offence
 from noloco_node.transport.common import CommonTransport
 from noloco_node.transport.messages import Message
+from noloco_node.transport.peer_stats import PeerStats
 from tests.chaos import paced_node
 
 WATCHED = "NOLOCO_CHAOS_WATCHED"
@@ -53,7 +53,7 @@ def watch() -> None:
         peers = {record.peer_id for stage in range(len(view.stages)) for record in view.live(stage, now)}
         honest = Path(os.environ[WATCHED]).parent.parent / HONEST
         known = peers & set(json.loads(honest.read_text())) if honest.exists() else peers
-        met: Acquaintances = cast("Any", self)._acquaintances
+        met: PeerStats = cast("Any", self)._peer_stats
         records = [record for stage in range(len(view.stages)) for record in view.live(stage, now)]
         there = {record.peer_id for record in records if is_there(met, record)} - known
         write(look=seconds, rows=len(peers), honest=len(known), strangers=sorted(there))

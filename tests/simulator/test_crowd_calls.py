@@ -1,4 +1,4 @@
-"""The account of roll calls in a crowd: as many calls as the roll call's own code makes, and records as it tells."""
+"""The account of health checks in a crowd: as many calls and records as the node's own code makes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
+from noloco_node.directory.health_checks import ASK_AGAIN, BURST, CALLS_A_SECOND
 from noloco_node.directory.records_call import MOST_TOLD
-from noloco_node.directory.roll_call import ASK_AGAIN, BURST, CALLS_A_SECOND
-from noloco_node.simulator.crowd_calls import MESSAGE_BYTES, TOLD_BYTES, RollCalls, Sights, asks_a_second
+from noloco_node.simulator.crowd_calls import MESSAGE_BYTES, TOLD_BYTES, HealthCheckTraffic, Sights, asks_a_second
 from noloco_node.simulator.loop import in_virtual_time
 from tests.swarm.test_roll_call import LIFE, callers
 
@@ -54,8 +54,8 @@ def test_calls_are_as_many_as_the_roll_call_makes(heard: float) -> None:
                         await each.directory.publish(each.record, LIFE)
                 for one, other in itertools.combinations(made, 2):
                     if rng.random() < heard:
-                        one.transport.acquaintances.worked(other.transport.peer_id)
-                        other.transport.acquaintances.worked(one.transport.peer_id)
+                        one.transport.peer_stats.worked(other.transport.peer_id)
+                        other.transport.peer_stats.worked(one.transport.peer_id)
                 if second == int(2 * LIFE):
                     calls = sum(len(each.asked) for each in made)
             return sum(len(each.asked) for each in made) - calls
@@ -67,7 +67,7 @@ def test_calls_are_as_many_as_the_roll_call_makes(heard: float) -> None:
 
 def test_a_crowd_that_sees_each_other_first_tells_all_and_then_each_pair_speaks_now_and_then() -> None:
     """Sixty-four: a minute's calls of the beginning bring twelve records each way for every pair."""
-    calls, each = RollCalls(64, LIFE, RECORD), sights(64, 63.0)
+    calls, each = HealthCheckTraffic(64, LIFE, RECORD), sights(64, 63.0)
     octets = [calls.tick(each, np.zeros(64), 0.0, 0.0, 2.0) for _ in range(60)]
     settled = 64 * 63 / 2 / (ASK_AGAIN * LIFE) * CALL
     assert octets[-1] / 2.0 == pytest.approx(settled)
@@ -78,7 +78,7 @@ def test_a_crowd_that_sees_each_other_first_tells_all_and_then_each_pair_speaks_
 
 def test_nobody_calls_oftener_than_it_may_and_few_records_go_to_strangers_of_who_knows_many() -> None:
     """A crowd of a hundred thousand, of which each sees 256, and another one every second."""
-    calls, each = RollCalls(10, LIFE, RECORD), sights(10, 128.0, 128.0, share=0.0, population=1e5)
+    calls, each = HealthCheckTraffic(10, LIFE, RECORD), sights(10, 128.0, 128.0, share=0.0, population=1e5)
     octets = [calls.tick(each, np.full(10, 2.0), 0.0, 0.0, 2.0) for _ in range(200)]
     assert sum(octets[:3]) > 2.0 * sum(octets[-3:]), "until it knows many it tells strangers all"
     calls_in_two_seconds = 10 * 2.0 * CALLS_A_SECOND
@@ -88,7 +88,7 @@ def test_nobody_calls_oftener_than_it_may_and_few_records_go_to_strangers_of_who
 
 def test_whoever_was_in_view_before_is_told_few() -> None:
     """Both halves of a stage, one after the other, again and again."""
-    calls, each = RollCalls(10, LIFE, RECORD), sights(10, 64.0, share=1.0, population=128.0)
+    calls, each = HealthCheckTraffic(10, LIFE, RECORD), sights(10, 64.0, share=1.0, population=128.0)
     octets = [calls.tick(each, np.full(10, 4.0), 0.0, 0.0, 2.0) for _ in range(100)]
     again, first = octets[-1] / CALL, 10 * 4.0
     assert again == pytest.approx(first + 10 * 2.0 * (64.0 - 4.0) / 2.0 / (ASK_AGAIN * LIFE), rel=0.05)

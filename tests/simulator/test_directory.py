@@ -24,7 +24,7 @@ from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import identity_of, peer_of
 from noloco_node.simulator.p2p import SimulatedP2P
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 TRIP = 0.1
 
@@ -42,7 +42,7 @@ class Members:
         self.dht = SimulatedDht(stages, self.links, "a run", life)
         self.p2p: list[SimulatedP2P] = []
         self.directories: list[SimulatedDirectory] = []
-        self.met: list[Acquaintances] = []
+        self.met: list[PeerStats] = []
 
     async def __aenter__(self) -> Members:
         return self
@@ -55,14 +55,14 @@ class Members:
         """Until there are so many."""
         while len(self.directories) < count:
             number = len(self.directories)
-            self.met.append(Acquaintances())
+            self.met.append(PeerStats())
             self.p2p.append(self.dht.daemon(peer_of(number)))
             entrance = [peer_of(0)] if number else []
             self.directories.append(await self.dht.join(self.p2p[-1], identity_of(number), self.met[-1], entrance))
         return self.directories
 
 
-def membership_of(directory: SimulatedDirectory, met: Acquaintances, number: int, life: float = 20.0) -> Membership:
+def membership_of(directory: SimulatedDirectory, met: PeerStats, number: int, life: float = 20.0) -> Membership:
     """The membership of a node that trains one of two stages, and is asked by nobody."""
     figures = OwnFigures(clock=1e6, tokens_per_second=500.0, outer_rounds=7, capacity=600.0)
     membership = Membership(directory, met, peer_of(number), number % 2, 2, life, lambda: figures, lambda: None)
@@ -181,7 +181,7 @@ def test_who_has_named_peers_begins_no_swarm_of_its_own_where_all_are_gone() -> 
             members.links.part([peer_of(0)])
             with pytest.raises(UserError) as raised:
                 async with asyncio.timeout(600.0):
-                    await members.dht.join(joiner, identity_of(2), Acquaintances(), [peer_of(0), peer_of(1)])
+                    await members.dht.join(joiner, identity_of(2), PeerStats(), [peer_of(0), peer_of(1)])
             assert raised.value.exit_code is ExitCode.PEERS_UNREACHABLE
 
     in_virtual_time(work)
@@ -211,7 +211,7 @@ def test_who_is_let_in_by_one_that_leaves_just_then_comes_in_by_another(
 
             monkeypatch.setattr(joiner, "call_protobuf_handler", called)
             began = ambient.monotonic()
-            joined = await members.dht.join(joiner, identity_of(3), Acquaintances(), [peer_of(0)])
+            joined = await members.dht.join(joiner, identity_of(3), PeerStats(), [peer_of(0)])
             members.directories.append(joined)
             assert (ambient.monotonic() - began > JOIN_AGAIN_SECONDS) == leaves
             assert set((await joined.refresh()).stages[0]) >= {peer_of(1), peer_of(2)}

@@ -94,7 +94,7 @@ async def test_what_a_joiner_reads_is_one_more_copy_on_the_host(codec: str) -> N
     run = changed(micro_spec(stages=2), "outer", codec=codec)
     trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
     worker = StageWorker(run, trainer, outer_of(run, trainer), thread, lambda _: None)
-    _, state = await worker.full_state()
+    _, state = await worker.joiner_state()
     planned = needs(run)[0]
     assert planned.given == sum(tensor.nbytes for tensor in state.values() if tensor.dim())
     assert planned.on_host == planned.outer + planned.exchange + planned.checkpoint + planned.given

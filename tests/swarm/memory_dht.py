@@ -11,7 +11,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.identity.keys import Identity
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 from tests.swarm.hostile_dht import throw_away_key
 
 Hook = Callable[[str, str], Awaitable[None]]
@@ -55,7 +55,7 @@ class Member:
         self.identity = identity or throw_away_key()
         self.peer = self.identity.peer_id
         self.p2p = MemoryP2P(network, self.peer)
-        self.met = Acquaintances()
+        self.met = PeerStats()
         self.directory: DhtDirectory
 
     async def join(self, run: str | None, stages: int, *through: str, only_asks: bool = False) -> Member:
@@ -63,6 +63,6 @@ class Member:
         joined = tuple(f"/ip4/127.0.0.1/tcp/1/p2p/{peer}" for peer in through)
         daemon: Any = SimpleNamespace(hivemind_p2p=self.p2p, joined_peers=joined)
         self.directory = await join_directory(
-            daemon, self.identity, run, stages, acquaintances=self.met, only_asks=only_asks
+            daemon, self.identity, run, stages, peer_stats=self.met, only_asks=only_asks
         )
         return self

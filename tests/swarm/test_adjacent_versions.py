@@ -126,7 +126,7 @@ async def test_whoever_speaks_another_version_serves_no_stage_of_this_run(theirs
     told = await tell(ours, TWO, "run", book)
     assert told.answered
     assert told.stage is None
-    assert not ours.acquaintances.takes_part(TWO)
+    assert not ours.peer_stats.takes_part(TWO)
 
 
 class NewerTransport(MemoryTransport):

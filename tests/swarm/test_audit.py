@@ -18,9 +18,9 @@ from noloco_node.config.run_spec import PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import routing
 from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
+from noloco_node.pipeline.downstream import Downstream
 from noloco_node.pipeline.messages import MICROBATCH, Ledger, MicrobatchHeader, Outgoing, Trained
-from noloco_node.pipeline.passing import Downstream
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.transport.bans import BAN_SECONDS
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -79,7 +79,7 @@ class Stage:
         self.stalling: set[PeerId] = set()
         self.honest_to_copies = False
         self.asked: list[PeerId] = []
-        self.book = RoutingBook("uniform", random.Random(0), lambda: self.now)
+        self.book = LoadBalancer("uniform", random.Random(0), lambda: self.now)
         self.book.update(self.peers, 0)
         self.auditor = Auditor(share, self.book, self._answer, random.Random(0), lambda: self.now, allowance=allowance)
 
@@ -331,7 +331,7 @@ class Chain:
         transport = MemoryTransport(self.network, name)
         self.transports.append(transport)
         if stage + 1 < self.spec.stages:
-            book = RoutingBook("uniform", self.rng, time.monotonic)
+            book = LoadBalancer("uniform", self.rng, time.monotonic)
             book.update(self.names[stage + 1], 0)
             self.downstream[name] = Downstream(self.spec, stage, transport, book, Ledger(), self.rng)
 

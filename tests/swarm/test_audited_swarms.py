@@ -19,8 +19,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
 from noloco_node.pipeline.audit import Finding
+from noloco_node.pipeline.downstream import PipelineServer
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
-from noloco_node.pipeline.passing import PipelineServer
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, OuterStep
@@ -230,7 +230,7 @@ async def _loses_its_weights() -> None:
 
 async def _scramble(replica: Replica) -> None:
     """Noise in place of its weights."""
-    progress, state = await replica.worker.full_state()
+    progress, state = await replica.worker.joiner_state()
     noise = torch.randn(state["fast"].numel(), generator=torch.Generator().manual_seed(0))
     noisy = {**state, "fast": noise, "slow": noise}
     await replica.worker.load_full_state(progress.clock, progress.outer_rounds, noisy)

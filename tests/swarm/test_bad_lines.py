@@ -85,7 +85,7 @@ class _Holder:
     def state_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.state.items()}
 
-    async def full_state(self) -> tuple[Progress, dict[str, Tensor]]:
+    async def joiner_state(self) -> tuple[Progress, dict[str, Tensor]]:
         self.state = {"fast": self.state["fast"] + 1.0}
         return self.progress, self.state
 

@@ -31,7 +31,7 @@ from noloco_node.placement.balancing import (
 )
 from noloco_node.placement.migration import JOINER_PATIENCE, MigrationStanding, Move, Relocation
 from noloco_node.state_transfer.backups import guarded_stage
-from noloco_node.transport.acquaintance import IDLES_ALLOWED, Acquaintances
+from noloco_node.transport.peer_stats import IDLES_ALLOWED, PeerStats
 from tests.profiles import tries
 from tests.swarm.worlds import AllAnswer
 
@@ -89,7 +89,7 @@ def test_nobody_counts_for_more_than_is_credible() -> None:
     """A single record that claims the speed of a thousand does not drain its stage. Without work it counts like the
     usual node, with work for a few of them. If it does not answer, or lets this node down, it does not count at all."""
     honest = [record(f"honest-{i:06d}", i % 2, PeerState.TRAINING, 10.0) for i in range(8)]
-    view, known = view_of(*honest, record("braggart-000", 0, PeerState.TRAINING, 1e12)), Acquaintances()
+    view, known = view_of(*honest, record("braggart-000", 0, PeerState.TRAINING, 1e12)), PeerStats()
     for each in honest:
         known.worked(PeerId(each.peer_id))
         known.said(PeerId(each.peer_id), each.stage)

@@ -501,7 +501,7 @@ async def test_of_many_receipts_some_are_under_way_and_those_that_answer_come_fi
         ledger.note_received(server.peer_id, 20)
     answering = [server.peer_id for server in servers[-CALLS_AT_ONCE:]]
     for peer in answering:
-        served.acquaintances.answered(peer)
+        served.peer_stats.answered(peer)
     await keeper.settle()
     assert len(order) == len(servers)
     assert most <= CALLS_AT_ONCE

@@ -25,7 +25,7 @@ from noloco_node.placement.run_end import (
     near_from,
     verdict,
 )
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.support import eventually
 from tests.swarm.worlds import AllAnswer
@@ -170,14 +170,14 @@ class Swarm:
         self.hub = MemoryDirectoryHub(2, self.time)
         self.origins = {name: self.member(name, 0) for name in (A, B, C)}
         self.watcher = self.member(PeerId("watcher-wwww"), stage)
-        self.acquaintances = Acquaintances(self.time)
+        self.peer_stats = PeerStats(self.time)
         self.seen = OriginsSeen(TARGET, self.time)
         self.held_up = False
         self.clocks = dict.fromkeys((A, B, C), clock)
         self.end = EndOfRun(
             PeerId("watcher-wwww"),
             self.watcher,
-            self.acquaintances,
+            self.peer_stats,
             self.seen if stage else None,
             clock=lambda: self.clock,
             last_trained=lambda: self.trained,
@@ -286,11 +286,11 @@ async def test_records_behind_which_nobody_works_neither_end_a_run_nor_keep_it_g
     await swarm.say(A, PeerState.TRAINING)
     swarm.work(A)
     await swarm.say(B, *FINISHED[:2])
-    swarm.acquaintances.answered(B)
+    swarm.peer_stats.answered(B)
     assert await swarm.verdict() is ON
     swarm.clock = swarm.clocks[A] = TARGET
     await swarm.say(C, PeerState.TRAINING)
-    swarm.acquaintances.answered(C)
+    swarm.peer_stats.answered(C)
     swarm.work(A)
     assert await swarm.verdict() is ON
     await swarm.say(A, PeerState.FINISHING)
@@ -360,7 +360,7 @@ async def test_an_origin_that_is_at_its_end_waits_for_others_some_graces_and_no_
     await swarm.say(B, PeerState.TRAINING)
     assert await swarm.verdict() is OVER
     await swarm.say(A, PeerState.TRAINING)
-    swarm.acquaintances.worked(A)
+    swarm.peer_stats.worked(A)
     assert await swarm.verdict(LATE_GRACES - 1) is ON
     assert await swarm.verdict(2) is OVER
 
@@ -376,7 +376,7 @@ async def test_an_origin_that_is_cut_off_ends_when_others_have_finished_and_comp
         await swarm.watcher.announce(PeerState.TRAINING)
         swarm.trained = swarm.time()
         await swarm.say(A, PeerState.TRAINING)
-        swarm.acquaintances.worked(A)
+        swarm.peer_stats.worked(A)
         assert await swarm.verdict() is ON
         if finishes:
             await swarm.say(A, *FINISHED)
@@ -399,12 +399,12 @@ async def test_who_is_left_behind_by_others_at_the_runs_end_waits_some_graces_fo
     """It came to its stage late, and its own clock has not told it how far the origins were before they died. Only
     those count with which it has worked, and their records are forgotten before its time is over."""
     swarm = Swarm(clock=clock, max_lag=TARGET)
-    swarm.acquaintances.worked(B)
+    swarm.peer_stats.worked(B)
     await swarm.say(B, PeerState.TRAINING)
     other = swarm.member(PeerId("leaver-llll"), 1)
-    swarm.acquaintances.answered(PeerId("leaver-llll"))
+    swarm.peer_stats.answered(PeerId("leaver-llll"))
     if worked:
-        swarm.acquaintances.worked(PeerId("leaver-llll"))
+        swarm.peer_stats.worked(PeerId("leaver-llll"))
     swarm.trained, swarm.held_up = swarm.time(), True
     for state in course:
         await other.announce(state)
@@ -417,7 +417,7 @@ async def test_who_is_left_behind_by_others_at_the_runs_end_waits_some_graces_fo
 async def test_who_left_at_the_runs_end_has_left_so_whatever_stage_it_had_moved_from(moved_from: int) -> None:
     """It has said farewell twice: as it moved, and at the end."""
     swarm, leaver = Swarm(clock=0.6 * TARGET, max_lag=TARGET), PeerId("leaver-llll")
-    swarm.acquaintances.worked(leaver)
+    swarm.peer_stats.worked(leaver)
     await swarm.say(B, PeerState.TRAINING)
     swarm.work(B)
     swarm.held_up = True
@@ -436,7 +436,7 @@ async def test_who_takes_a_lost_first_stage_over_near_the_end_goes_by_what_it_kn
     it waited an hour for them."""
     swarm, leaver = Swarm(stage=0, clock=0.0, max_lag=TARGET), PeerId("leaver-llll")
     swarm.end.came_near_the_end = swarm.end.came_late = near
-    swarm.acquaintances.worked(leaver)
+    swarm.peer_stats.worked(leaver)
     swarm.held_up = True
     there = swarm.member(leaver, 1)
     for state in FINISHED:
@@ -463,7 +463,7 @@ async def test_who_slept_ends_when_by_their_last_words_the_others_have_come_to_t
     swarm.trained = swarm.time()
     for name in (A, B):
         await swarm.say(name, PeerState.TRAINING)
-        swarm.acquaintances.worked(name)
+        swarm.peer_stats.worked(name)
     assert await swarm.verdict(1) is ON
     swarm.time.now += 8 * GRACE if slept else 0.0
     swarm.held_up = True
@@ -481,7 +481,7 @@ async def test_whose_clock_was_set_back_goes_by_the_last_words_that_it_heard_sin
     await swarm.watcher.announce(PeerState.TRAINING)
     for name in (A, B):
         await swarm.say(name, PeerState.TRAINING)
-        swarm.acquaintances.worked(name)
+        swarm.peer_stats.worked(name)
     assert await swarm.verdict(1) is ON
     back = 180 * GRACE
     swarm.trained = swarm.time()
@@ -514,7 +514,7 @@ async def test_a_node_that_gets_nothing_stays_while_the_clocks_of_its_origins_mo
     swarm.work(A)
     for _ in range(3 * ORPHAN_GRACES):
         swarm.clocks[A] += 64
-        swarm.acquaintances.answered(A)
+        swarm.peer_stats.answered(A)
         await swarm.say(A, PeerState.TRAINING)
         assert await swarm.verdict(1) is ON
 

@@ -70,7 +70,7 @@ async def two_replicas(outer: OuterSpec = RULE) -> AsyncIterator[tuple[World, Re
 
 async def state_of(replica: Replica) -> dict[str, Tensor]:
     """Copies of θ, φ and δ."""
-    return (await replica.worker.full_state())[1]
+    return (await replica.worker.joiner_state())[1]
 
 
 def outer_steps(made: Swarm, index: int, kind: str) -> list[OuterStep]:

@@ -26,7 +26,7 @@ from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import servers_of, supply_of
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 from tests.swarm.test_bucket_holders import Net, peers
 from tests.swarm.test_look_ups import KEY, fill, intake_of, members, node_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, OWN, Keys, Observer
@@ -289,7 +289,7 @@ def test_where_few_are_at_work_some_of_these_are_seen_and_speak_for_as_many_as_t
 def test_a_far_stage_of_which_few_have_answered_seems_no_poorer_when_it_is_read_whole(each: int) -> None:
     """Only peers that are seen are asked whether they are there. In a stage that is shown whole, a peer that nobody has
     asked counts nothing."""
-    observer, known, seen = Observer(Keys(*[each] * 16), stages=16), Acquaintances(lambda: 0.0), 0
+    observer, known, seen = Observer(Keys(*[each] * 16), stages=16), PeerStats(lambda: 0.0), 0
     observer.look(60)
     for _ in range(200):
         view = observer.look()

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node import PROTOCOL_VERSION, ambient
+from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.records_call import serve_records
-from noloco_node.directory.roll_call import SWEEP_SECONDS, RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
@@ -49,10 +49,10 @@ async def found_after(ghosts: int, entrances: Sequence[PeerId], seed: int) -> fl
     records += [record(STAGE_PEER), record(ENTRANCE, 1)]
     random.Random(seed).shuffle(records)
     own, rng = MemoryDirectory(MemoryDirectoryHub(2)), random.Random(seed)
-    roll = RollCall(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, rng, entrances)
+    checks = HealthChecks(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, rng, entrances)
     try:
-        for _ in itertools.takewhile(lambda _: not joiner.acquaintances.serves(STAGE_PEER, 0), range(100)):
-            await roll.sweep(SWEEP_SECONDS)
+        for _ in itertools.takewhile(lambda _: not joiner.peer_stats.serves(STAGE_PEER, 0), range(100)):
+            await checks.sweep(SWEEP_SECONDS)
         return ambient.monotonic()
     finally:
         for transport in transports:
@@ -76,11 +76,11 @@ def test_each_ghost_is_asked_once_in_a_start() -> None:
         serve_records(stage_peer, RUN, MemoryDirectory(MemoryDirectoryHub(2)), lambda: 0)
         records = [record(f"ghost-{number:06d}") for number in range(50)] + [record(STAGE_PEER)]
         own = MemoryDirectory(MemoryDirectoryHub(2))
-        for _ in range(3):  # a node's stays and its replica call the roll one after the other
-            roll = RollCall(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, random.Random(1))
-            await roll.sweep(SWEEP_SECONDS)
+        for _ in range(3):  # a node's stays and its replica check on peers one after the other
+            checks = HealthChecks(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, random.Random(1))
+            await checks.sweep(SWEEP_SECONDS)
         await joiner.close()
         await stage_peer.close()
-        return [joiner.acquaintances.of(PeerId(each.peer_id)).silences for each in records[:-1]]
+        return [joiner.peer_stats.of(PeerId(each.peer_id)).silences for each in records[:-1]]
 
     assert set(in_virtual_time(calls)) == {1}

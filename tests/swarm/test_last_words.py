@@ -110,7 +110,7 @@ class Seed:
     async def look(self) -> None:
         """Read all records, and ask those that they introduce."""
         await self.last.look()
-        await self.last.roll.sweep(1.0)
+        await self.last.checks.sweep(1.0)
         await self.last.look()
 
     async def works_to_its_end(self, *numbers: int) -> None:
@@ -233,7 +233,7 @@ async def test_what_is_of_another_life_of_the_run_ends_nothing(tmp_path: Path) -
 
 
 async def test_a_seed_asks_by_itself_whom_it_has_not_met(tmp_path: Path) -> None:
-    """No node needs to call it: the roll is called while it runs."""
+    """No node needs to call it: the checks is called while it runs."""
     async with seed(tmp_path) as made:
         made.process(1)
         await made.says(1, TRAINING)

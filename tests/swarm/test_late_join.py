@@ -87,7 +87,7 @@ def failures(made: Swarm) -> dict[str, str]:
 
 
 async def fast_weights(replica: Replica) -> torch.Tensor:
-    return (await replica.worker.full_state())[1]["fast"]
+    return (await replica.worker.joiner_state())[1]["fast"]
 
 
 async def is_copy_of(replica: Replica, donor: Replica) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.links import LEAST_WEIGHT, RELAYED_WEIGHT, REMEMBERED_SECONDS, PeerWays, way_weights
-from noloco_node.pipeline.routing import Candidate, RoutingBook, choose_peer
+from noloco_node.pipeline.routing import Candidate, LoadBalancer, choose_peer
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
 WAY = st.tuples(st.none() | st.floats(1e-9, 1e3), st.booleans())
@@ -43,7 +43,7 @@ def test_relayed_peers_get_fewer_microbatches_where_others_are_connected_directl
 
 def test_the_book_asks_who_is_relayed_when_it_chooses() -> None:
     """What is known changes while a node lives."""
-    book, relayed = RoutingBook("balanced", random.Random(1), lambda: 0.0), {PEERS[0]}
+    book, relayed = LoadBalancer("balanced", random.Random(1), lambda: 0.0), {PEERS[0]}
     book.update(PEERS[:2], 0)
     book.relayed = lambda: relayed
     before = Counter(book.choose() for _ in range(1000))

@@ -16,7 +16,7 @@ from noloco_node.directory.lost_peers import (
 )
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 OWN = PeerId("own-peer-id")
 
@@ -33,13 +33,13 @@ def view(*peers: str, state: PeerState = PeerState.TRAINING) -> DirectoryView:
 
 
 @pytest.fixture
-def known() -> Acquaintances:
+def known() -> PeerStats:
     """Nobody was met yet."""
-    return Acquaintances()
+    return PeerStats()
 
 
 @pytest.fixture
-def lost(known: Acquaintances) -> LostPeers:
+def lost(known: PeerStats) -> LostPeers:
     """Nobody is missed yet."""
     return LostPeers(OWN, random.Random(5), known)
 
@@ -94,7 +94,7 @@ def test_everyone_has_a_turn_and_the_list_is_bounded(lost: LostPeers) -> None:
     assert set(asked) == {*lost.missed, None}
 
 
-def test_a_crowd_that_leaves_pushes_out_nobody_that_has_worked_here(lost: LostPeers, known: Acquaintances) -> None:
+def test_a_crowd_that_leaves_pushes_out_nobody_that_has_worked_here(lost: LostPeers, known: PeerStats) -> None:
     """It may be lost before the crowd, which answered, or after it; peers that only answered have some places, too."""
     workers = [f"worker-number-{number}" for number in range(20)]
     crowd = [f"peer-of-a-crowd-{number}" for number in range(500)]

@@ -28,7 +28,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.audit import Auditor
 from noloco_node.pipeline.messages import Ledger, Outgoing, Trained
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.state_transfer.backups import guard_rank, guarded_stage
 from noloco_node.training.progress import Progress
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -52,7 +52,7 @@ class Sender:
         self.lies, self.others = 0, 0
         self.strangers = set[PeerId]()
         """The peers that were asked though not in view."""
-        self.book = RoutingBook("uniform", random.Random(1), lambda: self.observer.now)
+        self.book = LoadBalancer("uniform", random.Random(1), lambda: self.observer.now)
         clock = self.book_clock = lambda: self.observer.now
         self.auditor = Auditor(1 / 16, self.book, self._again, random.Random(0), clock)
 
@@ -104,7 +104,7 @@ def test_time_stands_still_for_a_doubted_peer_that_is_out_of_view() -> None:
     peer that stays, time passes."""
     now = [0.0]
     liar, late, stays, other = (PeerId(f"peer-{name}") for name in ("liar", "late", "stays", "other"))
-    book = RoutingBook("uniform", random.Random(0), lambda: now[0])
+    book = LoadBalancer("uniform", random.Random(0), lambda: now[0])
     book.update([liar, late, stays, other], 0)
     for peer in (liar, stays):
         for _ in range(3):

@@ -20,11 +20,11 @@ from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.backups import guard_rank, guarded_stage
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
@@ -82,7 +82,7 @@ def view_of(
     return DirectoryView(rows, tuple(scales))
 
 
-def membership_of(own: PeerId, stage: int, view: DirectoryView, known: Acquaintances) -> Membership:
+def membership_of(own: PeerId, stage: int, view: DirectoryView, known: PeerStats) -> Membership:
     """The membership of one node."""
     directory = Shown(MemoryDirectoryHub(len(view.stages), lambda: 1000.0))
     directory.shown = view
@@ -129,7 +129,7 @@ def test_routes_reach_every_next_stage_peer_in_the_long_run() -> None:
     chooses."""
     keys = Keys(10, 300)
     observer, reached = Observer(keys, seed=5), set[PeerId]()
-    book = RoutingBook("uniform", random.Random(2), lambda: observer.now)
+    book = LoadBalancer("uniform", random.Random(2), lambda: observer.now)
     for _ in range(30):
         view = observer.look(int(RENEWED_SECONDS / LOOK))
         assert 0 < len(view.stages[1]) < 300
@@ -148,7 +148,7 @@ def test_fixed_routing_stays_with_one_while_it_is_seen_and_crowds_nobody() -> No
         seen = [[p for b in rng.sample(range(8), HELD) for p in stage[b]] for stage in (own_stage, next_stage)]
         members = membership_of(own, 0, view_of(seen, [MANY, MANY]), AllAnswer())
         assert 0 <= members.own_rank() < 1.4 * MANY
-        book = RoutingBook("fixed", random.Random(1), lambda: 0.0)
+        book = LoadBalancer("fixed", random.Random(1), lambda: 0.0)
         book.update(members.next_stage_peers(), members.own_rank())
         chosen = {book.choose() for _ in range(4)}
         assert len(chosen) == 1
@@ -181,7 +181,7 @@ def test_a_stage_of_which_nobody_was_asked_yet_is_served_and_is_counted_by_those
     """A further one, of which another bucket is seen every dozen of seconds: no microbatch is held back for that. One
     whose records have ended is unserved, and so is one where all that were asked are silent."""
     far = names(2, 75)
-    known = Acquaintances(lambda: 1000.0)
+    known = PeerStats(lambda: 1000.0)
     members = membership_of(PeerId("watcher-wwww"), 0, view_of([[], names(1, 3), far], [0, 3, MANY]), known)
     for peer in names(1, 3):
         known.said(peer, 1)
@@ -203,7 +203,7 @@ def test_a_bucket_that_took_anothers_place_says_nothing_until_it_was_asked() -> 
     """Otherwise half of a view would count nothing for seconds every other minute. A crowd of records that comes to the
     buckets that are held counts nothing, as ever. What is new counts as it turns out, as soon as it was asked."""
     old, new, crowd = names(0, 75), names(0, 75, "new-"), names(0, 75, "crowd-")
-    known = Acquaintances(lambda: 1000.0)
+    known = PeerStats(lambda: 1000.0)
     for peer in old:
         known.said(peer, 0)
         known.answered(peer)
@@ -230,7 +230,7 @@ def test_the_runs_end_is_known_where_few_of_the_origins_are_seen() -> None:
     those that it has met train the run goes on; it is over a grace after they have come to the end, and at no time
     before."""
     now, rng, origins = [1000.0], random.Random(3), by_bucket(names(0))
-    met, known, seen = rng.sample(names(0), 40), Acquaintances(lambda: now[0]), OriginsSeen(1.0, lambda: now[0])
+    met, known, seen = rng.sample(names(0), 40), PeerStats(lambda: now[0]), OriginsSeen(1.0, lambda: now[0])
     members = membership_of(PeerId("watcher-wwww"), 2, view_of([[], [], []], [0, 0, 0]), known)
     directory = directory_of(members)
     assert isinstance(directory, Shown)

@@ -203,8 +203,8 @@ async def veterans_and_newcomer() -> AsyncIterator[tuple[World, list[Replica]]]:
             task.cancel()
 
 
-async def whole_state(replica: Replica) -> tuple[object, dict[str, torch.Tensor]]:
-    return await replica.worker.full_state()
+async def checkpoint_state(replica: Replica) -> tuple[object, dict[str, torch.Tensor]]:
+    return await replica.worker.joiner_state()
 
 
 def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
@@ -221,13 +221,13 @@ async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() ->
     """Bitwise: weights, momentum, Adam, clock, counts. So the mean over the veterans stays as it is, too. The newcomer
     commits the textbook step of a pair with equal token weights."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
-        (progress, before), (_, own) = [await whole_state(r) for r in (veteran, newcomer)]
+        (progress, before), (_, own) = [await checkpoint_state(r) for r in (veteran, newcomer)]
         assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
-        after_progress, after = await whole_state(veteran)
+        after_progress, after = await checkpoint_state(veteran)
         assert same(before, after)
         assert after_progress == progress
-        _, pulled = await whole_state(newcomer)
+        _, pulled = await checkpoint_state(newcomer)
         expected = (own["fast"] + before["fast"]) / 2  # alpha 0, beta 1, gamma 1: the mean of the fast weights
         assert (pulled["fast"] - expected).abs().max() < 1e-6
         assert (own["fast"] - expected).abs().max() > 1e-4
@@ -264,12 +264,12 @@ async def test_a_newcomer_in_line_counts_in_the_next_exchange() -> None:
         assert newcomer.pipeline.origin is not None
         for _ in range(2):
             await newcomer.pipeline.origin.train_one()
-        states = [(await whole_state(r))[1] for r in (veteran, newcomer)]
+        states = [(await checkpoint_state(r))[1] for r in (veteran, newcomer)]
         assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await eventually(
             lambda: [e for e in made.events[0] if isinstance(e, OuterStep) and e.kind == "paired"], what="both move"
         )
-        after = [(await whole_state(r))[1] for r in (veteran, newcomer)]
+        after = [(await checkpoint_state(r))[1] for r in (veteran, newcomer)]
         assert (after[0]["fast"] - after[1]["fast"]).abs().max() < 1e-6, "both stand at their (token-weighted) mean"
         assert not same(states[0], after[0])
 
@@ -279,23 +279,23 @@ async def test_a_peer_that_does_not_say_it_is_new_moves_nobody_either() -> None:
     async with veterans_and_newcomer() as (_, (veteran, liar)):
         liar.averaging.standing.met(None, 1 << 30)
         assert not liar.averaging.standing.newcomer
-        _, before = await whole_state(veteran)
+        _, before = await checkpoint_state(veteran)
         assert await liar.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
-        assert same(before, (await whole_state(veteran))[1])
+        assert same(before, (await checkpoint_state(veteran))[1])
 
 
 async def test_a_newcomer_that_is_far_away_stays_on_probation() -> None:
     """Weights that have nothing to do with its stage peers': neither side counts it, and the veteran is as it was."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
-        state = (await whole_state(newcomer))[1]
+        state = (await checkpoint_state(newcomer))[1]
         generator = torch.Generator().manual_seed(1)
         state["fast"] = state["fast"] + torch.randn(state["fast"].shape, generator=generator)
         await newcomer.worker.load_full_state(newcomer.worker.progress.clock, 1, state)
-        _, before = await whole_state(veteran)
+        _, before = await checkpoint_state(veteran)
         assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
-        assert same(before, (await whole_state(veteran))[1])
+        assert same(before, (await checkpoint_state(veteran))[1])
         assert newcomer.averaging.standing.newcomer
         assert not veteran.averaging.standing.counts(peer_name(0, 1), 5)
 

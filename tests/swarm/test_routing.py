@@ -10,8 +10,8 @@ import pytest
 
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.paces import RequestOutcome
-from noloco_node.pipeline.routing import SUSPENSIONS, Candidate, RoutingBook, choose_peer
+from noloco_node.pipeline.latency import RequestOutcome
+from noloco_node.pipeline.routing import SUSPENSIONS, Candidate, LoadBalancer, choose_peer
 from noloco_node.trust.reputation import Trust
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
@@ -85,7 +85,7 @@ def test_a_peer_on_trial_helps_out_where_all_others_are_suspended_but_not_one_th
 def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:
     """Leaving the directory and coming back gains it nothing, until its time is over."""
     now = 0.0
-    book = RoutingBook("uniform", random.Random(0), lambda: now)
+    book = LoadBalancer("uniform", random.Random(0), lambda: now)
     book.update(PEERS[:3], 0)
     for _ in range(3):
         book.audited(PEERS[0], against=True, by_copy=False)
@@ -118,7 +118,7 @@ def test_nobody_may_be_asked() -> None:
 def test_the_book_forgets_those_who_left_and_suspends_those_who_failed() -> None:
     """Suspension ends by time, by a good answer, and with the peer."""
     now = [10.0]
-    book = RoutingBook("uniform", random.Random(0), lambda: now[0])
+    book = LoadBalancer("uniform", random.Random(0), lambda: now[0])
     book.update(PEERS[:2], 0)
     book.failed(PEERS[0])
     assert {book.choose() for _ in range(50)} == {"b"}
@@ -136,7 +136,7 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
     out for ever. Every origin therefore keeps asking every server, each at least half of its fair share."""
     rng, now = random.Random(3), [0.0]
     servers = [PeerId(name) for name in ("x", "y", "z")]
-    books = [RoutingBook("balanced", random.Random(seed), lambda: now[0]) for seed in range(3)]
+    books = [LoadBalancer("balanced", random.Random(seed), lambda: now[0]) for seed in range(3)]
     for book in books:
         book.update(servers, 0)
     free_at = dict.fromkeys(servers, 0.0)
@@ -168,7 +168,7 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
 def test_a_peer_that_keeps_failing_is_passed_over_longer_each_time() -> None:
     """5 s, 10 s, 20 s and so on up to a minute; one good answer forgives all of it."""
     now = [0.0]
-    book = RoutingBook("uniform", random.Random(0), lambda: now[0])
+    book = LoadBalancer("uniform", random.Random(0), lambda: now[0])
     book.update(PEERS[:2], 0)
     pauses: list[float] = []
     for _ in range(6):
@@ -194,9 +194,9 @@ class Counted(frozenset[PeerId]):
         return False
 
 
-def book_of(strategy: RoutingName, many: int) -> tuple[RoutingBook, list[PeerId]]:
+def book_of(strategy: RoutingName, many: int) -> tuple[LoadBalancer, list[PeerId]]:
     """A book with so many peers; its time stands still."""
-    book, peers = RoutingBook(strategy, random.Random(1), lambda: 100.0), [PeerId(f"p{n:05}") for n in range(many)]
+    book, peers = LoadBalancer(strategy, random.Random(1), lambda: 100.0), [PeerId(f"p{n:05}") for n in range(many)]
     book.update(peers, own_rank=7)
     return book, peers
 
@@ -262,7 +262,7 @@ def test_fixed_routing_among_many_is_that_of_all() -> None:
 def test_who_is_slow_among_many_is_asked_less() -> None:
     """What is quick is said by all stage peers, not by those that happen to be drawn."""
     now = [0.0]
-    book, peers = RoutingBook("balanced", random.Random(1), lambda: now[0]), [PeerId(f"p{n:02}") for n in range(30)]
+    book, peers = LoadBalancer("balanced", random.Random(1), lambda: now[0]), [PeerId(f"p{n:02}") for n in range(30)]
     book.update(peers, 0)
     for peer in peers:
         now[0] = 0.0

@@ -58,8 +58,8 @@ async def test_a_joiner_becomes_a_copy(codec: CodecName) -> None:
     bitwise; and both then take the same next step."""
     async with veteran_and_joiner(outer=OUTER.model_copy(update={"codec": codec})) as (made, (veteran, joiner)):
         assert await become_current(joiner) == peer_name(0, 0)
-        progress, state = await veteran.worker.full_state()
-        copied_progress, copied = await joiner.worker.full_state()
+        progress, state = await veteran.worker.joiner_state()
+        copied_progress, copied = await joiner.worker.joiner_state()
         assert state.keys() == copied.keys()
         assert all(torch.equal(state[name], copied[name]) for name in state)
         assert ("trail" in state) is (codec == "sign")
@@ -71,7 +71,7 @@ async def test_a_joiner_becomes_a_copy(codec: CodecName) -> None:
             assert replica.pipeline.origin is not None
             replica.worker.live_replicas = 1
             await replica.pipeline.origin.train_one()
-        after = [(await replica.worker.full_state())[1]["fast"] for replica in (veteran, joiner)]
+        after = [(await replica.worker.joiner_state())[1]["fast"] for replica in (veteran, joiner)]
         assert torch.equal(*after)
         assert not torch.equal(after[0], state["fast"])
 
@@ -118,20 +118,20 @@ async def test_when_the_first_donor_dies_midway_the_next_one_gives_the_state() -
         donors = {await become_current(joiner) for _ in range(4)}
         assert donors == {peer_name(0, 1)}
         assert made.network.fired[FaultKind.LOSE_REQUEST] >= 3
-        state, copied = [(await replica.worker.full_state())[1] for replica in (second, joiner)]
+        state, copied = [(await replica.worker.joiner_state())[1] for replica in (second, joiner)]
         assert torch.equal(state["fast"], copied["fast"])
 
 
 async def test_without_a_donor_the_node_says_so_and_keeps_its_weights() -> None:
     """Random weights must never be averaged into trained ones: exit NO_DONOR, with a remedy."""
     async with veteran_and_joiner() as (made, (_, joiner)):
-        before = (await joiner.worker.full_state())[1]["fast"]
+        before = (await joiner.worker.joiner_state())[1]["fast"]
         made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OPEN.name))
         with pytest.raises(UserError) as error:
             await become_current(joiner)
         assert error.value.exit_code is ExitCode.NO_DONOR
         assert "stage 0" in error.value.message
-        assert torch.equal(before, (await joiner.worker.full_state())[1]["fast"])
+        assert torch.equal(before, (await joiner.worker.joiner_state())[1]["fast"])
 
 
 async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +146,10 @@ async def test_an_altered_chunk_is_never_loaded(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(StateDonor, "handle_chunk", forge)
     async with veteran_and_joiner() as (_, (_, joiner)):
-        before = (await joiner.worker.full_state())[1]["fast"]
+        before = (await joiner.worker.joiner_state())[1]["fast"]
         with pytest.raises(UserError):
             await become_current(joiner)
-        assert torch.equal(before, (await joiner.worker.full_state())[1]["fast"])
+        assert torch.equal(before, (await joiner.worker.joiner_state())[1]["fast"])
 
 
 async def test_a_laggard_takes_its_partners_state() -> None:
@@ -176,13 +176,13 @@ async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:
     async with veteran_and_joiner(3) as (_, (veteran, second, joiner)):
         await second.membership.announce(PeerState.GONE)
         taken: list[int] = []
-        full_state = veteran.worker.full_state
+        joiner_state = veteran.worker.joiner_state
 
         async def counted() -> object:
             taken.append(1)
-            return await full_state()
+            return await joiner_state()
 
-        veteran.worker.full_state = counted  # pyright: ignore[reportAttributeAccessIssue]
+        veteran.worker.joiner_state = counted  # pyright: ignore[reportAttributeAccessIssue]
         donors = await asyncio.gather(become_current(joiner), become_current(second))
         assert donors == [peer_name(0, 0)] * 2
         assert len(taken) == 1

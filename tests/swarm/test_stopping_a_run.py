@@ -15,19 +15,19 @@ from hivemind.proto import dht_pb2
 from noloco_node.averaging.messages import LEAVE, PROPOSE, LeaveExchange, Proposal
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.directory.dht_node import MOST_CALL_BACKS, node_id_of
+from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import serve_records
-from noloco_node.directory.roll_call import RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.limiter import RELIABLE_SECONDS, MicrobatchLimiter
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport.acquaintance import PEERS_REMEMBERED, Acquaintances
 from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.frames import FrameKind, encode_envelope
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.peer_stats import PEERS_REMEMBERED, PeerStats
 from noloco_node.transport.server import TransportLimits
 from noloco_node.transport.streams import FramedStream
 from tests.inside import incoming_streams_of
@@ -50,7 +50,7 @@ def test_ghosts_at_the_near_stages_do_not_keep_a_far_one_from_being_asked() -> N
         own, far = MemoryTransport(network, OWN), MemoryTransport(network, FAR)
         serve_records(far, RUN, MemoryDirectory(MemoryDirectoryHub(3)), lambda: 2)
         records: list[PeerRecord] = [record(FAR, 2)]
-        roll = RollCall(
+        checks = HealthChecks(
             own,
             MemoryDirectory(MemoryDirectoryHub(3)),
             RUN,
@@ -60,13 +60,13 @@ def test_ghosts_at_the_near_stages_do_not_keep_a_far_one_from_being_asked() -> N
             lambda: None,
             random.Random(1),
         )
-        await roll.sweep(5.0)
+        await checks.sweep(5.0)
         records += [record(f"ghost-{number:06d}", number % 2) for number in range(400)]
-        running = asyncio.create_task(roll.run())
+        running = asyncio.create_task(checks.run())
         for _ in range(100):
-            roll.look()
+            checks.look()
             await asyncio.sleep(1.0)
-            seen_away += not own.acquaintances.serves(FAR, 2)
+            seen_away += not own.peer_stats.serves(FAR, 2)
         running.cancel()
         await asyncio.wait((running,))
         await asyncio.gather(own.close(), far.close())
@@ -137,7 +137,7 @@ async def test_streams_that_a_few_keys_hold_open_shut_nobody_out(tmp_path: Path)
     transport = Libp2pTransport(host, limits)
     serve_hello(transport, None, lambda: None)
     await transport.start()
-    transport.acquaintances.worked(PeerId("works-here"))
+    transport.peer_stats.worked(PeerId("works-here"))
     worker = await host.open("works-here")
     await eventually(lambda: incoming_streams_of(transport) == 1)
     held: list[FramedStream] = []
@@ -187,7 +187,7 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
             finally:
                 await caller.close()
 
-        known = replica.context.transport.acquaintances
+        known = replica.context.transport.peer_stats
         for name in ("stage peer-at-work", "another-at-work"):
             known.worked(PeerId(name))
         for number in range(2):  # the first brings no rest: a stage peer that died and came back must not wait
@@ -237,7 +237,7 @@ def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works
 
 def test_keys_without_number_that_call_do_not_make_a_node_forget_who_goes_on_answering() -> None:
     """The first peer met was the first forgotten, however often it answered: a far stage was lost so."""
-    known = Acquaintances()
+    known = PeerStats()
     known.said(FAR, 2)
     for number in range(2 * PEERS_REMEMBERED):
         known.answered(PeerId(f"throw-away-{number}"))

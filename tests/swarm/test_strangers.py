@@ -74,7 +74,7 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
 async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alone() -> None:
     """The second time in a row brings a rest; stage peers of seen work are served meanwhile, and it is no offence."""
     async with two_replicas() as (made, left, right):
-        right.context.transport.acquaintances.worked(peer_name(0, 0))
+        right.context.transport.peer_stats.worked(peer_name(0, 0))
         for _ in range(2):
             await propose(right)
             right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
@@ -127,14 +127,14 @@ async def test_activations_out_of_all_scale_are_refused_before_the_model_and_are
         for number in range(3):
             usual = torch.randn(WINDOWS, LENGTH, 32)
             await ask(made, Message(request(made, id=f"{number:032x}").header, (usual, request(made).tensors[1])))
-        before = await tail.worker.full_state()
+        before = await tail.worker.joiner_state()
         gathered = trainer_of(tail.worker).tokens_accumulated
         huge = torch.randn(WINDOWS, LENGTH, 32) * 1e4
         with pytest.raises(Refused) as refused:
             await ask(made, Message(request(made, id="b" * 32).header, (huge, request(made).tensors[1])))
         assert refused.value.reason is Refusal.OUT_OF_SCALE
         assert trainer_of(tail.worker).tokens_accumulated == gathered
-        after = await tail.worker.full_state()
+        after = await tail.worker.joiner_state()
         assert all(torch.equal(before[1][name], after[1][name]) for name in before[1])
         assert tail.context.transport.conduct.offences.total() == 0
         tail.books.write()

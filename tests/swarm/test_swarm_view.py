@@ -21,8 +21,8 @@ from noloco_node.observer.swarm_view import nothing_seen, view_swarm
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.swarm_metrics import rows_of
 from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_NODES, MOST_VERSIONS, Middle, SwarmView, document
-from noloco_node.transport.acquaintance import NOBODY
 from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.peer_stats import NOBODY
 from tests.support import eventually
 from tests.worlds import MICROBATCH, micro_spec, world
 
@@ -252,7 +252,7 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
         for replica in made.replicas:
             await replica.membership.refresh()
             assert replica.membership.nodes_per_stage() == [2, 2]
-            assert replica.context.transport.acquaintances.of(eye.peer_id).stage is None
+            assert replica.context.transport.peer_stats.of(eye.peer_id).stage is None
     assert [dict(stage.nodes)["training"] for stage in view.stages] == [2, 2]
     assert view.versions[__version__] == 4
     assert max(node.clock for node in view.nodes) >= 4 * MICROBATCH
@@ -272,7 +272,7 @@ async def test_of_an_invited_run_outsiders_are_not_shown() -> None:
         eye = MemoryTransport(made.network, PeerId("who-only-looks-on"))
         try:
             view = await Onlooker(eye, hub, spec).first_look(0.0)
-            assert eye.acquaintances.of(PeerId("a-peer-of-an-outsider")) is NOBODY
+            assert eye.peer_stats.of(PeerId("a-peer-of-an-outsider")) is NOBODY
         finally:
             await eye.close()
     assert [node.peer_id for node in view.nodes] == ["a-peer-of-a-member"]

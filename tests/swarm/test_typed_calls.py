@@ -108,12 +108,12 @@ async def test_thirty_answers_that_break_the_protocol_of_an_exchange_are_a_ban(w
     """Each is an offence, the eleventh brings the ban, and this replica's weights stay as they are."""
     async with beside_a_hostile_stage_peer("fp32", TURNS[what]) as (made, replica):
         conduct = replica.context.transport.conduct  # pyright: ignore[reportPrivateUsage]
-        _, before = await replica.worker.full_state()
+        _, before = await replica.worker.joiner_state()
         for _ in range(30):
             assert not await replica.averaging.exchanger.dial(HOSTILE)
         assert conduct.offences["bad_answer"] == 30
         assert conduct.banned(HOSTILE)
-        _, after = await replica.worker.full_state()
+        _, after = await replica.worker.joiner_state()
         assert all(torch.equal(after[name], before[name]) for name in before)
         assert made.replicas[0].averaging.exchanger.engaged is False
 
@@ -125,7 +125,7 @@ async def test_bytes_that_decode_to_nothing_finite_are_an_offence_or_harmless(co
         committed = await replica.averaging.exchanger.dial(HOSTILE)
         offences = replica.context.transport.conduct.offences.total()  # pyright: ignore[reportPrivateUsage]
         assert offences == (0 if committed else 1)
-        _, state = await replica.worker.full_state()
+        _, state = await replica.worker.joiner_state()
         assert bool(torch.isfinite(state["fast"]).all())
 
 

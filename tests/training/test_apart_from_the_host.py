@@ -20,7 +20,7 @@ from transformers import masking_utils
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import inputs_and_labels
-from noloco_node.marks import BEGINS, positions_of
+from noloco_node.document_marks import BEGINS, positions_of
 from noloco_node.model.stage import build_stage
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.precision import Precision

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.document_marks import BEGINS
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.marks import BEGINS
 from noloco_node.model.stage import build_stage
 from noloco_node.training import placing
 from noloco_node.training.compute_thread import ComputeThread

@@ -86,7 +86,7 @@ def test_what_is_left_out_moves_nothing_and_is_answered_like_any_other() -> None
 
 
 async def test_nonsense_shows_no_work_of_its_sender() -> None:
-    """It is answered and served, and neither makes its sender an acquaintance of work nor tells of origins."""
+    """It is answered and served, and neither makes its sender a peer that has worked nor tells of origins."""
     async with serving_world() as made:
         tail = made.replicas[1]
         bound = trainer_of(tail.worker).loss_bound = holding(2)
@@ -98,7 +98,7 @@ async def test_nonsense_shows_no_work_of_its_sender() -> None:
         assert tail.pipeline.ledger.served == 1
         assert tail.worker.trained_tokens == 0
         assert tail.pipeline.server.origins_seen.median_clock() is None
-        assert tail.context.transport.acquaintances.of(peer_name(0, 0)).tokens == 0
+        assert tail.context.transport.peer_stats.of(peer_name(0, 0)).tokens == 0
         tail.books.write()
         assert tail.worker.bounded["losses"] == 1
 

@@ -76,7 +76,7 @@ async def test_an_outer_step_by_copies_beside_the_training_is_bitwise_the_same(l
             worker.outer.open(worker.outer.whole, members=1, weight=1.0)
             await worker.loss(*window_batch(range(WINDOWS)))
             await worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=asyncio.to_thread)
-            _, state = await worker.full_state()
+            _, state = await worker.joiner_state()
             found.append([taken, *state.values()])
     assert all(torch.equal(here, beside) for here, beside in zip(*found, strict=True))
 

@@ -124,11 +124,11 @@ async def test_a_copied_state_goes_on_bit_for_bit(precision: PrecisionName) -> N
     async with lone_worker(spec) as (worker, trainer, _), lone_worker(spec) as (copy, copied, _):
         for seed in range(2):
             await worker.loss(*batch(seed))
-        progress, state = await worker.full_state()
+        progress, state = await worker.joiner_state()
         assert {t.dtype for name, t in state.items() if name != "optimizer_steps"} == {torch.float32}
         assert worker.outer.slow.dtype == torch.float32
         await copy.load_full_state(progress.clock, 0, state)
-        whole = await worker.whole_state()
+        whole = await worker.checkpoint_state()
         await copy.resume(whole)
         assert torch.equal(copied.master, trainer.master)
         losses = [(await each.loss(*batch(5))).loss_sum for each in (worker, copy)]

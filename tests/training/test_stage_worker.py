@@ -171,19 +171,19 @@ async def test_a_state_read_during_a_commit_is_of_one_moment() -> None:
                 await release.wait()
             return await asyncio.to_thread(work)
 
-        _, before = await worker.full_state()
+        _, before = await worker.joiner_state()
         snapshot = await worker.snapshot()
         worker.outer.open(worker.outer.whole, members=1, weight=1.0)
         committing = asyncio.create_task(worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=on_host))
         await applied.wait()
-        progress, during = await worker.full_state()
+        progress, during = await worker.joiner_state()
         assert progress.outer_rounds == 1
         torch.testing.assert_close(during["fast"], during["slow"], atol=1e-6, rtol=0)
         assert not torch.equal(during["slow"], before["slow"])
         assert torch.equal(during["momentum"], 0.5 * (before["fast"] - before["slow"]))
         release.set()
         await committing
-        _, after = await worker.full_state()
+        _, after = await worker.joiner_state()
         assert all(torch.equal(during[name], after[name]) for name in after)
 
 
@@ -194,7 +194,7 @@ async def test_a_copied_state_starts_the_fragments_counts_anew() -> None:
         for first in range(0, 3 * WINDOWS, WINDOWS):
             await worker.loss(*window_batch(range(first, first + WINDOWS)))
         assert worker.progress.steps_since_outer == (3, 5, 7, 9)
-        _, state = await worker.full_state()
+        _, state = await worker.joiner_state()
         await worker.load_full_state(5000.0, 7, state)
         assert worker.progress.steps_since_outer == (0, 2, 4, 6)
         assert worker.progress.tokens_since(2) == 0
@@ -207,7 +207,7 @@ async def test_a_copied_state_takes_no_gradient_of_the_weights_before_it() -> No
     after: list[torch.Tensor] = []
     for gathers in (True, False):
         async with lone_worker(spec) as (worker, trainer, reports):
-            _, state = await worker.full_state()
+            _, state = await worker.joiner_state()
             copied = {**state, "fast": state["fast"] + 0.1, "slow": state["slow"] + 0.1}
             if gathers:
                 await worker.loss(*window_batch(range(WINDOWS)))

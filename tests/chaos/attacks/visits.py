@@ -107,8 +107,8 @@ async def malformed_requests(life: Life) -> None:
 
 
 async def told_ghosts(life: Life) -> None:
-    """This peer's claimed place, and ghosts told as its acquaintances, in every stage and with extreme clocks. A later
-    asker is told as well."""
+    """This peer's claimed place, and ghosts told as peers that it knows, in every stage and with extreme clocks. A
+    later asker is told as well."""
     attack = "told ghosts"
 
     def header(peer: PeerId) -> dict[str, Any]:

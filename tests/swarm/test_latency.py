@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.paces import BOUNDS_SECONDS, HANG_SECONDS, Paces, RequestOutcome, outcome_of
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.latency import BOUNDS_SECONDS, HANG_SECONDS, LatencyTracker, RequestOutcome, outcome_of
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.transport.errors import Refusal, Refused
 
 PEERS = [PeerId(name) for name in ("hostile", "a", "b", "c")]
@@ -40,7 +40,7 @@ def trained_beside(hostile: Behaviour, slots: int) -> float:
 def trained_by_each(hostile: Behaviour, slots: int, *, until: float, seed: int, says: int = 0) -> Counter[PeerId]:
     """The number trained by each peer; the hostile one says that it holds so many others."""
     rng, now, asked, trained = random.Random(seed), 0.0, 0, Counter[PeerId]()
-    book = RoutingBook("balanced", random.Random(seed + 1), lambda: now)
+    book = LoadBalancer("balanced", random.Random(seed + 1), lambda: now)
     book.update(PEERS, 0)
     events: list[tuple[float, int, PeerId, float, str]] = []
     excluded: dict[int, set[PeerId]] = {slot: set() for slot in range(slots)}
@@ -132,7 +132,7 @@ def test_a_peer_that_is_asked_for_the_first_time_counts_at_once_among_many() -> 
     """In a large stage only peers that were asked are considered, and it is one by then."""
     now = 0.0
     many = [PeerId(f"peer {number:03d}") for number in range(100)]
-    paces = Paces(lambda: now)
+    paces = LatencyTracker(lambda: now)
     assert paces.weights(many) == {}
     for number, peer in enumerate(many[:4]):
         began = paces.began(peer)
@@ -147,7 +147,7 @@ def test_what_is_quick_among_many_is_looked_for_anew_when_an_eighth_has_answered
     """Where seconds lie between two answers each of them would have all peers looked at otherwise."""
     now = 0.0
     many = [PeerId(f"peer {number:03d}") for number in range(64)]
-    paces = Paces(lambda: now)
+    paces = LatencyTracker(lambda: now)
 
     def answers(peer: PeerId, seconds: float) -> None:
         nonlocal now
@@ -177,7 +177,7 @@ def test_who_is_full_late_is_not_left_alone_as_who_hangs_is(reason: Refusal, sec
     """A request may wait on the sender's own link. One that never brought anything where others did has no such word
     taken."""
     now = 0.0
-    book = RoutingBook("balanced", random.Random(1), lambda: now)
+    book = LoadBalancer("balanced", random.Random(1), lambda: now)
     book.update(PEERS, 0)
 
     def ends(peer: PeerId, after: float, how: RequestOutcome) -> None:

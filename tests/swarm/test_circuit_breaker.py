@@ -17,7 +17,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.pipeline.blockage import TRIES, Blockage, patience
+from noloco_node.pipeline.circuit_breaker import TRIES, CircuitBreaker, patience
 from noloco_node.placement.balancing import Server, as_seen_at_work, supply_of, worth_moving
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import footprint_of
@@ -40,7 +40,7 @@ def test_only_what_was_tried_again_and_again_until_now_blocks_a_stage() -> None:
     """A few failures, a pause in the sending and a single answer say nothing; the sender nearest to the end is
     first."""
     now = 0.0
-    blocked = Blockage(lambda: now)
+    blocked = CircuitBreaker(lambda: now)
     for _ in range(TRIES - 1):
         blocked.failed()
     now = 50.0
@@ -132,7 +132,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
         origins, stays = made.replicas[:2], list[StageLifecycle]()
         for own, other in (origins, origins[::-1]):
             transport = own.context.transport
-            transport.acquaintances.worked(other.context.transport.peer_id)  # pyright: ignore[reportPrivateUsage]
+            transport.peer_stats.worked(other.context.transport.peer_id)  # pyright: ignore[reportPrivateUsage]
             directory = directory_of(own.membership)
             stays.append(StageLifecycle(spec, settings, footprint_of(spec), transport, directory))
         async with asyncio.TaskGroup() as group:
@@ -149,7 +149,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
                 replica.stop.set()
         (mover,) = (n for n, each in enumerate(stays) if each.move is not None)
         assert stays[mover].move == Move(1, "lost")
-        known = origins[mover].context.transport.acquaintances  # pyright: ignore[reportPrivateUsage]
+        known = origins[mover].context.transport.peer_stats  # pyright: ignore[reportPrivateUsage]
         assert all(known.failed(each.peer_id) for each in crowd)
         for each in crowd:
             await each.close()

@@ -20,11 +20,12 @@ from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.marks import positions_of, without_marks
 from noloco_node.model.router import Router
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
-from noloco_node.pipeline.blockage import Blockage
+from noloco_node.pipeline.circuit_breaker import CircuitBreaker
+from noloco_node.pipeline.latency import PASSED_UPWARD, RequestOutcome, outcome_of
 from noloco_node.pipeline.ledger import MicrobatchName, Repeats, content_of
 from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
@@ -44,8 +45,7 @@ from noloco_node.pipeline.messages import (
     passed_upward,
     read_answer,
 )
-from noloco_node.pipeline.paces import PASSED_UPWARD, RequestOutcome, outcome_of
-from noloco_node.pipeline.routing import RoutingBook
+from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.pipeline.source_shares import SourceShares
 from noloco_node.pipeline.work_rations import EvaluationRations, turn_of
 from noloco_node.telemetry.meters import Meter
@@ -55,12 +55,12 @@ from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
-from noloco_node.transport.acquaintance import Acquaintances
 from noloco_node.transport.calls import Reply, ask, judging, on_tensors
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec
+from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.transport.tensor_checks import all_finite, scale_of
 from noloco_node.trust.sources_seen import OriginsSeen
 
@@ -88,7 +88,7 @@ class Downstream:
         spec: RunSpec,
         stage: int,
         transport: Transport,
-        book: RoutingBook,
+        book: LoadBalancer,
         ledger: Ledger,
         rng: random.Random,
         router: Router | None = None,
@@ -102,7 +102,7 @@ class Downstream:
         self._rng = rng
         self._warn_again_at = 0.0
         self._router = router
-        self.blockage = Blockage()
+        self.circuit_breaker = CircuitBreaker()
         self.hop_seconds = Meter(HOP_SECONDS)
         """From sending a microbatch to one peer to its answer."""
         hops = spec.stages - 1
@@ -147,7 +147,7 @@ class Downstream:
                 answer = await self._ask(peer, outgoing, attempt, patience)
             except Refused as refusal:
                 if refusal.reason is not Refusal.OUT_OF_REACH:
-                    self.blockage.failed()
+                    self.circuit_breaker.failed()
                 if self._stage > 0 and refusal.reason in PASSED_UPWARD:
                     self._note_failure(peer, refusal)
                     raise passed_upward(refusal, reached) from None
@@ -158,7 +158,7 @@ class Downstream:
                 logger.debug("microbatch %s refused by %s: %s", outgoing.id[:8], peer, refusal)
             except TransportError as error:
                 failures += 1
-                self.blockage.failed()
+                self.circuit_breaker.failed()
                 self._note_failure(peer, error)
                 reached = reached or not isinstance(error, PeerUnreachable)
                 if outgoing.mode == "train" and not isinstance(error, PeerUnreachable):
@@ -216,11 +216,11 @@ class Downstream:
     def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
         if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
             self._book.failed(peer)
-            self._transport.acquaintances.idle(peer)
+            self._transport.peer_stats.idle(peer)
         elif error.reason is Refusal.BUSY:
             self._book.full(peer)
         elif error.reason in PASSED_UPWARD and self._book.yields_little(peer):
-            self._transport.acquaintances.idle(peer)
+            self._transport.peer_stats.idle(peer)
 
     async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
         activations, mode = outgoing.activations, outgoing.mode
@@ -265,12 +265,12 @@ class Downstream:
         with judging(self._transport, peer, MICROBATCH.name):
             trained = await decoded(read_answer(answer, activations, self._router), codec, activations.dtype)
         self._book.reported(peer, answer.header.load)
-        self.blockage.through()
+        self.circuit_breaker.through()
         link_wait = 0.0
         if mode == "train":
             link_wait = self._codecs.carried(peer, codec, took, answer.header.work_seconds)
             self._ledger.note_received(peer, trained.tokens)
-            self._transport.acquaintances.worked(peer, trained.tokens)
+            self._transport.peer_stats.worked(peer, trained.tokens)
         return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took), link_wait=link_wait)
 
     async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
@@ -296,7 +296,7 @@ class PipelineServer:
         downstream: Downstream | None,
         ledger: Ledger,
         max_pending: int,
-        acquaintances: Acquaintances,
+        peer_stats: PeerStats,
         accepting: Callable[[], bool],
         behind: FarBehind | None = None,
     ) -> None:
@@ -310,7 +310,7 @@ class PipelineServer:
         self._downstream = downstream
         self._carried = carried_dtype(spec.pipeline.activations)
         self._ledger = ledger
-        self._acquaintances = acquaintances
+        self._peer_stats = peer_stats
         self._under_way: dict[MicrobatchName, asyncio.Task[object] | None] = {}
         self._handed_back: set[MicrobatchName] = set()
         self._repeats = Repeats()
@@ -399,7 +399,7 @@ class PipelineServer:
         self._places.answered(sender)
         self._shares.took_in(sender, tokens, trained.loss_sum / tokens)
         self.rations.worked(sender, tokens)
-        self._acquaintances.worked(sender, tokens)
+        self._peer_stats.worked(sender, tokens)
         self.origins_seen.saw(header.drawn, sender, tokens=tokens, own_clock=self._worker.progress.clock)
 
     def hand_back(self) -> None:

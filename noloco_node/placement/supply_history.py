@@ -31,7 +31,7 @@ class _StageSeen:
 
 
 @dataclass(slots=True)
-class Sightings:
+class SupplyHistory:
     """What one node has seen of all stages since it began. Times are seconds on a clock that never goes back."""
 
     record_seconds: float

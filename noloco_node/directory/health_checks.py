@@ -1,4 +1,4 @@
-"""The roll call: the peers that this node asks, and when, whether they are there and which stage they serve.
+"""The health check: the peers that this node asks, and when, whether they are there and which stage they serve.
 
 A record only introduces its peer. Each introduced peer is asked over its own link; in a small swarm all are within
 seconds, in a large one a sample is. A silent peer is asked again ever more rarely. A crowd of records without nodes
@@ -18,14 +18,14 @@ from enum import IntEnum
 from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.aio import Pulse, some_at_a_time
 from noloco_node.bootstrap.hello import ask_hello
-from noloco_node.directory.headcount import is_there
+from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.records_call import MANY, MOST_TOLD, few_told, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
-from noloco_node.transport.acquaintance import ANSWER_SECONDS, Acquaintances
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
+from noloco_node.transport.peer_stats import ANSWER_SECONDS, PeerStats
 
 LOOK_SECONDS = 1.0
 """The longest time between two choices of peers to ask, in seconds."""
@@ -83,7 +83,7 @@ class _Asked:
     record: PeerRecord | None
     next_try: float = 0.0
     in_vain: int = 0
-    """Calls of this roll since it last answered."""
+    """Checks since it last answered."""
     silences: int = 0
     """Calls of whatever kind that it had not answered when it was last asked."""
     under_way: bool = False
@@ -92,12 +92,12 @@ class _Asked:
     old: bool = False
     """Its record's life is nearly over."""
     asked_at: float = -math.inf
-    """When it last answered a call of this roll."""
+    """When it last answered a check."""
     quiet: float = 0.0
     """Seconds without a word of it after which it is asked again."""
 
 
-class RollCall:
+class HealthChecks:
     """Asks peers whether they are there.
 
     `introduced` gives the records to go by. `on_change` is called soon after an answer, or its absence, has changed a
@@ -151,8 +151,8 @@ class RollCall:
         self._silences = 0
 
     @property
-    def _known(self) -> Acquaintances:
-        return self._transport.acquaintances
+    def _known(self) -> PeerStats:
+        return self._transport.peer_stats
 
     def look(self) -> None:
         """The directory was read: new peers are asked, peers that are gone are forgotten."""

@@ -30,7 +30,7 @@ def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -
     return (1 + stages_behind) * max(LIVES * record_seconds, BUDGETS * budget_seconds)
 
 
-class Blockage:
+class CircuitBreaker:
     """The account of one node with its next stage. Times are seconds on a clock that never goes back."""
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:

@@ -108,7 +108,7 @@ class _Kept(NamedTuple):
     bounds: _Bounds
 
 
-class Paces:
+class LatencyTracker:
     """One sender's view of its next-stage peers. Times are seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

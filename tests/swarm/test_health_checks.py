@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory import roll_call
+from noloco_node.directory import health_checks
+from noloco_node.directory.health_checks import BURST, HealthChecks
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
-from noloco_node.directory.roll_call import BURST, RollCall
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport import acquaintance
+from noloco_node.transport import peer_stats
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.support import eventually
 
@@ -35,17 +35,17 @@ def record(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING) -> 
 
 @dataclass
 class Hall:
-    """A node that calls the roll, and others that answer as they are told to."""
+    """A node that checks on peers, and others that answer as they are told to."""
 
     network: MemoryNetwork
     transport: MemoryTransport
     records: list[PeerRecord]
-    roll: RollCall
+    checks: HealthChecks
     changes: list[int]
     others: list[MemoryTransport]
 
     def there(self, peer: PeerRecord) -> bool:
-        return self.transport.acquaintances.serves(PeerId(peer.peer_id), peer.stage)
+        return self.transport.peer_stats.serves(PeerId(peer.peer_id), peer.stage)
 
     def add(self, name: str, *, run: str = RUN, says: int | None = 0, stage: int = 0) -> PeerRecord:
         """A node that is introduced at `stage` and says that it serves `says` of `run`."""
@@ -62,12 +62,12 @@ async def hall() -> AsyncIterator[Hall]:
     network, records, changes = MemoryNetwork(), list[PeerRecord](), list[int]()
     transport = MemoryTransport(network, OWN)
     directory = MemoryDirectory(MemoryDirectoryHub(2))
-    roll = RollCall(
+    checks = HealthChecks(
         transport, directory, RUN, lambda: 0, 1.0, lambda: records, lambda: changes.append(1), random.Random(1)
     )
     others: list[MemoryTransport] = []
     try:
-        yield Hall(network, transport, records, roll, changes, others)
+        yield Hall(network, transport, records, checks, changes, others)
     finally:
         for each in (transport, *others):
             await each.close()
@@ -79,11 +79,11 @@ async def test_who_answers_for_the_run_and_the_stage_is_there_and_nobody_else() 
         good, far = made.add("peer-that-serves"), made.add("peer-far-away-00", says=1, stage=1)
         bad = [made.add("peer-of-another-run", run="another-run"), made.add("peer-elsewhere-00", says=1)]
         made.records.append(record("peer-that-is-none"))
-        await made.roll.sweep(5.0)
+        await made.checks.sweep(5.0)
         assert made.there(good)
         assert made.there(far)
         assert not any(made.there(each) for each in (*bad, made.records[-1]))
-        caller = made.others[0].acquaintances
+        caller = made.others[0].peer_stats
         assert caller.serves(OWN, 0), "who is asked knows the asker, too"
 
 
@@ -92,9 +92,9 @@ async def test_a_sweep_asks_hundreds_of_ghosts_and_finds_the_one_that_is_there()
     async with hall() as made:
         made.records += [record(f"ghost-{number:06d}") for number in range(400)]
         honest = made.add("peer-that-serves")
-        await made.roll.sweep(20.0)
+        await made.checks.sweep(20.0)
         assert made.there(honest)
-        ghosts = [made.transport.acquaintances.of(PeerId(f"ghost-{number:06d}")) for number in range(400)]
+        ghosts = [made.transport.peer_stats.of(PeerId(f"ghost-{number:06d}")) for number in range(400)]
         assert all(ghost.silences == 1 for ghost in ghosts)
 
 
@@ -102,18 +102,18 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
     """A newcomer does not wait behind four hundred records that nobody stands behind."""
     async with hall() as made:
         made.records += [record(f"ghost-{number:06d}") for number in range(400)]
-        made.roll.look()
-        running = asyncio.create_task(made.roll.run())
+        made.checks.look()
+        running = asyncio.create_task(made.checks.run())
         try:
-            known = made.transport.acquaintances
+            known = made.transport.peer_stats
             await eventually(lambda: sum(known.of(PeerId(r.peer_id)).silences for r in made.records) >= BURST)
             newcomer = made.add("peer-newly-come")
             known.answered(PeerId("peer-newly-come"))
-            made.roll.look()
+            made.checks.look()
             await eventually(lambda: made.there(newcomer), what="it is asked next")
             asked = sum(known.of(PeerId(r.peer_id)).silences for r in made.records)
             assert asked <= BURST + 12
-            await eventually(lambda: made.changes, what="whoever follows the roll call is told")
+            await eventually(lambda: made.changes, what="whoever follows the health check is told")
         finally:
             running.cancel()
             await asyncio.wait((running,))
@@ -126,10 +126,10 @@ async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_
         made.records += [record(f"ghost-{number:06d}") for number in range(400)]
         presses = made.add("peer-that-presses")
         made.records += [record(f"far-{number:08d}", 3) for number in range(400)]
-        known = made.transport.acquaintances
+        known = made.transport.peer_stats
         known.answered(PeerId("peer-that-presses"))
-        made.roll.look()
-        running = asyncio.create_task(made.roll.run())
+        made.checks.look()
+        running = asyncio.create_task(made.checks.run())
         try:
 
             def drawn() -> list[int]:
@@ -150,12 +150,12 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
     """Two calls that are not answered."""
     async with hall() as made:
         stage_peer = made.add("peer-that-serves")
-        running = asyncio.create_task(made.roll.run())
+        running = asyncio.create_task(made.checks.run())
         try:
-            made.roll.look()
+            made.checks.look()
             await eventually(lambda: made.there(stage_peer))
             made.network.kill(PeerId("peer-that-serves"))
-            made.transport.acquaintances.silent(PeerId("peer-that-serves"))
+            made.transport.peer_stats.silent(PeerId("peer-that-serves"))
             await eventually(lambda: not made.there(stage_peer), what="it is asked, and silent again")
             made.network.revive(PeerId("peer-that-serves"))
             await eventually(lambda: made.there(stage_peer), what="it is back")
@@ -179,11 +179,11 @@ async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_c
     async with hall() as made:
         peer = PeerId(made.add("peer-that-serves").peer_id)
         if has_called:
-            made.transport.acquaintances.answered(peer)
-            made.transport.acquaintances.said(peer, 0)
-        monkeypatch.setattr(acquaintance, "ANSWER_SECONDS", answers)
-        made.roll.look()
-        running = asyncio.create_task(made.roll.run())
+            made.transport.peer_stats.answered(peer)
+            made.transport.peer_stats.said(peer, 0)
+        monkeypatch.setattr(peer_stats, "ANSWER_SECONDS", answers)
+        made.checks.look()
+        running = asyncio.create_task(made.checks.run())
         try:
             await eventually(lambda: told, what="a call")
             assert told[0] == most
@@ -197,13 +197,13 @@ async def test_a_record_that_goes_between_the_choice_and_the_call_ends_no_node()
     over must not end the node that was about to ask it."""
     async with hall() as made:
         made.records.append(record("ghost-about-to-go"))
-        made.roll.look()
-        running = asyncio.create_task(made.roll.run())
+        made.checks.look()
+        running = asyncio.create_task(made.checks.run())
         try:
             await asyncio.sleep(0)  # the call is chosen now, and not begun
             made.records.clear()
             honest = made.add("peer-that-serves")
-            made.roll.look()
+            made.checks.look()
             await eventually(lambda: made.there(honest))
             assert not running.done()
         finally:
@@ -216,7 +216,7 @@ LIFE = 20.0
 
 
 class Caller:
-    """A node that calls the roll, introduced to others by a hub; `asked` has the moments at which it was."""
+    """A node that checks on peers, introduced to others by a hub; `asked` has the moments at which it was."""
 
     def __init__(self, number: int, network: MemoryNetwork, hub: MemoryDirectoryHub) -> None:
         self.record = record(f"a-caller-of-rolls-{number}")
@@ -226,7 +226,9 @@ class Caller:
         self.asked: list[float] = []
         serve_records(self.transport, RUN, self.directory, self._stage)
         rng = random.Random(number)
-        self.roll = RollCall(self.transport, self.directory, RUN, lambda: 0, LIFE, self.introduced, lambda: None, rng)
+        self.checks = HealthChecks(
+            self.transport, self.directory, RUN, lambda: 0, LIFE, self.introduced, lambda: None, rng
+        )
 
     def _stage(self) -> int:
         self.asked.append(asyncio.get_running_loop().time())
@@ -237,15 +239,15 @@ class Caller:
         return [each for each in live if each.peer_id != self.record.peer_id]
 
     def sees(self, other: Caller) -> bool:
-        return self.transport.acquaintances.serves(other.transport.peer_id, 0)
+        return self.transport.peer_stats.serves(other.transport.peer_id, 0)
 
     async def run(self) -> None:
         """It looks at the directory every two seconds."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.roll.run())
+            group.create_task(self.checks.run())
             while True:
                 await self.directory.refresh()
-                self.roll.look()
+                self.checks.look()
                 await asyncio.sleep(2.0)
 
 
@@ -291,8 +293,8 @@ def test_whose_record_grows_old_is_asked_for_a_newer_one_and_who_works_is_not_as
         async with callers(2) as (asking, working):
             for _ in range(19):
                 await asyncio.sleep(1.0)
-                asking.transport.acquaintances.worked(working.transport.peer_id)
-                working.transport.acquaintances.worked(asking.transport.peer_id)
+                asking.transport.peer_stats.worked(working.transport.peer_id)
+                working.transport.peer_stats.worked(asking.transport.peer_id)
             asked = sorted(asking.asked + working.asked)
             assert len([at for at in asked if at < 1.0]) == 2, "neither has heard of the other yet"
             assert not [at for at in asked if 1.0 < at < 14.0]
@@ -305,7 +307,7 @@ def test_whose_record_grows_old_is_asked_for_a_newer_one_and_who_works_is_not_as
 def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of records that each message had room for; a peer that knows eight knows many."""
     found: list[int] = []
-    monkeypatch.setattr(roll_call, "MANY", 8)
+    monkeypatch.setattr(health_checks, "MANY", 8)
     monkeypatch.setattr(MemoryDirectory, "to_tell", lambda _self, most: found.append(most) or ())
     return found
 
@@ -317,11 +319,11 @@ def test_who_knows_many_tells_strangers_and_hears_of_them_few_and_now_and_then_a
         async with hall() as made:
             for number in range(8):
                 made.add(f"peer-known-early-{number}")
-            await made.roll.sweep(5.0)
+            await made.checks.sweep(5.0)
             assert set(told) == {MOST_TOLD}
             told.clear()
             strangers = [made.add(f"peer-known-late-{number}") for number in range(160)]
-            await made.roll.sweep(5.0)
+            await made.checks.sweep(5.0)
             assert all(map(made.there, strangers))
             assert set(told) == {MOST_TOLD, FEW_TOLD}
             assert len(told) == 320
@@ -357,7 +359,7 @@ def test_who_falls_silent_after_it_called_is_asked_again_all_the_same() -> None:
         async with callers(2) as (asking, silent):
             await asyncio.sleep(3.0)
             assert asking.sees(silent)
-            known = asking.transport.acquaintances
+            known = asking.transport.peer_stats
             known.answered(silent.transport.peer_id)
             asking.network.kill(silent.transport.peer_id)
             known.silent(silent.transport.peer_id)
@@ -376,7 +378,7 @@ def test_ghosts_whose_records_are_always_nearly_over_are_asked_ever_more_rarely_
             for _ in range(60):
                 await ghost.directory.publish(ghost.record, LIFE / 5)
                 await asyncio.sleep(1.0)
-            assert 4 <= asking.transport.acquaintances.of(ghost.transport.peer_id).silences <= 9
+            assert 4 <= asking.transport.peer_stats.of(ghost.transport.peer_id).silences <= 9
 
     in_virtual_time(course)
 
@@ -387,12 +389,12 @@ def test_who_called_after_a_silence_is_asked_at_once_at_the_next_one() -> None:
     async def course() -> None:
         async with callers(2) as (asking, silent):
             await asyncio.sleep(3.0)
-            known, peer = asking.transport.acquaintances, silent.transport.peer_id
+            known, peer = asking.transport.peer_stats, silent.transport.peer_id
             asking.network.kill(peer)
             known.silent(peer)
             await asyncio.sleep(0.5)
             assert not asking.sees(silent)
-            known.answered(peer)  # it called, and the roll has noticed
+            known.answered(peer)  # it called, and the checks has noticed
             await asyncio.sleep(5.0)
             assert asking.sees(silent)
             known.silent(peer)
@@ -409,7 +411,7 @@ def test_who_is_told_of_changes_is_told_of_many_at_once_and_of_the_last_one() ->
     async def told(many: int) -> tuple[list[float], float]:
         async with hall() as made:
             loop, times = asyncio.get_running_loop(), list[float]()
-            roll = RollCall(
+            checks = HealthChecks(
                 made.transport,
                 MemoryDirectory(MemoryDirectoryHub(2)),
                 RUN,
@@ -420,8 +422,8 @@ def test_who_is_told_of_changes_is_told_of_many_at_once_and_of_the_last_one() ->
                 random.Random(1),
             )
             peers = [made.add(f"peer-number-{number:04}") for number in range(many)]
-            roll.look()
-            running = asyncio.create_task(roll.run())
+            checks.look()
+            running = asyncio.create_task(checks.run())
             await eventually(lambda: all(made.there(peer) for peer in peers))
             there_at = loop.time()
             await asyncio.sleep(1.0)

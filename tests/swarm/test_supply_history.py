@@ -25,8 +25,8 @@ from noloco_node.placement.balancing import (
     supply_of,
 )
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
-from noloco_node.placement.sightings import Sightings
-from noloco_node.transport.acquaintance import SILENCES_TOLERATED, Acquaintances
+from noloco_node.placement.supply_history import SupplyHistory
+from noloco_node.transport.peer_stats import SILENCES_TOLERATED, PeerStats
 
 WORK = (1.0, 1.0, 1.0)
 OWN = PeerId("peer-own-00000")
@@ -77,9 +77,9 @@ def names(stage: int, many: int) -> list[PeerId]:
     return [PeerId(f"peer-{stage}-{i:07d}") for i in range(many)]
 
 
-def knowing(*asked: tuple[int, Sequence[PeerId]]) -> Acquaintances:
-    """The acquaintances of a node that has heard from these that they serve those stages."""
-    known = Acquaintances(lambda: 50.0)
+def knowing(*asked: tuple[int, Sequence[PeerId]]) -> PeerStats:
+    """The peers' history of a node that has heard from these that they serve those stages."""
+    known = PeerStats(lambda: 50.0)
     for stage, peers in asked:
         for peer in peers:
             known.answered(peer)
@@ -221,7 +221,7 @@ def part(stage: int, strength: float, error: float, name: str = "") -> Server:
 
 def test_several_looks_tell_more_than_one_where_they_show_others() -> None:
     """As many as are new, and no more than come in the time in which a stage is counted anew: 120 s."""
-    same, other, hasty, even = Sightings(LIFE), Sightings(LIFE), Sightings(LIFE), (1.0, 1.0)
+    same, other, hasty, even = SupplyHistory(LIFE), SupplyHistory(LIFE), SupplyHistory(LIFE), (1.0, 1.0)
     for look in range(8):
         same.look(120.0 * look, [part(0, 90.0 + 5 * look, 0.1), part(1, 100.0, 0.1)], even)
         other.look(120.0 * look, [part(stage, 90.0 + 5 * look, 0.1, str(look)) for stage in (0, 1)], even)
@@ -238,7 +238,7 @@ def test_several_looks_tell_more_than_one_where_they_show_others() -> None:
 
 def test_a_stage_that_is_seen_whole_is_taken_as_it_is_now() -> None:
     """Beside one that is seen in part, and after looks at which it was."""
-    sightings = Sightings(LIFE)
+    sightings = SupplyHistory(LIFE)
     sightings.look(0.0, [part(0, 10.0, 0.1), part(1, 50.0, 0.1)], (1.0, 1.0))
     mixed = sightings.look(120.0, [part(0, 20.0, 0.0), part(1, 70.0, 0.1, "b")], (1.0, 1.0))
     assert mixed.strength == (20.0, pytest.approx(60.0))

@@ -7,17 +7,17 @@ import contextlib
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport import acquaintance
-from noloco_node.transport.acquaintance import (
+from noloco_node.transport import peer_stats
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
+from noloco_node.transport.peer_stats import (
     ANSWER_SECONDS,
     IDLES_ALLOWED,
     SILENCES_TOLERATED,
     WORK_SECONDS,
-    Acquaintances,
+    PeerStats,
 )
-from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.transport.messages import Message
 from tests.worlds import no_tensors
 
 PEER = PeerId("a-peer-of-ours")
@@ -35,7 +35,7 @@ class Clock:
 
 def test_an_answer_counts_for_a_while_and_lost_calls_end_it() -> None:
     clock = Clock()
-    known = Acquaintances(clock)
+    known = PeerStats(clock)
     assert not known.answers(PEER)
     known.answered(PEER)
     assert known.answers(PEER)
@@ -54,7 +54,7 @@ def test_an_answer_counts_for_a_while_and_lost_calls_end_it() -> None:
 
 def test_work_counts_for_longer_and_clears_what_came_to_nothing() -> None:
     clock = Clock()
-    known = Acquaintances(clock)
+    known = PeerStats(clock)
     known.idle(PEER)
     clock.now += 5.0
     known.idle(PEER)
@@ -72,8 +72,8 @@ def test_work_counts_for_longer_and_clears_what_came_to_nothing() -> None:
 
 
 def test_a_crowd_that_only_answers_never_drives_out_who_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acquaintance, "PEERS_REMEMBERED", 8)
-    known = Acquaintances(Clock())
+    monkeypatch.setattr(peer_stats, "PEERS_REMEMBERED", 8)
+    known = PeerStats(Clock())
     known.worked(PEER)
     for number in range(100):
         known.answered(PeerId(f"one-of-many-{number}"))
@@ -99,12 +99,12 @@ async def test_the_transport_notes_answers_refusals_requests_and_silence() -> No
     try:
         for refuse in (False, True):
             await ask(refuse)
-            assert caller.acquaintances.answers(server.peer_id)
-            assert server.acquaintances.answers(caller.peer_id)
+            assert caller.peer_stats.answers(server.peer_id)
+            assert server.peer_stats.answers(caller.peer_id)
             network.inject(Fault(FaultKind.LOSE_REQUEST, times=SILENCES_TOLERATED + 1))
             for _ in range(SILENCES_TOLERATED + 1):
                 await ask(refuse)
-            assert not caller.acquaintances.answers(server.peer_id)
+            assert not caller.peer_stats.answers(server.peer_id)
     finally:
         await caller.close()
         await server.close()
@@ -114,7 +114,7 @@ def test_exchanges_that_broke_three_times_in_a_row_part_two_peers_for_a_while_on
     """Both ends note it, so neither would begin another. Each further one doubles the rest; a peer that is let down for
     good has failed until it works."""
     clock = Clock()
-    known = Acquaintances(clock)
+    known = PeerStats(clock)
     for _ in range(IDLES_ALLOWED + 1):
         clock.now += 50.0
         known.idle(PEER)

@@ -8,17 +8,24 @@ import random
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory.headcount import SAMPLE, STILL_STEPS, Headcount, count, sampled_share, welcome_share
+from noloco_node.directory.live_estimate import (
+    SAMPLE,
+    STILL_STEPS,
+    LiveReplicaEstimate,
+    count,
+    sampled_share,
+    welcome_share,
+)
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import (
+from noloco_node.transport.peer_stats import (
     ANSWER_SECONDS,
     ASKS_ALLOWED,
     ASKS_TO_JUDGE,
     IDLES_ALLOWED,
     MOST_ASKS_ALLOWED,
     SILENCES_TOLERATED,
-    Acquaintances,
+    PeerStats,
     asks_allowed,
 )
 
@@ -30,8 +37,8 @@ class Stage:
 
     def __init__(self) -> None:
         self.now, self.steps = 100.0, 0
-        self.known = Acquaintances(lambda: self.now)
-        self.heads = Headcount(self.known, lambda: self.now)
+        self.known = PeerStats(lambda: self.now)
+        self.heads = LiveReplicaEstimate(self.known, lambda: self.now)
         self.clocks: dict[PeerId, float] = {}
         self.sampled = False
         """Whether it sees a part of them only."""

@@ -12,7 +12,7 @@ from noloco_node.directory.records import DirectoryView, LiveRecord
 from noloco_node.identity.peer_id import PeerId
 
 
-class TwinWatch:
+class DuplicateIdentityWatch:
     """Looks at the records under the own name. `first` is the sequence below which this life published nothing;
     `oldest` the DHT time by which all records of earlier lives have ended."""
 

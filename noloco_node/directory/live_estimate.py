@@ -20,7 +20,7 @@ from noloco_node.directory.buckets import Estimate
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.acquaintance import WORK_AN_ASK, Acquaintances
+from noloco_node.transport.peer_stats import WORK_AN_ASK, PeerStats
 
 PRIOR = 3.0
 """So many stage peers are taken to have worked at a common start, before any has been asked."""
@@ -56,7 +56,7 @@ class _Seen:
     """Seconds between its clock's last two moves."""
 
 
-def is_there(known: Acquaintances, record: PeerRecord) -> bool:
+def is_there(known: PeerStats, record: PeerRecord) -> bool:
     """Tell whether the peer of a record answers this node, and says itself that it serves what the record says.
 
     A peer on its way to a stage must say that it takes part in the run.
@@ -112,10 +112,10 @@ def count(working: float, first: float, later: Sequence[tuple[float, float]], fi
     return 1.0 + working + first * first_share + max(welcome, sum(there * share for there, share in later))
 
 
-class Headcount:
+class LiveReplicaEstimate:
     """Follows the stage peers of one replica."""
 
-    def __init__(self, known: Acquaintances, clock: Callable[[], float] = ambient.monotonic) -> None:
+    def __init__(self, known: PeerStats, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._known = known
         self._clock = clock
         self._seen: dict[PeerId, _Seen] = {}

@@ -8,7 +8,7 @@ from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.acquaintance import Acquaintances
+from noloco_node.transport.peer_stats import PeerStats
 
 COPIED, LIFE = PeerId("12D3KooW-of-a-copied-folder"), 60.0
 
@@ -22,7 +22,7 @@ class Days:
 
     async def begins(self, stage: int = 0) -> Membership:
         figures = OwnFigures(clock=0.0, tokens_per_second=1.0, outer_rounds=0)
-        directory, known = MemoryDirectory(self.hub), Acquaintances()
+        directory, known = MemoryDirectory(self.hub), PeerStats()
         life = Membership(directory, known, COPIED, stage, 2, LIFE, lambda: figures, lambda: None)
         await life.announce(PeerState.TRAINING)
         return life

@@ -79,7 +79,7 @@ def asks_allowed(asks: int, came: int) -> int:
 
 
 @dataclass(slots=True)
-class Acquaintance:
+class PeerHistory:
     """What this node has seen of one peer. Times are seconds on a clock that never goes back; -inf for never."""
 
     answered_at: float = -math.inf
@@ -111,11 +111,11 @@ class Acquaintance:
     not been drawn."""
 
 
-NOBODY = Acquaintance()
+NOBODY = PeerHistory()
 
 
-class Acquaintances:
-    """One node's acquaintances, bounded in number.
+class PeerStats:
+    """What one node has seen of its peers, bounded in number.
 
     Peers that have only answered are forgotten before peers that have worked, the longest silent first.
 
@@ -124,8 +124,8 @@ class Acquaintances:
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
         self._clock = clock
-        self._met = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
-        self._workers = PeerTable[PeerId, Acquaintance](PEERS_REMEMBERED)
+        self._met = PeerTable[PeerId, PeerHistory](PEERS_REMEMBERED)
+        self._workers = PeerTable[PeerId, PeerHistory](PEERS_REMEMBERED)
         self.silences_in_all = 0
         """The number of calls that the link lost so far, to all peers together."""
         self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
@@ -151,7 +151,7 @@ class Acquaintances:
         """Work of `peer` was seen here: a microbatch, an exchange committed with it, a receipt that holds."""
         known = self._workers.get(peer)
         if known is None:
-            known = self._workers[peer] = self._met.pop(peer, None) or Acquaintance()
+            known = self._workers[peer] = self._met.pop(peer, None) or PeerHistory()
         else:
             self._workers.move_to_end(peer)
         known.worked_at = known.answered_at = self._clock()
@@ -210,12 +210,12 @@ class Acquaintances:
         self.work_an_ask = min(MOST_WORK_AN_ASK, max(LEAST_WORK_AN_ASK, coming_share(asks, came)))
         self._asks_allowed = asks_allowed(asks, came)
 
-    def _rests(self, known: Acquaintance) -> bool:
+    def _rests(self, known: PeerHistory) -> bool:
         """Whether a peer that was asked in vain is still left alone."""
         rest = REST_AN_ASK * 2.0**known.chances * (known.asked_at - known.asks_began_at)
         return self._clock() - known.asked_at < rest
 
-    def _is_let_down(self, known: Acquaintance) -> bool:
+    def _is_let_down(self, known: PeerHistory) -> bool:
         """Whether what a peer was given came to nothing too often, and it is still left alone for it."""
         over = known.idles - IDLES_ALLOWED - 1
         if over < 0:
@@ -277,7 +277,7 @@ class Acquaintances:
         """Whether `peer` has answered within so many seconds and is not silent since."""
         return self._answers(self.of(peer), within)
 
-    def _answers(self, known: Acquaintance, within: float) -> bool:
+    def _answers(self, known: PeerHistory, within: float) -> bool:
         return known.silences <= SILENCES_TOLERATED and self._clock() - known.answered_at <= within
 
     def works(self, peer: PeerId, within: float = WORK_SECONDS) -> bool:
@@ -285,12 +285,12 @@ class Acquaintances:
         known = self._workers.get(peer)
         return known is not None and self._clock() - known.worked_at <= within
 
-    def of(self, peer: PeerId) -> Acquaintance:
+    def of(self, peer: PeerId) -> PeerHistory:
         """What is known of `peer`; to be read only."""
         return self._workers.get(peer) or self._met.get(peer, NOBODY)
 
-    def _known(self, peer: PeerId) -> Acquaintance:
+    def _known(self, peer: PeerId) -> PeerHistory:
         known = self._workers.get(peer) or self._met.get(peer)
         if known is None:
-            known = self._met[peer] = Acquaintance()
+            known = self._met[peer] = PeerHistory()
         return known
