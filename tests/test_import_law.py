@@ -16,7 +16,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
         "ambient",
-        "errors aio address_space collector finite marks pauses peer_table plain_files",
+        "errors aio address_space collector finite document_marks pauses peer_table plain_files",
         "workers",
         "outer",
         "config",
