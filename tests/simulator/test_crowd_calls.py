@@ -13,7 +13,7 @@ from noloco_node.directory.health_checks import ASK_AGAIN, BURST, CALLS_A_SECOND
 from noloco_node.directory.records_call import MOST_TOLD
 from noloco_node.simulator.crowd_calls import MESSAGE_BYTES, TOLD_BYTES, HealthCheckTraffic, Sights, asks_a_second
 from noloco_node.simulator.loop import in_virtual_time
-from tests.swarm.test_roll_call import LIFE, callers
+from tests.swarm.test_health_checks import LIFE, callers
 
 RECORD = 343.0
 CALL = 2.0 * (MESSAGE_BYTES + TOLD_BYTES * RECORD)

@@ -35,7 +35,7 @@ from tests.support import eventually
 from tests.swarm.hostile_dht import PING, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN as DHT_RUN
-from tests.swarm.test_roll_call import OWN, RUN, record
+from tests.swarm.test_health_checks import OWN, RUN, record
 from tests.worlds import micro_spec, world
 
 FAR = PeerId("honest-peer-far-away")
