@@ -1,6 +1,6 @@
 """Audits: now and then several peers train the same microbatch, and who contradicts the others gets no more of them.
 
-Beside them, and at no cost, all answers of a peer are judged together (`Leanings`): a lie may be small in each of them.
+Beside them all answers of a peer are judged together, without copies (`Leanings`): a lie may be small in each of them.
 
 A gradient with its sign turned looks like any other in size, and gradients of different microbatches have too little in
 common to tell one by (decision 12). Those of the same microbatch nearly agree between honest replicas of a stage. What
