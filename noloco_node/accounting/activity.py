@@ -17,7 +17,9 @@ USUAL_STEPS = 5
 SAY_AGAIN_SECONDS = 10.0
 """Two reports of the same thing, with only its details changed, are at least so many seconds apart."""
 
-What = Literal["joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining"]
+What = Literal[
+    "joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining", "paused"
+]
 
 
 @dataclass(frozen=True, slots=True)

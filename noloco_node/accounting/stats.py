@@ -125,7 +125,7 @@ def surroundings(
         return PeerSeen(
             peer_id=record.peer_id,
             stage=record.stage,
-            state=record.state.value,
+            state=record.shown_state,
             version=record.version,
             clock=present,
             lag=clock - present,

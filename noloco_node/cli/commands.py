@@ -13,7 +13,7 @@ from noloco_node.cli import handlers
 from noloco_node.cli.data import prepare_arguments
 from noloco_node.cli.evaluating import eval_arguments, generate_arguments
 from noloco_node.cli.exporting import export_arguments
-from noloco_node.cli.folders import report_arguments, status_arguments
+from noloco_node.cli.folders import pause_arguments, report_arguments, status_arguments
 from noloco_node.cli.help_texts import (
     COMPLETION_HELP,
     CONFIG_HELP,
@@ -35,8 +35,10 @@ from noloco_node.cli.help_texts import (
     JOIN_HELP,
     LAB_HELP,
     LIST_HELP,
+    PAUSE_HELP,
     PREPARE_HELP,
     REPORT_HELP,
+    RESUME_HELP,
     RUN_HELP,
     SEED_HELP,
     SHOW_HELP,
@@ -103,6 +105,8 @@ def _fill(top: argparse.ArgumentParser) -> None:
     node_arguments(join)
     join.set_defaults(call=handlers.join)
     status_arguments(_command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP))
+    pause_arguments(_command(commands, "pause", "free device and line, and come back later", PAUSE_HELP), "pause")
+    pause_arguments(_command(commands, "resume", "let a paused node go on", RESUME_HELP), "resume")
     report_arguments(_command(commands, "report", "make a page out of a run folder", REPORT_HELP))
     export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
     eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))

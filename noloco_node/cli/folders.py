@@ -1,9 +1,10 @@
-"""Commands that read what lies in a run folder: `status`, `report`."""
+"""Commands on a run folder: `status`, `report`; `pause` and `resume` for the node that runs there."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from noloco_node.errors import ExitCode
 from noloco_node.telemetry.waiting import say_drawing
 
 if TYPE_CHECKING:
+    from noloco_node.node.pause import Word
     from noloco_node.report.page import Made
 
 
@@ -18,6 +20,12 @@ def status_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `status`."""
     command.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="run folder of the node")
     command.set_defaults(call=_status)
+
+
+def pause_arguments(command: argparse.ArgumentParser, word: Word) -> None:
+    """The options of `pause` and of `resume`, which `word` says."""
+    command.add_argument("run_folder", metavar="RUN_FOLDER", type=Path, nargs="?", help="of a node, or of several")
+    command.set_defaults(call=partial(_tell, word))
 
 
 def report_arguments(command: argparse.ArgumentParser) -> None:
@@ -54,6 +62,14 @@ def _status(options: argparse.Namespace) -> int:
     from noloco_node.diagnostics.status import status_lines
 
     print("\n".join(status_lines(_run_folder_of(options))))
+    return int(ExitCode.OK)
+
+
+def _tell(word: Word, options: argparse.Namespace) -> int:
+    from noloco_node.diagnostics.pausing import tell_nodes
+
+    for line in tell_nodes(_run_folder_of(options), word):
+        print(line)
     return int(ExitCode.OK)
 
 

@@ -45,6 +45,22 @@ running or not.
 example:
   noloco-node status runs/node"""
 
+PAUSE_HELP = """\
+Free the device and the line of a node that runs on this machine, within two seconds. What is under way is finished or
+handed back, the state is saved, and others are told that the node is paused. It stays in the network, and goes on after
+`noloco-node resume`: where it was, or with a stage peer's state if it has fallen behind. RUN_FOLDER is, if not given,
+as with `status`. SIGUSR1 and SIGUSR2 to the node's process do the same as the two commands.
+
+example:
+  noloco-node pause runs/node"""
+
+RESUME_HELP = """\
+Let a node on this machine go on that `noloco-node pause` or its hours (node.hours) have paused. One that goes on
+outside its hours does so until they have come and gone once more. RUN_FOLDER is, if not given, as with `status`.
+
+example:
+  noloco-node resume runs/node"""
+
 REPORT_HELP = """\
 Make a report of what lies in a run folder: one page for a browser, which loads nothing and can be sent to somebody.
 It shows losses, spread beside the learning rate, throughput, the partners in averaging, what went wrong and was dealt

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from noloco_node.config.hours import Hours, parse_hours
 from noloco_node.config.settings import Positive, PositiveFloat, Settings
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -97,6 +98,9 @@ class NodeSettings(Settings):
     generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
     """Forwards through this node's stage for others that generate a text through the swarm. They get at most so many
     tokens for each that is trained here. 0: none."""
+    hours: str = ""
+    """Hours of the day, by this machine's clock, in which the node works: `22:00-07:00`, several with commas. It is
+    paused in the others, as by `noloco-node pause`. Empty: it always works."""
     p2pd_start_seconds: PositiveFloat = 60.0
     """Time that p2pd has to start; slow disks and busy machines need it."""
     drain_seconds: PositiveFloat = 5.0
@@ -123,6 +127,16 @@ class NodeSettings(Settings):
         """Microbatches that a stage-0 replica may have under way, where a step has so many of its own: what memory and
         speed are planned for."""
         return min(AUTO_MOST, share) if self.in_flight == "auto" else self.in_flight
+
+    @property
+    def working_hours(self) -> Hours:
+        """`hours`, read."""
+        return parse_hours(self.hours)
+
+    @model_validator(mode="after")
+    def _hours_come_and_go(self) -> NodeSettings:
+        parse_hours(self.hours)
+        return self
 
     @model_validator(mode="after")
     def _leaves_after_it_has_finished(self) -> NodeSettings:

@@ -236,8 +236,8 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
         warned = events.warning(what)
         if warned is not None and events.follows(warned, started):
             yield f"  {name:<16}  {_ago(now - warned.time)} ago: {warned.detail}"
-    joins = doing is not None and doing.what == "joining"  # then it writes of what it copies or waits for alone
-    if events.time and silent > SILENT_SECONDS and not joins:  # one that starts has written nothing yet
+    quiet = doing is not None and doing.what in ("joining", "paused")  # then it writes of what it waits for alone
+    if events.time and silent > SILENT_SECONDS and not quiet:  # one that starts has written nothing yet
         yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
 
 

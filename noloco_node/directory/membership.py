@@ -334,7 +334,7 @@ class Membership:
             life += WITHDRAWAL_MARGIN_SECONDS
         figures = self._describe()
         self._sequence += 1
-        claims = self.text.to_say(leaving=state is PeerState.GONE) if self.text else ()
+        claims = self.text.to_say(leaving=figures.shown.paused or state is PeerState.GONE) if self.text else ()
         self._announced_speed, self._announced_newcomer = figures.tokens_per_second, figures.newcomer
         record = PeerRecord(
             peer_id=self._own,

@@ -47,7 +47,8 @@ _Figure = Annotated[float, Field(ge=0.0, le=MOST_SHOWN, allow_inf_nan=False)]
 
 
 class OwnWord(BaseModel):
-    """What a node lets others see of it, by its own word. Nothing is decided by it, and onlookers show medians."""
+    """What a node lets others see of it, by its own word. Nothing is decided by its figures, and onlookers show
+    medians."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -61,6 +62,9 @@ class OwnWord(BaseModel):
     """The loss of its last evaluation on the held-out text, nats per token; stage 0 alone takes one."""
     spread: _Figure | None = None
     """mean((θ_i − θ_j)²)/2 at its last averaging with a stage peer."""
+    paused: bool = False
+    """It has left for a while (its state is `draining`): its volunteer uses device or line otherwise. What it reads
+    of a shared text it has given back."""
 
 
 NOTHING_SHOWN = OwnWord()
@@ -99,6 +103,11 @@ class PeerRecord(BaseModel):
     """The life of the run in which it takes part; None for older releases."""
     shown: OwnWord = NOTHING_SHOWN
     """One field, since an older release bears few that it does not know."""
+
+    @property
+    def shown_state(self) -> str:
+        """What the node does, in a word for a person."""
+        return "paused" if self.shown.paused else self.state.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class SharedText:
     def _word(self, row: LiveRecord, now: float) -> Said:
         record = row.record
         claims = tuple(Claim(claim.slot, claim.position, claim.begun) for claim in record.slots)
-        if record.state is PeerState.GONE:
+        if record.state is PeerState.GONE or record.shown.paused:
             return Said(record.peer_id, claims, leaving=True)
         published = row.expires - self._life
         return Said(record.peer_id, claims, overdue=now - published > OVERDUE * self._life)

@@ -78,11 +78,14 @@ def unusable_checkpoints(checkpoints: CheckpointFolder) -> Warned | None:
     )
 
 
+BACK = "start it again soon, with the same command"
+
+
 def last_of_stage(
-    membership: Membership, answers: Callable[[PeerId], bool], guard_copies: int, *, kept: bool = True
+    membership: Membership, answers: Callable[[PeerId], bool], guard_copies: int, *, kept: bool = True, back: str = BACK
 ) -> Warned | None:
     """What to say to whoever stops a node that leaves a stage without a replica while others train: as far as is known
-    by who has answered this node. `kept`: its disk has taken the last checkpoint."""
+    by who has answered this node. `kept`: its disk has taken the last checkpoint. `back`: how it comes back."""
     others = [PeerId(record.peer_id) for record in membership.others(*SERVING)]
     stage_peers = membership.stage_peers(*SERVING)
     if not any(map(answers, others)) or any(map(answers, stage_peers)):
@@ -93,7 +96,7 @@ def last_of_stage(
         else "Nobody keeps a copy of it (run.guard_copies is 0): whoever serves it next begins from the first weights"
     )
     own = (
-        "This node's checkpoint holds everything: start it again soon, with the same command"
+        f"This node's checkpoint holds everything: {back}"
         if kept
         else "THIS NODE'S DISK HAS TAKEN NO CHECKPOINT OF LATE: make room on it at once, or what the stage has learnt "
         "since the last one is lost"

@@ -12,12 +12,15 @@ from collections.abc import Callable, Generator
 from types import FrameType
 
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.node.pause import Word
 from noloco_node.node.way_out import AT_ONCE_SECONDS, LISTENING, WayOut
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The last one comes as a terminal closes, as at the end of a session over SSH."""
+WORDS: dict[int, Word] = {signal.SIGUSR1: "pause", signal.SIGUSR2: "resume"}
+"""These signals tell a node to rest and to go on; `noloco-node pause` and `resume` send them."""
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
@@ -42,6 +45,8 @@ class Interrupts:
         self.cancelled_by_signal = False
         self.told: Callable[[], None] = lambda: None
         """Called when a signal has come."""
+        self.word: Callable[[Word], None] = _nothing_to_pause
+        """Called with the word of a signal that is none to leave."""
 
     def graceful(self, stop: asyncio.Event) -> None:
         """From now on the first signal sets `stop`; at once where it has come already."""
@@ -66,6 +71,13 @@ class Interrupts:
             self._stop.set()
         else:
             self._cancel()
+
+    def on_word(self, word: Word) -> None:
+        """A signal has said this: on the event loop."""
+        if self.asked or self.cancelled_by_signal:
+            logger.warning("leaving already: '%s' changes nothing, and all is saved; the same command goes on", word)
+        else:
+            self.word(word)
 
     def leaves(self, code: ExitCode = ExitCode.FAILURE) -> None:
         """The node is on its way out; it ends with this code, or as one that was told to."""
@@ -106,27 +118,33 @@ def interruptible(way_out: WayOut | None = None, seconds: float = AT_ONCE_SECOND
     if way_out is not None:
         way_out.loop = loop
 
-    def heard() -> None:
-        interrupts.heard()
+    def heard(number: int) -> None:
+        word = WORDS.get(number)
+        if word is None:
+            interrupts.heard()
         with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(interrupts.on_signal)
+            if word is None:
+                loop.call_soon_threadsafe(interrupts.on_signal)
+            else:
+                loop.call_soon_threadsafe(interrupts.on_word, word)
 
     with _hearing(heard):
         yield interrupts
 
 
 @contextlib.contextmanager
-def _hearing(heard: Callable[[], None]) -> Generator[None]:
-    """Call `heard` on a thread of its own at each signal: where the event loop hangs nobody else hears it."""
+def _hearing(heard: Callable[[int], None]) -> Generator[None]:
+    """Call `heard` on a thread of its own with the number of each signal: where the event loop hangs nobody else hears
+    it."""
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
-    signals = heeded_signals()
+    signals = (*heeded_signals(), *map(signal.Signals, WORDS))
 
     def listen() -> None:
         while numbers := ear.recv(64):
             for number in numbers:
                 if number in signals:
-                    heard()
+                    heard(number)
 
     def nothing(number: int, frame: FrameType | None) -> None:
         """The system's handler has written its number to the socket; without one of ours it would end the process."""
@@ -146,3 +164,7 @@ def _hearing(heard: Callable[[], None]) -> Generator[None]:
         mouth.close()
         thread.join()
         ear.close()
+
+
+def _nothing_to_pause(word: Word) -> None:
+    logger.info("'%s' changes nothing: only a node that trains can be paused", word)

@@ -12,15 +12,16 @@ import gc
 import logging
 import os
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from noloco_node import __version__, ambient
 from noloco_node.accounting.receipts import Receipts, open_receipts
+from noloco_node.aio import cancel_and_wait
 from noloco_node.bootstrap.hello import held_out_loss, serve_hello
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, serve_spec
 from noloco_node.config.node_settings import NodeSettings
@@ -39,6 +40,7 @@ from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.claiming import open_run
 from noloco_node.node.clock_watch import ClockWatch
 from noloco_node.node.custody import (
+    BACK,
     final_lacks,
     has_come_to_the_end,
     last_of_stage,
@@ -48,18 +50,20 @@ from noloco_node.node.custody import (
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.interrupts import Interrupts
 from noloco_node.node.network import Agree, Entrance, Network, network
+from noloco_node.node.pause import PauseSwitch
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.telemetry.events import AnyEvent, NodeStarted, NodeStopped, P2pdRestarted, Reachability, Warned
+from noloco_node.telemetry.events import AnyEvent, Doing, NodeStarted, NodeStopped, P2pdRestarted, Reachability, Warned
 from noloco_node.telemetry.of_node import Telemetry
 from noloco_node.telemetry.words import as_trained
 from noloco_node.training.compute_device import (
     check_device,
     describe_device,
     device_name,
+    free_cached_memory,
     idle_gpu,
     peak_flop_per_second,
 )
@@ -98,8 +102,15 @@ class _Place:
     thread: ComputeThread
     telemetry: Telemetry
     stays: StageLifecycle
+    pause: PauseSwitch
     saved: Checkpoint | None
     """What the first stay goes on from."""
+    started: bool = False
+    """It has told that it is up."""
+    paused: bool = False
+    """A pause has ended the last stay, and this node is to come back to its stage."""
+    kept: bool = False
+    """A stay that a pause has ended goes on from this node's newest checkpoint."""
     refused: UserError | None = None
     """Why this node leaves, where its invitation has ended."""
 
@@ -124,6 +135,7 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
     async with _enter(departure, telemetry, interrupts) as place:
         stage = await _choose(place, departure.show)
         while True:
+            await _rest(place, stage)
             async with _obtain(place, stage, interrupts) as stay:
                 in_vain, stopped = stay is None, None
                 if stay is not None:
@@ -133,6 +145,8 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
             if stopped is not None:
                 return stopped
             interrupts.moves_on()
+            if place.paused:
+                continue
             back = await place.stays.back() if in_vain else place.stays.departs()
             if back is None:
                 return _ended_between_two_stages(place, departure.started)
@@ -154,6 +168,8 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
         with interrupts.leaving(only_failed=True):
             return await departure.agree(door)
 
+    pause = PauseSwitch(settings.working_hours)
+    interrupts.word = pause.told
     async with (
         network(agree, settings, folder, run=departure.run) as net,
         _compute_thread() as thread,
@@ -165,13 +181,42 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
                 emit(warning)
             await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
             stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
-            target, saved_clock = net.spec.inner.target_tokens, saved and saved.standing.progress.clock
-            stays.ended_before = folder.ended and has_come_to_the_end(saved_clock, target, net.spec.max_lag_tokens)
-            saved_at = await ambient.elsewhere(checkpoints.clocks, net.spec.run_id)
-            stays.may_be_over = may_be_over(saved_at, target, ambient.wall())
-            place = _Place(net, folder, checkpoints, thread, telemetry, stays, saved)
+            place = _Place(net, folder, checkpoints, thread, telemetry, stays, pause, saved)
             del saved  # it holds a copy of everything, and is `place`'s to let go of
+            await _look_back(place)
             yield place
+
+
+async def _look_back(place: _Place) -> None:
+    """What this node's earlier life, or its stay before a pause, tells of the run's end."""
+    spec, stays, saved = place.net.spec, place.stays, place.saved
+    target, saved_clock = spec.inner.target_tokens, saved and saved.standing.progress.clock
+    stays.ended_before = place.folder.ended and has_come_to_the_end(saved_clock, target, spec.max_lag_tokens)
+    saved_at = await ambient.elsewhere(place.checkpoints.clocks, spec.run_id)
+    stays.may_be_over = may_be_over(saved_at, target, ambient.wall())
+
+
+async def _rest(place: _Place, stage: int) -> None:
+    """While this node is to rest: be seen as paused at the stage, and do nothing. Afterwards it begins as a node that
+    is started again does: from its checkpoint, or from a stage peer's state where it has fallen behind."""
+    net, pause, ended_a_stay = place.net, place.pause, place.paused
+    place.paused = False
+    if pause.rests:
+        await ambient.elsewhere(free_cached_memory, net.settings.device)
+        if not ended_a_stay:  # else its replica has said so
+            place.emit(_paused_event(pause.why()))
+        async with place.stays.resting(stage):
+            await net.beside(pause.ends(), pause.keep(), net.invitation.raised_at_its_end())
+    if place.kept:
+        place.kept = False
+        place.saved = await ambient.elsewhere(place.checkpoints.newest, net.spec.run_id, stage)
+    if ended_a_stay:
+        place.stays.left = place.stays.heard = None  # others have gone on since
+        await _look_back(place)
+
+
+def _paused_event(why: str) -> Doing:
+    return Doing(what="paused", detail=why, since=ambient.wall())
 
 
 async def _choose(place: _Place, show: Show | None) -> int:
@@ -209,6 +254,7 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
     """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
     net, stays, spec = place.net, place.stays, place.net.spec
     saved, place.saved = place.saved, None
+    resumed = saved is not None
     async with contextlib.AsyncExitStack() as stack:
         with interrupts.leaving():
             async with stays.arriving(stage_index):
@@ -233,10 +279,12 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 replica.heed_relays(lambda: net.reach.relayed)
                 stack.enter_context(place.telemetry.showing(replica.books.surroundings))
                 keeper = stack.enter_context(_keeper(place, replica))
-                clock, resumed = None, saved is not None
+                clock = None
                 if saved is not None:
                     clock = saved.standing.progress.clock
                     await keeper.resume(saved)
+                    if place.started:
+                        replica.books.write()  # the time until now was that of the pause
                 saved = None  # it holds a whole state, which this frame would keep for the whole stay
                 receipts = await open_receipts(
                     place.folder.contribution,
@@ -251,13 +299,31 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                 holders = net.known.holders(spec.run_id, stage_index)
                 try:
                     obtaining = obtain_state(replica, stays, clock, place.checkpoints, holders)
-                    origin = await net.beside(obtaining, net.invitation.raised_at_its_end())
+                    until_paused = _unless_paused(place, obtaining)
+                    origin = await net.beside(until_paused, place.pause.keep(), net.invitation.raised_at_its_end())
                 except RunHasEnded:
                     await _save_what_was_not(place, replica, clock)
                     raise
+            place.kept = place.paused and resumed
             if origin is not None:
-                place.emit(stays.arrived(replica, origin) or _started_event(place, stage, origin, resumed=resumed))
+                moved = stays.arrived(replica, origin)
+                if moved is not None or not place.started:
+                    place.emit(moved or _started_event(place, stage, origin, resumed=resumed))
+                place.started = True
             yield None if origin is None else _Stay(replica, keeper, receipts)
+
+
+async def _unless_paused(place: _Place, obtaining: Coroutine[Any, Any, BeginsFrom | None]) -> BeginsFrom | None:
+    """What `obtaining` brings. None where this node is to rest before that: what was copied so far is let go."""
+    tasks = asyncio.create_task(obtaining), asyncio.create_task(place.pause.begins())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        place.paused = True
+        return None
+    finally:
+        await cancel_and_wait(tasks)
 
 
 def _keeper(place: _Place, replica: Replica) -> CheckpointKeeper:
@@ -282,6 +348,8 @@ async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
         ClockWatch(place.net.transport, place.emit).keep(),
         _say_if_shared(place, replica),
         _stop_when_refused(place, replica, interrupts),
+        _rest_when_told(place, replica),
+        place.pause.keep(),
     )
     life = place.net.beside(work, *companions)
     await run_and_save(life, _saving(place, stay, interrupts))
@@ -291,6 +359,9 @@ async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     """How the node ends; None where it only moves on to another stage. Raises UserError (NOT_ADMITTED) where it leaves
     since its invitation has ended: the run goes on without it, so that nothing is marked as ended."""
     if _moves_on(place, interrupts):
+        return None
+    if _rests(place, stay, interrupts):
+        place.paused = place.kept = True
         return None
     await place.stays.give_up_move()
     if place.refused is not None and not interrupts.asked:
@@ -328,6 +399,15 @@ async def _stop_when_refused(place: _Place, replica: Replica, interrupts: Interr
     replica.stop.set()
 
 
+async def _rest_when_told(place: _Place, replica: Replica) -> None:
+    """Leave for a rest once this node is to; not at the run's end, which it is about to leave by."""
+    await place.pause.begins()
+    if not replica.course.run_goes_on():
+        logger.warning("not paused: this node is about to leave, with everything saved")
+    elif not replica.stop.is_set():
+        replica.rest(place.pause.why())
+
+
 async def _say_if_shared(place: _Place, replica: Replica) -> None:
     """Say so where another node turns out to run with this one's identity."""
     await replica.membership.twin.seen.wait()
@@ -345,12 +425,13 @@ async def _say_if_last(place: _Place, stay: _Stay, interrupts: Interrupts) -> No
     replica."""
     replica = stay.replica
     await replica.stop.wait()
-    if interrupts.asked or place.refused is not None:
+    if interrupts.asked or place.refused is not None or replica.rests:
         warning = last_of_stage(
             replica.membership,
             place.net.transport.peer_stats.answers,
             place.net.spec.guard_copies,
             kept=not stay.keeper.failing,
+            back="resume it soon" if replica.rests else BACK,
         )
         if warning is not None:
             place.emit(warning)
@@ -400,6 +481,10 @@ def _moves_on(place: _Place, interrupts: Interrupts) -> bool:
     return place.stays.move is not None and place.refused is None and not interrupts.asked
 
 
+def _rests(place: _Place, stay: _Stay, interrupts: Interrupts) -> bool:
+    return stay.replica.rested and place.refused is None and not interrupts.asked
+
+
 def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], Awaitable[None]]:
     """What saves the last checkpoint and the final weights; those of a stage that this node only leaves for another are
     with its stage peers."""
@@ -407,7 +492,8 @@ def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], 
     async def save() -> None:
         if not _moves_on(place, interrupts):
             await stay.keeper.save()
-            await _save_weights(place, stay.replica)
+            if not _rests(place, stay, interrupts):
+                await _save_weights(place, stay.replica)
 
     return save
 

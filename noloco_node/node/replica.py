@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 ACCOUNT_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.1
+PAUSE_SECONDS = 1.0
+"""A replica that rests has so long to finish what is under way: device and line are to be free within two."""
 
 
 class Replica:
@@ -114,6 +116,9 @@ class Replica:
         )
         self.books = NodeStats(context, self.membership, self.pipeline, self.missing)
         transport.conduct.on_ban = lambda _: self._directory_read()
+        self._rests: str | None = None
+        self.rested = False
+        """It has left its work for a rest (`rest`)."""
         self.on_leaving: Callable[[], None] = lambda: None
         """Called when it has lived through the run, or fails: all that follows is its end."""
 
@@ -150,6 +155,16 @@ class Replica:
     def stop(self) -> asyncio.Event:
         """Set it, and the replica leaves in order."""
         return self.course.stop
+
+    @property
+    def rests(self) -> bool:
+        """It has been told to rest."""
+        return self._rests is not None
+
+    def rest(self, why: str) -> None:
+        """Leave for a while, within two seconds; others are told that it is paused, and the user `why`."""
+        self._rests = why
+        self.stop.set()
 
     def heed_relays(self, relayed: Callable[[], Collection[PeerId]]) -> None:
         """Peers that are connected through relays only, as of now: others are preferred for work and for averages."""
@@ -197,7 +212,9 @@ class Replica:
             for participant in self.participants:
                 participant.shut()
             await cancel_and_wait(background)
-        await self.membership.announce(PeerState.GONE)
+            if self._rests is not None and self.rested:
+                self.activity.say("paused", self._rests)
+        await self.membership.announce(PeerState.DRAINING if self.rested else PeerState.GONE)
 
     async def _live_through_the_run(self, group: asyncio.TaskGroup) -> None:
         """Train, wait for the others, average a last time; cut short by `stop`."""
@@ -205,16 +222,19 @@ class Replica:
         stopped = group.create_task(self.stop.wait())
         await asyncio.wait((course, stopped), return_when=asyncio.FIRST_COMPLETED)
         if self.stop.is_set():
-            await self._drain(course)
+            await self._drain(course, group)
         stopped.cancel()
 
-    async def _drain(self, course: asyncio.Task[None]) -> None:
+    async def _drain(self, course: asyncio.Task[None], group: asyncio.TaskGroup) -> None:
         """Told to stop: draw nothing new, refuse new work, finish what is under way within the configured time."""
         for participant in self.participants:
             participant.drain()
-        await self.membership.announce(PeerState.DRAINING)
+        seconds = self.context.settings.drain_seconds
+        if self._rests is not None:
+            self.rested, seconds = True, min(seconds, PAUSE_SECONDS)
+        group.create_task(self.membership.announce(PeerState.DRAINING))  # peers that do not answer must not delay it
         try:
-            async with asyncio.timeout(self.context.settings.drain_seconds):
+            async with asyncio.timeout(seconds):
                 while any(participant.under_way for participant in self.participants):
                     await self.context.moved.wait(DRAIN_LOOK_SECONDS)
         except TimeoutError:
@@ -248,7 +268,7 @@ class Replica:
             guards=self.guards(),
             steps=progress.steps,
             newcomer=self.averaging.standing.newcomer,
-            shown=_shown(self._view, self.context.settings.name, progress.tokens),
+            shown=_shown(self._view, self.context.settings.name, progress.tokens, paused=self.rested),
         )
 
     def _origins_lead(self) -> float | None:
@@ -296,7 +316,7 @@ class Replica:
         self.context.moved.fire()
 
 
-def _shown(view: NodeView, name: str, tokens: int) -> OwnWord:
+def _shown(view: NodeView, name: str, tokens: int, *, paused: bool) -> OwnWord:
     figures = view.figures(ambient.wall())
     return OwnWord(
         name=name,
@@ -304,6 +324,7 @@ def _shown(view: NodeView, name: str, tokens: int) -> OwnWord:
         training_loss=_in_record(figures.training_loss),
         validation_loss=_in_record(figures.validation_loss),
         spread=_in_record(figures.spread),
+        paused=paused,
     )
 
 

@@ -159,6 +159,16 @@ class StageLifecycle:
         async with self.arrival.announced(stage):
             yield
 
+    @contextlib.asynccontextmanager
+    async def resting(self, stage: int) -> AsyncGenerator[None]:
+        """Announce this node as paused at `stage` while the block runs; meanwhile it gives nobody a copy."""
+        self.copies.gives = False
+        try:
+            async with self.arrival.announced(stage, PeerState.DRAINING):
+                yield
+        finally:
+            self.copies.gives = True
+
     async def look_again(self, membership: Membership) -> None:
         """The directory again, with the stage at hand; a later stay looks anew."""
         await membership.look_for_others(self._patience())

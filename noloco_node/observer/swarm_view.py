@@ -33,7 +33,7 @@ from noloco_node.telemetry.swarm_state import (
 FOLLOWED_LIVES = 3.0
 """The motion of a clock is measured over so many record lives: nine renewals."""
 MOST_POINTS = 16
-FAREWELLS = ("finishing", "draining")
+FAREWELLS = ("finishing", "draining", "paused")
 
 _Said = Callable[[PeerRecord], float | None]
 
@@ -188,7 +188,7 @@ def _followed(
 ) -> Followed:
     """`passed`: seconds since the last look."""
     record, points = claim.record, () if before is None else before.points
-    same = before is not None and (before.stage, before.state) == (record.stage, record.state.value)
+    same = before is not None and (before.stage, before.state) == (record.stage, record.shown_state)
     if not same or (points and record.clock < points[-1][1]):
         points = ()
     if not points or claim.published > points[-1][0]:
@@ -199,7 +199,7 @@ def _followed(
     seen_seconds = (known.seen_seconds if known else 0.0) + (passed if claim.trains else 0.0)
     shown = record.shown
     return Followed(
-        record.stage, record.state.value, record.finished, counted, recent, shown.name, shown.tokens, seen_seconds
+        record.stage, record.shown_state, record.finished, counted, recent, shown.name, shown.tokens, seen_seconds
     )
 
 
@@ -318,7 +318,7 @@ def _nodes(
             NodeSeen(
                 peer_id=peer,
                 stage=record.stage,
-                state=record.state.value,
+                state=record.shown_state,
                 version=record.version,
                 answers=claims[peer].answers,
                 clock=clocks[peer],

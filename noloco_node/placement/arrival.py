@@ -92,10 +92,11 @@ class Arrival:
         return self._others(work)
 
     @contextlib.asynccontextmanager
-    async def announced(self, stage: int) -> AsyncGenerator[None]:
-        """Keep the announcement alive while the block runs; withdraw it where the block fails."""
-        await self._publish(stage, PeerState.JOINING)
-        renewing = asyncio.create_task(self._renew(stage))
+    async def announced(self, stage: int, state: PeerState = PeerState.JOINING) -> AsyncGenerator[None]:
+        """Keep the announcement alive while the block runs; withdraw it where the block fails. A node that announces
+        itself as DRAINING is paused, and will be back."""
+        await self._publish(stage, state)
+        renewing = asyncio.create_task(self._renew(stage, state))
         try:
             yield
         except BaseException:
@@ -109,10 +110,10 @@ class Arrival:
         """This node does not come to `stage` after all."""
         await self._publish(stage, PeerState.GONE)
 
-    async def _renew(self, stage: int) -> None:
+    async def _renew(self, stage: int, state: PeerState) -> None:
         while True:
             await asyncio.sleep(self._record_seconds / 3)
-            await self._publish(stage, PeerState.JOINING)
+            await self._publish(stage, state)
 
     async def _publish(self, stage: int, state: PeerState) -> None:
         gone = state is PeerState.GONE
@@ -123,7 +124,7 @@ class Arrival:
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=int(self._directory.now() * 1000),
-            shown=self._shown,
+            shown=self._shown.model_copy(update={"paused": state is PeerState.DRAINING}),
         )
         life = self._record_seconds + (WITHDRAWAL_MARGIN_SECONDS if gone else 0.0)
         if not await self._directory.publish(record, life):

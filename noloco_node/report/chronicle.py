@@ -33,7 +33,7 @@ MOST_MOMENTS = 500
 REASON_LETTERS = 60
 BEGINNING = ("joining", "downloading")
 """A process does these things before it is up."""
-LEAVING = ("finishing", "draining")
+LEAVING = ("finishing", "draining", "paused")
 
 _Kind = Literal["start", "end", "death", "fault", "warning"]
 

@@ -40,13 +40,23 @@ BUSY = {
 needs no answer from anybody."""
 DRAW_OF_ONE_STAGE = "forward and backward of newly drawn microbatches"
 """The work of a model in one stage, which is the first and the last."""
-ACTIVITIES = ("training", "waiting_for_work", "waiting_for_peers", "downloading", "joining", "finishing", "draining")
+ACTIVITIES = (
+    "training",
+    "waiting_for_work",
+    "waiting_for_peers",
+    "downloading",
+    "joining",
+    "finishing",
+    "draining",
+    "paused",
+)
 IDLE = {
     "answers": "idle: microbatches were under way, with other nodes",
     "microbatches": "idle: there was no microbatch",
     "no_replica": "idle: a stage had no replica",
     "joining": "idle: joining",
     "ending": "idle: ending",
+    "paused": "idle: paused",
 }
 
 

@@ -98,6 +98,8 @@ class StageCopies:
         """Peers that have read a whole copy in full precision of this stay's weights, and the root of the latest."""
         self._pace: _Pace = unpaced
         self._taking = asyncio.Lock()
+        self.gives = True
+        """Whether it gives copies to others now."""
         self.kept: StageCopy | None = None
 
     @property
@@ -281,7 +283,7 @@ class StageCopies:
     def _admit(self, _peer: PeerId, request: CopyRequest) -> None:
         if request.run != self._spec.run_id:
             raise Refused(Refusal.WRONG_RUN)
-        if self._own is None and self.kept is None:
+        if not self.gives or (self._own is None and self.kept is None):
             raise Refused(Refusal.DRAINING)
 
     def _tend(self) -> None:

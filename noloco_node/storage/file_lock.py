@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -62,6 +63,14 @@ def lock_holder(path: Path) -> str | None:
         return _holder_in(file)
     finally:
         os.close(file)
+    return None
+
+
+def holder_pid(path: Path) -> int | None:
+    """The id of the process on this machine that holds the file now; None if there is none, or if it cannot be told."""
+    with contextlib.suppress(OSError, ValueError):
+        if lock_holder(path) is not None:
+            return int(path.read_text("ascii"))
     return None
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.plain_files import is_plain, read_small
 from noloco_node.storage import atomic
-from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, lock_holder
+from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, holder_pid, lock_holder
 
 MARK = "run.json"
 TOKENIZER = "tokenizer.place.json"
@@ -127,6 +127,11 @@ class RunFolder:
     def in_use(self) -> bool:
         """Whether a process holds it. OSError if it cannot be told."""
         return lock_holder(self._lock_file) is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process on this machine that holds it; None if there is none, or if it cannot be told."""
+        return holder_pid(self._lock_file)
 
     @property
     def _lock_file(self) -> Path:

@@ -34,7 +34,9 @@ class Diary:
             if self._is_due(event):
                 self._write_withheld()
             return
-        if isinstance(event, NodeStopped | NodeMoved) or (isinstance(event, Doing) and event.what == "joining"):
+        if isinstance(event, NodeStopped | NodeMoved) or (
+            isinstance(event, Doing) and event.what in ("joining", "paused")
+        ):
             self._write_withheld()
         self._file.write(event)
 

@@ -70,7 +70,7 @@ class Recovery:
 
     def doing(self, event: Doing) -> None:
         """What it does now: a node that leaves comes back to no speed."""
-        self._trains = event.what not in ("finishing", "draining")
+        self._trains = event.what not in ("finishing", "draining", "paused")
         if not self._trains:
             self._lost, self.slow_for = None, 0.0
 

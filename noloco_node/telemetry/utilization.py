@@ -18,7 +18,7 @@ class Idle:
     seconds: float
     reason: str
     """`answers`: its microbatches were with others; `microbatches`: there was none; `no_replica`: a stage next to its
-    own has none; `joining`, `ending`."""
+    own has none; `joining`, `ending`, `paused`."""
 
 
 class Utilization:
@@ -64,6 +64,8 @@ class Utilization:
                 return "joining"
             case "finishing" | "draining":
                 return "ending"
+            case "paused":
+                return "paused"
             case "waiting_for_peers":
                 return "no_replica"
             case _:

@@ -33,6 +33,12 @@ def describe_device(name: str) -> str:
     return "node.device auto: cpu, since torch finds no CUDA device; in a container, --gpus all shows it the GPUs"
 
 
+def free_cached_memory(name: str) -> None:
+    """Give the memory that nothing on the device uses any more back to other programs."""
+    if resolve_device(name).partition(":")[0] == "cuda":
+        torch.cuda.empty_cache()
+
+
 def idle_gpu(name: str, root: Path = Path("/")) -> tuple[str, str] | None:
     """Why `auto` computes on the processor of a machine that has an NVIDIA GPU, and what to do; None where it does not,
     or where there is none to be seen. `root` of the system's files."""

@@ -1,0 +1,93 @@
+"""A real daemon that is paused and resumed by the commands."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from noloco_node.errors import ExitCode
+from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, Doing, InnerStep, NodeStarted
+from tests.daemons.test_resume import ENDLESS, command, daemon, of
+from tests.support import eventually
+
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
+
+
+async def say(word: str, folder: Path) -> tuple[int, str]:
+    """Exit code and output of `noloco-node WORD FOLDER`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "noloco_node", word, str(folder)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    told, _ = await process.communicate()
+    return process.returncode or 0, told.decode()
+
+
+def paused(events: list[AnyEvent]) -> list[Doing]:
+    """Each time that the node said so."""
+    return [event for event in events if isinstance(event, Doing) and event.what == "paused"]
+
+
+async def test_a_paused_node_is_at_rest_within_two_seconds_and_goes_on_where_it_was(
+    tmp_path: Path, temporary: Path
+) -> None:
+    """Nothing is computed while it is paused, and its process lives. The account and the clock go on as if there had
+    been no pause. SIGTERM ends it while it is paused, and its checkpoint stands."""
+    folder = tmp_path / "node"
+    folder.mkdir()
+    alone = command(folder, settings=("run.model.stages=1", ENDLESS))
+    async with daemon(*alone, folder=folder) as (process, events):
+        await eventually(lambda: len(of(InnerStep, events)) > 5, 120, "it trains")
+        process.send_signal(signal.SIGUSR1)
+        told = asyncio.get_running_loop().time()
+        await eventually(lambda: paused(events), 30, "it is paused")
+        assert asyncio.get_running_loop().time() - told < 2.5
+        await eventually(lambda: of(CheckpointTaken, events), 30, "its state is saved")
+        steps, spent = of(InnerStep, events)[-1], psutil.Process(process.pid).cpu_times()
+        code, printed = await say("pause", folder)
+        assert (code, "it is paused already" in printed) == (ExitCode.OK, True), printed
+        after = psutil.Process(process.pid).cpu_times()
+        assert after.user - spent.user < 1.0  # it trains with one thread: two seconds and more have passed
+        assert of(InnerStep, events)[-1] == steps
+
+        code, printed = await say("resume", folder)
+        assert (code, "it goes on" in printed) == (ExitCode.OK, True), printed
+        count = len(of(InnerStep, events))
+        later = await eventually(lambda: of(InnerStep, events)[count:], 60, "it trains again")
+        assert later[0].step == steps.step + 1
+        assert later[0].clock == steps.clock + 1024
+        assert len(of(NodeStarted, events)) == 1
+        code, printed = await say("pause", folder)
+        assert (code, "noloco-node resume goes on" in printed) == (ExitCode.OK, True), printed
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+    saved = CheckpointFolder(folder / "checkpoints", keep=2).newest(of(NodeStarted, events)[0].run_id, 0)
+    assert saved is not None
+    last, ledger = of(InnerStep, events)[-1], saved.standing.ledger
+    assert (saved.standing.progress.steps, saved.standing.progress.clock) == (last.step, last.clock)
+    assert ledger["drawn"] == ledger["trained"] + ledger["dropped"] + len(saved.standing.held)
+    account = of(Account, events)[-1]
+    assert (ledger["drawn"], ledger["trained"]) == (account.drawn, account.trained)
+    code, printed = await say("pause", folder)
+    assert (code, "no node runs" in printed) == (ExitCode.RUN_FOLDER, True), printed
+
+    elsewhen = (time.localtime().tm_hour + 12) % 24
+    hours = f"node.hours={elsewhen}:00-{elsewhen}:30"
+    alone = command(folder, settings=("run.model.stages=1", ENDLESS, hours))
+    async with daemon(*alone, folder=folder) as (process, events):
+        said = await eventually(lambda: paused(events), 120, "it rests outside its hours before it takes a state")
+        assert f"until {elsewhen:02}:00 (node.hours)" in said[0].detail
+        assert not of(NodeStarted, events)
+        process.send_signal(signal.SIGUSR2)
+        later = await eventually(lambda: of(InnerStep, events), 120, "it goes on when it is told to")
+        assert later[0].step == last.step + 1
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
