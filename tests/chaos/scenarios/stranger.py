@@ -112,7 +112,7 @@ def long_plan() -> Plan:
     span = min(60.0, ATTACK_SECONDS / 2)
     return Plan(
         replicas=4,
-        operation=0.2,
+        operation=0.4,
         before=span,
         attack=ATTACK_SECONDS,
         after=60.0,
