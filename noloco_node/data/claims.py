@@ -122,8 +122,6 @@ class SlotBook:
     slots of a pass.
 
     `look` takes in what was said, `choose` names a slot to claim, `keeps` says whether to hold on to one.
-
-    Many methods: each is one rule on the same claims, and a rule apart from them could not be read.
     """
 
     own: str

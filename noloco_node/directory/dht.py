@@ -82,10 +82,7 @@ class Joined(Protocol):
 
 
 class DhtDirectory:
-    """Implements `Directory` on the DHT. Made by `join_directory`.
-
-    Many methods: they are those of a directory, and for each the rule of where rows come from or go to.
-    """
+    """Implements `Directory` on the DHT. Made by `join_directory`."""
 
     def __init__(
         self,

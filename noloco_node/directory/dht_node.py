@@ -171,8 +171,6 @@ class CannotBeReached(Exception):
 class DhtNode:
     """One node's side of the DHT. Made by `open`; `close` ends it. Peers, node ids and messages are hivemind's. One
     that `only_asks` names no node id: it gets no place in anybody's routing table, and nobody gives it anything.
-
-    Many methods: hivemind's calls of both sides of the DHT, each with its guard.
     """
 
     def __init__(self, p2p: P2P, intake: Intake, records: RecordStore, *, only_asks: bool = False) -> None:

@@ -103,8 +103,6 @@ class HealthChecks:
     `introduced` gives the records to go by. `on_change` is called soon after an answer, or its absence, has changed a
     stage's peers. `run` must be running in the owner's task group; `sweep` needs none. A node that serves no `stage`
     only says hello: it takes no part, and has nothing to tell.
-
-    Many methods: each is one rule of which peer to ask, and when.
     """
 
     def __init__(

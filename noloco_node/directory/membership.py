@@ -62,8 +62,6 @@ class Membership:
     A live record introduces its peer, an answer over an own link makes it count as there, and only work as a replica
     (`live_estimate`). `describe` gives the figures for the record. `ask` asks the peers that a look at the directory
     shows and that are not known to be there. `on_change` is called after every look.
-
-    Many methods: each is one question about the same view, a line or three.
     """
 
     def __init__(

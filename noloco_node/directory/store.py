@@ -117,8 +117,6 @@ class RecordStore:
 
     Whatever end a record claims, it lives `longest` seconds of the monotonic `clock` here, unless a newer one comes in
     time. The room that is left for clocks that differ is no life for ghosts.
-
-    Many methods: each is one rule about which of the same rows stays.
     """
 
     def __init__(

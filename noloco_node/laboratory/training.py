@@ -102,10 +102,7 @@ class DrawnWindows:
 
 
 class Training:
-    """The replicas of all stages, their outer steps, and what has been measured.
-
-    Many methods: each is one part of a step or one figure of the same stacked replicas.
-    """
+    """The replicas of all stages, their outer steps, and what has been measured."""
 
     def __init__(self, run: RunSpec, world: WorldSpec, algorithm: Algorithm, replicas: int, seed: int) -> None:
         self._run, self._world, self._seed, self._replicas = run, world, seed, replicas

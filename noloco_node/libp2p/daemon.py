@@ -65,8 +65,6 @@ class PrivateP2P:
 
     After the p2pd's death `restart` puts another in its place, behind the same object. While `supervised`, streams to
     peers wait for it, as long as their caller's deadline lets them.
-
-    Many methods: it stands for hivemind's P2P with all that the rest asks of one.
     """
 
     def __init__(self, folder: PrivateFolder, arguments: Sequence[str], peers: Sequence[PeerAddress] = ()) -> None:

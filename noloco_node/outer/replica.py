@@ -76,8 +76,6 @@ class OuterReplica:
 
     A moving average of this replica's own Δ says which way it has been learning. No part of it came from partners; they
     are measured by it (`PartnerBound`). It is given to nobody.
-
-    Many methods: an open step is taken in small parts between device operations, and each part is one.
     """
 
     def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:

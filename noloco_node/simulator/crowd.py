@@ -53,10 +53,7 @@ class CrowdMoment:
 
 
 class Crowd:
-    """One simulation of so many nodes.
-
-    Many methods: each is one thing that befalls a node, or all.
-    """
+    """One simulation of so many nodes."""
 
     def __init__(self, settings: CrowdSettings, many: int) -> None:
         self.settings = settings

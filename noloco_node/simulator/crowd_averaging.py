@@ -46,10 +46,7 @@ NO_LIMIT = 1 << 40
 
 
 class CrowdAveraging:
-    """The replicas' counts and weights. Weights learn nothing: how their spread shrinks shows how well they mix.
-
-    Many methods: each is one step of a replica's way to its next outer step.
-    """
+    """The replicas' counts and weights. Weights learn nothing: how their spread shrinks shows how well they mix."""
 
     def __init__(self, nodes: Nodes, directory: CrowdDirectory, generator: torch.Generator) -> None:
         self.nodes = nodes

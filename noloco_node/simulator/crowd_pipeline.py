@@ -74,8 +74,6 @@ class Passage:
 class CrowdPipeline:
     """All devices, books and parcels. `trained` is told whenever a node has a parcel's gradient; `missing` says how
     many a node lacks for its next inner step.
-
-    Many methods: each is one step of a parcel's way.
     """
 
     def __init__(

@@ -85,10 +85,7 @@ class CrowdDirectory(Protocol):
 
 
 class Records:
-    """What both kinds have in common: the published records, and the order of a stage's records by their hash.
-
-    Many methods: each is one question about what is published, or one kind of bytes that are counted.
-    """
+    """What both kinds have in common: the published records, and the order of a stage's records by their hash."""
 
     def __init__(self, nodes: Nodes, rng: np.random.Generator) -> None:
         self.nodes = nodes

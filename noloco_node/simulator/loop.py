@@ -133,8 +133,6 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
 
     There are no threads, sockets or processes here. call_soon_threadsafe from another thread is refused. A task that
     waits for a socket waits for ever, which is reported as `Stuck`.
-
-    Many methods: those of an event loop and those of an `Ambience` are given.
     """
 
     def __init__(self, seed: int, elsewhere_seconds: ThreadSeconds = lambda _thread: 0.0) -> None:

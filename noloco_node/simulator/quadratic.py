@@ -87,10 +87,7 @@ class Landscape:
 
 
 class QuadraticTrainer(Trainer):
-    """A `Trainer` whose gradient at θ is θ − θ* and the microbatch's noise; inner steps are plain descent.
-
-    Many methods: those of a `Trainer` are given.
-    """
+    """A `Trainer` whose gradient at θ is θ − θ* and the microbatch's noise; inner steps are plain descent."""
 
     _loss: float | None = None
     """The loss of the present weights; None until somebody asks."""

@@ -36,8 +36,6 @@ class World:
 
     Use it as a context on a `SimulatedLoop`; at its end every node is gone. Every event of a node goes into `trace`,
     whose hash is the course of the simulation: one seed, one hash.
-
-    Many methods: each is one thing that may happen to a node or to the links.
     """
 
     def __init__(

@@ -60,10 +60,7 @@ class TokenizerPlace(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths inside a run folder that can be written.
-
-    Many methods: one for the path of each thing that lies in it.
-    """
+    """Paths inside a run folder that can be written."""
 
     path: Path
 

@@ -49,10 +49,7 @@ class _Gradients:
 
 
 class StageTrainer(Trainer):
-    """One stage with its inner optimizer.
-
-    Many methods: see `Trainer`.
-    """
+    """One stage with its inner optimizer."""
 
     def __init__(self, stage: Stage, inner: InnerSpec, *, device: str, wire_dtype: torch.dtype) -> None:
         self._precision = PRECISIONS[inner.precision]

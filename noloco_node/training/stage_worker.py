@@ -135,8 +135,6 @@ class StageWorker:
     """The stage, its optimizer and its outer state behind an asynchronous face.
 
     `live_replicas` is set from the directory; `on_inner_step` is called on the compute thread after each inner step.
-
-    Many methods: each is one operation on the device that a room awaits, and all share the thread and what it counts.
     """
 
     def __init__(

@@ -104,8 +104,6 @@ class StageFacts(Protocol):
 class Trainer(ABC):
     """A stage's weights, the gradient that gathers for its next step, and what computes with both. Gradients of losses
     summed over tokens accumulate until `step` divides them. Synchronous; belongs to the compute thread.
-
-    Many methods: forward, backward, step and loading work on the same weights, gradients and optimizer.
     """
 
     def __init__(self, stage: StageFacts, layout: FlatLayout, master: Tensor, *, published: torch.dtype) -> None:

@@ -118,8 +118,6 @@ class PeerStats:
     """What one node has seen of its peers, bounded in number.
 
     Peers that have only answered are forgotten before peers that have worked, the longest silent first.
-
-    Many methods: what is noted of a peer and what is asked of it are one line each.
     """
 
     def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:

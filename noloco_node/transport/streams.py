@@ -46,10 +46,7 @@ class StreamStalled(Exception):
 
 
 class FramedStream:
-    """One stream to one peer. Not safe for two readers or two writers at once; one of each is fine.
-
-    Many methods: one to read and one to write each part of a message, and the deadlines of its reader.
-    """
+    """One stream to one peer. Not safe for two readers or two writers at once; one of each is fine."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
