@@ -117,7 +117,7 @@ def _burden(candidate: Candidate) -> tuple[int, int]:
 
 
 class LoadBalancer:
-    """What this node knows of its next-stage peers: the live ones, own requests under way, load, suspensions, audits."""
+    """What this node knows of its next-stage peers: the live ones, requests under way, load, suspensions, audits."""
 
     def __init__(self, strategy: RoutingName, rng: random.Random, clock: Callable[[], float]) -> None:
         self._strategy: RoutingName = strategy
