@@ -80,14 +80,14 @@ def _waits_of_stage(run: RunSpec, number: int, device: str) -> dict[str, float]:
     stage = build_stage(run.model, number)
     trainer = StageTrainer(stage, run.inner, device=device, wire_dtype=torch.float32)
     ids, labels = random_batch(run)
-    inputs = ids if stage.cut.is_first else torch.randn(*ids.shape, stage.hidden_size)
+    inputs = ids if stage.cut.is_first else torch.randn(*ids.shape, stage.cut_width)
     if stage.cut.is_last:
         return {"last stage, loss": _a_call(trainer, lambda: trainer.loss(inputs, labels))}
     name = "first stage" if stage.cut.is_first else "middle stage"
     passages = [ForwardContext() for _ in range(LOOKED_AT + 1)]
     going, coming = iter(passages), iter(passages)
     forward = _a_call(trainer, lambda: trainer.forward(inputs, next(going)))
-    gradient = 1e-3 * torch.randn(*ids.shape, stage.hidden_size)
+    gradient = 1e-3 * torch.randn(*ids.shape, stage.cut_width)
     tokens = labels.numel()
     backward = _a_call(trainer, lambda: trainer.backward(next(coming), gradient, 5.0 * tokens, tokens))
     return {f"{name}, forward": forward, f"{name}, backward": backward}

@@ -1,4 +1,6 @@
-"""Real text in, a real model out, with whole daemons: `python -m tests.proof [FOLDER]`, minutes on two cores.
+"""Real text in, a real model out, with whole daemons: `python -m tests.proof [FOLDER] [SETTING=VALUE ...]`.
+
+It takes minutes on two cores. With `run.model.subspace_rank=16` it is the proof of a run in a subspace.
 
 A tokenizer is learnt from C4-style shards. 2 × 4 daemons stream them and train a Qwen3-type model. Two die by kill -9,
 one of them the node that all others joined through. While the others train on, and after the end, the model is exported
@@ -227,7 +229,8 @@ def judge(folder: Path, windows: Path, survivors: Sequence[SwarmNode], live_cloc
 def main() -> int:
     """Train, export, compare; 0 where all of it held."""
     proof = Proof()
-    given = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    settings = [argument for argument in sys.argv[1:] if "=" in argument]
+    given = next((Path(argument) for argument in sys.argv[1:] if "=" not in argument), None)
     folder = (given or Path(tempfile.mkdtemp(prefix="noloco-proof-"))).absolute()
     try:
         write_shards(folder / "c4")
@@ -238,7 +241,7 @@ def main() -> int:
         learn = ("tokenizer", "train", file, "--vocab-size", str(VOCABULARY), "--out", folder / "bpe")
         proof.say(noloco_node(*learn, elsewhere=folder / "elsewhere").splitlines()[0])
         file.write_text(CONFIG.format(tokenizer=folder / "bpe", **values), encoding="utf-8")
-        config = load_config(file)
+        config = load_config(file, settings)
         vocabulary, count = build_config(config.run.model).vocab_size, config.run.evaluation.windows
         np.save(folder / "windows.npy", held_out_windows(config.run.data, vocabulary, count).numpy())
         survivors, live_clock = asyncio.run(train(config, folder, proof))

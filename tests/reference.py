@@ -16,6 +16,7 @@ from noloco_node.config.run_spec import InnerSpec, RunSpec
 from noloco_node.document_marks import BEGINS, without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
+from noloco_node.model.subspace import dense_state
 from noloco_node.training.schedule import learning_rate
 
 
@@ -29,8 +30,30 @@ def whole_model(spec: RunSpec) -> tuple[torch.nn.Module, list[list[str]]]:
         names = stage.full_names()
         weights |= {names[local]: parameter.detach() for local, parameter in stage.named_parameters()}
         groups.append(list(names.values()))
+    if spec.model.subspace_rank is not None:
+        return MultipliedOut(model, spec, weights), groups
     model.load_state_dict(weights, strict=True)
     return model, groups
+
+
+class MultipliedOut(torch.nn.Module):
+    """A Hugging Face model whose weights are products: what is trained are the factors of a subspace."""
+
+    def __init__(self, plain: torch.nn.Module, spec: RunSpec, factors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._plain = [plain]  # in a list, so that its own weights are no parameters
+        self._spec = spec.model
+        self._factors = {name: factor.clone().requires_grad_() for name, factor in factors.items()}
+        self.config = plain.config
+
+    def named_parameters(self, *_args: Any, **_more: Any) -> Any:
+        """The factors, by the names of the weights that they are of."""
+        return iter(self._factors.items())
+
+    def forward(self, **given: Any) -> Any:
+        """As the Hugging Face model."""
+        weights = dict(dense_state(self._spec, self._factors))
+        return torch.func.functional_call(self._plain[0], weights, (), given)
 
 
 def each_document_alone(model: torch.nn.Module, inputs: Tensor, labels: Tensor) -> Any:

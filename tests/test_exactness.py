@@ -77,6 +77,19 @@ async def test_muon_and_rates_by_kind_equal_single_process_training(stages: int)
         await run_and_compare(made, spec, steps=20, learnt=0.3, tolerance=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("stages", "backward", "free"), [(1, "keep", False), (2, "checkpoint", True), (4, "recompute", False)]
+)
+async def test_a_subspace_is_trained_as_an_ordinary_model_made_of_products(
+    stages: int, backward: str, free: bool
+) -> None:
+    """Eight numbers a token cross each cut both ways, and nothing is lost by it, whatever the cut."""
+    subspace = {"subspace_rank": 8, "subspace_last_stage_free": free, "embedding_std": 0.3}
+    spec = micro_spec(stages=stages, steps=20, inner={"backward": backward}, subspace=subspace)
+    async with world(spec) as made:
+        await run_and_compare(made, spec, steps=20, learnt=0.1, tolerance=5e-6)
+
+
 @pytest.mark.parametrize(("family", "stages", "backward"), EXPERTS)
 async def test_a_mixture_of_experts_is_trained_as_transformers_trains_it(
     family: str, stages: int, backward: str

@@ -61,29 +61,34 @@ def micro_spec(
     layers: int = 4,
     steps: int = 50,
     microbatches_a_step: int = 1,
+    subspace: dict[str, object] | None = None,
     inner: dict[str, object] | None = None,
     outer: OuterSpec | None = None,
     pipeline: PipelineSpec | None = None,
     limits: LimitsSpec | None = None,
 ) -> RunSpec:
-    """A run of a tiny Llama on random windows that lasts `steps` inner steps of the whole swarm."""
+    """A run of a tiny Llama on random windows that lasts `steps` inner steps of the whole swarm; `subspace` is more of
+    its model."""
     batch = MICROBATCH * microbatches_a_step
     return RunSpec(
         name="micro",
-        model=ModelSpec(
-            config={
-                "model_type": "llama",
-                "vocab_size": VOCABULARY,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": layers,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 64,
-                "tie_word_embeddings": False,
-            },
-            seed=3,
-            stages=stages,
+        model=ModelSpec.model_validate(
+            {
+                "seed": 3,
+                "stages": stages,
+                "config": {
+                    "model_type": "llama",
+                    "vocab_size": VOCABULARY,
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": layers,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "max_position_embeddings": 64,
+                    "tie_word_embeddings": False,
+                },
+                **(subspace or {}),
+            }
         ),
         data=DataSpec(sequence_length=LENGTH),
         inner=InnerSpec.model_validate(
@@ -102,6 +107,10 @@ def micro_spec(
         evaluation=EvaluationSpec(every_tokens=batch * steps, windows=4),
         limits=limits or LimitsSpec(record_seconds=3, grace_seconds=2, chunk_bytes=4096),
     )
+
+
+IN_SUBSPACE: dict[str, object] = {"subspace_rank": 8, "embedding_std": 0.3}
+"""The micro run's activations are 8 numbers a token, in place of 32."""
 
 
 def window_rows(indices: Sequence[int]) -> Tensor:

@@ -30,11 +30,18 @@ class ModelSpec(Settings):
     """Seed of the first weights: each module is initialised from (seed, its full name)."""
     embedding_std: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """Standard deviation of the first embedding; not set leaves it to the architecture's rule, which is 0.02 for most.
-    A small model learns faster from a larger one."""
+    A small model learns faster from a larger one. In a subspace it is the size of the fixed part, which stays."""
     stages: Annotated[int, Field(gt=0, le=256)] = 1
     """Into how many pipeline stages the layers are cut."""
     layers_per_stage: tuple[Positive, ...] | None = None
     """How many layers each stage has, by hand; not set makes the most expensive stage as cheap as can be."""
+    subspace_rank: Annotated[int, Field(ge=8, le=65536, multiple_of=8)] | None = None
+    """So many numbers a token travel between stages, in place of hidden_size of them. Attention and feed-forward parts
+    then write into a subspace that `seed` draws, and fewer weights are trained. The export is an ordinary model. Every
+    stage reads the text. Not set: the model is as its architecture has it."""
+    subspace_last_stage_free: bool = False
+    """Whether the last stage's layers write anywhere, since nothing is sent behind them. It costs no bytes, and the
+    more a model has there, the less the subspace costs in loss."""
 
     @model_validator(mode="after")
     def _is_named(self) -> ModelSpec:
@@ -45,9 +52,18 @@ class ModelSpec(Settings):
             )
         if self.from_pretrained is not None and self.fingerprint is None:
             raise ValueError("run.model.from_pretrained is set without the fingerprint of its weights")
-        if self.fingerprint is not None and self.embedding_std is not None:
+        if self.fingerprint is not None and self.embedding_std is not None and self.subspace_rank is None:
             raise ValueError(
                 "run.model.embedding_std is set, but the run begins with weights that are there already: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _frees_of_something(self) -> ModelSpec:
+        if self.subspace_last_stage_free and self.subspace_rank is None:
+            raise ValueError(
+                "run.model.subspace_last_stage_free is true, but there is no subspace: set run.model.subspace_rank, or "
+                "leave it out"
             )
         return self
 

@@ -366,13 +366,13 @@ def token_bytes(numbers: int, codec: ActivationCodec) -> int:
     return numbers * (4 if codec == "fp32" else 2)
 
 
-def check_microbatch_bytes(run: RunSpec, hidden: int) -> None:
-    """Raise UserError (CONFIG) where a microbatch of activations of `hidden` numbers and labels exceeds MAX_BODY_BYTES.
+def check_microbatch_bytes(run: RunSpec, width: int) -> None:
+    """Raise UserError (CONFIG) where a microbatch of activations of `width` numbers and labels exceeds MAX_BODY_BYTES.
 
     Every peer would refuse it, however often it is sent. With one stage nothing travels.
     """
     codec = run.pipeline.activations[0]
-    token = token_bytes(hidden, codec) + 4
+    token = token_bytes(width, codec) + 4
     size = run.microbatch_tokens * token
     if run.stages == 1 or size <= MAX_BODY_BYTES:
         return
@@ -380,7 +380,7 @@ def check_microbatch_bytes(run: RunSpec, hidden: int) -> None:
     raise UserError(
         ExitCode.CONFIG,
         f"run.inner.microbatch_windows is {run.inner.microbatch_windows}: with run.data.sequence_length "
-        f"{run.data.sequence_length}, hidden size {hidden} and run.pipeline.activations {codec} one "
+        f"{run.data.sequence_length}, {width} numbers a token and run.pipeline.activations {codec} one "
         f"microbatch takes {size} bytes on the wire, and peers accept {MAX_BODY_BYTES}",
         f"set run.inner.microbatch_windows to {windows} or less"
         if windows

@@ -21,6 +21,7 @@ from noloco_node.document_marks import without_marks
 from noloco_node.exporting.merge import SavedReplica, batches_of
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of
+from noloco_node.model.subspace import dense_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -121,9 +122,9 @@ class Bench:
         for replicas in kept.values():
             for replica in replicas if len(replicas) > 1 else ():
                 part = replica.load()
-                _put(model, part)
+                self._put(model, part)
                 tell(replica, self._held_out.score(model))
-                _put(model, {name: mean[name] for name in part})
+                self._put(model, {name: mean[name] for name in part})
 
     def best_of(
         self, kept: Mapping[int, Sequence[SavedReplica]], mean: Mapping[str, Tensor], say: Callable[[str], None]
@@ -135,19 +136,18 @@ class Bench:
         for stage in sorted(kept):
             losses: dict[int, float] = {}
             for index, replica in enumerate(kept[stage]):
-                _put(model, replica.load())
+                self._put(model, replica.load())
                 losses[index] = self._held_out.score(model).loss
                 say(f"stage {stage}: {replica.source} {losses[index]:.4f} nats per token")
             best = kept[stage][min(losses, key=lambda index: losses[index])]
             used[stage], part = [best], dict(best.load())
-            _put(model, part)
+            self._put(model, part)
             state |= part
         return used, state
 
-
-def _put(model: PreTrainedModel, part: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        model.load_state_dict(dict(part), strict=False)
+    def _put(self, model: PreTrainedModel, part: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            model.load_state_dict(dict(dense_state(self._run.model, part)), strict=False)
 
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

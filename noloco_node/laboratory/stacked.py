@@ -44,11 +44,13 @@ class StackedStage:
     def __init__(self, model: ModelSpec, inner: InnerSpec, index: int, replicas: int) -> None:
         self._stage = build_stage(model, index)
         self._stage.masks_by_itself = True
+        precision = PRECISIONS[inner.precision]
+        self._stage.hold_fixed_in(precision.published, precision.computed)
         self._is_first, self._is_last = self._stage.cut.is_first, self._stage.cut.is_last
         parameters = dict(self._stage.named_parameters())
         self.layout = FlatLayout.of(parameters)
         self._names = [entry.name for entry in self.layout.entries]
-        self._precision = PRECISIONS[inner.precision]
+        self._precision = precision
         self.fast = self.layout.flatten(parameters).to(self._precision.masters).repeat(replicas, 1)
         self.gradient = torch.zeros_like(self.fast)
         self.tokens = [0] * replicas
@@ -71,26 +73,30 @@ class StackedStage:
         rows: Tensor,
         inputs: Tensor,
         positions: Tensor | None = None,
+        ids: Tensor | None = None,
         *,
         noise: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> StackedForward:
-        """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, hidden]; outputs accordingly.
-        `positions` [M, B, T] are those in documents, where attention ends there. With `noise`, each on weights
-        disturbed by Gaussian noise of that standard deviation, which no replica keeps."""
+        """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, width]; outputs accordingly.
+        `positions` [M, B, T] are those in documents, where attention ends there, and `ids` [M, B, T] the tokens, which
+        a later stage in a subspace needs. With `noise`, each on weights disturbed by Gaussian noise of that standard
+        deviation, which no replica keeps."""
         if not self._is_first:
             inputs = inputs.detach().to(self._precision.published).requires_grad_()
         flat = self.fast.detach()[rows]
         if noise:
             flat += noise * torch.randn(flat.shape, generator=generator)
         weights = [weight.requires_grad_() for weight in self._weights(flat)]
-        return StackedForward(rows, weights, inputs, self._run(weights, inputs, positions))
+        return StackedForward(rows, weights, inputs, self._run(weights, inputs, positions, ids))
 
-    def evaluate(self, weights: Tensor, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    def evaluate(
+        self, weights: Tensor, inputs: Tensor, positions: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
         """Outputs only, of replicas with these weights [M, size] on a microbatch each."""
         inputs = inputs if self._is_first else inputs.to(self._precision.published)
         with torch.no_grad():
-            return self._run(self._weights(weights), inputs, positions)
+            return self._run(self._weights(weights), inputs, positions, ids)
 
     def backward(self, passage: StackedForward, gradient: Tensor | None, tokens: int) -> Tensor | None:
         """Accumulate gradients from the gradient of the outputs (None if the outputs are a summed loss). Returns the
@@ -147,11 +153,15 @@ class StackedStage:
         flat = flat.to(self._precision.published)
         return [flat[:, entry.offset : entry.end].view(len(flat), *entry.shape) for entry in self.layout.entries]
 
-    def _run(self, weights: Sequence[Tensor], inputs: Tensor, positions: Tensor | None) -> Tensor:
-        def one(own: dict[str, Tensor], *batch: Tensor) -> Tensor:
-            return cast(Tensor, functional_call(self._stage, own, batch))
+    def _run(self, weights: Sequence[Tensor], inputs: Tensor, positions: Tensor | None, ids: Tensor | None) -> Tensor:
+        given = {"positions": positions, "ids": None if self._stage.subspace is None or self._is_first else ids}
+        beside = {name: tensor for name, tensor in given.items() if tensor is not None}
 
-        batches = (inputs,) if positions is None else (inputs, positions)
+        def one(own: dict[str, Tensor], own_inputs: Tensor, *batch: Tensor) -> Tensor:
+            named = dict(zip(beside, batch, strict=True))
+            return cast(Tensor, functional_call(self._stage, own, (own_inputs,), named))
+
+        batches = (inputs, *beside.values())
 
         if self._precision.autocast:  # vmap would take attention apart before autocast sees it
             with self._precision.computing(inputs.device):

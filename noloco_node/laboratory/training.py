@@ -289,7 +289,7 @@ class Training:
         noise = self._world.weight_noise * self._rate(self._clock()) / self._run.inner.learning_rate
         for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
             arriving = there_and_back(values, codec) if index else values
-            passages.append(stage.forward(rows, arriving, positions, noise=noise, generator=self._noise))
+            passages.append(stage.forward(rows, arriving, positions, inputs, noise=noise, generator=self._noise))
             values = passages[-1].outputs
         passages[-1], losses = self._stages[-1].with_loss(passages[-1], labels)
         total = float(losses.sum())
@@ -418,7 +418,7 @@ class Training:
             rows = list(range(len(fast)))
             if index:
                 route.shuffle(rows)
-            values = stage.evaluate(fast[rows], values, positions)
+            values = stage.evaluate(fast[rows], values, positions, inputs)
         total = float(token_losses(values, labels).double().mean())
         return _finite(total)
 

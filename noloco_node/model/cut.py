@@ -34,6 +34,10 @@ PARTS_DOCUMENTS = frozenset(
 alone."""
 
 
+TAKES_SUBSPACE = frozenset(["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3"])
+"""For these architectures it is proved that a subspace holds all that crosses a cut, and that the export is exact."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageCut:
     """The layers `first_layer <= i < end_layer` that stage `index` of `stages` holds."""
@@ -57,8 +61,8 @@ class StageCut:
 def build_config(spec: ModelSpec) -> PretrainedConfig:
     """The transformers config that `model.config` describes, checked.
 
-    Raises UserError (CONFIG) for an unknown `model_type` or key, a value the architecture refuses, dropout, and tied
-    embeddings with more than one stage.
+    Raises UserError (CONFIG) for an unknown `model_type` or key, a value the architecture refuses, dropout, tied
+    embeddings with more than one stage, and a subspace that this model cannot have.
     """
     model_type = spec.config.get("model_type")
     if not isinstance(model_type, str):
@@ -71,7 +75,14 @@ def build_config(spec: ModelSpec) -> PretrainedConfig:
     _check_activation(spec.config)
     _check_values(config)
     _check_untied(spec, config)
+    if spec.subspace_rank is not None:
+        _check_subspace(spec.subspace_rank, config)
     return config
+
+
+def cut_width(spec: ModelSpec, config: PretrainedConfig) -> int:
+    """Numbers of a token that travel between two stages."""
+    return spec.subspace_rank or int(config.hidden_size)
 
 
 def check_parts_documents(spec: ModelSpec, *, laboratory: bool = False) -> None:
@@ -112,7 +123,11 @@ def cut_model(spec: ModelSpec) -> tuple[StageCut, ...]:
             f"set run.model.stages to {layers} or less, or give the model more layers",
         )
     counts = _by_hand(spec.layers_per_stage, layers) or _layers_per_stage(
-        layers, spec.stages, _cost_of_each_layer(config), config.hidden_size * config.vocab_size
+        layers,
+        spec.stages,
+        _cost_of_each_layer(config, spec.subspace_rank),
+        _cost_of_each_layer(config, None if spec.subspace_last_stage_free else spec.subspace_rank),
+        config.hidden_size * config.vocab_size,
     )
     ends = [sum(counts[: index + 1]) for index in range(spec.stages)]
     return tuple(
@@ -131,7 +146,7 @@ def _by_hand(counts: Sequence[int] | None, layers: int) -> list[int]:
     return list(counts or ())
 
 
-def _layers_per_stage(layers: int, stages: int, layer_cost: int, head_cost: int) -> list[int]:
+def _layers_per_stage(layers: int, stages: int, layer_cost: int, last_cost: int, head_cost: int) -> list[int]:
     if stages == 1:
         return [layers]
 
@@ -140,8 +155,8 @@ def _layers_per_stage(layers: int, stages: int, layer_cost: int, head_cost: int)
         return [share + 1] * longer + [share] * (stages - 1 - longer) + [in_last]
 
     def badness(counts: Sequence[int]) -> tuple[int, int]:
-        costs = [count * layer_cost for count in counts]
-        costs[-1] += head_cost
+        costs = [count * layer_cost for count in counts[:-1]]
+        costs.append(counts[-1] * last_cost + head_cost)
         return max(costs), sum(cost * cost for cost in costs)
 
     return min((division(in_last) for in_last in range(1, layers - stages + 2)), key=badness)
@@ -154,21 +169,25 @@ def idle_experts(config: PretrainedConfig) -> float:
     return 1.0 - active / experts if experts else 0.0
 
 
-def _cost_of_each_layer(config: PretrainedConfig) -> int:
+def _cost_of_each_layer(config: PretrainedConfig, rank: int | None) -> int:
     try:
-        return _layer_cost(config)
+        return _layer_cost(config, rank)
     except (TypeError, AttributeError, RuntimeError):  # a list for each layer, or transformers' own word for that
         raise not_llama_type(config, "its layers differ in size") from None
 
 
-def _layer_cost(config: PretrainedConfig) -> int:
+def _layer_cost(config: PretrainedConfig, rank: int | None) -> int:
     hidden: int = config.hidden_size
     heads: int = config.num_attention_heads
     key_value_heads: int = getattr(config, "num_key_value_heads", None) or heads
     head_dim: int = getattr(config, "head_dim", None) or hidden // heads
     active_experts: int = getattr(config, "num_experts_per_tok", None) or 1
     width: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return 2 * hidden * head_dim * (heads + key_value_heads) + 3 * hidden * width * active_experts
+    dense = 2 * hidden * head_dim * (heads + key_value_heads) + 3 * hidden * width * active_experts
+    if rank is None:
+        return dense
+    inside = heads * head_dim + width
+    return dense - hidden * inside + rank * (inside + 2 * hidden)
 
 
 def _config_error(message: str, remedy: str) -> UserError:
@@ -266,3 +285,31 @@ def _check_untied(spec: ModelSpec, config: PretrainedConfig) -> None:
         "embedding and head would be one matrix on two stages",
         "set run.model.config.tie_word_embeddings to false, or run.model.stages to 1",
     )
+
+
+def _check_subspace(rank: int, config: PretrainedConfig) -> None:
+    setting, leave_out = f"run.model.subspace_rank is {rank}", "or leave out run.model.subspace_rank"
+    if rank > config.hidden_size:
+        raise _config_error(
+            f"{setting}, more than run.model.config.hidden_size ({config.hidden_size})",
+            f"set it to a quarter or an eighth of the hidden size, {leave_out}",
+        )
+    if config.model_type not in TAKES_SUBSPACE:
+        why = "has experts" if getattr(config, "num_experts_per_tok", None) else "may have a norm behind what it adds"
+        raise _config_error(
+            f"{setting}, and the '{config.model_type}' architecture {why}, so that a subspace is not proved to hold "
+            "what its layers add",
+            f"take one of {', '.join(sorted(TAKES_SUBSPACE))}, {leave_out}",
+        )
+    if getattr(config, "tie_word_embeddings", False):
+        raise _config_error(
+            f"{setting}, but embedding and head are one matrix (tie_word_embeddings), and only an embedding is made of "
+            "a fixed part and a factor",
+            f"set run.model.config.tie_word_embeddings to false, {leave_out}",
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(config, key, False):
+            raise _config_error(
+                f"{setting}, but run.model.config.{key} is true: a bias would add what the subspace does not hold",
+                f"set run.model.config.{key} to false, {leave_out}",
+            )

@@ -19,6 +19,7 @@ from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.byte_tokenizer import build_byte_tokenizer
 from noloco_node.model.cut import build_config
+from noloco_node.model.subspace import dense_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,17 +57,18 @@ def export_model(
 ) -> None:
     """Write config, weights, generation config and tokenizer to `folder`, for transformers alone to load.
 
-    `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise). It is
-    saved in fp32, in files of `shard_bytes` at most, with an index if they are several. `tokenizer` is `bytes`, `none`
-    for none, or what `AutoTokenizer.from_pretrained` takes, of the hub in that `revision`. A folder's files are copied
-    as they are, so that the export's tokenizer is the run's by its fingerprint, too.
+    `state` holds every parameter of the whole model under its full Hugging Face name (ValueError otherwise). Factors of
+    a subspace are multiplied out. It is saved in fp32, in files of `shard_bytes` at most, with an index if they are
+    several. `tokenizer` is `bytes`, `none` for none, or what `AutoTokenizer.from_pretrained` takes, of the hub in that
+    `revision`. A folder's files are copied as they are, so that the export's tokenizer is the run's by its fingerprint,
+    too.
     """
     config, backend = build_config(spec), _tokenizer_to_write(tokenizer, revision)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if backend is not None:
             setattr(config, key, getattr(backend, key))
     model = build_on_meta(config)
-    _assign(model, state)
+    _assign(model, dense_state(spec, state))
     with _quiet():
         cast(Any, model).save_pretrained(folder, max_shard_size=shard_bytes)
         if backend is not None:
@@ -96,7 +98,7 @@ def model_of(spec: ModelSpec, state: Mapping[str, Tensor]) -> PreTrainedModel:
         made = AutoModelForCausalLM.from_config(build_config(spec), dtype=torch.float32)  # pyright: ignore
     finally:
         torch.default_generator.set_state(random_state)
-    model = cast("PreTrainedModel", made)
+    model, state = cast("PreTrainedModel", made), dense_state(spec, state)
     _check_names(model, state)
     model.load_state_dict({name: value.detach().cpu() for name, value in state.items()}, strict=False)
     return cast("PreTrainedModel", cast(Any, model).eval())

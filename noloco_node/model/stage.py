@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +21,15 @@ from noloco_node.model.anatomy import build_on_meta, check_anatomy
 from noloco_node.model.cut import StageCut, build_config, cut_model, not_llama_type
 from noloco_node.model.pretrained import Weights
 from noloco_node.model.router import Router, router_of
+from noloco_node.model.subspace import (
+    Subspace,
+    SubspaceEmbedding,
+    SubspaceLinear,
+    bind_to_subspace,
+    first_values,
+    outside_subspace,
+    scale_of_table,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -32,30 +41,40 @@ _LOCAL_ROOT = "causal."
 class Stage(nn.Module):
     """One stage of a causal language model.
 
-    `forward` maps token ids int64 [B, T] (first stage) or activations [B, T, hidden] to activations [B, T, hidden]. On
+    `forward` maps token ids int64 [B, T] (first stage) or activations [B, T, width] to activations [B, T, width]. On
     the last stage it maps to logits [B, T, vocab]. It is pure: no cache, no dropout, no state. Activations and logits
     have the precision of the parameters, and incoming activations must have it too.
     """
 
-    def __init__(self, cut: StageCut, causal: PreTrainedModel, router: Router | None = None) -> None:
+    def __init__(
+        self, cut: StageCut, causal: PreTrainedModel, router: Router | None = None, subspace: Subspace | None = None
+    ) -> None:
         super().__init__()
         self.cut = cut
         self.causal = causal
         self.router = router
         """How its routers are trained; None where it has none, or where they are not."""
-        self.hidden_size: int = causal.config.hidden_size
+        self.subspace = subspace
+        """What the activations are coordinates in; None where they are the residual stream itself."""
+        self.cut_width: int = causal.config.hidden_size if subspace is None else subspace.rank
+        """Numbers of a token that go in and out."""
         self.vocab_size: int = causal.config.vocab_size
         self.masks_by_itself = False
         """Tells whether the attention mask is worked out here instead of by transformers, which cannot under `vmap`.
         Only models without sliding windows allow it."""
 
     def forward(
-        self, inputs: Tensor, positions: Tensor | None = None, *, routers: bool = False
+        self, inputs: Tensor, positions: Tensor | None = None, ids: Tensor | None = None, *, routers: bool = False
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
         """Run the stage's layers; attention is causal within each row. Positions count from 0, or are given, int64 [B,
-        T]. Where they do not go on, a document begins, and no token sees beyond its own. With `routers` the logits of
-        its routers come beside the outputs, [B·T, experts] for each layer that has one."""
-        source: dict[str, Any] = {"input_ids": inputs} if self.cut.is_first else {"inputs_embeds": inputs}
+        T]. Where they do not go on, a document begins, and no token sees beyond its own. A later stage of a subspace
+        needs the token `ids`, int64 [B, T]. With `routers` the logits of its routers come beside the outputs, [B·T,
+        experts] for each layer that has one."""
+        source: dict[str, Any] = {"input_ids": inputs}
+        if self.cut.is_first:
+            ids = inputs
+        else:
+            source = {"inputs_embeds": inputs if self.subspace is None else self.subspace.enter(inputs, _known(ids))}
         if positions is not None:
             source |= documents_apart(positions, masked=self.masks_by_itself)
         if self.router is not None:
@@ -63,7 +82,14 @@ class Stage(nn.Module):
         whole: Any = self.causal if self.cut.is_last else self.causal.get_submodule("model")
         found = whole(**source, use_cache=False)
         outputs = cast(Tensor, found.logits if self.cut.is_last else found.last_hidden_state)
+        if self.subspace is not None and not self.cut.is_last:
+            outputs = self.subspace.leave(outputs, _known(ids))
         return (outputs, tuple(found.router_logits or ())) if routers else outputs
+
+    def hold_fixed_in(self, published: torch.dtype, computed: torch.dtype) -> None:
+        """Hold what is not trained in the precision of the weights that are `published`, or of products."""
+        if self.subspace is not None:
+            self.subspace.hold_in(published, computed)
 
     def full_names(self) -> dict[str, str]:
         """Each parameter's name here -> its name in the full Hugging Face model."""
@@ -71,6 +97,11 @@ class Stage(nn.Module):
 
     def _full_name(self, local: str) -> str:
         return _full_name(local.removeprefix(_LOCAL_ROOT), self.cut.first_layer)
+
+
+def _known(ids: Tensor | None) -> Tensor:
+    assert ids is not None, "a later stage in a subspace needs the token ids"
+    return ids
 
 
 def documents_apart(positions: Tensor, *, masked: bool = False) -> dict[str, Tensor]:
@@ -100,19 +131,24 @@ def build_stage(spec: ModelSpec, index: int) -> Stage:
     causal = build_on_meta(config)
     check_anatomy(causal, config)
     router = router_of(causal, config, cut)
+    subspace = bind_to_subspace(causal, spec, config)
     _take_out_other_stages(causal, cut)
     _allocate(causal)
+    if subspace is not None:
+        subspace.fill(spec.seed, scale_of_table(spec, config))
     weights = None if spec.from_pretrained is None else Weights(spec)
     if weights is not None:
         for parameter in causal.parameters():
             parameter._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue] # nothing is drawn for it
     _initialise(causal, spec.seed, cut.first_layer)
-    if cut.is_first and spec.embedding_std is not None:
+    if subspace is not None:
+        first_values(causal, subspace)
+    elif cut.is_first and spec.embedding_std is not None:
         _spread_embedding(causal, spec.embedding_std)
     if weights is not None:
-        _read(causal, weights, cut.first_layer)
+        _read(causal, weights, cut.first_layer, spec)
     _check_all_initialised(causal, config)
-    return Stage(cut, causal, router)
+    return Stage(cut, causal, router, subspace)
 
 
 def stage_without_weights(spec: ModelSpec, index: int) -> Stage:
@@ -121,10 +157,11 @@ def stage_without_weights(spec: ModelSpec, index: int) -> Stage:
     causal = build_on_meta(config)
     check_anatomy(causal, config)
     cut = cut_model(spec)[index]
+    subspace = bind_to_subspace(causal, spec, config)
     _take_out_other_stages(causal, cut)
     if causal.config.tie_word_embeddings:
         causal.tie_weights()
-    return Stage(cut, causal)
+    return Stage(cut, causal, subspace=subspace)
 
 
 def _take_out_other_stages(causal: PreTrainedModel, cut: StageCut) -> None:
@@ -182,11 +219,26 @@ def _spread_embedding(causal: PreTrainedModel, std: float) -> None:
         causal.get_input_embeddings().weight.mul_(std / rule)  # pyright: ignore
 
 
-def _read(causal: PreTrainedModel, weights: Weights, first_layer: int) -> None:
+def _read(causal: PreTrainedModel, weights: Weights, first_layer: int, spec: ModelSpec) -> None:
     parameters = {_full_name(name, first_layer): value for name, value in nn.Module.named_parameters(causal)}
-    weights.check({name: tuple(value.shape) for name, value in parameters.items()})
+    modules = cast("Iterator[tuple[str, nn.Module]]", nn.Module.named_modules(causal))
+    factored = {
+        _full_name(f"{name}.weight", first_layer): module
+        for name, module in modules
+        if isinstance(module, SubspaceEmbedding | SubspaceLinear)
+    }
+    shapes = {name: tuple(value.shape) for name, value in parameters.items()}
+    weights.check(shapes | {name: module.dense_shape for name, module in factored.items()})
     for name, value in parameters.items():
-        weights.read(name, value)
+        if name not in factored:
+            weights.read(name, value)
+            continue
+        weights.read(name, dense := torch.empty(factored[name].dense_shape))
+        factor = factored[name].factor_of(dense)
+        if factor is None:
+            raise outside_subspace(spec, name)
+        with torch.no_grad():
+            value.copy_(factor)
 
 
 def _module_seed(seed: int, full_name: str) -> int:
@@ -195,7 +247,10 @@ def _module_seed(seed: int, full_name: str) -> int:
 
 
 def _check_all_initialised(causal: PreTrainedModel, config: PretrainedConfig) -> None:
+    fixed = {id(own) for module in causal.modules() if isinstance(module, Subspace) for own in module.buffers()}
     for name, tensor in [*causal.named_parameters(), *causal.named_buffers()]:
+        if id(tensor) in fixed:
+            continue
         if not tensor.is_floating_point() or not all_finite(tensor.detach()):
             raise not_llama_type(config, f"transformers has no rule for the first values of {name}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -13,6 +13,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.cut import build_config
 from noloco_node.model.pretrained import Weights
+from noloco_node.model.subspace import WRITERS, basis_of, bound_layers, is_in_span, outside_subspace
 
 _SHOWN = 3
 
@@ -64,4 +65,15 @@ def _check(spec: ModelSpec) -> tuple[Pretrained, set[str]]:
     if config.tie_word_embeddings:
         whole.tie_weights()
     shapes = {name: tuple(value.shape) for name, value in torch.nn.Module.named_parameters(whole)}
-    return weights.found, weights.check(shapes)
+    used = weights.check(shapes)
+    if spec.subspace_rank is not None and bound_layers(spec):
+        _check_inside(spec, weights, shapes)
+    return weights.found, used
+
+
+def _check_inside(spec: ModelSpec, weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """One matrix tells whether these weights know the run's basis: they lie in its span, or hardly at all."""
+    name = f"model.layers.0.{WRITERS[0]}.weight"
+    weights.read(name, dense := torch.empty(shapes[name]))
+    if not is_in_span(dense, basis_of(spec.seed, len(dense), spec.subspace_rank or 0)):
+        raise outside_subspace(spec, name)

@@ -440,7 +440,7 @@ async def _say_if_last(place: _Place, stay: _Stay, interrupts: Interrupts) -> No
 def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: Position) -> tuple[Stage, Samples | None]:
     """Build the stage and, on stage 0, read the text from `position` on. Runs off the event loop."""
     stage = build_stage(spec.model, stage_index)
-    check_microbatch_bytes(spec, stage.hidden_size)
+    check_microbatch_bytes(spec, stage.cut_width)
     _spare_the_collector()
     if stage_index > 0:
         return stage, None

@@ -42,6 +42,7 @@ from noloco_node.pipeline.messages import (
     check_specs,
     decoded,
     given_up,
+    labels_and_ids,
     passed_upward,
     read_answer,
 )
@@ -246,7 +247,7 @@ class Downstream:
                 peer,
                 MICROBATCH,
                 header,
-                tensors=(wire, outgoing.labels),
+                tensors=(wire, outgoing.tokens),
                 specs=(TensorSpec.of(wire),) if mode == "train" else (),
                 seconds=left,
                 progress=self._spec.pipeline.progress_seconds,
@@ -290,7 +291,7 @@ class PipelineServer:
         self,
         spec: RunSpec,
         stage: int,
-        hidden: int,
+        width: int,
         vocabulary: int,
         worker: StageWorker,
         downstream: Downstream | None,
@@ -300,11 +301,11 @@ class PipelineServer:
         accepting: Callable[[], bool],
         behind: FarBehind | None = None,
     ) -> None:
-        """`accepting()` says whether microbatches are taken now; `behind`: whether this replica is far behind its stage
-        peers; None: it never is."""
+        """`width` counts the numbers of a token that come in; `accepting()` says whether microbatches are taken now;
+        `behind`: whether this replica is far behind its stage peers; None: it never is."""
         self._spec = spec
         self._stage = stage
-        self._hidden = hidden
+        self._width = width
         self._vocabulary = vocabulary
         self._worker = worker
         self._downstream = downstream
@@ -348,14 +349,8 @@ class PipelineServer:
             raise Refused(Refusal.MALFORMED, f"this run's activations do not travel as {header.codec}")
         if self._stage == 1 and header.origin != peer:
             raise Refused(Refusal.MALFORMED, "stage 0 sends only what it has drawn itself")
-        check_specs(
-            specs,
-            codec=header.codec,
-            windows=self._spec.inner.microbatch_windows,
-            length=self._spec.data.sequence_length,
-            hidden=self._hidden,
-        )
-        tokens, evaluates = math.prod(specs[1].shape), header.mode == "evaluate"
+        check_specs(specs, self._spec, codec=header.codec, width=self._width)
+        tokens, evaluates = math.prod(specs[0].shape[:2]), header.mode == "evaluate"
         if not evaluates and not self._shares.may_bring(peer, tokens * (1 + self._places.held_by(peer))):
             raise Refused(Refusal.BUSY, "you have your share of an inner step, and others are at work here")
         return self.rations.place(peer, tokens if evaluates else 0, lambda: self._places.take(peer, header.attempt))
@@ -411,7 +406,7 @@ class PipelineServer:
                 task.cancel()
 
     async def _carry_through(
-        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, tokens: Tensor
     ) -> Trained:
         deadline = ambient.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         activations = await from_wire(activations, header.codec, self._carried)
@@ -419,16 +414,16 @@ class PipelineServer:
         if not math.isfinite(scale) and not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         self._check_scale(name.sender, scale)
-        wanted = without_marks(labels) if self._spec.data.attention == "document" else labels
-        if int(labels.min()) < 0 or int(wanted.max()) >= self._vocabulary:  # on a GPU this would end the process
-            raise Refused(Refusal.MALFORMED, f"a label is outside the vocabulary of {self._vocabulary}")
-        router = self._worker.router
-        if router is not None and header.mode == "train" and not router.before(header.chosen, labels.numel()):
+        wanted = without_marks(tokens) if self._spec.data.attention == "document" else tokens
+        if int(tokens.min()) < 0 or int(wanted.max()) >= self._vocabulary:  # on a GPU this would end the process
+            raise Refused(Refusal.MALFORMED, f"a token is outside the vocabulary of {self._vocabulary}")
+        router, count = self._worker.router, activations.shape[0] * activations.shape[1]
+        if router is not None and header.mode == "train" and not router.before(header.chosen, count):
             raise Refused(Refusal.MALFORMED, "the counts of chosen experts are not those of the stages before")
         try:
             if header.mode == "evaluate":
-                return await self._evaluate(name, header, activations, labels, deadline)
-            return await self._train(name, header, activations, labels, deadline)
+                return await self._evaluate(name, header, activations, tokens, deadline)
+            return await self._train(name, header, activations, tokens, deadline)
         except MicrobatchNotFinite as error:
             self._repeats.unmark(name)
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
@@ -442,22 +437,23 @@ class PipelineServer:
             raise Refused(Refusal.OUT_OF_SCALE, f"root mean square {scale:.3g}, {self._scales.usual:.3g} is usual here")
 
     async def _train(
-        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, tokens: Tensor, deadline: float
     ) -> Trained:
+        labels, ids = labels_and_ids(self._spec.model, tokens)
         waits, turn = DeviceWaits(), turn_of(name.sender, header, labels.numel())
         if self._downstream is None:
             self.mark_trained(name)
             done = await self._worker.loss(
-                activations, labels, source=name.sender, turn=turn, chosen=header.chosen, waits=waits
+                activations, labels, ids, source=name.sender, turn=turn, chosen=header.chosen, waits=waits
             )
             trained = Trained(done.loss_sum, done.tokens, done.input_gradient, chosen=done.chosen, waited=waits.seconds)
             self._note_work(name, header, trained, done.taken_in)
             return trained
-        passage = ForwardContext(source=name.sender, positions=positions_of(labels))
+        passage = ForwardContext(source=name.sender, positions=positions_of(labels), ids=ids)
         try:
             outputs = await self._worker.forward(activations, passage, turn=turn, waits=waits)
             chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
-            trained = await self._send_on(header, outputs, labels, deadline, chosen)
+            trained = await self._send_on(header, outputs, tokens, deadline, chosen)
             self.mark_trained(name)
             gradient = await self._downstream.take_back(self._worker, passage, trained, waits)
             self._note_work(name, header, trained, passage.taken_in)
@@ -467,26 +463,27 @@ class PipelineServer:
             raise
 
     async def _evaluate(
-        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, labels: Tensor, deadline: float
+        self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, tokens: Tensor, deadline: float
     ) -> Trained:
+        labels, ids = labels_and_ids(self._spec.model, tokens)
         turn = turn_of(name.sender, header, labels.numel())
         if self._downstream is None:
-            loss_sum = await self._worker.evaluate_loss(activations, labels, turn)
+            loss_sum = await self._worker.evaluate_loss(activations, labels, turn, ids=ids)
             return Trained(loss_sum, labels.numel(), None)
-        outputs = await self._worker.evaluate(activations, positions_of(labels), turn)
-        return await self._send_on(header, outputs, labels, deadline)
+        outputs = await self._worker.evaluate(activations, positions_of(labels), turn, ids=ids)
+        return await self._send_on(header, outputs, tokens, deadline)
 
     async def _send_on(
         self,
         header: MicrobatchHeader,
         outputs: Tensor,
-        labels: Tensor,
+        tokens: Tensor,
         deadline: float,
         chosen: tuple[int, ...] = (),
     ) -> Trained:
         assert self._downstream is not None
         try:
-            outgoing = Outgoing(header.id, header.mode, header.drawn, outputs, labels, chosen)
+            outgoing = Outgoing(header.id, header.mode, header.drawn, outputs, tokens, chosen)
             return await self._downstream.send(outgoing, deadline - ambient.monotonic())
         except HopFailed as failure:
             raise Refused(failure.reason, failure.detail) from None

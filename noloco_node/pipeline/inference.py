@@ -39,8 +39,9 @@ WEIGHT = 4.0
 
 
 class ForwardHeader(WireModel):
-    """Goes with token ids int32 [1, T] to stage 0, with activations [1, T, hidden] to a later one. The answer has the
-    activations for the next stage, or the logits of the last position, fp32 [1, vocabulary]."""
+    """Goes with token ids int32 [1, T] to stage 0, with activations [1, T, width] to a later one, in a subspace with
+    both. The answer has the activations for the next stage, or the logits of the last position, fp32 [1, vocabulary].
+    """
 
     run: RunName
     stage: StageIndex
@@ -57,7 +58,7 @@ class InferenceServer:
         self,
         spec: RunSpec,
         cut: StageCut,
-        hidden: int,
+        width: int,
         vocabulary: int,
         worker: StageWorker,
         share: float,
@@ -68,7 +69,7 @@ class InferenceServer:
         peers; None: it never is."""
         self._spec = spec
         self._cut = cut
-        self._hidden = hidden
+        self._width = width
         self._vocabulary = vocabulary
         self._worker = worker
         self._share = share
@@ -101,33 +102,32 @@ class InferenceServer:
 
     async def handle(self, peer: PeerId, _request: ForwardHeader, tensors: tuple[Tensor, ...]) -> Reply[Nothing]:
         """Run the stage on one admitted window."""
-        (inputs,) = tensors
-        if self._cut.is_first and (int(inputs.min()) < 0 or int(inputs.max()) >= self._vocabulary):
+        inputs = tensors[0]
+        ids = inputs if self._cut.is_first else None if len(tensors) == 1 else tensors[1]
+        if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary):
             raise Refused(Refusal.MALFORMED, f"a token is outside the vocabulary of {self._vocabulary}")
         if not self._cut.is_first and not await all_finite(inputs):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         turn = QueueTurn((FORWARD.name, peer), WEIGHT * inputs.shape[1])
         try:
-            return Reply(NOTHING, (await self._forward(inputs, turn),))
+            return Reply(NOTHING, (await self._forward(inputs, ids, turn),))
         except MicrobatchNotFinite as error:
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
         except NoMemory as error:
             raise Refused(Refusal.BUSY, NO_MEMORY) from error
 
-    async def _forward(self, inputs: Tensor, turn: QueueTurn) -> Tensor:
-        given = inputs.to(torch.int64) if self._cut.is_first else inputs
+    async def _forward(self, inputs: Tensor, ids: Tensor | None, turn: QueueTurn) -> Tensor:
+        given, beside = (inputs.to(torch.int64), None) if self._cut.is_first else (inputs, ids)
         if self._cut.is_last:
-            return await self._worker.last_logits(given, turn)
-        return await self._worker.evaluate(given, turn=turn)
+            return await self._worker.last_logits(given, turn, ids=beside)
+        return await self._worker.evaluate(given, turn=turn, ids=beside)
 
     def _tokens_of(self, specs: tuple[TensorSpec, ...]) -> int:
         """Refuse tensors that are not one window's, or a beginning of it."""
-        if len(specs) != 1:
-            raise Refused(Refusal.MALFORMED, f"a window is one tensor, not {len(specs)}")
-        tokens = specs[0].shape[1] if len(specs[0].shape) > 1 else 0
-        wanted = window_spec(self._spec, self._cut.is_first, tokens, self._hidden)
-        if specs[0] != wanted:
-            raise Refused(Refusal.MALFORMED, f"{specs[0].shape} where {wanted.dtype} {wanted.shape} belongs")
+        tokens = specs[0].shape[1] if specs and len(specs[0].shape) > 1 else 0
+        wanted = window_specs(self._spec, self._cut.is_first, tokens, self._width)
+        if specs != wanted:
+            raise Refused(Refusal.MALFORMED, f"{_words(specs)} where {_words(wanted)} belongs")
         if not 1 <= tokens <= self._spec.data.sequence_length:
             raise Refused(Refusal.TOO_LARGE, f"{tokens} tokens; a window has {self._spec.data.sequence_length}")
         return tokens
@@ -136,8 +136,14 @@ class InferenceServer:
         self._held -= 1
 
 
-def window_spec(spec: RunSpec, is_first: bool, tokens: int, hidden: int) -> TensorSpec:
-    """What goes to a stage: token ids to the first, activations to others."""
+def window_specs(spec: RunSpec, is_first: bool, tokens: int, width: int) -> tuple[TensorSpec, ...]:
+    """What goes to a stage: token ids to the first, activations to others, with the ids beside them in a subspace."""
+    ids = TensorSpec("i32", (1, tokens))
     if is_first:
-        return TensorSpec("i32", (1, tokens))
-    return TensorSpec(DTYPE_NAMES[carried_dtype(spec.pipeline.activations)], (1, tokens, hidden))
+        return (ids,)
+    activations = TensorSpec(DTYPE_NAMES[carried_dtype(spec.pipeline.activations)], (1, tokens, width))
+    return (activations,) if spec.model.subspace_rank is None else (activations, ids)
+
+
+def _words(specs: tuple[TensorSpec, ...]) -> str:
+    return " and ".join(f"{spec.dtype} {spec.shape}" for spec in specs) or "nothing"

@@ -19,9 +19,9 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.model.cut import build_config
+from noloco_node.model.cut import build_config, cut_width
 from noloco_node.peer_table import PeerTimes
-from noloco_node.pipeline.inference import FORWARD, ForwardHeader, window_spec
+from noloco_node.pipeline.inference import FORWARD, ForwardHeader, window_specs
 from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import (
     DeadlinePassed,
@@ -76,7 +76,7 @@ class LiveModel:
     ) -> None:
         config = build_config(spec.model)
         self._spec = spec
-        self._hidden: int = config.hidden_size
+        self._width = cut_width(spec.model, config)
         self._vocabulary: int = config.vocab_size
         self._transport = transport
         self._directory = directory
@@ -96,14 +96,15 @@ class LiveModel:
 
     async def next_logits(self, ids: Sequence[int]) -> Tensor:
         """What comes after these tokens: fp32 [vocabulary]. Raises UserError (NO_DONOR) where a stage gives nothing."""
-        window = torch.tensor([list(ids)], dtype=torch.int32)
+        given = torch.tensor([list(ids)], dtype=torch.int32)
+        window = given
         if ambient.monotonic() - self._looked > LOOK_SECONDS:
             await self._look()
         for stage in range(self._spec.stages):
-            window = await self._through(stage, window, len(ids))
+            window = await self._through(stage, window, given)
         return window[0]
 
-    async def _through(self, stage: int, window: Tensor, tokens: int) -> Tensor:
+    async def _through(self, stage: int, window: Tensor, ids: Tensor) -> Tensor:
         began, told = ambient.monotonic(), False
         reasons: dict[PeerId, Refused | TransportError] = {}
         asked: set[PeerId] = set()
@@ -112,7 +113,7 @@ class LiveModel:
             if peer is not None:
                 asked.add(peer)
                 try:
-                    return await self._ask(peer, stage, window, tokens)
+                    return await self._ask(peer, stage, window, ids)
                 except (Refused, TransportError) as error:
                     reasons[peer] = error
                     self._note(peer, error)
@@ -128,17 +129,17 @@ class LiveModel:
             await self._look()
             asked.clear()
 
-    async def _ask(self, peer: PeerId, stage: int, window: Tensor, tokens: int) -> Tensor:
+    async def _ask(self, peer: PeerId, stage: int, window: Tensor, ids: Tensor) -> Tensor:
         last, pipeline = stage + 1 == self._spec.stages, self._spec.pipeline
         logits = TensorSpec("fp32", (1, self._vocabulary))
-        wanted = logits if last else window_spec(self._spec, False, tokens, self._hidden)
+        activations, *beside = window_specs(self._spec, False, ids.shape[1], self._width)
         answer = await ask(
             self._transport,
             peer,
             FORWARD,
             ForwardHeader(run=self._spec.run_id, stage=stage),
-            tensors=(window,),
-            specs=(wanted,),
+            tensors=(window, ids) if beside and stage else (window,),
+            specs=(logits if last else activations,),
             seconds=min(pipeline.budget_seconds, 2.0 * pipeline.progress_seconds),
             progress=pipeline.progress_seconds,
         )

@@ -13,10 +13,11 @@ from pydantic import Field
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.config.model_spec import MAX_PARTS
-from noloco_node.config.run_spec import ActivationCodec
+from noloco_node.config.model_spec import MAX_PARTS, ModelSpec
+from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position
+from noloco_node.document_marks import without_marks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.peer_table import PeerTable
@@ -54,7 +55,7 @@ NO_MEMORY = "there is no memory for this microbatch here now"
 
 
 class MicrobatchHeader(WireModel):
-    """Goes with the activations and labels of a microbatch, from one stage to the next."""
+    """Goes with the activations and tokens of a microbatch, from one stage to the next."""
 
     id: RandomId
     """Random; the same on every hop and every attempt."""
@@ -109,14 +110,13 @@ MICROBATCH = Method("microbatch", MicrobatchHeader, MicrobatchAnswer, at_once=64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outgoing:
-    """A microbatch for the next stage: activations [b, T, hidden] and labels int32 [b, T], with marks where documents
-    begin (`marks.BEGINS`)."""
+    """A microbatch for the next stage: activations [b, T, width] and tokens as `tokens_to_send` gives them."""
 
     id: str
     mode: Mode
     drawn: DrawnBy
     activations: Tensor
-    labels: Tensor
+    tokens: Tensor
     chosen: tuple[int, ...] = ()
     """How often the stages so far chose each expert."""
     codec: ActivationCodec | None = None
@@ -232,25 +232,48 @@ def _note(table: PeerTable[PeerId, Done], peer: PeerId, tokens: int) -> None:
     done.tokens += tokens
 
 
-def activation_spec(rows: int, length: int, hidden: int, codec: ActivationCodec) -> TensorSpec:
-    """Activations [rows, length, hidden] as they travel."""
-    return TensorSpec(DTYPE_NAMES[DTYPES[codec]], (rows, length, wire_length(hidden, codec)))
+def tokens_to_send(model: ModelSpec, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The text of a microbatch as it travels: labels int32 [b, T], with marks where documents begin
+    (`document_marks.BEGINS`).
+
+    In a subspace each stage needs the inputs, ids [b, T], as well. All but the first of a row are labels, so that one
+    goes before the labels: [b, T + 1].
+    """
+    sent = labels if model.subspace_rank is None else torch.cat((inputs[:, :1], labels), dim=1)
+    return sent.to(torch.int32)
 
 
-def check_specs(
-    specs: tuple[TensorSpec, ...], *, codec: ActivationCodec, windows: int, length: int, hidden: int
-) -> None:
-    """Refuse tensors that are not activations [b, length, hidden], by this codec, and labels int32 [b, length] with
-    b ≤ windows."""
+def labels_and_ids(model: ModelSpec, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Labels [b, T] with their marks, and in a subspace the token ids [b, T], of what `tokens_to_send` gave."""
+    if model.subspace_rank is None:
+        return tokens, None
+    return tokens[:, 1:], without_marks(tokens[:, :-1])
+
+
+def activation_spec(rows: int, length: int, width: int, codec: ActivationCodec) -> TensorSpec:
+    """Activations [rows, length, width] as they travel."""
+    return TensorSpec(DTYPE_NAMES[DTYPES[codec]], (rows, length, wire_length(width, codec)))
+
+
+def token_spec(run: RunSpec, rows: int) -> TensorSpec:
+    """What `tokens_to_send` gives of so many windows."""
+    first = 0 if run.model.subspace_rank is None else 1
+    return TensorSpec("i32", (rows, run.data.sequence_length + first))
+
+
+def check_specs(specs: tuple[TensorSpec, ...], run: RunSpec, *, codec: ActivationCodec, width: int) -> None:
+    """Refuse tensors that are not activations [b, length, width], by this codec, and their tokens, with at most as many
+    windows as a microbatch of the run has."""
+    windows = run.inner.microbatch_windows
     if len(specs) != 2:
         raise Refused(Refusal.MALFORMED, f"a microbatch has 2 tensors, not {len(specs)}")
-    activations, labels = specs
+    activations, tokens = specs
     rows = activations.shape[0] if activations.shape else 0
     if not 1 <= rows <= windows:
         raise Refused(Refusal.TOO_LARGE, f"{rows} windows in a microbatch, 1 to {windows} are allowed")
     for got, wanted in (
-        (activations, activation_spec(rows, length, hidden, codec)),
-        (labels, TensorSpec("i32", (rows, length))),
+        (activations, activation_spec(rows, run.data.sequence_length, width, codec)),
+        (tokens, token_spec(run, rows)),
     ):
         if got != wanted:
             raise Refused(Refusal.MALFORMED, f"{got.dtype} {got.shape} where {wanted.dtype} {wanted.shape} belongs")

@@ -40,7 +40,7 @@ class Pipeline(Participant):
         self.server = PipelineServer(
             spec,
             context.stage,
-            stage.hidden_size,
+            stage.cut_width,
             stage.vocab_size,
             worker,
             self.downstream,
@@ -53,7 +53,7 @@ class Pipeline(Participant):
         self.inference = InferenceServer(
             spec,
             context.cut,
-            stage.hidden_size,
+            stage.cut_width,
             stage.vocab_size,
             worker,
             settings.generate_share,

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from noloco_node import ambient
@@ -22,7 +21,7 @@ from noloco_node.document_marks import positions_of
 from noloco_node.pauses import Doubling
 from noloco_node.pipeline.downstream import Downstream
 from noloco_node.pipeline.in_flight import InFlight
-from noloco_node.pipeline.messages import NO_MEMORY, HopFailed, Ledger, Mode, Outgoing, Sample
+from noloco_node.pipeline.messages import NO_MEMORY, HopFailed, Ledger, Mode, Outgoing, Sample, tokens_to_send
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
@@ -179,7 +178,8 @@ class MicrobatchSource:
         passage, drawn = ForwardContext(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
         try:
             outputs = await self._worker.forward(inputs, passage, draw=True)
-            outgoing = replace(self._outgoing("train", drawn, outputs, labels), chosen=passage.chosen)
+            tokens = tokens_to_send(self._spec.model, inputs, labels)
+            outgoing = replace(self._outgoing("train", drawn, outputs, tokens), chosen=passage.chosen)
             trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
             await self._downstream.take_back(self._worker, passage, trained, waits)
             waited = trained.waited + waits.seconds
@@ -205,7 +205,7 @@ class MicrobatchSource:
         except NoMemory:
             raise HopFailed(Refusal.BUSY, NO_MEMORY, reached=False) from None
         drawn = self._drawn(self._downstream, labels.numel())
-        outgoing = self._outgoing("evaluate", drawn, outputs, labels)
+        outgoing = self._outgoing("evaluate", drawn, outputs, tokens_to_send(self._spec.model, inputs, labels))
         result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
         return result.loss_sum, result.tokens
 
@@ -215,8 +215,8 @@ class MicrobatchSource:
         return DrawnBy(downstream.peer_id, self._worker.progress.clock + coming)
 
     @staticmethod
-    def _outgoing(mode: Mode, drawn: DrawnBy, outputs: Tensor, labels: Tensor) -> Outgoing:
-        return Outgoing(ambient.token(16), mode, drawn, outputs, labels.to(torch.int32))
+    def _outgoing(mode: Mode, drawn: DrawnBy, outputs: Tensor, tokens: Tensor) -> Outgoing:
+        return Outgoing(ambient.token(16), mode, drawn, outputs, tokens)
 
     async def _draw_new(self) -> Sample:
         self._heed_blocks()

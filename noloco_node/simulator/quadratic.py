@@ -52,7 +52,7 @@ class QuadraticFacts:
     """Implements `StageFacts`."""
 
     cut: StageCut
-    hidden_size: int = HIDDEN
+    cut_width: int = HIDDEN
     vocab_size: int = VOCABULARY
     router: Router | None = None
 
@@ -128,26 +128,35 @@ class QuadraticTrainer(Trainer):
         self.discard(passage)
         return None if self._first else output_gradient
 
-    def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
+    def loss(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        ids: Tensor | None = None,
+        *,
+        source: str = "",
+        chosen: Sequence[int] = (),
+    ) -> LossResult:
         """See `Trainer`."""
-        del source, chosen
+        del ids, source, chosen
         tokens = labels.numel()
         loss_sum = self._present_loss() * tokens
         self._gather(self.versions.current.flat, inputs, loss_sum, tokens)
         return LossResult(loss_sum, tokens, None if self._first else torch.ones_like(inputs))
 
-    def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    def evaluate(self, inputs: Tensor, positions: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
         """See `Trainer`."""
-        del positions
+        del positions, ids
         return self._stand_in(inputs)
 
-    def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
+    def evaluate_loss(self, inputs: Tensor, labels: Tensor, ids: Tensor | None = None) -> float:
         """See `Trainer`."""
-        del inputs
+        del inputs, ids
         return self._present_loss() * labels.numel()
 
-    def last_logits(self, inputs: Tensor) -> Tensor:
+    def last_logits(self, inputs: Tensor, ids: Tensor | None = None) -> Tensor:
         """See `Trainer`: it has no words to say."""
+        del ids
         return torch.zeros(inputs.shape[0], VOCABULARY)
 
     def step(self, learning_rate: float) -> StepResult:
@@ -252,7 +261,7 @@ def weigh_as(footprint: Footprint, codec: CodecName, fragments: int = 1) -> Call
     wire = CODECS[codec].wire_bytes
     exchanged = wire(round(weights / fragments)) / wire(held // fragments)
     tokens = {
-        DTYPE_NAMES[DTYPES[name]]: token_bytes(footprint.hidden, name) / token_bytes(HIDDEN, name)
+        DTYPE_NAMES[DTYPES[name]]: token_bytes(footprint.cut_width, name) / token_bytes(HIDDEN, name)
         for name in ACTIVATION_CODECS
     }
 

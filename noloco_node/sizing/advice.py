@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from noloco_node.config.load import Config
+from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import AUTO_AIM
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
+from noloco_node.errors import UserError
+from noloco_node.model.cut import build_config
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.names import CodecName
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import planned_in_flight, planned_memory
 from noloco_node.sizing.traffic import traffic_of
-from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
+from noloco_node.sizing.utilisation import Limit, Link, StageLoad, UtilisationOutlook, outlook_of
 
 RECOMPUTED = 4.0 / 3.0
 """The work of a stage that makes its graph anew, in usual ones: forward twice, backward once (which is two
@@ -23,6 +26,8 @@ forwards)."""
 WORTH_SAYING = 1.05
 """A change that lifts the device's share by less than this factor is listed without a figure."""
 MOST_UNDER_WAY = 16
+OF_THE_WIDTH = 8
+"""A subspace is advised that has this part of the hidden size."""
 SUGGESTIONS = 6
 
 CODEC_SECONDS: Mapping[CodecName, float] = {
@@ -64,13 +69,14 @@ class Expectation:
 
 def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
     """On devices that reach so much and links like that. Loads transformers; UserError as `footprint_of`."""
-    by_stages: dict[int, Footprint] = {}
+    known: dict[tuple[int, int | None], Footprint] = {}
 
     def footprint(of: Config) -> Footprint:
-        """The footprint; of all that changes here, it depends on the number of stages alone."""
-        if of.run.stages not in by_stages:
-            by_stages[of.run.stages] = footprint_of(of.run)
-        return by_stages[of.run.stages]
+        """The footprint; of all that changes here, it depends on stages and subspace alone."""
+        key = of.run.stages, of.run.model.subspace_rank
+        if key not in known:
+            known[key] = footprint_of(of.run)
+        return known[key]
 
     def outlook(of: Config) -> UtilisationOutlook:
         return outlook_on(of, footprint(of), link, flop_per_second)
@@ -82,7 +88,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
     found: list[Suggestion] = []
     in_vain: list[str] = []
     kept = under_way(config, footprint(config), link, flop_per_second)
-    for change in _changes(config, kept):
+    for change in _changes(config, kept, now.limit):
         other = _changed(config, change)
         share = outlook(other).share
         if share < WORTH_SAYING * now.share:
@@ -159,9 +165,11 @@ def loads_of(run: RunSpec, footprint: Footprint, flop_per_second: float, step_mi
 _Change = dict[str, Any]
 
 
-def _changes(config: Config, now_under_way: int) -> Iterator[_Change]:
+def _changes(config: Config, now_under_way: int, limit: Limit) -> Iterator[_Change]:
     """What an owner could turn, one thing at a time."""
     run = config.run
+    if limit != "device" and run.stages > 1 and (rank := fitting_rank(run.model)) is not None:
+        yield {"run.model.subspace_rank": rank, "run.model.subspace_last_stage_free": True}
     for more in (2 * now_under_way, 4 * now_under_way):
         if more <= MOST_UNDER_WAY:
             yield {"node.in_flight": more}
@@ -180,6 +188,18 @@ def _changes(config: Config, now_under_way: int) -> Iterator[_Change]:
     yield {"run.outer.inner_steps": 2 * run.outer.inner_steps}
     if run.outer.fragments == 1 and run.outer.inner_steps > 1:
         yield {"run.outer.fragments": min(4, run.outer.inner_steps)}
+
+
+def fitting_rank(model: ModelSpec) -> int | None:
+    """An eighth of the hidden size, where the model can be in a subspace, is in none yet, and starts from a seed."""
+    if model.subspace_rank is not None or model.fingerprint is not None:
+        return None
+    rank = int(build_config(model).hidden_size) // OF_THE_WIDTH // 8 * 8
+    try:
+        build_config(model.model_copy(update={"subspace_rank": rank}))
+    except UserError:
+        return None
+    return rank or None
 
 
 def _changed(config: Config, change: _Change) -> Config:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from noloco_node.collector import loading
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.anatomy import build_on_meta
-from noloco_node.model.cut import build_config, cut_model, idle_experts
+from noloco_node.model.cut import build_config, cut_model, cut_width, idle_experts
+from noloco_node.model.subspace import SubspaceLinear, bind_to_subspace
 from noloco_node.sizing.activations import ActivationGraph, graph_of
 from noloco_node.training.inner_optimizer import is_for_muon
 from noloco_node.training.layout import LayoutEntry, kind_of
 from noloco_node.training.muon import Matrices, workspace_numbers
 from noloco_node.training.precision import PRECISIONS
+
+OF_THE_BASIS = 4.0
+"""Floating-point operations a token for each number of a subspace's basis in a projection: forward, and backward to
+what went in. It has no gradient of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +43,12 @@ class Footprint:
     """What orthogonalising their momentum costs in each inner step of a replica."""
     workspace: tuple[int, ...]
     """Numbers that this arithmetic holds of its own, at each stage."""
-    hidden: int
+    cut_width: int
     """Numbers in the activations of one token, as they travel between stages."""
+    fixed: int
+    """Numbers of a subspace's basis, which each stage keeps beside its weights."""
+    fixed_bytes: int
+    """The signs that an embedding in a subspace has as its fixed part."""
     vocabulary: int
     layers: tuple[int, ...]
     """Layers of each stage."""
@@ -63,6 +73,7 @@ def footprint_of(run: RunSpec) -> Footprint:
         cuts, config = cut_model(run.model), build_config(run.model)
         ends = [cut.end_layer for cut in cuts]
         whole = build_on_meta(config)
+        subspace = bind_to_subspace(whole, run.model, config)
     idle = idle_experts(config)
     parameters, looked_up, by_muon = ([0] * len(ends) for _ in range(3))
     matrices: list[list[Matrices]] = [[] for _ in ends]
@@ -82,6 +93,10 @@ def footprint_of(run: RunSpec) -> Footprint:
     flop = [
         6.0 * count + attention * (cut.end_layer - cut.first_layer) for count, cut in zip(multiplied, cuts, strict=True)
     ]
+    if subspace is not None:
+        for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", torch.nn.Module.named_modules(whole)):
+            if isinstance(module, SubspaceLinear):
+                flop[_stage_of(name, ends)] += OF_THE_BASIS * subspace.basis.numel()
     precision = PRECISIONS[run.inner.precision]
     element = 2 if precision.autocast else precision.published.itemsize
     return Footprint(
@@ -91,7 +106,9 @@ def footprint_of(run: RunSpec) -> Footprint:
         by_muon=tuple(by_muon),
         step_flop=tuple(sum(each.flop for each in own) for own in matrices),
         workspace=tuple(2 * sum(workspace_numbers(own)) for own in matrices),
-        hidden=int(config.hidden_size),
+        cut_width=cut_width(run.model, config),
+        fixed=0 if subspace is None else subspace.basis.numel(),
+        fixed_bytes=0 if subspace is None else subspace.signs.numel(),
         vocabulary=int(config.vocab_size),
         layers=tuple(cut.end_layer - cut.first_layer for cut in cuts),
         graph=graph_of(whole, config, element, run.data.sequence_length, autocast=precision.autocast),

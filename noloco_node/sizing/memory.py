@@ -65,7 +65,8 @@ class StageMemory:
     moments: int
     """The optimizer's: two for each weight that AdamW changes, one for each that Muon does, and Muon's rooms."""
     versions: int
-    """Published copies: the current one and those that microbatches under way still need."""
+    """Published copies: the current one and those that microbatches under way still need; and what is fixed beside
+    them."""
     held: int
     """What microbatches under way leave between forward and backward, but for the one that is worked on."""
     at_work: int
@@ -182,7 +183,9 @@ def _stage_memory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,
         moments=precision.masters.itemsize * moments + FP32 * footprint.workspace[stage],
-        versions=versions * precision.published.itemsize * count,
+        versions=precision.published.itemsize * (versions * count + footprint.fixed)
+        + CAST_BYTES * footprint.fixed * precision.autocast
+        + footprint.fixed_bytes,
         held=max(0, held - 1) * left,
         at_work=max(worked_on, precision.published.itemsize * count),
         ahead=MOST_AHEAD * _inputs(run, footprint, stage),
@@ -199,7 +202,7 @@ def _stage_memory(
 def _inputs(run: RunSpec, footprint: Footprint, stage: int) -> int:
     """The most bytes that one call on the device is given. They are activations or the gradient of those that went on,
     or a window's tokens; and labels at the last stage."""
-    activations = footprint.hidden * carried_dtype(run.pipeline.activations).itemsize if run.stages > 1 else ID_BYTES
+    activations = footprint.cut_width * carried_dtype(run.pipeline.activations).itemsize if run.stages > 1 else ID_BYTES
     return run.microbatch_tokens * (activations + (ID_BYTES if stage == run.stages - 1 else 0))
 
 

@@ -53,7 +53,7 @@ def plan_run(run: RunSpec) -> Plan:
     for its fragments. It raises DATA if the weights to start from are not there, or not the model's.
     """
     from noloco_node.model.anatomy import check_cut
-    from noloco_node.model.cut import build_config, check_parts_documents
+    from noloco_node.model.cut import build_config, check_parts_documents, cut_width
     from noloco_node.model.weights_check import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
     from noloco_node.sizing.traffic import traffic_of
@@ -64,7 +64,7 @@ def plan_run(run: RunSpec) -> Plan:
     if run.data.attention == "document":
         check_parts_documents(run.model)
     _check_positions(run, getattr(config, "max_position_embeddings", None))
-    check_microbatch_bytes(run, config.hidden_size)
+    check_microbatch_bytes(run, cut_width(run.model, config))
     footprint = footprint_of(run)
     parameters = footprint.parameters
     inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)

@@ -38,7 +38,7 @@ class Traffic:
 
 def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
     """The traffic of each stage, by the narrowest codec that the run allows, which slow links take. Pure arithmetic."""
-    activations = float(run.microbatch_tokens * token_bytes(footprint.hidden, run.pipeline.activations[-1]))
+    activations = float(run.microbatch_tokens * token_bytes(footprint.cut_width, run.pipeline.activations[-1]))
     labels = run.microbatch_tokens * LABEL_BYTES
     return tuple(
         Traffic(

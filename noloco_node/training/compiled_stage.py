@@ -28,8 +28,8 @@ class CompiledStage:
     """One stage, compiled at its first calls. A process has one at a time: what was compiled before is forgotten."""
 
     def __init__(self, stage: Stage, shape: tuple[int, int], backend: CompileBackend) -> None:
-        def forward(weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None) -> Tensor:
-            return cast(Tensor, functional_call(stage, weights, (inputs, positions)))
+        def forward(weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None, ids: Tensor | None) -> Tensor:
+            return cast(Tensor, functional_call(stage, weights, (inputs, positions, ids)))
 
         torch.compiler.reset()  # else the stages that a node has left would fill torch's list of forms
         self._shape = shape
@@ -39,10 +39,12 @@ class CompiledStage:
         """Whether these inputs, [B, T] or [B, T, hidden], have the shape that it is made for."""
         return inputs.shape[:2] == self._shape
 
-    def __call__(self, weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None) -> Tensor:
+    def __call__(
+        self, weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None, ids: Tensor | None
+    ) -> Tensor:
         """Outputs of the stage with these weights, for inputs that it takes."""
-        at = None if positions is None else positions.contiguous()
-        return self._forward(weights, inputs.contiguous(), at)
+        at, of = (None if each is None else each.contiguous() for each in (positions, ids))
+        return self._forward(weights, inputs.contiguous(), at, of)
 
 
 def check_compiles(stage: Stage, backward: str) -> None:

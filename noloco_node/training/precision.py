@@ -21,6 +21,11 @@ class Precision:
     autocast: bool = False
     """Whether products are computed in bf16 although all tensors are fp32."""
 
+    @property
+    def computed(self) -> torch.dtype:
+        """Of what goes into products."""
+        return torch.bfloat16 if self.autocast else self.published
+
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
         """The context of a forward on `device`; backward needs none."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)

@@ -60,6 +60,7 @@ class StageTrainer(Trainer):
         self.wire_dtype = wire_dtype
         self._is_first, self._is_last = stage.cut.is_first, stage.cut.is_last
         self._stage = stage.to(self.device)
+        self._stage.hold_fixed_in(self._precision.published, self._precision.computed)
         _without_weights(self._stage)
         self._backward = inner.backward
         self._recompute = inner.backward == "recompute"
@@ -93,13 +94,14 @@ class StageTrainer(Trainer):
 
     def _there_and_back(self, shape: tuple[int, int], positions: Tensor | None) -> None:
         """All kinds of calls that training makes, so that none is compiled while others wait; nothing accumulates."""
-        passage = ForwardContext(positions=positions, version=self.versions.acquire())
+        ids = None if self._is_first or self._stage.subspace is None else torch.zeros(shape)
+        passage = ForwardContext(positions=positions, ids=ids, version=self.versions.acquire())
         assert passage.version is not None
         try:
-            inputs = self._to_device(torch.zeros(shape if self._is_first else (*shape, self._stage.hidden_size)))
+            inputs = self._to_device(torch.zeros(shape if self._is_first else (*shape, self._stage.cut_width)))
             if self._recompute and not self._is_last:
                 with torch.no_grad():
-                    self._run_routed(passage.version, inputs, positions)
+                    self._run_routed(passage.version, inputs, passage)
             leaf, outputs, _ = self._forward_with_graph(passage, inputs)
             wanted = [*passage.version.parameters.values(), *([] if self._is_first else [leaf])]
             torch.autograd.grad(outputs, wanted, torch.ones_like(outputs))
@@ -114,7 +116,7 @@ class StageTrainer(Trainer):
         if self._recompute:
             passage.inputs = inputs
             with torch.no_grad():
-                outputs, routed = self._run_routed(passage.version, inputs, passage.positions)
+                outputs, routed = self._run_routed(passage.version, inputs, passage)
         else:
             passage.inputs, outputs, routed = self._forward_with_graph(passage, inputs)
             passage.outputs, passage.routed = outputs, routed
@@ -158,9 +160,17 @@ class StageTrainer(Trainer):
             self._count(loss_sum, tokens)
         return wire
 
-    def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
+    def loss(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        ids: Tensor | None = None,
+        *,
+        source: str = "",
+        chosen: Sequence[int] = (),
+    ) -> LossResult:
         """See `Trainer.loss`."""
-        passage = ForwardContext(source, positions=positions_of(labels), version=self.versions.acquire())
+        passage = ForwardContext(source, positions=positions_of(labels), ids=ids, version=self.versions.acquire())
         assert passage.version is not None
         tokens = labels.numel()
         try:
@@ -181,27 +191,27 @@ class StageTrainer(Trainer):
             self._count(loss_sum, tokens)
         return LossResult(loss_sum, tokens, wire, passage.taken_in, _counts(counts))
 
-    def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    def evaluate(self, inputs: Tensor, positions: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
         """See `Trainer.evaluate`."""
         with torch.no_grad():
-            wire = self._run(self.versions.current, self._to_device(inputs), positions).to(self.wire_dtype)
+            wire = self._run(self.versions.current, self._to_device(inputs), positions, ids).to(self.wire_dtype)
             host, total = self.copies.to_host(wire, _sum(wire))
         return self._fitting(host, total)
 
-    def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
+    def evaluate_loss(self, inputs: Tensor, labels: Tensor, ids: Tensor | None = None) -> float:
         """See `Trainer.evaluate_loss`."""
         with torch.no_grad():
-            logits = self._run(self.versions.current, self._to_device(inputs), positions_of(labels))
+            logits = self._run(self.versions.current, self._to_device(inputs), positions_of(labels), ids)
             (loss,) = self.copies.to_host(_summed_loss(logits, self.copies.to_device(labels, labels.dtype)))
         loss_sum = cast(float, loss.tolist())  # pyright: ignore[reportUnknownMemberType]
         if not math.isfinite(loss_sum):
             raise MicrobatchNotFinite("the loss of this microbatch is not finite")
         return loss_sum
 
-    def last_logits(self, inputs: Tensor) -> Tensor:
+    def last_logits(self, inputs: Tensor, ids: Tensor | None = None) -> Tensor:
         """See `Trainer.last_logits`."""
         with torch.no_grad():
-            logits = self._run(self.versions.current, self._to_device(inputs))[:, -1].to("cpu", torch.float32)
+            logits = self._run(self.versions.current, self._to_device(inputs), ids=ids)[:, -1].to("cpu", torch.float32)
         if not math.isfinite(float(logits.sum())):
             raise MicrobatchNotFinite("the logits are not finite")
         return logits.contiguous()
@@ -247,16 +257,16 @@ class StageTrainer(Trainer):
         with torch.enable_grad():
             # A view, since autocast would cast a leaf once and add up its gradients in bf16 at a cut alone.
             entry = inputs if self._is_first else leaf.view_as(leaf)
-            return leaf, *self._run_routed(passage.version, entry, passage.positions)
+            return leaf, *self._run_routed(passage.version, entry, passage)
 
-    def _run_routed(self, version: Version, inputs: Tensor, positions: Tensor | None) -> tuple[Tensor, Routed | None]:
+    def _run_routed(self, version: Version, inputs: Tensor, passage: ForwardContext) -> tuple[Tensor, Routed | None]:
         """The outputs, and what the routers did, where they are trained."""
         if self.router is None:
             compiled = self._compiled if self._compiled is not None and self._compiled.takes(inputs) else None
-            return self._run(version, inputs, positions, compiled), None
-        at = self._at(positions)
+            return self._run(version, inputs, passage.positions, passage.ids, compiled), None
+        at, ids = self._whole(passage.positions), self._whole(passage.ids)
         with self._precision.computing(self.device):
-            found: Any = functional_call(self._stage, version.parameters, (inputs, at), {"routers": True})
+            found: Any = functional_call(self._stage, version.parameters, (inputs, at, ids), {"routers": True})
         outputs, logits = cast("tuple[Tensor, tuple[Tensor, ...]]", found)
         return outputs, self.router.routed(logits, self.device)
 
@@ -284,13 +294,14 @@ class StageTrainer(Trainer):
         version: Version,
         inputs: Tensor,
         positions: Tensor | None = None,
+        ids: Tensor | None = None,
         compiled: CompiledStage | None = None,
     ) -> Tensor:
-        at = self._at(positions)
+        at, ids = self._whole(positions), self._whole(ids)
         with self._precision.computing(self.device):
             if compiled is not None:
-                return compiled(version.parameters, inputs, at)
-            return cast(Tensor, functional_call(self._stage, version.parameters, (inputs, at)))
+                return compiled(version.parameters, inputs, at, ids)
+            return cast(Tensor, functional_call(self._stage, version.parameters, (inputs, at, ids)))
 
     def _takes_in(self, source: str, loss_sum: float, tokens: int) -> bool:
         return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)
@@ -348,8 +359,9 @@ class StageTrainer(Trainer):
     def _to_device(self, inputs: Tensor) -> Tensor:
         return self.copies.to_device(inputs, torch.int64 if self._is_first else self._precision.published)
 
-    def _at(self, positions: Tensor | None) -> Tensor | None:
-        return None if positions is None else self.copies.to_device(positions, torch.int64)
+    def _whole(self, numbers: Tensor | None) -> Tensor | None:
+        """Whole numbers where the stage computes."""
+        return None if numbers is None else self.copies.to_device(numbers, torch.int64)
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

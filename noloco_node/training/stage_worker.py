@@ -291,6 +291,7 @@ class StageWorker:
         self,
         inputs: Tensor,
         labels: Tensor,
+        ids: Tensor | None = None,
         *,
         draw: bool = False,
         source: str = "",
@@ -299,27 +300,31 @@ class StageWorker:
         waits: DeviceWaits | None = None,
     ) -> LossResult:
         """Last stage: loss and gradient of the inputs that the peer `source` sent, with how often the stages before it
-        `chosen` each expert; takes an inner step when due. `waits` as in `forward`."""
+        `chosen` each expert; takes an inner step when due. `ids` as a passage has them, `waits` as in `forward`."""
 
         def work() -> LossResult:
-            result = self._trainer.loss(inputs, labels, source=source, chosen=chosen)
+            result = self._trainer.loss(inputs, labels, ids, source=source, chosen=chosen)
             self._count_gradient()
             return result
 
         priority, ahead = Priority.DRAW if draw else Priority.FORWARD, self._trainer.copies.ahead(inputs, labels)
         return await self._thread.run(priority, work, turn, waits, ahead)
 
-    async def evaluate(self, inputs: Tensor, positions: Tensor | None = None, turn: QueueTurn = OWN) -> Tensor:
-        """Forward only; `positions` as a passage has them."""
-        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs, positions), turn)
+    async def evaluate(
+        self, inputs: Tensor, positions: Tensor | None = None, turn: QueueTurn = OWN, *, ids: Tensor | None = None
+    ) -> Tensor:
+        """Forward only; `positions` and `ids` as a passage has them."""
+        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs, positions, ids), turn)
 
-    async def evaluate_loss(self, inputs: Tensor, labels: Tensor, turn: QueueTurn = OWN) -> float:
+    async def evaluate_loss(
+        self, inputs: Tensor, labels: Tensor, turn: QueueTurn = OWN, *, ids: Tensor | None = None
+    ) -> float:
         """Last stage, forward only: loss summed over tokens."""
-        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate_loss(inputs, labels), turn)
+        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate_loss(inputs, labels, ids), turn)
 
-    async def last_logits(self, inputs: Tensor, turn: QueueTurn = OWN) -> Tensor:
+    async def last_logits(self, inputs: Tensor, turn: QueueTurn = OWN, *, ids: Tensor | None = None) -> Tensor:
         """Last stage, forward only: logits of the last position, fp32 [B, vocab]."""
-        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.last_logits(inputs), turn)
+        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.last_logits(inputs, ids), turn)
 
     async def discard(self, passage: ForwardContext) -> None:
         """Let go of a microbatch that will have no backward."""

@@ -40,6 +40,8 @@ class ForwardContext:
     """How often this stage chose each expert, where its routers are trained; set by `forward`."""
     positions: Tensor | None = None
     """Of the microbatch's tokens in their documents, int64 [B, T]; None where they count from the row's beginning."""
+    ids: Tensor | None = None
+    """Of its tokens, int [B, T], for a later stage in a subspace."""
     version: Version | None = None
     inputs: Tensor | None = None
     outputs: Tensor | None = field(default=None, repr=False)
@@ -82,8 +84,8 @@ class StageFacts(Protocol):
         ...
 
     @property
-    def hidden_size(self) -> int:
-        """Numbers of a token's activations."""
+    def cut_width(self) -> int:
+        """Numbers of a token's activations, as they go in and out."""
         ...
 
     @property
@@ -135,7 +137,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
-        """Activations [B, T, hidden] on the host in the wire precision; `passage` holds what the backward needs.
+        """Activations [B, T, width] on the host in the wire precision; `passage` holds what the backward needs.
         Raises MicrobatchNotFinite; the passage stays for `discard` then."""
 
     @abstractmethod
@@ -152,7 +154,7 @@ class Trainer(ABC):
     ) -> Tensor | None:
         """Accumulate the gradient of a microbatch; returns that of its inputs (host, wire precision; None on stage 0).
 
-        `output_gradient` [B, T, hidden] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
+        `output_gradient` [B, T, width] is that of the loss summed over the microbatch's `tokens`, as the peer `source`
         gave it back, of root mean square `scale` where the caller has it (else it is taken here); its norm, and that of
         the stage's own gradient, are held to what is usual (`NormBound`), and so is the loss (`LossBound`). Where
         routers are trained, `chosen` is how often all stages chose each expert. Raises MicrobatchNotFinite; the passage
@@ -160,23 +162,31 @@ class Trainer(ABC):
         """
 
     @abstractmethod
-    def loss(self, inputs: Tensor, labels: Tensor, *, source: str = "", chosen: Sequence[int] = ()) -> LossResult:
-        """Last stage: forward, loss and backward in one. `inputs` [B, T, hidden] (ids [B, T] where P = 1) of the peer
-        `source`, `labels` int [B, T], with marks where documents begin; where routers are trained, `chosen` is how
-        often the stages before chose each expert. The routers' loss is no part of the one that is given back. Raises
-        MicrobatchNotFinite."""
+    def loss(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        ids: Tensor | None = None,
+        *,
+        source: str = "",
+        chosen: Sequence[int] = (),
+    ) -> LossResult:
+        """Last stage: forward, loss and backward in one. `inputs` [B, T, width] (ids [B, T] where P = 1) of the peer
+        `source`, `labels` int [B, T], with marks where documents begin, `ids` as a passage has them; where routers are
+        trained, `chosen` is how often the stages before chose each expert. The routers' loss is no part of the one that
+        is given back. Raises MicrobatchNotFinite."""
 
     @abstractmethod
-    def evaluate(self, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Forward only: activations on the host in the wire precision; `positions` as a passage has them. Raises
-        MicrobatchNotFinite."""
+    def evaluate(self, inputs: Tensor, positions: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
+        """Forward only: activations on the host in the wire precision; `positions` and `ids` as a passage has them.
+        Raises MicrobatchNotFinite."""
 
     @abstractmethod
-    def evaluate_loss(self, inputs: Tensor, labels: Tensor) -> float:
+    def evaluate_loss(self, inputs: Tensor, labels: Tensor, ids: Tensor | None = None) -> float:
         """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
 
     @abstractmethod
-    def last_logits(self, inputs: Tensor) -> Tensor:
+    def last_logits(self, inputs: Tensor, ids: Tensor | None = None) -> Tensor:
         """Last stage, forward only: logits of the last position, fp32 [B, vocab] on the host. Raises
         MicrobatchNotFinite."""
 

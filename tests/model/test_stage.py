@@ -145,7 +145,7 @@ def test_the_first_weights_do_not_depend_on_the_global_random_state() -> None:
 def test_a_stage_computes_with_the_parameters_it_is_handed(index: int) -> None:
     """Under functional_call outputs and gradients follow the dictionary, and the module's own weights stay."""
     stage = build_stage(spec_of("qwen3", 3), index)
-    inputs: Tensor = token_ids() if index == 0 else torch.randn(2, 16, stage.hidden_size)
+    inputs: Tensor = token_ids() if index == 0 else torch.randn(2, 16, stage.cut_width)
     own = dict(stage.named_parameters())
     other = {name: (value * 1.5).detach().requires_grad_() for name, value in own.items()}
     output = torch.func.functional_call(stage, other, (inputs,))
@@ -183,7 +183,7 @@ def test_shapes_and_attributes_are_as_promised() -> None:
     parts = build_all(spec_of("llama", 3))
     ids = token_ids(batch=3, length=7)
     first = parts[0](ids)
-    assert first.shape == (3, 7, parts[0].hidden_size)
+    assert first.shape == (3, 7, parts[0].cut_width)
     assert compose(parts, ids).shape == (3, 7, parts[0].vocab_size)
     names = [set(part.full_names().values()) for part in parts]
     assert ["model.embed_tokens.weight" in own for own in names] == [True, False, False]

@@ -249,7 +249,7 @@ def test_activations_of_the_quadratic_weigh_what_the_codec_makes_of_the_models(c
     footprint = footprint_of(run)
     wire = encode(torch.zeros(run.inner.microbatch_windows, run.data.sequence_length, HIDDEN), codec)
     weighed = weigh_as(footprint, "int8")(Parcel("forward", 7, (TensorSpec.of(wire),)))
-    assert weighed == pytest.approx(7 + run.microbatch_tokens * token_bytes(footprint.hidden, codec))
+    assert weighed == pytest.approx(7 + run.microbatch_tokens * token_bytes(footprint.cut_width, codec))
 
 
 def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment() -> None:

@@ -10,7 +10,7 @@ from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.in_flight import Rate, next_limit
-from noloco_node.sizing.advice import expect, outlook_on, under_way
+from noloco_node.sizing.advice import expect, fitting_rank, outlook_on, under_way
 from noloco_node.sizing.devices import MEMORY_GIB, REACHED, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import planned_memory
@@ -32,6 +32,27 @@ def test_every_suggestion_gives_what_it_says() -> None:
         assert outlook.share == pytest.approx(suggestion.share)
         assert outlook.share > found.outlook.share
     assert [s.share for s in found.suggestions] == sorted((s.share for s in found.suggestions), reverse=True)
+
+
+def test_a_subspace_is_advised_where_a_line_limits_and_the_model_can_be_in_one() -> None:
+    """It gives what the file with it gives, and is not named where the device limits or weights are there already."""
+    config = load_config(Path("tiny"))
+    found = expect(config, HOME, 50 * SPEED)
+    told = next(each for each in found.suggestions if each.settings[0] == "run.model.subspace_rank=32")
+    changed = load_config(Path("tiny"), told.settings)
+    footprint = footprint_of(changed.run)
+    assert outlook_on(changed, footprint, HOME, 50 * SPEED).share == pytest.approx(told.share)
+    assert told.share > 2 * found.outlook.share
+    assert footprint.cut_width == 32
+    assert sum(footprint.parameters) < sum(footprint_of(config.run).parameters)
+    assert sum(footprint.flop_per_token) < sum(footprint_of(config.run).flop_per_token)
+    names = [each.settings[0] for each in expect(config, Link(1e9, 0.0), SPEED / 100).suggestions]
+    assert not any("subspace" in name for name in names)
+    for changes in ({"fingerprint": "weights-" + "0" * 32}, {"subspace_rank": 64}, {"config": _TIED}):
+        assert fitting_rank(config.run.model.model_copy(update=changes)) is None
+
+
+_TIED = {"model_type": "llama", "tie_word_embeddings": True, "hidden_size": 64}
 
 
 @pytest.mark.parametrize("round_trip", [0.02, 0.1, 0.4, 1.6])

@@ -6,17 +6,18 @@ import pytest
 
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.footprint import footprint_of
-from tests.worlds import micro_spec
+from tests.worlds import IN_SUBSPACE, micro_spec
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_stage_is_counted_as_it_is_built(stages: int) -> None:
+@pytest.mark.parametrize(("stages", "subspace"), [(1, None), (2, None), (4, None), (4, IN_SUBSPACE)])
+def test_a_stage_is_counted_as_it_is_built(stages: int, subspace: dict[str, object] | None) -> None:
     """Parameters are those of the real modules; work leaves out the table of embeddings and is 1 on average."""
-    spec = micro_spec(stages=stages)
+    spec = micro_spec(stages=stages, subspace=subspace)
     footprint = footprint_of(spec)
     built = [build_stage(spec.model, stage) for stage in range(stages)]
     assert footprint.parameters == tuple(sum(p.numel() for p in stage.parameters()) for stage in built)
     assert sum(footprint.work) == pytest.approx(stages)
+    assert {stage.cut_width for stage in built} == {footprint.cut_width}
     if stages == 2:
         vocabulary, hidden = spec.model.config["vocab_size"], spec.model.config["hidden_size"]
         assert isinstance(vocabulary, int)

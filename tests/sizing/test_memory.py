@@ -27,7 +27,7 @@ from tests.support import eventually
 from tests.training.late_streams import late_copies
 from tests.training.made_trainers import make_trainer
 from tests.training.test_inputs_ahead import held
-from tests.worlds import WINDOWS, micro_spec, window_batch
+from tests.worlds import IN_SUBSPACE, WINDOWS, micro_spec, window_batch
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
@@ -42,11 +42,15 @@ def changed(run: RunSpec, part: str, **values: object) -> RunSpec:
     return RunSpec.model_validate({**run.model_dump(), part: {**getattr(run, part).model_dump(), **values}})
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed", "bf16-pure"])
-def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "subspace"),
+    [("fp32", None), ("bf16", IN_SUBSPACE), ("bf16-mixed", IN_SUBSPACE), ("bf16-pure", None)],
+)
+def test_every_vector_of_a_stage_is_counted(precision: str, subspace: dict[str, object] | None) -> None:
     """Weights, gradient, moments, versions and outer state are what the real objects hold, to the byte."""
-    run = changed(micro_spec(stages=2), "inner", precision=precision)
-    trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
+    run = changed(micro_spec(stages=2, subspace=subspace), "inner", precision=precision)
+    stage = build_stage(run.model, 0)
+    trainer = StageTrainer(stage, run.inner, device="cpu", wire_dtype=torch.float32)
     outer = outer_of(run, trainer)
     planned, count = needs(run, in_flight=1)[0], trainer.layout.size
     own = {name: tensor for name, tensor in vars(trainer).items() if isinstance(tensor, torch.Tensor)}
@@ -54,7 +58,9 @@ def test_every_vector_of_a_stage_is_counted(precision: str) -> None:
     assert planned.gradient == own["gradient"].nbytes
     assert planned.moments == 2 * own["master"].nbytes
     version = trainer.versions.current.flat
-    assert planned.versions == 2 * version.nbytes
+    kept = {} if stage.subspace is None else {each.data_ptr(): each for each in stage.subspace.buffers()}
+    fixed = sum(tensor.nbytes for tensor in kept.values() if tensor.shape != (256, 8))
+    assert planned.versions == 2 * version.nbytes + fixed
     vectors = [value for value in vars(outer).values() if isinstance(value, torch.Tensor)]
     assert planned.outer == sum(vector.nbytes for vector in vectors) == 20 * count
 
@@ -173,7 +179,7 @@ async def test_inputs_sent_ahead_of_their_turn_are_counted_where_a_device_has_me
     thread = ComputeThread()
     worker = StageWorker(run, trainer, outer_of(run, trainer), thread, lambda _: None)
     tokens, labels = window_batch(range(WINDOWS))
-    between = torch.zeros(*tokens.shape, footprint_of(run).hidden, dtype=carried_dtype(run.pipeline.activations))
+    between = torch.zeros(*tokens.shape, footprint_of(run).cut_width, dtype=carried_dtype(run.pipeline.activations))
     passage = ForwardContext()
     if stage == 0:
         await worker.forward(tokens, passage)

@@ -37,7 +37,7 @@ from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message, TensorSpec
 from tests.inside import directory_of, served_by, thread_of
 from tests.support import eventually
-from tests.worlds import LENGTH, VOCABULARY, World, micro_spec, trainer_of, world
+from tests.worlds import IN_SUBSPACE, LENGTH, VOCABULARY, World, micro_spec, trainer_of, world
 
 ASKER = PeerId("one-who-generates")
 PROMPT = [7, 3, 11, 60]
@@ -88,10 +88,12 @@ class Asked:
 
 
 @contextlib.asynccontextmanager
-async def answering(stages: int = 3, replicas: int = 2, share: float = 0.03) -> AsyncIterator[Asked]:
+async def answering(
+    stages: int = 3, replicas: int = 2, share: float = 0.03, subspace: dict[str, object] | None = None
+) -> AsyncIterator[Asked]:
     """Replicas that accept as they do while they train."""
     settings = NodeSettings(in_flight=1, drain_seconds=1, generate_share=share)
-    async with world(micro_spec(stages=stages), replicas=replicas, settings=settings) as made:
+    async with world(micro_spec(stages=stages, subspace=subspace), replicas=replicas, settings=settings) as made:
         for replica in made.replicas:
             replica.pipeline.open()
             await replica.membership.announce(PeerState.TRAINING)
@@ -106,11 +108,13 @@ async def told(asked: Asked, wish: Wish) -> str:
     return "".join(parts)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-async def test_the_stages_of_a_swarm_say_what_the_whole_model_says(stages: int) -> None:
+@pytest.mark.parametrize(("stages", "subspace"), [(1, None), (3, None), (3, IN_SUBSPACE)])
+async def test_the_stages_of_a_swarm_say_what_the_whole_model_says(
+    stages: int, subspace: dict[str, object] | None
+) -> None:
     """The logits are the same on random routes, and so, with the same seed, is the text that transformers draws. Nobody
     sees a record of the asker, and no node counts work."""
-    async with answering(stages) as asked:
+    async with answering(stages, subspace=subspace) as asked:
         whole = await asked.whole()
         async with asked.model() as model:
             logits = await model.next_logits(PROMPT)

@@ -33,7 +33,9 @@ from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 from tests.support import eventually, last_account
 from tests.worlds import (
+    IN_SUBSPACE,
     LENGTH,
+    VOCABULARY,
     WINDOWS,
     Drawn,
     World,
@@ -64,9 +66,11 @@ def closed_account(made: World) -> Account:
 
 
 @contextlib.asynccontextmanager
-async def serving_world(stages: int = 2, pipeline: PipelineSpec = QUICK) -> AsyncIterator[World]:
+async def serving_world(
+    stages: int = 2, pipeline: PipelineSpec = QUICK, subspace: dict[str, object] | None = None
+) -> AsyncIterator[World]:
     """Replicas whose servers accept, without their loops: for requests made by hand."""
-    async with world(micro_spec(stages=stages, pipeline=pipeline)) as made:
+    async with world(micro_spec(stages=stages, pipeline=pipeline, subspace=subspace)) as made:
         for replica in made.replicas:
             replica.pipeline.open()
         yield made
@@ -448,6 +452,35 @@ async def test_the_header_names_the_codec_and_the_run_allows_it(
         valid = request(made, **header)
         with pytest.raises(Refused) as refused:
             await ask(made, Message(valid.header, (tensor, valid.tensors[1])))
+        assert refused.value.reason is reason
+        assert made.replicas[1].worker.progress.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "length", "first", "reason"),
+    [
+        (8, LENGTH + 1, VOCABULARY - 1, None),
+        (8, LENGTH + 1, VOCABULARY, Refusal.MALFORMED),
+        (8, LENGTH + 1, -1, Refusal.MALFORMED),
+        (8, LENGTH, 0, Refusal.MALFORMED),
+        (32, LENGTH + 1, 0, Refusal.MALFORMED),
+    ],
+    ids=["fits", "beyond the vocabulary", "below 0", "no first id", "whole activations"],
+)
+async def test_a_subspace_takes_its_own_width_and_every_token(
+    width: int, length: int, first: int, reason: Refusal | None
+) -> None:
+    """The first id of a row travels before the labels, and is bounded as they are: it is an index into a table."""
+    async with serving_world(subspace=IN_SUBSPACE) as made:
+        tokens = torch.zeros(WINDOWS, length, dtype=torch.int32)
+        tokens[0, 0] = first
+        message = Message(request(made).header, (torch.ones(WINDOWS, LENGTH, width), tokens))
+        if reason is None:
+            answer = await ask(made, message)
+            assert answer.tensors[0].shape == (WINDOWS, LENGTH, 8)
+            return
+        with pytest.raises(Refused) as refused:
+            await ask(made, message)
         assert refused.value.reason is reason
         assert made.replicas[1].worker.progress.tokens == 0
 
