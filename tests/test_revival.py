@@ -281,9 +281,9 @@ async def test_who_brings_a_stage_back_waits_no_day_for_the_run_to_begin(tmp_pat
         await lose(made, 2)
         spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
         stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
-        assert not newcomer.end.look().begun
+        assert not newcomer.end.begun
         assert await obtain_state(newcomer, stays, None, CheckpointFolder(tmp_path, 1)) == "seed"
-        assert newcomer.end.look().begun
+        assert newcomer.end.begun
 
 
 async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up() -> None:

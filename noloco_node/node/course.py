@@ -70,8 +70,7 @@ class ReplicaCourse:
                 return
             if not self._over:
                 await evaluations.last()
-                await self._membership.announce(PeerState.FINISHING)
-        if not self._over:
+        else:
             await self._end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
             await self._last_outer_step()
@@ -93,7 +92,7 @@ class ReplicaCourse:
     async def _until_over(self) -> None:
         await self._end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
-            logger.warning("the run is over: nothing was trained here any more while others came to its end")
+            logger.warning("the run is over: nothing is trained here any more, near its target")
             self._over = True
             self._context.moved.fire()
 

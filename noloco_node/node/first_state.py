@@ -72,11 +72,10 @@ async def obtain_state(
     are not to come from building the stage anew.
 
     None if this node has moved here and nobody gave the state: `StageLifecycle.back` says where to go then. Raises
-    UserError (NO_DONOR) for a node that has just started.
+    UserError (NO_DONOR) for a node that has just started, and RunHasEnded.
     """
-    began = ambient.monotonic()
     say_that_it_looks(replica)
-    replica.end.came_near_the_end = stays.left is not None and stays.left.near
+    replica.end.came_near_the_end = stays.near
     await stays.look_again(replica.membership)
     try:
         behind = saved_clock is not None and await _left_behind(replica, saved_clock)
@@ -90,10 +89,8 @@ async def obtain_state(
                 return revived
         donor = await become_current(replica, saved_clock, ended_here=stays.ended_before, may_be_over=stays.may_be_over)
     except UserError as error:
-        if isinstance(error, RunHasEnded) and stays.left is not None and stays.left.near:
-            _say_over(stays)
-            return None
-        if error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
+        ended = isinstance(error, RunHasEnded) and stays.near
+        if ended or error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
             raise
         logger.warning("could not move to stage %d: %s", replica.stage, error.message)
         return None
@@ -101,12 +98,11 @@ async def obtain_state(
         return "peer"
     if saved_clock is not None:
         return "checkpoint"
-    if stays.met_under_way or (stays.left is not None and stays.left.begun):
-        if not _have_ended_meanwhile(replica, stays, began):
-            return await _begin_again(replica, stays, checkpoints)
-        _say_over(stays)
-        return None
-    return "seed"
+    if not stays.met_under_way:
+        return "seed"
+    if stays.near and not replica.membership.others_there(*SERVING):
+        raise run_has_ended(replica.context.spec, "it was near its end, and nobody that answers trains any more")
+    return await _begin_again(replica, stays, checkpoints)
 
 
 def say_that_it_looks(replica: Replica) -> None:
@@ -170,23 +166,6 @@ async def _bring_back(
 def _say_if_from_seed(replica: Replica, stays: StageLifecycle, revived: BeginsFrom | None) -> None:
     if revived == "seed":
         stays.emit(stage_lost(replica.context.spec, replica.stage))
-
-
-def _say_over(stays: StageLifecycle) -> None:
-    logger.warning("the run has come to its end while this node was between two stages")
-    stays.over = True
-
-
-def _have_ended_meanwhile(replica: Replica, stays: StageLifecycle, began: float) -> bool:
-    """Tell by last words whether the peers that this node had worked with have ended since it left near the end. None
-    of them is there, or has answered since it `began` to look (monotonic seconds)."""
-    members, known, heard = replica.membership, replica.context.transport.peer_stats, stays.heard
-    if stays.left is None or heard is None or not stays.left.near or members.others_there(*SERVING):
-        return False
-    records = [record for record in members.others(*PeerState) if known.has_worked(PeerId(record.peer_id))]
-    heard.note(records, members.replicas_per_stage(), members.now(), slept=True)
-    since, target = ambient.monotonic() - began, replica.context.spec.inner.target_tokens
-    return heard.have_come_to(target, members.now(), lambda peer: known.answers(peer, since))
 
 
 async def _begin_again(

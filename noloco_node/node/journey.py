@@ -136,21 +136,23 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
         stage = await _choose(place, departure.show)
         while True:
             await _rest(place, stage)
-            async with _obtain(place, stage, interrupts) as stay:
-                in_vain, stopped = stay is None, None
-                if stay is not None:
-                    await _train(place, stay, interrupts)
-                    stopped = await _leave(place, stay, interrupts, departure.started)
+            try:
+                async with _obtain(place, stage, interrupts) as stay:
+                    in_vain, stopped = stay is None, None
+                    if stay is not None:
+                        await _train(place, stay, interrupts)
+                        stopped = await _leave(place, stay, interrupts, departure.started)
+            except RunHasEnded:
+                if place.stays.moving is None:
+                    raise
+                return _ended_between_two_stages(place, departure.started)
             del stay  # two stages may be more than the memory holds
             if stopped is not None:
                 return stopped
             interrupts.moves_on()
             if place.paused:
                 continue
-            back = await place.stays.back() if in_vain else place.stays.departs()
-            if back is None:
-                return _ended_between_two_stages(place, departure.started)
-            stage = back
+            stage = await place.stays.back() if in_vain else place.stays.departs()
 
 
 @contextlib.asynccontextmanager
@@ -384,6 +386,7 @@ async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
 def _ended_between_two_stages(place: _Place, started: float) -> NodeStopped:
     """How a node ends that had left its state to its stage peers, who have come to the run's end without it."""
     spec = place.net.spec
+    logger.warning("the run has come to its end while this node was between two stages")
     place.folder.mark_ended(spec.run_id, spec.name)
     return stopped_event(
         "target_reached", "the run has come to its end while this node was between two stages", started

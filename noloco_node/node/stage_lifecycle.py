@@ -14,9 +14,9 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
-from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerRecord, PeerState
+from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
@@ -24,9 +24,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_far_trained, as_seen_at_work, servers_of, usual_strength
-from noloco_node.placement.last_clocks import ClocksLastHeard
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
-from noloco_node.placement.run_end import Sight
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, fitting_stages, memory_of
@@ -71,7 +69,7 @@ class StageLifecycle:
         self._began = 0.0
         self._looked_in_vain = False
         self.met_under_way = False
-        """Somebody that answered has said that the run is past its first outer round."""
+        """The run had begun at an earlier stay, or is past its first outer round as somebody that answered has said."""
         self.ledger = Ledger()
         self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
         self.copies.serve()
@@ -80,12 +78,8 @@ class StageLifecycle:
         self.move: Move | None = None
         """Why this node leaves its stage; None while it stays."""
         self._came_from: tuple[int, Move] | None = None
-        self.left: Sight | None = None
-        """What it knew of the run's end as its latest stay ended; None before that."""
-        self.heard: ClocksLastHeard | None = None
-        """What those that it worked with said until then."""
-        self.over = False
-        """The run has come to its end while this node was between two stages."""
+        self.near = False
+        """The run was near its end as its latest stay ended."""
         self.ended_before = False
         """An earlier life of this node has come to the run's end."""
         self.may_be_over = False
@@ -186,12 +180,10 @@ class StageLifecycle:
             await self.arrival.withdraw(self.move.stage)
             self.move = None
 
-    async def back(self) -> int | None:
-        """The stage that this node left for one whose state nobody gave it; None if the run is over. Its announcement
-        there is withdrawn, so that no peer waits for it."""
+    async def back(self) -> int:
+        """The stage that this node left for one whose state nobody gave it. Its announcement there is withdrawn, so
+        that no peer waits for it."""
         await self.arrival.withdraw(self.stage)
-        if self.over:
-            return None
         assert self._came_from is not None
         stage, _ = self._came_from
         self._came_from = None
@@ -236,7 +228,8 @@ class StageLifecycle:
                     group.create_task(self._watch(replica))
         finally:
             self.trains = _not_yet  # and lets go of the replica
-            self.left, self.heard = replica.end.look(), replica.end.last_heard
+            self.near = replica.end.look().near
+            self.met_under_way |= replica.end.begun
 
     @property
     def may_move(self) -> bool:

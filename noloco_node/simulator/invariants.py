@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from noloco_node.averaging.engagement import Phase
 from noloco_node.node.replica import Replica
-from noloco_node.placement.run_end import LATE_GRACES, NEAR_TARGET
+from noloco_node.placement.run_end import IDLE_GRACES, NEAR_TARGET
 from noloco_node.simulator.outer_ledger import OuterEntry, strays
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 from noloco_node.training.schedule import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
@@ -174,7 +174,7 @@ def _outlived(run: Run, node: Told) -> bool:
     """Most origins ended so long before it that the later stages waited for it no longer. The last one of many trains
     the swarm's whole batch alone."""
     ended = sorted(other.ended_at for other in run.survivors if other.stage == 0)
-    return node.ended_at - ended[len(ended) // 2] > LATE_GRACES * run.grace
+    return node.ended_at - ended[len(ended) // 2] > IDLE_GRACES * run.grace
 
 
 def _came_too_late(run: Run, node: Told) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import serve_hello
+from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.node.checkpointing import CheckpointKeeper
@@ -115,11 +116,15 @@ class StayingNode(Node):
                     await keeper.resume(saved)
                 replica.serve()
                 folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
-                origin = await obtain_state(replica, stays, clock, folder, first=first)
+                try:
+                    origin = await obtain_state(replica, stays, clock, folder, first=first)
+                except RunHasEnded:
+                    if stays.moving is None:
+                        raise
+                    return True
             if origin is None:
-                back = await stays.back()
-                self.stage = self.stage if back is None else back
-                return back is None
+                self.stage = await stays.back()
+                return False
             moved = stays.arrived(replica, origin)
             if moved is not None:
                 self.emit(moved)

@@ -103,9 +103,9 @@ def test_an_origin_that_was_cut_off_may_be_short_of_the_target_where_another_cam
     assert any(line.startswith("short: node 0") for line in found) == short
 
 
-@pytest.mark.parametrize(("ended_at", "short"), [(150.0, True), (170.0, False)])
+@pytest.mark.parametrize(("ended_at", "short"), [(350.0, True), (370.0, False)])
 def test_an_origin_that_most_others_have_left_long_ago_may_be_short_of_the_target(ended_at: float, short: bool) -> None:
-    """Five graces after most have ended the later stages leave: one of many would have to train the whole batch."""
+    """Fifteen graces after most have ended the later stages leave: one of many would have to train the whole batch."""
     others = [told(number, 0, "ended", 100.0) for number in (1, 2)]
     found = breaches(run(told(0, 0, "ended", 91.0, ended_at=ended_at), *others))
     assert any(line.startswith("short: node 0") for line in found) == short

@@ -244,7 +244,7 @@ def test_the_runs_end_is_known_where_few_of_the_origins_are_seen() -> None:
         last_trained=lambda: trained[0],
         held_up=lambda: False,
         target=1000.0,
-        max_lag=0.0,
+        max_lag=20.0,
         grace=20.0,
         now=lambda: now[0],
     )
@@ -256,7 +256,7 @@ def test_the_runs_end_is_known_where_few_of_the_origins_are_seen() -> None:
             if now[0] % 12 < 2:
                 bucket = origins[rng.randrange(8)]
                 directory.shown = view_of([bucket, [], []], [MANY, 0, 0], clock=990.0, state=state, finished=finished)
-            found.append(verdict(end.look(), 20.0))
+            found.append(verdict(end.look()))
         return found
 
     for peer in met:
