@@ -174,7 +174,7 @@ class EndOfRun:
 
     def _patience(self, near: bool, held_up: bool, now: float) -> float:
         if not self.begun:
-            return max(BEGINNING_SECONDS, HELD_UP_GRACES * self._grace)
+            return HELD_UP_GRACES * self._grace if near else max(BEGINNING_SECONDS, HELD_UP_GRACES * self._grace)
         usual = IDLE_GRACES * self._grace
         goes_on = now - self._moved_at <= usual
         return HELD_UP_GRACES * self._grace if goes_on or (held_up and not near) else usual

@@ -60,6 +60,14 @@ async def test_a_node_at_which_the_run_has_not_begun_waits_for_a_day() -> None:
     assert await swarm.verdict(BEGINNING_SECONDS / GRACE) is STALLED
 
 
+async def test_a_node_that_comes_home_near_the_end_and_finds_nobody_waits_no_day() -> None:
+    """It had left just before the end, and the others came to it. It waited three hours of a hunt (seed 1023)."""
+    swarm = Swarm(clock=0.95 * TARGET)
+    swarm.held_up = True
+    assert await swarm.verdict(HELD_UP_GRACES - 1) is ON
+    assert await swarm.verdict(2) is OVER
+
+
 def test_who_has_waited_for_a_stage_does_not_give_up_when_it_is_served_again() -> None:
     """It gave up within the second: all that it had waited was more than it waits where every stage is served."""
     swarm = Swarm(stage=0, clock=0.2 * TARGET)
