@@ -14,9 +14,9 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerRecord, PeerState
-from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
