@@ -213,7 +213,7 @@ async def _rest(place: _Place, stage: int) -> None:
         place.kept = False
         place.saved = await ambient.elsewhere(place.checkpoints.newest, net.spec.run_id, stage)
     if ended_a_stay:
-        place.stays.left = place.stays.heard = None  # others have gone on since
+        place.stays.near = False  # others have gone on since
         await _look_back(place)
 
 
