@@ -1,8 +1,8 @@
 """A residual stream in a subspace: x = T[token] + U·c, so that c alone has to cross a cut between stages.
 
 U is one orthonormal basis [hidden, rank] of the whole run, and T a fixed table of signs: both come from the run's seed
-and are never trained. What writes into the stream writes into U's span (`o_proj` = U·A, `down_proj` = U·B), so c holds
-all of it, and Uᵀ of a gradient is all that the stages before need of it. Multiplied out, the model is an ordinary one.
+and are never trained. What writes into the stream writes into U's span: `o_proj` = U·A, `down_proj` = U·B. So c holds
+all of it, and the stages before need no more of a gradient than Uᵀ of it. Multiplied out, the model is an ordinary one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SubspaceLinear(nn.Linear):
 
     @property
     def dense_shape(self) -> tuple[int, int]:
-        """Of U·A."""
+        """The shape of U·A."""
         return self.subspace.hidden, self.in_features
 
     def factor_of(self, dense: Tensor) -> Tensor | None:
@@ -113,7 +113,7 @@ class SubspaceEmbedding(nn.Embedding):
 
     @property
     def dense_shape(self) -> tuple[int, int]:
-        """Of the table T + c·Uᵀ."""
+        """The shape of T + c·Uᵀ."""
         return self.num_embeddings, self.subspace.hidden
 
     def factor_of(self, dense: Tensor) -> Tensor | None:

@@ -301,8 +301,8 @@ class PipelineServer:
         accepting: Callable[[], bool],
         behind: FarBehind | None = None,
     ) -> None:
-        """`width` counts the numbers of a token that come in; `accepting()` says whether microbatches are taken now;
-        `behind`: whether this replica is far behind its stage peers; None: it never is."""
+        """`width` counts the numbers of a token that come in. `accepting()` says whether microbatches are taken now,
+        `behind` whether this replica is far behind its stage peers; None: it never is."""
         self._spec = spec
         self._stage = stage
         self._width = width

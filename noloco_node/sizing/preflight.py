@@ -28,6 +28,10 @@ class Plan:
     """Bytes that a replica of each stage sends in one exchange, but for the last of the run."""
     microbatch_bytes: tuple[float, ...]
     """Bytes that a replica of each stage sends for a microbatch: on to the next stage and back to the one before."""
+    cut_width: int
+    """Numbers of a token that travel between two stages."""
+    hidden: int
+    """Numbers of a token in the residual stream."""
     warnings: tuple[str, ...]
     """What is allowed but seldom meant."""
     weights: tuple[str, ...] = ()
@@ -79,6 +83,8 @@ def plan_run(run: RunSpec) -> Plan:
         outer_bytes=tuple(each.outer_step for each in traffic),
         peak_bytes=tuple(max(each.fragments) for each in traffic),
         microbatch_bytes=tuple(each.microbatch for each in traffic),
+        cut_width=footprint.cut_width,
+        hidden=int(config.hidden_size),
         warnings=(),
         weights=tuple(pretrained_lines(run.model)),
     )
@@ -142,11 +148,21 @@ def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
         f"  stages            {run.stages}, with {' + '.join(map(str, numbers.layers))} layers",
         f"  tokens            {run.inner.target_tokens:,}, {run.inner.global_batch_tokens:,} an inner step",
         *wire,
+        *_subspace_line(run, numbers),
         f"  inner steps       {numbers.inner_steps:,} per replica",
         f"  outer rounds      about {numbers.outer_rounds:,} per replica, {steps}",
         f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received",
         *(f"  {'' if index else 'first weights':<17} {line}" for index, line in enumerate(numbers.weights)),
     ]
+
+
+def _subspace_line(run: RunSpec, numbers: Plan) -> list[str]:
+    """What crosses a cut in a subspace, and what is free of it."""
+    if run.model.subspace_rank is None:
+        return []
+    free = run.model.subspace_last_stage_free
+    which = "all layers but the last stage's write into it" if free else "all layers write into it"
+    return [f"  subspace          {numbers.cut_width:,} of {numbers.hidden:,} numbers a token travel; {which}"]
 
 
 def _warnings(config: Config, inner_steps: int) -> list[str]:

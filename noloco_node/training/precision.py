@@ -23,7 +23,7 @@ class Precision:
 
     @property
     def computed(self) -> torch.dtype:
-        """Of what goes into products."""
+        """The type of what goes into products."""
         return torch.bfloat16 if self.autocast else self.published
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:

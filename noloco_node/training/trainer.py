@@ -41,7 +41,7 @@ class ForwardContext:
     positions: Tensor | None = None
     """Of the microbatch's tokens in their documents, int64 [B, T]; None where they count from the row's beginning."""
     ids: Tensor | None = None
-    """Of its tokens, int [B, T], for a later stage in a subspace."""
+    """The token ids, int [B, T], for a later stage in a subspace."""
     version: Version | None = None
     inputs: Tensor | None = None
     outputs: Tensor | None = field(default=None, repr=False)

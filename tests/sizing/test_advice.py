@@ -48,7 +48,7 @@ def test_a_subspace_is_advised_where_a_line_limits_and_the_model_can_be_in_one()
     assert sum(footprint.flop_per_token) < sum(footprint_of(config.run).flop_per_token)
     names = [each.settings[0] for each in expect(config, Link(1e9, 0.0), SPEED / 100).suggestions]
     assert not any("subspace" in name for name in names)
-    for changes in ({"fingerprint": "weights-" + "0" * 32}, {"subspace_rank": 64}, {"config": _TIED}):
+    for changes in ({"fingerprint": "weights-" + "0" * 32}, {"subspace_rank": 64}, {"config": _TIED, "stages": 1}):
         assert fitting_rank(config.run.model.model_copy(update=changes)) is None
 
 
