@@ -73,7 +73,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("config", type=Path, nargs="?", default=Path("tests/configs/micro.yaml"))
     parser.add_argument("--stages", type=whole, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--codecs", nargs="+", default=["bf16", "int8"], choices=["bf16", "fp16", "int8"])
+    parser.add_argument(
+        "--codecs", nargs="+", default=["bf16", "int8", "int4"], choices=["bf16", "fp16", "int8", "int4"]
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
     torch.set_num_threads(1)

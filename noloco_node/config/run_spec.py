@@ -25,11 +25,13 @@ ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 
 PrecisionName = Literal["fp32", "bf16", "bf16-mixed", "bf16-pure"]
 
-ActivationCodec = Literal["fp32", "bf16", "fp16", "int8"]
+ActivationCodec = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)
 """The codecs of activations, from wide to narrow."""
 INT8_BLOCK = 128
 """If activations travel as int8, so many numbers of a token share a scale."""
+INT4_BLOCK = 64
+"""If they travel as int4, so many numbers of a token are rotated together and share a scale."""
 
 OptimizerName = Literal["adamw", "muon"]
 Multiplier = Annotated[float, Field(gt=0.0, le=100.0)]
@@ -186,10 +188,12 @@ class PipelineSpec(Settings):
 
     routing: RoutingName = "balanced"
     """`uniform`: the paper's; `balanced`: of two drawn peers the less loaded; `fixed`: for the ablation."""
-    activations: Annotated[tuple[ActivationCodec, ...], Field(min_length=1, max_length=4)] = ("fp32",)
+    activations: Annotated[tuple[ActivationCodec, ...], Field(min_length=1, max_length=len(ACTIVATION_CODECS))] = (
+        "fp32",
+    )
     """How activations and their gradients may travel: one name, or several. With several a sender takes the widest with
     which a link carries a microbatch in little of the time that the work takes. On slow links it takes the narrowest.
-    int8 has a scale of its own for every 128 numbers."""
+    int8 has a scale of its own for every 128 numbers, int4 for every 64, which it rotates first."""
     budget_seconds: PositiveFloat = 60.0
     """Time a microbatch has for its way there and back; each hop fails upward before it ends."""
     progress_seconds: PositiveFloat = 15.0
@@ -363,6 +367,8 @@ def token_bytes(numbers: int, codec: ActivationCodec) -> int:
     """Bytes on the wire of one token's activations, so many numbers."""
     if codec == "int8":
         return numbers + 4 * -(-numbers // INT8_BLOCK)
+    if codec == "int4":
+        return (INT4_BLOCK // 2 + 2) * -(-numbers // INT4_BLOCK)
     return numbers * (4 if codec == "fp32" else 2)
 
 

@@ -264,7 +264,7 @@ class Downstream:
         finally:
             self._book.done(peer, began, how)
         with judging(self._transport, peer, MICROBATCH.name):
-            trained = await decoded(read_answer(answer, activations, self._router), codec, activations.dtype)
+            trained = await decoded(read_answer(answer, activations, self._router), codec, activations)
         self._book.reported(peer, answer.header.load)
         self.circuit_breaker.through()
         link_wait = 0.0
@@ -409,7 +409,7 @@ class PipelineServer:
         self, name: MicrobatchName, header: MicrobatchHeader, activations: Tensor, tokens: Tensor
     ) -> Trained:
         deadline = ambient.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
-        activations = await from_wire(activations, header.codec, self._carried)
+        activations = await from_wire(activations, header.codec, self._carried, self._width)
         scale = await scale_of(activations)
         if not math.isfinite(scale) and not await all_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")

@@ -118,10 +118,10 @@ async def to_wire(tensor: Tensor, codec: ActivationCodec) -> Tensor:
     return await ambient.elsewhere(encode, tensor, codec)
 
 
-async def from_wire(wire: Tensor, codec: ActivationCodec, dtype: torch.dtype) -> Tensor:
-    """What came, as numbers of this precision; a liar's may be NaN or infinite."""
+async def from_wire(wire: Tensor, codec: ActivationCodec, dtype: torch.dtype, width: int) -> Tensor:
+    """What came, as numbers of this precision, `width` of each token; a liar's may be NaN or infinite."""
     if wire.dtype == dtype:
         return wire
     if wire.numel() <= INLINE_NUMBERS:
-        return decode(wire, codec, dtype)
-    return await ambient.elsewhere(decode, wire, codec, dtype)
+        return decode(wire, codec, dtype, width)
+    return await ambient.elsewhere(decode, wire, codec, dtype, width)

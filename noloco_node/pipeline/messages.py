@@ -297,12 +297,12 @@ def read_answer(answer: Answer[MicrobatchAnswer], activations: Tensor, router: R
     return Trained(header.loss_sum, header.tokens, gradient, scale, chosen=header.chosen, waited=waited)
 
 
-async def decoded(trained: Trained, codec: ActivationCodec, dtype: torch.dtype) -> Trained:
-    """This result with its gradient as numbers of this precision. Raises BadAnswer where codes stand for no
-    numbers."""
-    if trained.gradient is None or trained.gradient.dtype == dtype:
+async def decoded(trained: Trained, codec: ActivationCodec, activations: Tensor) -> Trained:
+    """This result with its gradient as numbers, as many as these activations are and of their precision. Raises
+    BadAnswer where codes stand for no numbers."""
+    if trained.gradient is None or trained.gradient.dtype == activations.dtype:
         return trained
-    gradient = await from_wire(trained.gradient, codec, dtype)
+    gradient = await from_wire(trained.gradient, codec, activations.dtype, activations.shape[-1])
     scale = await scale_of(gradient)
     if not math.isfinite(scale):
         raise BadAnswer("its codes stand for NaN or infinity, or for what is beyond all scale")

@@ -174,7 +174,7 @@ def _changes(config: Config, now_under_way: int, limit: Limit) -> Iterator[_Chan
         if more <= MOST_UNDER_WAY:
             yield {"node.in_flight": more}
     now = token_bytes(INT8_BLOCK, run.pipeline.activations[-1])
-    narrower: tuple[ActivationCodec, ...] = ("bf16", "int8")
+    narrower: tuple[ActivationCodec, ...] = ("bf16", "int8", "int4")
     for codec in narrower:
         if token_bytes(INT8_BLOCK, codec) < now:
             yield {"run.pipeline.activations": (codec,)}

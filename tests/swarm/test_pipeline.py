@@ -110,7 +110,7 @@ async def test_lost_requests_and_answers_cost_no_sample() -> None:
     )
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("codec", ["fp32", "int8", "int4"])
 async def test_how_large_a_returned_gradient_is_goes_to_the_trainer_with_it(
     codec: ActivationCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
