@@ -16,6 +16,7 @@ from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, Warned
 from noloco_node.telemetry.state import MOST_PEERS, PeerSeen, Surroundings
+from noloco_node.transport.interface import DIRECTORY, RELAYED
 from noloco_node.transport.peer_stats import PeerStats
 
 
@@ -91,8 +92,10 @@ class NodeStats:
 
 
 def _bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
-    """Traffic by what it carries instead of by method: microbatches, exchange, state (copies of it too), other."""
+    """Traffic by what it carries instead of by method: microbatches, exchange, state (copies of it too), directory,
+    relayed, other."""
     kinds = {"microbatch": "microbatches", "outer": "exchange", "state": "state", "copy": "state"}
+    kinds |= {DIRECTORY: DIRECTORY, RELAYED: RELAYED}
     totals: dict[str, int] = {}
     for method, count in by_method.items():
         kind = kinds.get(method.split(".")[0], "other")

@@ -98,6 +98,11 @@ class NodeSettings(Settings):
     generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
     """Forwards through this node's stage for others that generate a text through the swarm. They get at most so many
     tokens for each that is trained here. 0: none."""
+    uplink_mbit: PositiveFloat | None = None
+    """The most that this node sends, in Mbit/s, all it does in the network taken together. Small messages go first. Not
+    set: no bound."""
+    downlink_mbit: PositiveFloat | None = None
+    """The most that this node receives, in Mbit/s. Others see a slow line, and send it less. Not set: no bound."""
     hours: str = ""
     """Hours of the day, by this machine's clock, in which the node works: `22:00-07:00`, several with commas. It is
     paused in the others, as by `noloco-node pause`. Empty: it always works."""

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -81,6 +81,8 @@ class PrivateP2P:
         self._supervised = False
         self._away = False
         self._back = Pulse()
+        self.on_messages: Callable[[int, int], None] = lambda _sent, _received: None
+        """Told the bytes of each message of the DHT that is sent, and received."""
         self.joined_peers: tuple[str, ...] = ()
         """Initial peers that this node is connected to."""
         self.relays: tuple[PeerAddress, ...] = ()
@@ -273,7 +275,7 @@ class PrivateP2P:
         await self._wait_until_up(within)
         try:
             async with asyncio.timeout(within):
-                self._p2p = await connect_hivemind(self.folder)
+                self._p2p = await connect_hivemind(self.folder, lambda sent, received: self.on_messages(sent, received))
                 await self._identify()
                 self._listening = tuple(self._addresses)
         except (OSError, TimeoutError, P2PDaemonError, asyncio.IncompleteReadError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +13,11 @@ from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingT
 
 from noloco_node.aio import cancel_and_wait
 
+Counted = Callable[[int, int], None]
+"""A function that is told how many bytes of a message were sent, and received."""
 
-async def connect_hivemind(folder: Path) -> P2P:
+
+async def connect_hivemind(folder: Path, counted: Counted) -> P2P:
     """hivemind's client of the p2pd whose socket is `folder`/d; its own socket lies there too."""
     # hivemind puts its own socket where this class attribute says, and has no other way to be told.
     kind = type("FolderP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
@@ -21,7 +25,11 @@ async def connect_hivemind(folder: Path) -> P2P:
     control = cast("Any", p2p)._client.control
     forgive_late_answers(control)
     forget_ended_requests(control)
+    count_messages(control, counted)
     return p2p
+
+
+_Handler = Callable[[bytes, Any], Awaitable[bytes]]
 
 
 class _WaitingCalls(dict[Any, "asyncio.Future[bytes]"]):
@@ -58,6 +66,39 @@ def forget_ended_requests(control: Any) -> None:
     control._handler_tasks = _UnderWay(control._handler_tasks)
 
 
+class _CountedHandlers(dict[str, _Handler]):
+    """Handlers by protocol; what one is asked and answers is counted when a request is handed to it, and only then."""
+
+    def __init__(self, handlers: dict[str, _Handler], counted: Counted) -> None:
+        super().__init__(handlers)
+        self._counted = counted
+
+    def __getitem__(self, protocol: str) -> _Handler:
+        handler, counted = super().__getitem__(protocol), self._counted
+
+        async def answer(request: bytes, peer: Any) -> bytes:
+            counted(0, len(request))
+            answered = await handler(request, peer)
+            counted(len(answered), 0)
+            return answered
+
+        return answer
+
+
+def count_messages(control: Any, counted: Counted) -> None:
+    """Have a client of p2pd tell how many bytes its messages have, those of its calls and of calls to it."""
+    call = control.call_unary_handler
+
+    async def counted_call(peer: Any, protocol: str, request: bytes) -> bytes:
+        counted(len(request), 0)
+        answered: bytes = await call(peer, protocol, request)
+        counted(0, len(answered))
+        return answered
+
+    control.call_unary_handler = counted_call
+    control.unary_handlers = _CountedHandlers(control.unary_handlers, counted)
+
+
 async def withdraw_handler(p2p: P2P, protocol: str) -> None:
     """Have p2pd bring no more streams of a protocol. One that was on its way is hung up on; hivemind's client has
     nobody for it, and would let an exception out that nobody awaits. KeyError where it was not served, and what
@@ -84,7 +125,7 @@ async def reconnect_hivemind(p2p: P2P) -> None:
     control._handler_tasks.clear()
     control._pending_messages = asyncio.Queue()
     await control._ensure_persistent_conn()
-    unary = dict(control.unary_handlers)
+    unary = dict(control.unary_handlers.items())  # as they were given, not those that count
     streams = {name: handler for name, handler in control.handlers.items() if handler is not _hang_up}
     control.unary_handlers.clear()
     for name, handler in unary.items():

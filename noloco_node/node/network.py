@@ -34,6 +34,7 @@ from noloco_node.node import start_checks
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.pacing import line_of
 from noloco_node.trust.admission import Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
@@ -119,11 +120,13 @@ async def entrance(
             )
         if (family := one_family(settings.host)) is not None:
             logger.warning("%s", family)
-        transport = Libp2pTransport(daemon, identity=identity)
+        line = line_of(settings.uplink_mbit, settings.downlink_mbit)
+        transport = Libp2pTransport(daemon, identity=identity, line=line)
+        daemon.on_messages = transport.count_directory
         await transport.start()
         stack.push_async_callback(transport.close)
         serve_dial_back(transport, daemon.connections)
-        relay = CircuitRelay(daemon, carry=settings.relay_for_others)
+        relay = CircuitRelay(daemon, carry=settings.relay_for_others, count=transport.carry)
         await relay.start()
         stack.push_async_callback(relay.close)
         for circuit in daemon.relays if settings.relay == "always" else ():

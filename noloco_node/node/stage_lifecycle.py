@@ -26,6 +26,7 @@ from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_far_trained, as_seen_at_work, servers_of, usual_strength
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.sizing.line_needs import check_line, line_needs
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, fitting_stages, memory_of
 from noloco_node.state_transfer.backups import StageCopies
@@ -65,7 +66,11 @@ class StageLifecycle:
         self.arrival = Arrival(directory, self._own, life, self._known, self._ask_all, name)
         self._needs = memory_of(spec, settings, footprint, spec.most_sharing)
         fitting = fitting_stages(self._needs, free or free_memory(settings.device))
-        self._fitting = [stage for stage in fitting if stage > 0 or spec.data.is_here]
+        self._line, bounds = line_needs(spec, footprint), (settings.uplink_mbit, settings.downlink_mbit)
+        borne = [stage for stage in fitting if self._line[stage].borne_by(*bounds)]
+        self._fitting = [stage for stage in borne if stage > 0 or spec.data.is_here]
+        self._line_seconds = [need.line_seconds(*bounds) for need in self._line]
+        self._fits_memory = bool(fitting)
         self._began = 0.0
         self._looked_in_vain = False
         self.met_under_way = False
@@ -134,14 +139,16 @@ class StageLifecycle:
             wanted = saved
         if wanted == "auto":
             if not self._fitting:
+                self._check_lines()
                 raise self._too_small()
-            return await self.arrival.choose(self._footprint.work, self._fitting, self._rng)
+            return await self.arrival.choose(self._footprint.work, self._fitting, self._rng, self._line_seconds)
         if not 0 <= wanted < stages:
             raise UserError(
                 ExitCode.CONFIG,
                 f"node.stage is {wanted}, but the run has stages 0 to {stages - 1}",
                 "name one of those, or `auto`",
             )
+        check_line(self._spec, self._settings, self._line[wanted], wanted)
         if wanted not in self._fitting:
             logger.warning("stage %d may not fit: %s", wanted, self._shortage(wanted))
         return wanted
@@ -288,6 +295,12 @@ class StageLifecycle:
     def _shortage(self, stage: int) -> str:
         free = free_memory(self._settings.device)
         return f"it needs {self._needs[stage].total(own_memory=free.device > 0)}; free are {free}"
+
+    def _check_lines(self) -> None:
+        """Raise UserError (CONFIG) where it is the line that no stage fits: for the one that needs least of it."""
+        if self._fits_memory:
+            least = min(range(len(self._line)), key=lambda stage: self._line[stage].least_up)
+            check_line(self._spec, self._settings, self._line[least], least)
 
     def _too_small(self) -> UserError:
         parameters = self._footprint.parameters

@@ -45,14 +45,23 @@ class Arrival:
         self._record_seconds = record_seconds
         self._shown = OwnWord(name=name)
 
-    async def choose(self, work: Sequence[float], fitting: Collection[int], rng: random.Random) -> int:
+    async def choose(
+        self,
+        work: Sequence[float],
+        fitting: Collection[int],
+        rng: random.Random,
+        line_seconds: Sequence[float] = (),
+    ) -> int:
         """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the
-        same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold."""
+        same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold, `line_seconds` as in
+        `choose_stage`."""
         await self._see_how_large_they_are()
         first = self._others(work)
-        chosen = choose_stage(supply_of(first, work), fitting, rng)
+        chosen = choose_stage(supply_of(first, work), fitting, rng, line_seconds)
         await self._publish(chosen, PeerState.JOINING)
         others = await self._others_anew(work)
+        if any(line_seconds):
+            fitting = [stage for stage in fitting if line_seconds[stage] <= line_seconds[chosen]]
         better = settle_among(others, {server.peer for server in first}, self._own, chosen, work, fitting)
         if better != chosen:
             logger.info("others are joining stage %d at the same time: taking stage %d", chosen, better)

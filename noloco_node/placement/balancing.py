@@ -29,6 +29,9 @@ DAMPING = 0.5
 """Share of a stage's surplus that moves at each look, on average: views are stale, and all look at the same time."""
 CLEAR_GAIN = 0.5
 """The poorer of the two stages must gain at least this much of what the moving node brings."""
+ABOUT_AS_POOR = 1.25
+"""A joiner whose line has a bound takes stages for equals up to so many times the least throughput. Without it the line
+would decide only where nobody serves yet."""
 BY_CHANCE = 0.134
 """The chance that any of the other stages that are seen in part looks poor though none is. It is divided among them
 (Bonferroni): 1.5 standard deviations for two or fewer, 2.4 for sixteen. The more a stage lacks beyond, the more go
@@ -202,11 +205,22 @@ def supply_of(servers: Sequence[Server], work: Sequence[float]) -> Supply:
     return Supply(tuple(totals), tuple(work), known if any(known) else ())
 
 
-def choose_stage(supply: Supply, fitting: Collection[int], rng: random.Random) -> int:
-    """For a joiner: of the stages that fit its memory the one with the smallest throughput; at random among equals."""
-    throughput = supply.throughput
-    least = min(throughput[stage] for stage in fitting)
-    return rng.choice([stage for stage in sorted(fitting) if throughput[stage] <= least])
+def choose_stage(
+    supply: Supply, fitting: Collection[int], rng: random.Random, line_seconds: Sequence[float] = ()
+) -> int:
+    """For a joiner: of the stages that fit it the one with the smallest throughput; at random among equals.
+
+    `line_seconds` says what a microbatch takes of the joiner's line at each stage, if its line has a bound. Stages that
+    are about as poor as the poorest are equals then, and the one that costs the line least is taken.
+    """
+    throughput, stages = supply.throughput, sorted(fitting)
+    if any(line_seconds):
+        poor = ABOUT_AS_POOR * min(throughput[stage] for stage in stages)
+        stages = [stage for stage in stages if throughput[stage] <= poor]
+        cheapest = min(line_seconds[stage] for stage in stages)
+        stages = [stage for stage in stages if line_seconds[stage] <= cheapest]
+    least = min(throughput[stage] for stage in stages)
+    return rng.choice([stage for stage in stages if throughput[stage] <= least])
 
 
 def settle_among(

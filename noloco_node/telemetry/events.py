@@ -219,7 +219,8 @@ class Account(Event):
     refused: dict[str, int]
     """Refusals given, by reason."""
     bytes_sent: dict[str, int]
-    """By kind: microbatches (activations and labels one way, gradients the other), exchange, state, other."""
+    """By kind: microbatches (activations and labels one way, gradients the other), exchange, state, directory, relayed
+    (what others send each other through this node), other."""
     bytes_received: dict[str, int]
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""

@@ -18,6 +18,9 @@ from noloco_node.transport.errors import Refusal
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from noloco_node.transport.peer_stats import PeerStats
 
+DIRECTORY, RELAYED = "directory", "relayed"
+"""Traffic is counted under these names that no method has."""
+
 Release = Callable[[], None]
 """A function that gives back what an admission reserved."""
 

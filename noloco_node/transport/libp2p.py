@@ -32,7 +32,9 @@ from noloco_node.transport.frames import (
     encode_envelope,
     encode_refusal,
 )
+from noloco_node.transport.interface import DIRECTORY, RELAYED
 from noloco_node.transport.messages import Message
+from noloco_node.transport.pacing import UNBOUNDED, Line, at_once
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
 from noloco_node.transport.server import TransportLimits
 from noloco_node.transport.streams import FramedStream, StreamEnded, StreamStalled
@@ -67,14 +69,19 @@ class Libp2pTransport(CommonTransport):
     `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none."""
 
     def __init__(
-        self, host: StreamHost, limits: TransportLimits | None = None, identity: Identity | None = None
+        self,
+        host: StreamHost,
+        limits: TransportLimits | None = None,
+        identity: Identity | None = None,
+        line: Line = UNBOUNDED,
     ) -> None:
         super().__init__(limits)
         self._host = host
+        self._line = line
         self._identity = identity
         self._limits = self._desk.limits
         self._pool = StreamPool(
-            host, STREAM_PROTOCOL, self._limits.max_streams_per_peer // 2, self._limits.idle_seconds / 2
+            host, STREAM_PROTOCOL, self._limits.max_streams_per_peer // 2, self._limits.idle_seconds / 2, line
         )
         self._incoming: Counter[PeerId] = Counter()
         self._held: dict[FramedStream, PeerId] = {}
@@ -110,6 +117,22 @@ class Libp2pTransport(CommonTransport):
         await cancel_and_wait(list(self._serving))
         await self._pool.close()
 
+    def count_directory(self, sent: int, received: int) -> None:
+        """Bytes of hivemind's own messages, which go beside this transport and wait for nothing."""
+        self.traffic.add_sent(DIRECTORY, sent)
+        self.traffic.add_received(DIRECTORY, received)
+        if sent:
+            self._line.sent(sent)
+        if received:
+            self._line.received(received)
+
+    async def carry(self, count: int) -> None:
+        """Wait until so many bytes that others send each other through this node may be received and sent on."""
+        await self._line.receive(count)
+        await self._line.send(count)
+        self.traffic.add_received(RELAYED, count)
+        self.traffic.add_sent(RELAYED, count)
+
     async def _call(
         self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
@@ -126,6 +149,7 @@ class Libp2pTransport(CommonTransport):
         open_until = min(deadline, asyncio.get_running_loop().time() + sending.progress)
         async with self._pool.lend(peer, open_until, fresh) as lease:
             stream = lease.stream
+            stream.at_once = at_once(sending.method)
             sent, received = stream.bytes_sent, stream.bytes_received
             try:
                 async with asyncio.timeout_at(deadline):
@@ -144,7 +168,7 @@ class Libp2pTransport(CommonTransport):
 
     async def _serve_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one peer's requests on one stream until it ends, idles too long, or breaks the protocol."""
-        stream = FramedStream(reader, writer)
+        stream = FramedStream(reader, writer, self._line)
         if self._closed or self._incoming[peer] >= self._limits.max_streams_per_peer or not self._make_room(peer):
             stream.abort()
             return
@@ -216,6 +240,7 @@ class Libp2pTransport(CommonTransport):
         received = stream.bytes_received
         sent = stream.bytes_sent
         envelope = decode_envelope(await stream.read_payload(prefix, progress))
+        stream.at_once = at_once(envelope.method)
         body_read = False
         try:
             with self._desk.admitted(peer, envelope) as place:
@@ -283,7 +308,7 @@ async def _exchange(lease: Lease, sending: _Sending) -> Message:
     """Write the request and read the answer."""
     stream, request = lease.stream, sending.request
     try:
-        if len(sending.payload) + sum(tensor.nbytes for tensor in request.tensors) > BODY_FRAME_BYTES:
+        if not stream.is_small(len(sending.payload) + sum(tensor.nbytes for tensor in request.tensors)):
             return await _exchange_at_length(lease, sending)
         stream.put_message(sending.payload, request.tensors)
         prefix = await _answer_begins(partial(stream.read_prefix, sending.progress, sending.progress), stream, sending)

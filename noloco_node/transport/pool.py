@@ -10,6 +10,7 @@ from typing import Protocol
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import PeerUnreachable
+from noloco_node.transport.pacing import UNBOUNDED, Line
 from noloco_node.transport.streams import FramedStream
 
 StreamHandler = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -63,8 +64,11 @@ class _PeerStreams:
 class StreamPool:
     """Lends streams. At most `per_peer` to one peer at a time; an idle one is closed after `idle_seconds`."""
 
-    def __init__(self, host: StreamHost, protocol: str, per_peer: int, idle_seconds: float) -> None:
+    def __init__(
+        self, host: StreamHost, protocol: str, per_peer: int, idle_seconds: float, line: Line = UNBOUNDED
+    ) -> None:
         self._host = host
+        self._line = line
         self._protocol = protocol
         self._per_peer = per_peer
         self._idle_seconds = idle_seconds
@@ -118,7 +122,7 @@ class StreamPool:
     async def _open(self, peer: PeerId) -> Lease:
         if self._closed:
             raise PeerUnreachable("this transport is closed")
-        stream = FramedStream(*await self._host.open_stream(peer, self._protocol))
+        stream = FramedStream(*await self._host.open_stream(peer, self._protocol), self._line)
         if self._closed:
             stream.abort()
             raise PeerUnreachable("this transport is closed")

@@ -30,6 +30,7 @@ from noloco_node.transport.frames import (
     tensor_bytes,
 )
 from noloco_node.transport.messages import WIRE_DTYPES, TensorSpec
+from noloco_node.transport.pacing import UNBOUNDED, Line
 
 READ_AHEAD_BYTES = 4096
 """So many bytes may be read beyond what is needed now: a header, or the END frame behind a body."""
@@ -48,9 +49,13 @@ class StreamStalled(Exception):
 class FramedStream:
     """One stream to one peer. Not safe for two readers or two writers at once; one of each is fine."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: Line = UNBOUNDED) -> None:
+        """`line` bounds what goes over it, with all other streams of this node."""
         self._reader = reader
         self._writer = writer
+        self._line = line
+        self.at_once = 0
+        """Messages of up to so many bytes do not wait for their turn on the line."""
         self._ahead = bytearray()
         """Read, and not taken yet."""
         self._due = self._until = math.inf
@@ -95,6 +100,7 @@ class FramedStream:
         payload = await self._take(prefix.length, progress)
         prefix.check(zlib.crc32(payload, prefix.checksum_start))
         self.bytes_received += prefix.length
+        self._line.received(prefix.length)
         return payload
 
     async def read_body(
@@ -143,7 +149,7 @@ class FramedStream:
         Raises StreamEnded or StreamStalled.
         """
         self.message_complete = False
-        if len(envelope) + sum(tensor.nbytes for tensor in tensors) <= BODY_FRAME_BYTES:
+        if self.is_small(len(envelope) + sum(tensor.nbytes for tensor in tensors)):
             self.put_message(envelope, tensors)
             await self._sent(progress)
             return
@@ -159,6 +165,10 @@ class FramedStream:
         self.message_complete = not self._writer.is_closing()
         await self._write(parts, waiting, progress)
 
+    def is_small(self, count: int) -> bool:
+        """Whether a message of so many bytes may be put out at once (`put_message`)."""
+        return count <= (BODY_FRAME_BYTES if self._line.up is None else self.at_once)
+
     def put_message(self, envelope: bytes, tensors: Sequence[torch.Tensor]) -> None:
         """Write a small message at once: by the time that it is answered it has gone."""
         pieces = list(_pieces(tensors))
@@ -168,15 +178,22 @@ class FramedStream:
         parts.append(END_FRAME)
         self.message_complete = not self._writer.is_closing()
         self._writer.writelines(parts)
-        self.bytes_sent += len(envelope) + sum(map(len, pieces))
+        count = len(envelope) + sum(map(len, pieces))
+        self.bytes_sent += count
+        self._line.sent(count)
 
     async def write_refusal(self, frame: bytes, progress: float) -> None:
         """Write an encoded REFUSE frame."""
-        await self._write([frame], len(frame), progress)
+        self._writer.write(frame)
+        self._line.sent(len(frame))
+        await self._sent(progress)
+        self.bytes_sent += len(frame)
 
     async def write_at_work(self, progress: float) -> None:
         """Write an AT_WORK frame: the caller's patience begins anew."""
-        await self._write([AT_WORK_FRAME], 0, progress)
+        self._writer.write(AT_WORK_FRAME)
+        self._line.sent(0)
+        await self._sent(progress)
 
     async def wait_for_end(self) -> None:
         """Return when the other side closes; FrameError if it sends something instead. Cancelling loses no byte."""
@@ -190,6 +207,10 @@ class FramedStream:
         prefix = decode_prefix(await self._take(PREFIX_BYTES, progress))
         if prefix.kind is not FrameKind.BODY or prefix.length != len(view):
             raise FrameError(f"expected a BODY frame of {len(view)} bytes, got {prefix.kind.name} of {prefix.length}")
+        if prefix.length > self.at_once:
+            await self._line.receive(prefix.length)
+        else:
+            self._line.received(prefix.length)
         there = min(len(view), len(self._ahead))
         view[:there] = self._ahead[:there]
         del self._ahead[:there]
@@ -231,8 +252,15 @@ class FramedStream:
         prefix.check(prefix.checksum_start)
 
     async def _write(self, parts: Sequence[bytes | memoryview], payload_bytes: int, progress: float) -> None:
-        self._writer.writelines(parts)
-        await self._sent(progress)
+        if self._line.up is None or payload_bytes <= self.at_once:
+            self._writer.writelines(parts)
+            self._line.sent(payload_bytes)
+            await self._sent(progress)
+        else:
+            for part in self._line.slices(parts):
+                await self._line.send(len(part))
+                self._writer.write(part)
+                await self._sent(progress)
         self.bytes_sent += payload_bytes
 
     async def _sent(self, progress: float) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from noloco_node import ambient
@@ -63,11 +63,19 @@ class RelayingHost(StreamHost, Protocol):
         ...
 
 
+async def carried_freely(_count: int) -> None:
+    """For a relay whose line has no bound."""
+
+
 class CircuitRelay:
     """Serves circuits on a host between `start` and `close`, or refuses them all where it does not `carry`."""
 
-    def __init__(self, host: RelayingHost, *, carry: bool) -> None:
+    def __init__(
+        self, host: RelayingHost, *, carry: bool, count: Callable[[int], Awaitable[None]] = carried_freely
+    ) -> None:
+        """`count` is told how many bytes are to be passed on, and waits until they may be."""
         self._host = host
+        self._count = count
         self._carry_for_others = carry
         self._places: dict[PeerId, float] = {}
         self._circuits: Counter[tuple[PeerId, PeerId]] = Counter()
@@ -227,6 +235,7 @@ class CircuitRelay:
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(COPY_BYTES):
+                await self._count(len(data))
                 writer.write(data)
                 self.carried_bytes += len(data)
                 await writer.drain()

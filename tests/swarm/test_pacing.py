@@ -1,0 +1,140 @@
+"""A node's bound on its line: what it keeps in virtual time, what goes first, and which bounds are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.placement.balancing import Supply, choose_stage
+from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.line_needs import LineNeed, check_line, line_needs
+from noloco_node.transport.pacing import ANSWER_SHARE, SMALL_BYTES, WIRE_SHARE, Line, LineRate, at_once, line_of
+from tests.worlds import micro_spec
+
+PIECE = 10_000
+SECONDS = 60.0
+
+
+def test_many_streams_get_the_bound_together_and_small_messages_wait_for_none_of_them() -> None:
+    """Eight streams take all they get for a minute, and a heartbeat comes every second. Both are within the bound."""
+
+    async def minute() -> tuple[int, float]:
+        loop = asyncio.get_running_loop()
+        line, sent, worst = Line(up=LineRate(1e5, loop.time)), 0, 0.0
+
+        async def stream() -> None:
+            nonlocal sent
+            while True:
+                await line.send(PIECE)
+                sent += PIECE
+
+        streams = [asyncio.create_task(stream()) for _ in range(8)]
+        for _ in range(int(SECONDS)):
+            await asyncio.sleep(1.0)
+            before = loop.time()
+            line.sent(1000)
+            sent += 1000
+            worst = max(worst, loop.time() - before)
+        for each in streams:
+            each.cancel()
+        await asyncio.wait(streams)
+        return sent, worst
+
+    sent, worst = in_virtual_time(minute)
+    assert worst == 0.0
+    assert 0.98 * 1e5 * SECONDS < WIRE_SHARE * sent < 1.02 * 1e5 * SECONDS
+
+
+def test_a_line_that_was_idle_is_not_overdrawn_later() -> None:
+    """An hour without traffic earns a quarter of a second of it, and no more."""
+
+    async def burst() -> float:
+        loop = asyncio.get_running_loop()
+        pace = LineRate(1e5, loop.time)
+        await asyncio.sleep(3600.0)
+        began = loop.time()
+        for _ in range(10):
+            await pace.take(PIECE)
+        return loop.time() - began
+
+    assert 0.6 < in_virtual_time(burst) < 1.0
+
+
+def test_what_comes_costs_the_way_back_its_confirmations() -> None:
+    """A full downlink takes some of the uplink."""
+
+    async def down() -> float:
+        loop = asyncio.get_running_loop()
+        line = Line(up=LineRate(1e4, loop.time))
+        await asyncio.sleep(1.0)
+        await line.receive(10**6)
+        began = loop.time()
+        await line.send(1)
+        return loop.time() - began
+
+    assert in_virtual_time(down) == pytest.approx(ANSWER_SHARE * 1e6 / 1e4 - 0.25, abs=0.01)
+
+
+def test_only_what_holds_the_swarm_together_goes_first() -> None:
+    """Microbatches are small where the model is, and must not pass the bound by."""
+    assert [at_once(method) for method in ("hello", "hello.access", "records", "microbatch", "state.chunk")] == [
+        SMALL_BYTES,
+        SMALL_BYTES,
+        SMALL_BYTES,
+        0,
+        0,
+    ]
+    assert line_of(None, None) == Line()
+
+
+def test_a_bound_below_what_a_microbatch_needs_is_refused_with_the_arithmetic() -> None:
+    """Setting, value, bytes, seconds and the least that would do are named."""
+    run = micro_spec(stages=4)
+    needs = line_needs(run, footprint_of(run))
+    middle = needs[1]
+    assert middle.sent == pytest.approx(needs[0].sent + needs[3].sent)
+    assert middle.received == pytest.approx(needs[0].received + needs[3].received)
+    check_line(run, NodeSettings(uplink_mbit=middle.least_up), middle, 1)
+    little = 0.9 * middle.least_up
+    assert not middle.borne_by(little, None)
+    with pytest.raises(UserError) as refused:
+        check_line(run, NodeSettings(uplink_mbit=little), middle, 1)
+    assert refused.value.exit_code is ExitCode.CONFIG
+    for words in (f"node.uplink_mbit is {little:g}", "stage 1", "have 20 s" if not middle.chunk else "MB"):
+        assert words in refused.value.message
+    with pytest.raises(UserError, match="downlink_mbit"):
+        check_line(run, NodeSettings(downlink_mbit=0.9 * middle.least_down), middle, 1)
+
+
+def test_the_need_is_the_larger_of_microbatch_and_chunk() -> None:
+    """By hand: 2 MB in 20 s, and 1 MB in 10 s, are 0.8 Mbit/s."""
+    need = LineNeed(sent=2e6, received=4e6, seconds=20.0, chunk=1_000_000, chunk_seconds=10.0)
+    assert (need.least_up, need.least_down) == (pytest.approx(0.8), pytest.approx(1.6))
+    assert need.line_seconds(8.0, None) == pytest.approx(2.0)
+    assert need.line_seconds(None, None) == 0.0
+    assert need.borne_by(0.8, 1.6)
+    assert not need.borne_by(0.79, None)
+
+
+@pytest.mark.parametrize(
+    ("throughput", "line_seconds", "chosen"),
+    [
+        ((0.0, 0.0, 0.0), (1.0, 2.0, 1.0), {0, 2}),
+        ((1.0, 1.2, 0.9), (2.0, 1.0, 2.0), {2}),
+        ((1.0, 1.1, 0.9), (2.0, 1.0, 2.0), {1}),
+        ((1.0, 1.1, 0.9), (), {2}),
+        ((1.0, 1.1, 0.9), (0.0, 0.0, 0.0), {2}),
+    ],
+)
+def test_a_joiner_with_a_narrow_line_takes_of_the_poorest_stages_that_which_costs_its_line_least(
+    throughput: tuple[float, ...], line_seconds: tuple[float, ...], chosen: set[int]
+) -> None:
+    """A stage that is clearly poorer comes first all the same; without a bound nothing changes."""
+    supply = Supply(throughput, (1.0, 1.0, 1.0))
+    found = {choose_stage(supply, range(3), random.Random(seed), line_seconds) for seed in range(20)}
+    assert found == chosen
