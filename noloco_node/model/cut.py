@@ -34,7 +34,7 @@ PARTS_DOCUMENTS = frozenset(
 alone."""
 
 
-TAKES_SUBSPACE = frozenset(["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3"])
+TAKES_SUBSPACE = frozenset(["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "mixtral", "qwen3_moe"])
 """For these architectures it is proved that a subspace holds all that crosses a cut, and that the export is exact."""
 
 
@@ -186,7 +186,7 @@ def _layer_cost(config: PretrainedConfig, rank: int | None) -> int:
     dense = 2 * hidden * head_dim * (heads + key_value_heads) + 3 * hidden * width * active_experts
     if rank is None:
         return dense
-    inside = heads * head_dim + width
+    inside = heads * head_dim + width * active_experts
     return dense - hidden * inside + rank * (inside + 2 * hidden)
 
 
@@ -295,10 +295,9 @@ def _check_subspace(rank: int, config: PretrainedConfig) -> None:
             f"set it to a quarter or an eighth of the hidden size, {leave_out}",
         )
     if config.model_type not in TAKES_SUBSPACE:
-        why = "has experts" if getattr(config, "num_experts_per_tok", None) else "may have a norm behind what it adds"
         raise _config_error(
-            f"{setting}, and the '{config.model_type}' architecture {why}, so that a subspace is not proved to hold "
-            "what its layers add",
+            f"{setting}, and the '{config.model_type}' architecture may have a norm behind what its layers add, so "
+            "that a subspace is not proved to hold it",
             f"take one of {', '.join(sorted(TAKES_SUBSPACE))}, {leave_out}",
         )
     if getattr(config, "tie_word_embeddings", False):

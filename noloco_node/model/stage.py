@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,9 +23,8 @@ from noloco_node.model.pretrained import Weights
 from noloco_node.model.router import Router, router_of
 from noloco_node.model.subspace import (
     Subspace,
-    SubspaceEmbedding,
-    SubspaceLinear,
     bind_to_subspace,
+    factors_of,
     first_values,
     outside_subspace,
     scale_of_table,
@@ -221,12 +220,7 @@ def _spread_embedding(causal: PreTrainedModel, std: float) -> None:
 
 def _read(causal: PreTrainedModel, weights: Weights, first_layer: int, spec: ModelSpec) -> None:
     parameters = {_full_name(name, first_layer): value for name, value in nn.Module.named_parameters(causal)}
-    modules = cast("Iterator[tuple[str, nn.Module]]", nn.Module.named_modules(causal))
-    factored = {
-        _full_name(f"{name}.weight", first_layer): module
-        for name, module in modules
-        if isinstance(module, SubspaceEmbedding | SubspaceLinear)
-    }
+    factored = {_full_name(name, first_layer): module for name, module in factors_of(causal).items()}
     shapes = {name: tuple(value.shape) for name, value in parameters.items()}
     weights.check(shapes | {name: module.dense_shape for name, module in factored.items()})
     for name, value in parameters.items():

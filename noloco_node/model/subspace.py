@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 """The projections of a layer that write into the residual stream."""
+EXPERTS = "mlp.experts"
+"""The experts of a layer, in one tensor for each of their projections: `down_proj` writes into the stream."""
+WRITTEN = (*(f"{place}.weight" for place in WRITERS), f"{EXPERTS}.down_proj")
+"""The weights of a layer that write into the stream; a layer has either experts or one projection of its own."""
 EMBEDDING = "model.embed_tokens.weight"
 OUTSIDE = 1e-2
 """The most of a matrix, by its norm, that may lie outside the subspace. A file in bf16 has 0.002 there by rounding;
@@ -102,6 +106,47 @@ class SubspaceLinear(nn.Linear):
         return F.linear(F.linear(input, self.weight), self.subspace.factor)
 
 
+class SubspaceExperts(nn.Module):
+    """Experts whose down projections are U·A: their weight is A [experts, rank, in].
+
+    It stands before the architecture's own class, which it becomes a kind of (`bind_experts`). That class gives as many
+    numbers as it takes, so A is filled up with rows of zeros for it, and they are cut off again.
+    """
+
+    subspace: Subspace
+
+    def forward(self, hidden_states: Tensor, *routes: Tensor) -> Tensor:
+        """[..., hidden] with their routes -> [..., hidden]."""
+        weights = cast("dict[str, Tensor]", self._parameters)
+        own = weights["down_proj"]
+        weights["down_proj"] = F.pad(own, (0, 0, 0, self.subspace.hidden - self.subspace.rank))
+        try:
+            found = cast(Tensor, super().forward(hidden_states, *routes))
+        finally:
+            weights["down_proj"] = own
+        return F.linear(found[..., : self.subspace.rank], self.subspace.factor)
+
+    @property
+    def dense_shape(self) -> tuple[int, int, int]:
+        """The shape of U·A."""
+        experts, _, inside = cast(Tensor, self.down_proj).shape
+        return experts, self.subspace.hidden, inside
+
+    def factor_of(self, dense: Tensor) -> Tensor | None:
+        """The A of which this U·A is made; None where it lies outside the subspace."""
+        basis = self.subspace.basis
+        return basis.t() @ dense if is_in_span(dense, basis) else None
+
+
+def bind_experts(experts: nn.Module, subspace: Subspace) -> None:
+    """Make the experts of a layer, on the meta device, write into the subspace."""
+    own = experts.get_parameter("down_proj")
+    shape = (own.shape[0], subspace.rank, own.shape[2])
+    experts.register_parameter("down_proj", nn.Parameter(torch.empty(shape, device="meta", dtype=own.dtype)))
+    experts.__class__ = type(f"Subspace{type(experts).__name__}", (SubspaceExperts, type(experts)), {})
+    experts.register_module("subspace", subspace)
+
+
 class SubspaceEmbedding(nn.Embedding):
     """An embedding T[token] + U·c[token]: its weight is c [vocabulary, rank]."""
 
@@ -137,7 +182,7 @@ def basis_of(seed: int, hidden: int, rank: int) -> Tensor:
 
 
 def is_in_span(dense: Tensor, basis: Tensor) -> bool:
-    """Whether the columns of a matrix [hidden, in] lie in the span of a basis [hidden, rank]."""
+    """Whether the columns of matrices [..., hidden, in] lie in the span of a basis [hidden, rank]."""
     return _is_little(dense - basis @ (basis.t() @ dense), dense)
 
 
@@ -151,10 +196,13 @@ def bind_to_subspace(causal: PreTrainedModel, spec: ModelSpec, config: Pretraine
     base = causal.get_submodule("model")
     layers = cast(nn.ModuleList, base.get_submodule("layers"))
     for number in bound:
+        parts = dict(cast("Iterable[tuple[str, nn.Module]]", nn.Module.named_modules(layers[number])))
+        if EXPERTS in parts:
+            bind_experts(parts[EXPERTS], subspace)
         for place in WRITERS:
             parent, _, name = place.rpartition(".")
-            plain = cast(nn.Linear, layers[number].get_submodule(place))
-            layers[number].get_submodule(parent).register_module(name, SubspaceLinear(plain.in_features, subspace))
+            if isinstance(plain := parts.get(place), nn.Linear):
+                parts[parent].register_module(name, SubspaceLinear(plain.in_features, subspace))
     plain_embedding = cast(nn.Embedding, base.get_submodule("embed_tokens"))
     base.register_module("embed_tokens", SubspaceEmbedding(plain_embedding, subspace))
     return subspace
@@ -173,6 +221,8 @@ def first_values(causal: nn.Module, subspace: Subspace) -> None:
         for module in causal.modules():
             if isinstance(module, SubspaceLinear):
                 module.weight.mul_(math.sqrt(subspace.hidden / subspace.rank))
+            elif isinstance(module, SubspaceExperts):
+                module.get_parameter("down_proj").mul_(math.sqrt(subspace.hidden / subspace.rank))
             elif isinstance(module, SubspaceEmbedding):
                 module.weight.zero_()
 
@@ -180,6 +230,17 @@ def first_values(causal: nn.Module, subspace: Subspace) -> None:
 def scale_of_table(spec: ModelSpec, config: PretrainedConfig) -> float:
     """The size of T's numbers: `embedding_std`, or the architecture's own rule."""
     return spec.embedding_std if spec.embedding_std is not None else float(config.initializer_range)
+
+
+def factors_of(causal: nn.Module) -> dict[str, SubspaceLinear | SubspaceExperts | SubspaceEmbedding]:
+    """The modules of a model whose weights are factors, by the names of these weights."""
+    found: dict[str, SubspaceLinear | SubspaceExperts | SubspaceEmbedding] = {}
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", nn.Module.named_modules(causal)):
+        if isinstance(module, SubspaceLinear | SubspaceEmbedding):
+            found[f"{name}.weight"] = module
+        elif isinstance(module, SubspaceExperts):
+            found[f"{name}.down_proj"] = module
+    return found
 
 
 def dense_state(spec: ModelSpec, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -190,10 +251,10 @@ def dense_state(spec: ModelSpec, state: Mapping[str, Tensor]) -> Mapping[str, Te
     config, bound = build_config(spec), bound_layers(spec)
     subspace = Subspace(int(config.hidden_size), spec.subspace_rank, int(config.vocab_size))
     subspace.fill(spec.seed, scale_of_table(spec, config))
-    names = {f"model.layers.{number}.{place}.weight" for number in bound for place in WRITERS}
+    names = {f"model.layers.{number}.{written}" for number in bound for written in WRITTEN}
     found = dict(state)
     for name, weight in state.items():
-        if weight.dim() != 2 or weight.shape[0 if name in names else -1] != subspace.rank:
+        if weight.dim() < 2 or weight.shape[-2 if name in names else -1] != subspace.rank:
             continue
         own = weight.to("cpu", torch.float32)
         if name in names:

@@ -12,7 +12,7 @@ from noloco_node.collector import loading
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.anatomy import build_on_meta
 from noloco_node.model.cut import build_config, cut_model, cut_width, idle_experts
-from noloco_node.model.subspace import SubspaceLinear, bind_to_subspace
+from noloco_node.model.subspace import SubspaceExperts, SubspaceLinear, bind_to_subspace
 from noloco_node.sizing.activations import ActivationGraph, graph_of
 from noloco_node.training.inner_optimizer import is_for_muon
 from noloco_node.training.layout import LayoutEntry, kind_of
@@ -95,7 +95,7 @@ def footprint_of(run: RunSpec) -> Footprint:
     ]
     if subspace is not None:
         for name, module in cast("Iterable[tuple[str, torch.nn.Module]]", torch.nn.Module.named_modules(whole)):
-            if isinstance(module, SubspaceLinear):
+            if isinstance(module, SubspaceLinear | SubspaceExperts):
                 flop[_stage_of(name, ends)] += OF_THE_BASIS * subspace.basis.numel()
     precision = PRECISIONS[run.inner.precision]
     element = 2 if precision.autocast else precision.published.itemsize
