@@ -11,6 +11,7 @@ from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, EventFile
+from noloco_node.telemetry.words import an_hour
 from tests.telemetry import made_events as made
 
 
@@ -128,7 +129,9 @@ def test_a_volunteer_is_told_what_its_node_takes_of_the_line_the_device_and_the_
     told = "\n".join(status_lines(tmp_path, now=1061.0))
     seconds = 1060.0 - made.started("s0-r0").time
     rate = 8e-6 * 7_500_000 / seconds
-    assert f"sent              7.5 MB, {rate:.2f} Mbit/s on average (exchange 4.5 MB, microbatches 3.0 MB)" in told
+    exchange, microbatches = (an_hour(count, seconds) for count in (4.5e6, 3e6))
+    kinds = f"(exchange 4.5 MB, {exchange}; microbatches 3.0 MB, {microbatches})"
+    assert f"sent              7.5 MB, {rate:.2f} Mbit/s on average {kinds}" in told
     assert "received          1.0 MB" in told
     assert f"at work for {15.0 / seconds:.0%} of the time" in told
     assert "disk              2.0 MB in" in told

@@ -239,6 +239,9 @@ class EvaluationSpec(Settings):
 class LimitsSpec(Settings):
     """Bounds that all peers share."""
 
+    least_uplink_mbit: PositiveFloat | None = None
+    """What a node must be able to send, in Mbit/s. One whose `node.uplink_mbit` is less is told so before it copies
+    anything. Not set: what a microbatch needs."""
     record_seconds: PositiveFloat = 20.0
     """Life of a directory record; it is renewed three times within it."""
     grace_seconds: PositiveFloat = 20.0

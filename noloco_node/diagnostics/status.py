@@ -37,7 +37,7 @@ from noloco_node.telemetry.events import (
     Warned,
     parse_event,
 )
-from noloco_node.telemetry.words import as_bytes, as_long, as_nodes, one_line, printable
+from noloco_node.telemetry.words import an_hour, as_bytes, as_long, as_nodes, one_line, printable
 
 SHOWN_PEERS = 8
 SHOWN_WARNINGS = (
@@ -316,9 +316,13 @@ def _costs(folder: RunFolder, events: Events, started: NodeStarted | None) -> It
 
 
 def _traffic(by_kind: Mapping[str, int], seconds: float) -> str:
-    """`1.2 GB, 3.4 Mbit/s on average (exchange 1.0 GB, state 0.2 GB)`."""
+    """`1.2 GB, 3.4 Mbit/s on average (exchange 1.0 GB, 1.3 GB/h; state 0.2 GB, 250.0 MB/h)`."""
     total = sum(by_kind.values())
-    kinds = ", ".join(f"{printable(kind)} {as_bytes(count)}" for kind, count in sorted(by_kind.items()) if count)
+    kinds = "; ".join(
+        f"{printable(kind)} {as_bytes(count)}, {an_hour(count, seconds)}"
+        for kind, count in sorted(by_kind.items())
+        if count
+    )
     return f"{as_bytes(total)}, {8e-6 * total / seconds:,.2f} Mbit/s on average" + (f" ({kinds})" if kinds else "")
 
 

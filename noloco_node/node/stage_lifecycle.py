@@ -26,7 +26,7 @@ from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_far_trained, as_seen_at_work, servers_of, usual_strength
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.line_needs import check_line, line_needs
+from noloco_node.sizing.line_needs import check_line, check_uplink, line_needs
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, fitting_stages, memory_of
 from noloco_node.state_transfer.backups import StageCopies
@@ -135,6 +135,7 @@ class StageLifecycle:
         neither, it is the one that needs this node most and fits its memory. Raises UserError (CONFIG) if there is no
         such stage."""
         wanted, stages = self._settings.stage, self._spec.stages
+        check_uplink(self._spec, self._settings)
         if wanted == "auto" and saved is not None:
             wanted = saved
         if wanted == "auto":

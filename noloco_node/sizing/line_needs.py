@@ -66,6 +66,17 @@ def line_needs(run: RunSpec, footprint: Footprint) -> tuple[LineNeed, ...]:
     )
 
 
+def check_uplink(run: RunSpec, settings: NodeSettings) -> None:
+    """Raise UserError (CONFIG) where the bound on the uplink is below what the run asks its nodes for."""
+    asked, up = run.limits.least_uplink_mbit, settings.uplink_mbit
+    if asked is not None and up is not None and up < asked:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.uplink_mbit is {up:g}, and run '{run.name}' asks its nodes for {asked:g} (limits.least_uplink_mbit)",
+            f"set node.uplink_mbit to {asked:g} or more, or join another run",
+        )
+
+
 def check_line(run: RunSpec, settings: NodeSettings, needs: LineNeed, stage: int) -> None:
     """Raise UserError (CONFIG) where a bound of `settings` is below what the stage needs."""
     ways = (

@@ -25,6 +25,7 @@ from noloco_node.telemetry.words import as_bytes
 from noloco_node.training.compute_device import peak_of
 
 STAGES_SHOWN = 6
+DAY = 86400.0
 KNOWN_DEVICE = "RTX 4090"
 """A node's work is told in shares of this device, if the user has named no other."""
 MUCH = 0.2
@@ -87,7 +88,9 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
         if speed > 0.0 and tokens_left > 0.0:
             bits = 8e-6 * speed / tokens_left
             work = loads[stage].compute_seconds * speed / run.microbatch_tokens / max(1, shared[stage])
+            day = DAY * speed / tokens_left
             words += f", {bits * use.sent:,.3g} and {bits * use.received:,.3g} Mbit/s"
+            words += f"; {as_bytes(day * use.sent)} up and {as_bytes(day * use.received)} down a day"
             words += f"; {_flop(work)} of work a second{_of_a_known_device(work, run.inner.precision)}"
         lines.append(f"  {'' if lines else 'costs a node':<17} stage {stage}: {words}")
     if len(lines) > STAGES_SHOWN:

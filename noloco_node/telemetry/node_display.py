@@ -18,6 +18,8 @@ from noloco_node.telemetry.screens import figures_table, progress_row
 from noloco_node.telemetry.state import NodeState
 from noloco_node.telemetry.told_state import ToldPeer, ToldState
 from noloco_node.telemetry.words import (
+    an_hour,
+    as_bytes,
     as_clock_time,
     as_duration,
     as_lag,
@@ -143,6 +145,21 @@ def _figures(state: ToldState) -> Iterator[tuple[str, str, str, str]]:
     )
     if state.peers:
         yield "microbatches in hand", str(state.in_hand), "", ""
+    yield from _traffic(state)
+
+
+def _traffic(state: ToldState) -> Iterator[tuple[str, str, str, str]]:
+    """Bytes each way since the start and in an hour: all, and those of each kind."""
+    if state.contribution is None:
+        return
+    sent, received = state.contribution.bytes_sent, state.contribution.bytes_received
+
+    def of(count: int) -> str:
+        return f"{as_bytes(count)}, {an_hour(count, state.uptime_seconds)}" if count else "–"
+
+    yield "sent", of(sum(sent.values())), "received", of(sum(received.values()))
+    for kind in sorted(kind for kind in {*sent, *received} if sent.get(kind, 0) or received.get(kind, 0)):
+        yield f"  {printable(kind)}", of(sent.get(kind, 0)), f"  {printable(kind)}", of(received.get(kind, 0))
 
 
 def _outer_steps(state: ToldState) -> str:

@@ -64,6 +64,13 @@ class ToldExchange(_Told):
     partner: str | None = None
 
 
+class ToldTraffic(_Told):
+    """Bytes by kind since the node was started; the rest of its contribution is not read."""
+
+    bytes_sent: dict[str, int] = {}
+    bytes_received: dict[str, int] = {}
+
+
 class ToldState(_Told):
     """See `NodeState.document`. Times are wall times of the node, speeds tokens per second."""
 
@@ -91,6 +98,8 @@ class ToldState(_Told):
     """By kind, aborted ones among them."""
     exchanges: tuple[ToldExchange, ...] = ()
     download: ToldDownload | None = None
+    contribution: ToldTraffic | None = None
+    uptime_seconds: float = 0.0
     in_hand: int = 0
     nodes_per_stage: tuple[int, ...] = ()
     missing_stages: tuple[int, ...] = ()

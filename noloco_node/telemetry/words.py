@@ -57,6 +57,11 @@ def as_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def an_hour(count: float, seconds: float) -> str:
+    """What a count of bytes in so many seconds comes to: `1.3 GB/h`."""
+    return f"{as_bytes(3600.0 * count / max(1.0, seconds))}/h"
+
+
 def as_nodes(per_stage: Sequence[int]) -> str:
     """How many nodes serve which stage: `4 (stage 0: 2, stage 1: 2)`."""
     total, empty = sum(per_stage), [stage for stage, count in enumerate(per_stage) if not count]

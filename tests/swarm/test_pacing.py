@@ -8,11 +8,12 @@ import random
 import pytest
 
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.placement.balancing import Supply, choose_stage
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.line_needs import LineNeed, check_line, line_needs
+from noloco_node.sizing.line_needs import LineNeed, check_line, check_uplink, line_needs
 from noloco_node.transport.pacing import ANSWER_SHARE, SMALL_BYTES, WIRE_SHARE, Line, LineRate, at_once, line_of
 from tests.worlds import micro_spec
 
@@ -109,6 +110,17 @@ def test_a_bound_below_what_a_microbatch_needs_is_refused_with_the_arithmetic() 
         assert words in refused.value.message
     with pytest.raises(UserError, match="downlink_mbit"):
         check_line(run, NodeSettings(downlink_mbit=0.9 * middle.least_down), middle, 1)
+
+
+def test_a_run_may_ask_its_nodes_for_a_least_uplink() -> None:
+    """A node whose own bound is below it is told before it copies anything; one without a bound may come."""
+    asks = micro_spec().model_copy(update={"limits": LimitsSpec(least_uplink_mbit=20.0)})
+    check_uplink(asks, NodeSettings(uplink_mbit=20.0))
+    check_uplink(asks, NodeSettings())
+    check_uplink(micro_spec(), NodeSettings(uplink_mbit=0.1))
+    with pytest.raises(UserError, match=r"node.uplink_mbit is 19.*asks its nodes for 20") as refused:
+        check_uplink(asks, NodeSettings(uplink_mbit=19.0))
+    assert refused.value.exit_code is ExitCode.CONFIG
 
 
 def test_the_need_is_the_larger_of_microbatch_and_chunk() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -99,7 +100,8 @@ def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know(monkeypatch: py
         "waiting for a replica of stage 1: none is known, for 1:05 min",
     ):
         assert words in text
-    assert len(text.splitlines()) <= 14
+    assert len(text.splitlines()) <= 18
+    assert re.search(r"exchange +[\d.]+ .?B, [\d.]+ .?B/h", text), text
 
 
 def test_a_view_without_events_can_be_shown_and_names_are_never_markup() -> None:
