@@ -291,8 +291,8 @@ class RunSpec(Settings):
     pipeline: PipelineSpec = PipelineSpec()
     evaluation: EvaluationSpec
     guard_copies: Annotated[int, Field(ge=0, le=64)] = 0
-    """Nodes of other stages that keep a copy of each stage's slow weights (2 bytes a parameter in the host's memory). A
-    stage that has lost all of its replicas is restored from it. 0: it would start again from the seed."""
+    """Nodes of other stages that keep a copy of each stage's slow weights (2 bytes a parameter on the disk). A stage
+    that has lost all of its replicas is restored from it. 0: it would start again from the seed."""
     limits: LimitsSpec = LimitsSpec()
     access: AccessSpec = AccessSpec()
 

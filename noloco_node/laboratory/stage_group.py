@@ -259,7 +259,8 @@ class StageGroup:
         for place, index in enumerate(meeting.members):
             account, replica = self._accounts[index], self.replicas[index]
             scale = self._clip(index, meeting) if paired else 1.0
-            before = replica.momentum[meeting.part.slice].clone() if self._world.nesterov else None
+            kept = replica.momentum if self._world.nesterov else None
+            before = None if kept is None else kept[meeting.part.slice].clone()
             self._stage.fast[index, meeting.part.slice].add_(replica.commit(scale))
             if before is not None:
                 self._look_ahead(index, meeting.part, before)
@@ -286,6 +287,7 @@ class StageGroup:
         """Nesterov's momentum: of φ ← φ + α δ' + β Δ, with δ' = α δ + β Δ, heavy-ball momentum has made φ + δ'; what is
         missing is α (δ' − δ)."""
         replica = self.replicas[index]
+        assert replica.momentum is not None, "there is one where α is not 0, and only there does it look ahead"
         ahead = (replica.momentum[part.slice] - before).mul_(replica.rule.alpha)
         replica.slow[part.slice].add_(ahead)
         self._stage.fast[index, part.slice].add_(ahead)

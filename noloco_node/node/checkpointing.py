@@ -27,6 +27,7 @@ from noloco_node.storage.checkpoint import (
     held_name,
 )
 from noloco_node.telemetry.events import AnyEvent, CheckpointTaken
+from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import CheckpointState
 
@@ -134,41 +135,37 @@ class CheckpointKeeper:
                 await self.save()
 
     async def save(self) -> None:
-        """Take a checkpoint now. Where the disk refuses it, or there is no memory for the copy: a warning, once until
-        it works again; never an error."""
-        started = self._since = ambient.monotonic()
+        """Take a checkpoint now. Where the disk refuses it, or there is no memory for a piece of it: a warning, once
+        until it works again; never an error."""
+        self._since = ambient.monotonic()
+        async with self._replica.worker.frozen() as state:
+            await self._write(state)
+
+    async def _write(self, state: FrozenState) -> None:
+        started = self._since
+        standing = self._standing(state)  # no await before it: see `StageWorker.frozen`
+        self._round = state.progress.outer_rounds
+        held = {held_name(number): each.windows for number, each in enumerate(self._replica.pipeline.held_samples)}
+        tensors = {RANDOM: self._random_state(), **held}
+        written, error = None, ""
         try:
-            state = await self._replica.worker.checkpoint_state()
+            written = await self._disk.do(lambda: self._folder.write(standing, tensors, state))
+        except CheckpointFailed as failure:
+            error = str(failure)
         except (MemoryError, RuntimeError) as refusal:
             if refused_memory(refusal) is None:
                 raise
-            self._not_taken(f"no memory for a copy of the state ({str(refusal)[:200]})", started)
-            return
-        standing = self._standing(state)  # no await in between: see `StageWorker.checkpoint_state`
-        self._round = state.progress.outer_rounds
+            error = f"no memory for a piece of the state ({str(refusal)[:200]})"
         self._held.append(state.held_seconds)
-        held = {held_name(number): each.windows for number, each in enumerate(self._replica.pipeline.held_samples)}
-        tensors = {**state.tensors, RANDOM: self._random_state(), **held}
-        written, error = None, ""
-        try:
-            written = await self._disk.do(lambda: self._folder.write(standing, tensors))
-        except CheckpointFailed as failure:
-            error = str(failure)
         self._report(error)
         seconds = ambient.monotonic() - started
         if written is not None:
             self._warn_if_slow(seconds)
         self._emit(_event(state.progress, state.held_seconds, written, error, seconds))
 
-    def _not_taken(self, error: str, started: float) -> None:
-        progress, seconds = self._replica.worker.progress, ambient.monotonic() - started
-        self._round = progress.outer_rounds
-        self._report(error)
-        self._emit(_event(progress, 0.0, None, error, seconds))
-
     def _usual_hold(self) -> float:
-        """What a copy takes of the compute thread: the least of the last few. One alone says as much of what else ran
-        on the machine just then, and must not put the next checkpoint off."""
+        """How long the training waits for a checkpoint: the least of the last few. One alone says as much of what else
+        ran on the machine just then, and must not put the next checkpoint off."""
         return min(self._held) if len(self._held) == HOLDS_TO_TELL else 0.0
 
     def __enter__(self) -> CheckpointKeeper:
@@ -178,7 +175,7 @@ class CheckpointKeeper:
         """Take no more. A write that is under way is not waited for: it becomes whole, or counts for nothing."""
         self._disk.stop()
 
-    def _standing(self, state: CheckpointState) -> KeptStanding:
+    def _standing(self, state: FrozenState) -> KeptStanding:
         return KeptStanding(
             run_id=self._replica.context.spec.run_id,
             stage=self._replica.stage,

@@ -76,7 +76,7 @@ class StageLifecycle:
         self.met_under_way = False
         """The run had begun at an earlier stay, or is past its first outer round as somebody that answered has said."""
         self.ledger = Ledger()
-        self.copies = StageCopies(spec, footprint.parameters, transport, self._rng)
+        self.copies = StageCopies(spec, footprint.parameters, transport, self._rng, settings.run_folder)
         self.copies.serve()
         self.stage = 0
         """The stage that it serves or is on its way to."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,15 +12,13 @@ from torch import Tensor
 from noloco_node.finite import all_finite
 from noloco_node.outer.codec import BLOCK, Codec, Coding
 from noloco_node.outer.decoupled import crosses_whole
+from noloco_node.outer.learnt import LearntWay
 from noloco_node.outer.update import OuterRule, contribution, step_
 
 _IN_CACHE = 1 << 16
 """So many values are worked on together, so that they stay in a processor's cache."""
 TRAIL_STEPS = 16
 """A trail averages over so many outer steps (decision 4)."""
-LEARNT_STEPS = 16
-"""What a replica itself has learnt is averaged over so many outer steps. Over fewer, honest partners seem to take back
-what it learnt in the last steps, for these are all that they lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +62,58 @@ class OuterReplica:
     codec, the receiver forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n. The mean over replicas is therefore kept to
     rounding whatever Q does.
 
-    A step is committed in three parts, so that a change of θ need not wait for the arithmetic. `prepare` works out the
-    whole step in the open step's own buffers, `adopt` says that it counts, `settle` carries it into φ and δ. An open
-    step that is never adopted leaves no trace. Buffers are allocated once.
+    An open step that is not committed leaves no trace. `commit` changes φ, δ and the snapshot in their own memory, so
+    nothing may read them before what it returns is in the fast weights (`StageWorker.commit`).
+
+    Two vectors are as long as the stage: φ and the snapshot. δ is a third where α is not 0. The difference to the
+    partners is kept as it came, in their codes, and made a chunk at a time: once to measure it, once to take the step.
 
     A codec that `trails` tells a replica's motion from its weights by their *trail* τ, a moving average of φ. What φ
     has moved lately is motion too, and crosses with δ and Δ. Where a block crosses whole, the difference moves the
     trail along as it moves s. Partners' trails need not agree for the mean to be kept. But a replica that takes over a
     φ takes its trail too, or what only one of them offers would move the two apart.
 
-    A moving average of this replica's own Δ says which way it has been learning. No part of it came from partners; they
-    are measured by it (`PartnerBound`). It is given to nobody.
+    `LearntWay` remembers which way this replica has been learning. No part of it came from partners; they are measured
+    by it (`PartnerBound`). It is given to nobody.
     """
 
-    def __init__(self, rule: OuterRule, slow: Tensor, *, codec: Codec, chunk_bytes: int, fragments: int = 1) -> None:
+    def __init__(
+        self,
+        rule: OuterRule,
+        slow: Tensor,
+        *,
+        codec: Codec,
+        chunk_bytes: int,
+        fragments: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """`slow` is taken over. `seed` draws what `LearntWay` looks at in a large stage; partners must not know it."""
         self.rule = rule
         self.slow = slow
-        self.momentum = torch.zeros_like(slow)
+        self.momentum = torch.zeros_like(slow) if rule.alpha else None
+        """None where nothing of the last step is in the next."""
         self.snapshot = torch.empty_like(slow)
         self.codec = codec
         self.whole = Part(0, slow.numel())
         self.fragments = fragments_of(slow.numel(), fragments)
         self.trail = slow.clone() if codec.trails else None
-        self._led: list[tuple[slice, Tensor, Tensor]] = []
-        self._learnt = torch.zeros_like(slow)
-        self._difference = torch.empty_like(slow)
+        self._learnt = LearntWay(slow.numel(), slow.dtype, seed)
         self._chunk = codec.values_within(chunk_bytes)
         self._part = self.whole
         self._exchange = ""
         self._coding: Coding | None = None
         self._sketch: Tensor | None = None
         self._sent: dict[int, Tensor] = {}
+        self._came: dict[int, list[Tensor]] = {}
+        """Partners' chunks as they came."""
+        self._squares: dict[int, float] = {}
+        """The sum of the squares of n times the difference, for each chunk of which all partners' are there."""
+        self._tallest = 0.0
+        """The largest value of n times the difference."""
+        self._most = math.inf
         self._weight = 1.0
         self._members = 1
         self._opened = False
-        self._adopted = False
-        self._settling = threading.Lock()
 
     @property
     def size(self) -> int:
@@ -117,12 +130,12 @@ class OuterReplica:
         """Chunks that the exchange of the open part consists of."""
         return math.ceil(self._part.size / self._chunk)
 
-    def load(self, slow: Tensor, momentum: Tensor, trail: Tensor | None = None) -> None:
+    def load(self, slow: Tensor, momentum: Tensor | None = None, trail: Tensor | None = None) -> None:
         """Go on from this φ and δ; without a trail it begins anew, as does the way that was learnt."""
-        self.settle()
-        self._learnt.zero_()
+        self._learnt.forget()
         self.slow.copy_(slow)
-        self.momentum.copy_(momentum)
+        if self.momentum is not None:
+            self.momentum.zero_() if momentum is None else self.momentum.copy_(momentum)
         if self.trail is not None:
             self.trail.copy_(slow if trail is None else trail)
 
@@ -138,13 +151,12 @@ class OuterReplica:
         `weight` is this replica's n·w; `exchange` is the step's name, the same for all members: dither and sketch come
         from it.
         """
-        self.settle()
         self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
         self._opened = True
-        self._coding = self._sketch = None
-        self._sent.clear()
-        self._led.clear()
-        self._difference[part.slice].zero_()
+        self._forget()
+        self._learnt.begin(part.start, part.end)
+        self._squares.clear()
+        self._tallest, self._most = 0.0, math.inf
 
     def sketch(self) -> Tensor:
         """What the partners must know of s_i before they encode, fp32; empty where the codec needs none."""
@@ -192,24 +204,47 @@ class OuterReplica:
         if wire.shape != own.shape or wire.dtype != own.dtype:
             raise ValueError(f"chunk {index} is {wire.dtype} {tuple(wire.shape)}, not {own.dtype} {tuple(own.shape)}")
         difference = self._coding.difference(wire, own, part.start)
-        if not all_finite(difference):
+        came = self._came.get(index, [])
+        complete = len(came) == self._members - 2
+        total = self._total([difference, *self._differences(index)]) if complete and came else difference
+        square, tallest = _measured(total)
+        if not math.isfinite(square):
             raise NotFinite(f"chunk {index} holds NaN or infinity")
-        self._difference[part].add_(difference, alpha=1 / self._members)
+        self._came[index] = [*came, wire]
+        if complete:
+            self._squares[index] = square
+            self._tallest = max(self._tallest, tallest)
+            self._learnt.see(total, part.start)
+
+    def _differences(self, index: int) -> list[Tensor]:
+        """Q(s_j) − Q(s_i) of a chunk for each partner, anew from what came."""
+        assert self._coding is not None, "what came was coded"
+        start, own = self._slice(index).start, self.encoded_chunk(index)
+        return [self._coding.difference(wire, own, start) for wire in self._came.get(index, [])]
+
+    def _total(self, differences: Sequence[Tensor]) -> Tensor:
+        """Their sum: n times what the partners pull this replica's mean by."""
+        first, *others = differences
+        if not others:
+            return first
+        total = first.to(self.slow.dtype, copy=True)
+        for each in others:
+            total.add_(each)
+        return total
 
     def difference_norm(self) -> float:
-        """The norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part: how far the partners pull this replica's mean."""
-        return math.sqrt(_squares(self._difference[self._part.slice]))
+        """The norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part, as it came: how far the partners pull this replica's
+        mean. Chunks count once all partners' are there."""
+        return math.sqrt(math.fsum(self._squares.values())) / self._members
 
     def own_motion(self) -> float:
         """The norm of βΔ over the open part: what this replica itself brings to the step.
 
         The momentum is left out, because earlier partners had a part in it (see `DifferenceBound`).
         """
-        total = 0.0
-        for index in range(self.chunks):
-            part = self._slice(index)
-            total += _squares(self.snapshot[part] - self.slow[part])
-        return self.rule.beta * math.sqrt(total)
+        pieces = _pieces(self._part.slice)
+        squares = (_square(self.snapshot[piece] - self.slow[piece]) for piece in pieces)
+        return self.rule.beta * math.sqrt(math.fsum(squares))
 
     def taken_back(self) -> tuple[float, float]:
         """How far the difference leads back along the way of this replica's own learning, and how far along it βΔ has
@@ -218,82 +253,58 @@ class OuterReplica:
         The way is that of the last outer steps, over the open part; the first figure is negative if the difference
         leads onwards. Before the first outer step the way is that of Δ. Without any, both are 0.
         """
-        back, made, length = self._along(self._learnt)
-        if length == 0.0:
-            back, made, length = self._along(None)
-        return (back / math.sqrt(length), self.rule.beta * made / math.sqrt(length)) if length > 0.0 else (0.0, 0.0)
+        back, made = self._learnt.taken_back(self.snapshot, self.slow, self._limit)
+        return back / self._members, self.rule.beta * made
 
-    def _along(self, way: Tensor | None) -> tuple[float, float, float]:
-        """Products over the open part of `way` (None: Δ) with minus the difference, with Δ and with itself."""
-        back, made, length = 0.0, 0.0, 0.0
-        for start in range(self._part.start, self._part.end, _IN_CACHE):
-            part = slice(start, min(start + _IN_CACHE, self._part.end))
-            delta = (self.snapshot[part] - self.slow[part]).double()
-            piece = delta if way is None else way[part].double()
-            back -= float(self._difference[part].double().dot(piece))
-            made += float(delta.dot(piece))
-            length += float(piece.dot(piece))
-        return back, made, length
+    def limit_values(self, most: float) -> bool:
+        """From now on the difference counts with each of its values within ± `most`. Tells whether any is beyond."""
+        self._most = min(self._most, most)
+        return self._tallest > self._limit
 
-    def limit_values(self, most: float) -> None:
-        """Bring each value of the difference over the open part to within ± `most`."""
-        most = min(most, torch.finfo(self._difference.dtype).max)
-        self._difference[self._part.slice].clamp_(-most, most)
+    @property
+    def _limit(self) -> float:
+        """No value of n times the difference counts as larger."""
+        return min(self._members * self._most, torch.finfo(self.slow.dtype).max)
 
     def commit(self, scale: float = 1.0) -> Tensor:
-        """Take the step: φ and δ of the open part are replaced. Returns what `prepare` does."""
-        correction = self.prepare(scale)
-        self.adopt()
-        self.settle()
-        return correction
-
-    def prepare(self, scale: float = 1.0) -> Tensor:
-        """Work the step out, the difference to the partners scaled; φ and δ stay as they are.
+        """Take the step, the difference to the partners scaled: φ and δ of the open part are replaced.
 
         Returns φ_new − θ_snapshot of the open part, to be added to its fast weights, in the snapshot's place: no chunk
         can be made any more.
         """
-        assert self._opened, (
-            "a step is opened before it is worked out: until then the difference is whatever memory held"
-        )
+        assert self._opened, "a step is opened before it is taken"
         self._opened = False
         for index in range(self.chunks):
-            part = self._slice(index)
-            mean = self._contribution(part).add_(self._difference[part], alpha=scale)
-            if self.trail is not None and self._members > 1:
-                whole = crosses_whole(self._exchange, self.chunk_size(index))
-                self._led.append((part, whole, scale * self._difference[part][whole]))
-            slow, momentum = self.slow[part].clone(), self._difference[part].copy_(self.momentum[part])
-            step_(self.rule, mean, slow=slow, momentum=momentum)
-            torch.sub(slow, self.snapshot[part], out=self.snapshot[part])
-        self._coding = None
-        self._sent.clear()
+            self._step_chunk(index, scale)
+        self._forget()
         return self.snapshot[self._part.slice]
 
-    def adopt(self) -> None:
-        """The prepared step counts from now on; takes no time."""
-        self._adopted = True
+    def _step_chunk(self, index: int, scale: float) -> None:
+        """Piece by piece: what is worked on stays in a processor's cache."""
+        part, total = self._slice(index), None
+        if index in self._came:
+            total = self._total(self._differences(index))
+            if self._tallest > self._limit:
+                total.clamp_(-self._limit, self._limit)
+        self._learnt.learn(self.snapshot[part], self.slow[part], part.start)
+        for piece in _pieces(part):
+            slow, snapshot = self.slow[piece], self.snapshot[piece]
+            mean = self._contribution(piece)
+            if total is not None:
+                mean.add_(total[piece.start - part.start : piece.stop - part.start], alpha=scale / self._members)
+            step_(self.rule, mean, slow=slow, momentum=None if self.momentum is None else self.momentum[piece])
+            torch.sub(slow, snapshot, out=snapshot)
+        if self.trail is not None:
+            if total is not None:
+                whole = crosses_whole(self._exchange, part.stop - part.start)
+                self.trail[part][whole] += scale / self._members * total[whole]
+            self.trail[part].lerp_(self.slow[part], 1 / TRAIL_STEPS)
 
-    def settle(self) -> None:
-        """Carry an adopted step into φ and δ; it does nothing if none waits.
-
-        Any thread may call it. A reader that needs θ, φ and δ of one state calls it first.
-        """
-        with self._settling:
-            if self._adopted:
-                part = self._part.slice
-                # φ_new − φ is in the difference's place, φ_new − θ in the snapshot's: Δ is what they differ by.
-                learnt = self._learnt[part].mul_(1 - 1 / LEARNT_STEPS)
-                learnt.add_(self._difference[part], alpha=1 / LEARNT_STEPS)
-                learnt.sub_(self.snapshot[part], alpha=1 / LEARNT_STEPS)
-                self.slow[part].add_(self._difference[part])
-                self.momentum[part].copy_(self._difference[part])
-                if self.trail is not None:
-                    for chunk, whole, moved in self._led:
-                        self.trail[chunk][whole] += moved
-                    self._led.clear()
-                    self.trail[part].lerp_(self.slow[part], 1 / TRAIL_STEPS)
-                self._adopted = False
+    def _forget(self) -> None:
+        """What was exchanged is of no use any more."""
+        self._coding = self._sketch = None
+        self._sent.clear()
+        self._came.clear()
 
     def _slice(self, index: int) -> slice:
         start = self._part.start + index * self._chunk
@@ -304,12 +315,25 @@ class OuterReplica:
             self.rule,
             fast=self.snapshot[part],
             slow=self.slow[part],
-            momentum=self.momentum[part],
+            momentum=None if self.momentum is None else self.momentum[part],
             weight=self._weight,
         )
 
 
-def _squares(values: Tensor) -> float:
-    """The sum of their squares, in fp64: the square of a large finite difference would be infinite otherwise."""
-    starts = range(0, values.numel(), _IN_CACHE)
-    return math.fsum(float(values[start : start + _IN_CACHE].double().square().sum()) for start in starts)
+def _pieces(part: slice) -> list[slice]:
+    """A range in pieces that stay in a processor's cache."""
+    return [slice(at, min(at + _IN_CACHE, part.stop)) for at in range(part.start, part.stop, _IN_CACHE)]
+
+
+def _square(values: Tensor) -> float:
+    """The sum of a piece's squares, in fp64: the square of a large finite number would be infinite otherwise. NaN and
+    infinity show in it."""
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2  # pyright: ignore
+
+
+def _measured(values: Tensor) -> tuple[float, float]:
+    """The sum of the squares of a chunk, and the largest of its absolute values."""
+    pieces = [values[piece] for piece in _pieces(slice(0, len(values)))]
+    ends = [torch.aminmax(piece) for piece in pieces]
+    tallest = max(max(-float(end.min), float(end.max)) for end in ends)
+    return math.fsum(map(_square, pieces)), tallest

@@ -34,17 +34,23 @@ class OuterRule:
     momentum: Momentum
 
 
-def contribution(rule: OuterRule, *, fast: Tensor, slow: Tensor, momentum: Tensor, weight: float = 1.0) -> Tensor:
-    """s_j, a new tensor of the inputs' shape. `weight` is n·w_j, the member's token weight (1 for equal work)."""
+def contribution(
+    rule: OuterRule, *, fast: Tensor, slow: Tensor, momentum: Tensor | None, weight: float = 1.0
+) -> Tensor:
+    """s_j, a new tensor of the inputs' shape. `weight` is n·w_j, the member's token weight (1 for equal work). No
+    momentum is given where α is 0."""
     s = (fast - slow).mul_(rule.beta * weight).add_(slow, alpha=rule.gamma)
-    if rule.momentum == "averaged":
+    if rule.momentum == "averaged" and momentum is not None:
         s.add_(momentum, alpha=rule.alpha)
     return s
 
 
-def step_(rule: OuterRule, mean_contribution: Tensor, *, slow: Tensor, momentum: Tensor) -> None:
-    """Replace φ and δ in place by their values after the outer step. All three have one shape."""
-    if rule.momentum == "averaged":
+def step_(rule: OuterRule, mean_contribution: Tensor, *, slow: Tensor, momentum: Tensor | None) -> None:
+    """Replace φ and δ in place by their values after the outer step. All three have one shape. Without a momentum,
+    which an α of 0 does not need, the mean's memory is used up."""
+    if momentum is None:
+        momentum = mean_contribution
+    elif rule.momentum == "averaged":
         momentum.copy_(mean_contribution)
     else:
         momentum.mul_(rule.alpha).add_(mean_contribution)

@@ -73,46 +73,39 @@ class WatchedOuter(OuterReplica):
         self._entry: OuterEntry | None = None
         self._loaded: OuterEntry | None = None
         """Open when other weights were loaded, or before."""
-        self._counts = False
 
     def open(self, part: Part, *, members: int, weight: float, exchange: str = "") -> None:
         """See `OuterReplica.open`."""
         super().open(part, members=members, weight=weight, exchange=exchange)
-        fast, slow, momentum = (held[part.slice].double() for held in (self.snapshot, self.slow, self.momentum))
+        fast, slow = (held[part.slice].double() for held in (self.snapshot, self.slow))
+        momentum = torch.zeros_like(slow) if self.momentum is None else self.momentum[part.slice].double()
         self._entry = OuterEntry(exchange, self.rule, weight, fast, slow, momentum)
         self._ledger.append(self._entry)
 
-    def load(self, slow: Tensor, momentum: Tensor, trail: Tensor | None = None) -> None:
+    def load(self, slow: Tensor, momentum: Tensor | None = None, trail: Tensor | None = None) -> None:
         """See `OuterReplica.load`."""
         super().load(slow, momentum, trail)
         self._loaded = self._entry
 
-    def limit_values(self, most: float) -> None:
+    def limit_values(self, most: float) -> bool:
         """See `OuterReplica.limit_values`."""
-        before = self.difference_norm()
-        super().limit_values(most)
-        if self._entry is not None and self.difference_norm() < before:
+        beyond = super().limit_values(most)
+        if self._entry is not None and beyond:
             self._entry.scale = 0.0
+        return beyond
 
-    def prepare(self, scale: float = 1.0) -> Tensor:
-        """See `OuterReplica.prepare`."""
+    def commit(self, scale: float = 1.0) -> Tensor:
+        """See `OuterReplica.commit`."""
         if self._entry is not None:
             self._entry.scale = min(self._entry.scale, scale)
-        return super().prepare(scale)
-
-    def adopt(self) -> None:
-        """See `OuterReplica.adopt`."""
-        super().adopt()
-        self._counts = True
-
-    def settle(self) -> None:
-        """See `OuterReplica.settle`."""
-        super().settle()
-        if self._counts and self._entry is not None:
+        correction = super().commit(scale)
+        if self._entry is not None:
             part = self.part.slice
-            self._entry.after = (self.slow[part].double(), self.momentum[part].double())
+            slow = self.slow[part].double()
+            moved = slow - self._entry.slow if self.momentum is None else self.momentum[part].double()
+            self._entry.after = (slow, moved)
             self._entry.replaced = self._entry is self._loaded
-        self._counts = False
+        return correction
 
 
 class Watched:

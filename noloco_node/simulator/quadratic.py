@@ -29,6 +29,7 @@ from noloco_node.simulator.learning import numbered_samples
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import DTYPES, carried_dtype
 from noloco_node.training.compute_thread import Compute, Priority
+from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import MOMENTS
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.outer_state import outer_of
@@ -178,6 +179,10 @@ class QuadraticTrainer(Trainer):
         """See `Trainer`: zeros."""
         moments = {name: torch.zeros(size) for name, size in self.moment_sizes.items()}
         return {**moments, "optimizer_steps": torch.tensor(0)}
+
+    def optimizer_vectors(self) -> Vectors:
+        """See `Trainer`: zeros."""
+        return {name: [(0, vector)] for name, vector in self.optimizer_state().items()}
 
     def _stand_in(self, inputs: Tensor) -> Tensor:
         if inputs.dim() == 2:

@@ -62,9 +62,10 @@ class Footprint:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """What a joiner of each stage takes over: fast and slow weights, momentum and moments, four bytes each."""
+        """What a joiner of each stage takes over without an outer momentum: fast and slow weights and moments, four
+        bytes each."""
         pairs = zip(self.parameters, self.moments, strict=True)
-        return tuple(4 * (3 * count + moments) for count, moments in pairs)
+        return tuple(4 * (2 * count + moments) for count, moments in pairs)
 
 
 def footprint_of(run: RunSpec) -> Footprint:

@@ -10,22 +10,20 @@ from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.codec import CODECS
+from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import MOST_AHEAD
+from noloco_node.training.frozen_state import SPARE_BYTES
 from noloco_node.training.precision import PRECISIONS
 
 GIB = 1 << 30
 FP32 = 4
-OUTER_VECTORS = 5
-"""The outer step's vectors: slow weights, outer momentum, snapshot, difference to a partner, and the way of the
-replica's learning."""
-CHECKPOINT_VECTORS = 4
-"""The vectors of a checkpoint: fast and slow weights, outer momentum, gathered gradient (`StageWorker.checkpoint_state`
-without moments)."""
-GIVEN_VECTORS = 3
-"""The vectors given to a joiner: fast and slow weights and outer momentum (`StageWorker.joiner_state`, without
-moments)."""
+OUTER_VECTORS = 2
+"""The outer step's vectors: slow weights and snapshot. Where α is not 0 the outer momentum is a third, and where the
+codec trails the trail is one more."""
+GIVEN_VECTORS = 2
+"""The vectors of a state without moments: fast and slow weights. Outer momentum and trail come to them likewise."""
 CAST_BYTES = 2
 ID_BYTES = 4
 """The bytes of a token's number, or of a label."""
@@ -83,14 +81,18 @@ class StageMemory:
     outer: int
     """Slow weights and what else an outer step needs, on the host."""
     exchange: int
-    """Codes of the weights that are being sent, on the host."""
+    """The bytes on the host of both sides' codes of the weights in an exchange."""
     checkpoint: int
-    """A copy of the whole state while it is written, on the host."""
+    """The bytes on the host of pieces of the state that were changed before the disk had them."""
+    saved: int
+    """The bytes on the disk of a checkpoint with its gathered gradient."""
+    spooled: int
+    """The bytes on the disk of a state that a joiner reads, of copies of other stages, kept in case one loses its last
+    replica, and of those of this one that others keep."""
     copies: int
-    """The bytes on the host of copies of other stages, kept in case one loses its last replica, and of this one's given
-    copy."""
+    """The bytes on the host of pieces of slow weights that were changed before a copy for others had them."""
     given: int
-    """A copy of the state that a joiner reads, and a minute longer, on the host."""
+    """The bytes on the host of pieces of the state that were changed before the copy for a joiner had them."""
 
     @property
     def on_device(self) -> int:
@@ -174,11 +176,13 @@ def _stage_memory(
         cast = CAST_BYTES * count
         left += cast if run.inner.backward == "keep" else 0
         worked_on += cast // footprint.layers[stage] if run.inner.backward == "checkpoint" else cast
-    trail = 1 if codec.trails else 0
+    beside = (1 if run.outer.alpha else 0) + (1 if codec.trails else 0)
     moments = footprint.moments[stage]
+    given = FP32 * ((GIVEN_VECTORS + beside) * count + moments)
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
-    # A guard holds the old copy while the new one comes; its own is copied in fp32 before it is made half as large.
-    guards = GUARD_BYTES * 2 * max(others) + (FP32 + GUARD_BYTES) * count if run.guard_copies and others else 0
+    guarding = bool(run.guard_copies and others)
+    # A guard keeps the old copy while the new one comes, and gives two of its own stage.
+    kept = GUARD_BYTES * 2 * (max(others) + count) if guarding else 0
     return StageMemory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,
@@ -191,11 +195,13 @@ def _stage_memory(
         ahead=MOST_AHEAD * _inputs(run, footprint, stage),
         correction=FP32 * math.ceil(count / run.outer.fragments),
         rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,
-        outer=(OUTER_VECTORS + trail) * FP32 * count,
-        exchange=codec.wire_bytes(count) if codec.modulo else 0,
-        checkpoint=FP32 * ((CHECKPOINT_VECTORS + trail) * count + moments),
-        copies=guards,
-        given=FP32 * ((GIVEN_VECTORS + trail) * count + moments),
+        outer=FP32 * (OUTER_VECTORS + beside) * count + learnt_bytes(count),
+        exchange=(2 if codec.modulo else 1) * codec.wire_bytes(count),
+        checkpoint=min(SPARE_BYTES, given + FP32 * count),
+        saved=given + FP32 * count,
+        spooled=given + kept,
+        copies=min(SPARE_BYTES, FP32 * count) if guarding else 0,
+        given=min(SPARE_BYTES, given),
     )
 
 

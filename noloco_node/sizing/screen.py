@@ -56,16 +56,15 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
     head = f"  memory in {unit}     {'':9}{''.join(f'{name:>10}' for name in NAMES)}{'= device':>10}{'host':>8}"
     rows = [_row(f"stage {stage}", need, shown) for stage, need in _shown(needs)]
     most = max(needs, key=lambda need: need.on_host)
-    rest = most.exchange + most.copies
+    pieces = most.checkpoint + most.given + most.copies
     return [
         f"  precision         {run.inner.precision}, backward {run.inner.backward}, microbatches of "
         f"{run.microbatch_tokens:,} tokens, {_under_way(config)} under way of each first-stage replica",
         *_muon_line(config, footprint),
         head,
         *rows,
-        f"                    host: outer step {shown(most.outer)}, a checkpoint while it is written "
-        f"{shown(most.checkpoint)},",
-        f"                    a copy that a joiner reads {shown(most.given)}, codes and other stages' {shown(rest)}; "
+        f"                    host: outer step {shown(most.outer)}, codes of an exchange {shown(most.exchange)},",
+        f"                    pieces of checkpoints and of copies for others {shown(pieces)}; "
         f"and {shown(program_bytes(node))} for the program",
         *_compiler_line(node, shown),
         "                    without a GPU both are the machine's memory",
@@ -78,7 +77,7 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
     run, node = config.run, config.node
     footprint = footprint_of(run)
     needs, disk = planned_memory(config, footprint), FP32 * max(footprint.parameters)
-    disk += (node.checkpoints_kept + 1) * max(need.checkpoint for need in needs)
+    disk += max((node.checkpoints_kept + 1) * need.saved + need.spooled for need in needs)
     loads = loads_of(run, footprint, 1.0, step_microbatches(config))
     lines: list[str] = []
     for stage in [node.stage] if isinstance(node.stage, int) else range(run.stages):
@@ -98,7 +97,7 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
     return [
         *lines,
         f"  {'':<17} up to {as_bytes(disk)} of the disk; a line carries some percent more than that, and a newcomer "
-        f"copies {as_bytes(max(need.checkpoint for need in needs))} at most",
+        f"copies {as_bytes(max(need.saved for need in needs))} at most",
     ]
 
 

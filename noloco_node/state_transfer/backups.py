@@ -11,8 +11,8 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from noloco_node import ambient
@@ -29,12 +29,14 @@ from noloco_node.state_transfer.copy_manifest import (
     CopyPrecision,
     StageCopy,
     choose_copy,
-    root_of_weights,
+    root_digest,
     sign_copy,
     two_faced,
 )
 from noloco_node.state_transfer.given_copies import READING_SECONDS, GivenCopies
 from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, least_rate
+from noloco_node.storage.disk_memory import DiskMemory
+from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
@@ -77,9 +79,18 @@ async def unpaced(_size: int, _reader: str) -> None:
 
 
 class StageCopies:
-    """What a node keeps of other stages and gives of its own, through all of its stays. `parameters`: of each stage."""
+    """What a node keeps of other stages and gives of its own, through all of its stays. `parameters`: of each stage.
+    Copies lie on the disk of `folder`."""
 
-    def __init__(self, spec: RunSpec, parameters: Sequence[int], transport: Transport, rng: random.Random) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        parameters: Sequence[int],
+        transport: Transport,
+        rng: random.Random,
+        folder: Path | None = None,
+    ) -> None:
+        self._folder = folder
         self._spec = spec
         self._parameters = parameters
         self._transport = transport
@@ -137,8 +148,8 @@ class StageCopies:
             return
         given, began = self._given["fp32"], ambient.monotonic()
         given.clear()  # what was copied before the last step goes to nobody any more
-        _, slow = await self._own[1].slow_weights()
-        last = await ambient.elsewhere(root_of_weights, slow)
+        async with self._own[1].frozen("slow") as state:
+            last = await ambient.elsewhere(_root_of, state)
         former = {root for root in self._collectors.values() if root != last}
         waited = [peer for peer, root in self._collectors.items() if root != last]
         while waited := [peer for peer in waited if self._collectors.get(peer) in former]:
@@ -272,13 +283,15 @@ class StageCopies:
         """Take a copy, with a pause of `idle_share` times the duration after each chunk."""
         limit = self._spec.limits.exchange_progress_seconds
         manifest, offer = await self._open(peer, stage, limit)
-        weights = torch.empty(manifest.size, dtype=torch.float16)
+        memory = await self._room(DTYPES["fp16"].itemsize * manifest.size)
+        weights = memory.tensor(DTYPES["fp16"])
         began = ambient.monotonic()
         chunks = chunks_of_copy(self._spec, self._transport, peer, manifest, weights, seconds=limit, attempts=attempts)
         async for _ in chunks:
             await asyncio.sleep(idle_share * (ambient.monotonic() - began))
             began = ambient.monotonic()
-        return StageCopy(manifest, offer, weights)
+        memory.leave_memory()
+        return StageCopy(manifest, offer, weights, memory)
 
     def _admit(self, _peer: PeerId, request: CopyRequest) -> None:
         if request.run != self._spec.run_id:
@@ -302,7 +315,7 @@ class StageCopies:
             held = kept
         if held is None:
             raise Refused(Refusal.UNKNOWN_SNAPSHOT)
-        part = held.weights[at:end]
+        part = await ambient.elsewhere(held.part, at, end)
         if not part.numel():
             raise Refused(Refusal.MALFORMED, f"the copy has no chunk {request.index}")
         if request.precision == "fp32":
@@ -329,24 +342,50 @@ class StageCopies:
             return copy
 
     async def _copy_own(self, stage: int, worker: StageWorker, precision: CopyPrecision) -> StageCopy:
-        progress, slow = await worker.slow_weights()
+        dtype = DTYPES[precision]
+        size = worker.state_sizes()["slow"][1][0]
+        memory = await self._room(dtype.itemsize * size)
+        weights = memory.tensor(dtype)
 
-        def work() -> tuple[Tensor, str]:
-            taken = slow if precision == "fp32" else slow.clamp_(-LARGEST, LARGEST).to(torch.float16)
-            return taken, root_of_weights(taken)
+        def work(state: FrozenState) -> str:
+            digest = root_digest()
+            for _, start, piece in state.pieces():
+                part = weights[start : start + len(piece)]
+                part.copy_(piece if dtype == piece.dtype else piece.clamp(-LARGEST, LARGEST))
+                digest.update(part.numpy().data)
+                memory.leave_memory(dtype.itemsize * start, dtype.itemsize * (start + len(piece)))
+            return digest.hexdigest()
 
-        weights, root = await ambient.elsewhere(work)
+        try:
+            async with worker.frozen("slow") as state:
+                progress, root = state.progress, await ambient.elsewhere(work, state)
+        except Thawed:
+            raise Refused(Refusal.BUSY, "the disk took too long for a copy of this node's weights") from None
         manifest = CopyManifest(
             source=self._transport.peer_id,
             run=self._spec.run_id,
             stage=stage,
             clock=progress.clock,
             outer_rounds=progress.outer_rounds,
-            size=weights.numel(),
+            size=size,
             precision=precision,
             root=root,
         )
-        return sign_copy(self._transport, manifest, weights)
+        return sign_copy(self._transport, manifest, weights, memory)
+
+    async def _room(self, size: int) -> DiskMemory:
+        """Room for a copy on the disk. Raises Refused where that has none."""
+        try:
+            return await ambient.elsewhere(DiskMemory, size, self._folder)
+        except OSError as error:
+            raise Refused(Refusal.BUSY, f"no room for a copy of a stage, {size} bytes: {error}") from None
+
+
+def _root_of(slow: FrozenState) -> str:
+    digest = root_digest()
+    for _, _, piece in slow.pieces():
+        digest.update(piece.numpy().data)
+    return digest.hexdigest()
 
 
 def guard_rank(membership: Membership) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from noloco_node.config.canonical import canonical_json
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.transport.calls import BadAnswer
 from noloco_node.transport.headers import ClockValue, PeerName, Rounds, RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
@@ -69,6 +70,15 @@ class StageCopy:
     manifest: CopyManifest
     offer: CopyOffer
     weights: Tensor
+    memory: DiskMemory | None = None
+    """Where on the disk the weights lie; None for those in the machine's memory."""
+
+    def part(self, start: int, end: int) -> Tensor:
+        """A copy of the weights [start, end)."""
+        found, size = self.weights[start:end].clone(), self.weights.element_size()
+        if self.memory is not None:
+            self.memory.leave_memory(size * start, size * end)
+        return found
 
     @property
     def stage(self) -> int:
@@ -83,14 +93,23 @@ class StageCopy:
 
 def root_of_weights(weights: Tensor) -> str:
     """The hash that a manifest names; takes a while, so off the event loop."""
-    return hashlib.blake2b(weights.numpy().data, digest_size=32).hexdigest()
+    digest = root_digest()
+    digest.update(weights.numpy().data)
+    return digest.hexdigest()
 
 
-def sign_copy(transport: Transport, manifest: CopyManifest, weights: Tensor) -> StageCopy:
+def root_digest() -> hashlib.blake2b:
+    """The beginning of that hash, for weights that come piece by piece."""
+    return hashlib.blake2b(digest_size=32)
+
+
+def sign_copy(
+    transport: Transport, manifest: CopyManifest, weights: Tensor, memory: DiskMemory | None = None
+) -> StageCopy:
     """This node's own copy, signed."""
     text = canonical_json(manifest.model_dump(mode="json"))
     offer = CopyOffer(manifest=text, seal=transport.sign(text.encode()).hex())
-    return StageCopy(manifest, offer, weights)
+    return StageCopy(manifest, offer, weights, memory)
 
 
 def read_offer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.sizing.machine import free_memory
 from noloco_node.state_transfer.messages import (
     CHUNK,
     OFFER,
@@ -28,6 +28,7 @@ from noloco_node.state_transfer.messages import (
 )
 from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate, least_rate
 from noloco_node.state_transfer.readers import Readers
+from noloco_node.training.frozen_state import Thawed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused
@@ -37,7 +38,7 @@ from noloco_node.transport.interface import Transport, Withdraw
 SNAPSHOT_LIFE_SECONDS = 60.0
 SNAPSHOT_SHARED_SECONDS = 10.0
 HELD_SHARE = 0.05
-"""Snapshots hold the device; they may cost at most this share of a donor's time."""
+"""The training may have to wait for snapshots; they may cost at most this share of a donor's time."""
 
 
 @dataclass(slots=True)
@@ -73,7 +74,10 @@ class StateDonor:
         places: int,
         accepting: Callable[[], bool],
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
+        folder: Path | None = None,
     ) -> None:
+        """A snapshot lies on the disk of `folder`."""
+        self._folder = folder
         self._spec = spec
         self.relayed = relayed
         self._stage = stage
@@ -159,15 +163,19 @@ class StateDonor:
         return sign_manifest(self._transport, held.manifest, held.digests)
 
     async def _take_snapshot(self) -> _Held:
-        size = packed_size(self._worker.state_sizes())
-        free = (await ambient.elsewhere(free_memory, "cpu")).host
-        if free < size:  # else the system kills this node, or one beside it
-            raise Refused(Refusal.BUSY, f"no memory for a copy of this node's state: {size} bytes, {free} are free")
-        started = ambient.monotonic()
-        progress, state = await self._worker.joiner_state()
-        taken = ambient.monotonic()
-        packed = PackedState(state)
-        digests = await ambient.elsewhere(packed.digests, self._spec.limits.chunk_bytes)
+        sizes, chunk = self._worker.state_sizes(), self._spec.limits.chunk_bytes
+        try:
+            packed = await ambient.elsewhere(PackedState, sizes, self._folder)
+        except OSError as error:
+            size = packed_size(sizes)
+            raise Refused(Refusal.BUSY, f"no room for a copy of this node's state, {size} bytes: {error}") from None
+        try:
+            async with self._worker.frozen(*sizes) as state:
+                progress, taken = state.progress, ambient.monotonic()
+                await ambient.elsewhere(lambda: packed.take(state.pieces()))
+        except Thawed:
+            raise Refused(Refusal.BUSY, "the disk took too long for a copy of this node's state") from None
+        digests = await ambient.elsewhere(packed.digests, chunk)
         manifest = StateManifest(
             donor=self._transport.peer_id,
             run=self._spec.run_id,
@@ -179,7 +187,7 @@ class StateDonor:
             size=packed.size,
             root=root_of(digests),
         )
-        shared = max(SNAPSHOT_SHARED_SECONDS, (taken - started) / HELD_SHARE)
+        shared = max(SNAPSHOT_SHARED_SECONDS, state.held_seconds / HELD_SHARE)
         return _Held(manifest, packed, digests, shared_until=taken + shared, used=taken)
 
     async def handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
@@ -191,7 +199,7 @@ class StateDonor:
         if request.index >= len(held.digests):
             raise Refused(Refusal.MALFORMED, f"chunk {request.index} of {len(held.digests)}")
         size = self._spec.limits.chunk_bytes
-        part = held.packed.part(request.index * size, (request.index + 1) * size)
+        part = await ambient.elsewhere(held.packed.part, request.index * size, (request.index + 1) * size)
         now = ambient.monotonic()
         if not self._readers.has_place(peer) and not self._readers.enter(peer, now, self.rate.rate):
             raise Refused(Refusal.BUSY, "this reader was away, and its place is taken")

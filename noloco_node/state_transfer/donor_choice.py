@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 from noloco_node import ambient
@@ -117,9 +118,12 @@ class StateCopier:
         believe: Callable[[float], float],
         emit: Callable[[AnyEvent], None],
         rng: random.Random,
+        folder: Path | None = None,
     ) -> None:
+        """What comes lies on the disk of `folder` until it is whole."""
         self._spec = spec
         self._stage = stage
+        self._folder = folder
         self._transport = transport
         self._worker = worker
         self._believe = believe
@@ -149,7 +153,7 @@ class StateCopier:
             while ranked:
                 donor = self._paces.next(ranked)
                 if download is None:
-                    download = await ambient.elsewhere(new_download, self._spec, self._worker)
+                    download = await ambient.elsewhere(new_download, self._spec, self._worker, self._folder)
                 busy = list(search.busy) if ambient.monotonic() < until else []
                 most = download.most
                 try:
@@ -183,7 +187,7 @@ class StateCopier:
             raise Refused(Refusal.RELAYED, "it said so a moment ago")
         try:
             await self._ask(donor)  # there must be something to come before there is room made for it
-            download = await ambient.elsewhere(new_download, self._spec, self._worker)
+            download = await ambient.elsewhere(new_download, self._spec, self._worker, self._folder)
             manifest = await self._copy(donor, download, others)
         except Refused as error:
             if error.reason is Refusal.RELAYED:

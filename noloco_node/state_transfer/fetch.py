@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-
-import torch
+from pathlib import Path
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.messages import (
     CHUNK,
@@ -22,6 +22,7 @@ from noloco_node.state_transfer.messages import (
     read_manifest,
     unpack,
 )
+from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import BadAnswer, ask, judging
 from noloco_node.transport.errors import DeadlinePassed
@@ -38,12 +39,13 @@ class Download:
     """What has come of a state so far. It outlives a broken stream and a dead donor: a chunk is fetched only where its
     digest differs from what lies here already."""
 
-    def __init__(self, size: int, chunk: int) -> None:
+    def __init__(self, size: int, chunk: int, folder: Path | None = None) -> None:
+        """Room for `size` bytes on the disk of `folder`. Raises OSError where that has none."""
         self.size = size
         self.chunk = chunk
         self.chunks = math.ceil(size / chunk)
-        # A bytearray of that size would be zeroed with the interpreter held, and the event loop with it.
-        self.buffer = torch.zeros(size, dtype=torch.uint8).numpy().data
+        self._memory = DiskMemory(size, folder)
+        self.buffer = self._memory.bytes
         self.snapshot = ""
         """Name of the snapshot that was read last: a donor that still holds it goes on with it."""
         self._have = [b""] * self.chunks
@@ -62,12 +64,21 @@ class Download:
         """Take in a verified chunk."""
         start = index * self.chunk
         self.buffer[start : start + len(data)] = data
+        self._memory.leave_memory(start, start + len(data))
         self._have[index] = digest_of_it
 
 
-def new_download(spec: RunSpec, worker: StageWorker) -> Download:
-    """Room for a state of this stage. Allocates all of it."""
-    return Download(packed_size(worker.state_sizes()), spec.limits.chunk_bytes)
+def new_download(spec: RunSpec, worker: StageWorker, folder: Path | None = None) -> Download:
+    """Room for a state of this stage, on the disk of `folder`. UserError (RUN_FOLDER) where that has none."""
+    size = packed_size(worker.state_sizes())
+    try:
+        return Download(size, spec.limits.chunk_bytes, folder)
+    except OSError as error:
+        raise UserError(
+            ExitCode.RUN_FOLDER,
+            f"there is no room for a stage peer's state, {size:,} bytes: {error.strerror or error}",
+            "make room on the disk of node.run_folder, or choose another run_folder",
+        ) from None
 
 
 async def fetch_state(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.canonical import canonical_json
+from noloco_node.finite import all_finite
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.storage.disk_memory import DiskMemory
+from noloco_node.training.frozen_state import Sizes
 from noloco_node.transport.calls import Answer, BadAnswer, Method, Nothing, Reply
 from noloco_node.transport.headers import ClockValue, ProtocolVersion, Rounds, RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
@@ -22,9 +25,6 @@ from noloco_node.transport.interface import Transport
 DIGEST_BYTES = 16
 MAX_SEAL_CHARACTERS = 8192
 MAX_MANIFEST_CHARACTERS = 4096
-
-_Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of each tensor of a state, by name."""
 
 
 class StateRequest(WireModel):
@@ -76,7 +76,7 @@ OPEN = Method("state.open", StateRequest, SignedManifest)
 CHUNK = Method("state.chunk", StateRequest, Nothing, at_once=64)
 
 
-def digest(data: memoryview | bytes) -> bytes:
+def digest(data: memoryview | bytes | bytearray) -> bytes:
     """The hash of a chunk."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
@@ -118,25 +118,31 @@ def read_manifest(
 
 
 class PackedState:
-    """A state as one run of bytes, all tensors one after another in the order of their names, without a second copy."""
+    """A state as one run of bytes on the disk, all tensors one after another in the order of their names."""
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self._views = [state[name].contiguous().reshape(-1).view(torch.uint8).numpy().data for name in sorted(state)]
-        self._ends: list[int] = []
-        for view in self._views:
-            self._ends.append(len(view) + (self._ends[-1] if self._ends else 0))
-        self.size = self._ends[-1] if self._ends else 0
+    def __init__(self, sizes: Sizes, folder: Path | None = None) -> None:
+        """Room for a state of these `sizes`, on the disk of `folder`. Raises OSError where that has none."""
+        self.size = packed_size(sizes)
+        self._starts: dict[str, int] = {}
+        offset = 0
+        for name in sorted(sizes):
+            self._starts[name] = offset
+            offset += packed_size({name: sizes[name]})
+        self._memory = DiskMemory(self.size, folder)
 
-    def part(self, start: int, end: int) -> memoryview:
-        """Bytes [start, end), cut at the end of the state; a copy only where they lie in several tensors."""
-        end = min(end, self.size)
-        pieces: list[memoryview] = []
-        for index in range(bisect.bisect_right(self._ends, start), len(self._views)):
-            first = self._ends[index] - len(self._views[index])
-            if first >= end:
-                break
-            pieces.append(self._views[index][max(0, start - first) : end - first])
-        return pieces[0] if len(pieces) == 1 else memoryview(bytearray(b"".join(pieces)))
+    def take(self, pieces: Iterable[tuple[str, int, Tensor]]) -> None:
+        """Write pieces of the tensors: name, beginning and numbers."""
+        for name, start, piece in pieces:
+            data = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            at = self._starts[name] + start * piece.element_size()
+            self._memory.bytes[at : at + len(data)] = data
+            self._memory.leave_memory(at, at + len(data))
+
+    def part(self, start: int, end: int) -> bytearray:
+        """A copy of the bytes [start, end), cut at the end of the state."""
+        found = bytearray(self._memory.bytes[start:end])
+        self._memory.leave_memory(start, end)
+        return found
 
     def digests(self, chunk: int) -> Tensor:
         """The digest of each chunk of `chunk` bytes, u8 [chunks, 16]."""
@@ -144,12 +150,12 @@ class PackedState:
         return torch.frombuffer(bytearray(every), dtype=torch.uint8).view(-1, DIGEST_BYTES)
 
 
-def packed_size(sizes: _Sizes) -> int:
+def packed_size(sizes: Sizes) -> int:
     """Bytes of a state with these tensors."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes.values())
 
 
-def unpack(buffer: bytearray | memoryview, sizes: _Sizes) -> dict[str, Tensor]:
+def unpack(buffer: bytearray | memoryview, sizes: Sizes) -> dict[str, Tensor]:
     """The tensors of a `PackedState`, as views. Raises BadAnswer where one is not finite."""
     state: dict[str, Tensor] = {}
     offset = 0
@@ -158,6 +164,6 @@ def unpack(buffer: bytearray | memoryview, sizes: _Sizes) -> dict[str, Tensor]:
         count = math.prod(shape)
         state[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
         offset += count * dtype.itemsize
-        if not bool(torch.isfinite(state[name]).all()):
+        if state[name].is_floating_point() and not all_finite(state[name]):
             raise BadAnswer("the donor's state holds NaN or infinity")
     return state

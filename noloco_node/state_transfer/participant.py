@@ -33,6 +33,7 @@ class StateTransfer(Participant):
             places=DONOR_PLACES,
             accepting=lambda: self.accepting,
             relayed=relayed,
+            folder=context.settings.run_folder,
         )
         self.copier = StateCopier(
             spec,
@@ -42,6 +43,7 @@ class StateTransfer(Participant):
             believe=believe,
             emit=context.emit,
             rng=context.rng,
+            folder=context.settings.run_folder,
         )
 
     def serve(self) -> tuple[Withdraw, ...]:

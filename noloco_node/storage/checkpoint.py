@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -23,7 +23,7 @@ from pydantic import (
     model_serializer,
 )
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from noloco_node import __version__, ambient
@@ -31,7 +31,9 @@ from noloco_node.data.samples import Position
 from noloco_node.finite import all_finite
 from noloco_node.plain_files import check_plain, read_small
 from noloco_node.storage import atomic
+from noloco_node.storage.tensor_file import whole, write_tensors
 from noloco_node.storage.weights import MANIFEST, Sealed, Sha256, file_sha256
+from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -167,30 +169,43 @@ class CheckpointFolder:
         self.damaged: dict[Path, str] = {}
         """The checkpoints that `newest` passed over last, and why; not those of another stage."""
 
-    def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Written:
-        """Write one more, and then remove those that are too many. Raises CheckpointFailed, also where the state is no
-        good: it must not push sound ones out."""
-        if (why := _no_good(tensors)) is not None:
-            raise CheckpointFailed(why)
+    def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor], state: FrozenState | None = None) -> Written:
+        """Write one more of `tensors` and of the `state`, piece by piece as that is read, and then remove those that
+        are too many. Raises CheckpointFailed, also where the state is no good: it must not push sound ones out."""
         try:
             with self._writing:
-                target = self._write(standing, tensors)
+                written = self._write(standing, tensors, state or FrozenState())
                 self._prune()
         except OSError as error:
             raise CheckpointFailed(error.strerror or str(error)) from error
-        except SafetensorError as error:
-            raise CheckpointFailed(str(error)) from error
-        return Written(target, sum(tensor.nbytes for tensor in tensors.values()))
+        except Thawed:
+            raise CheckpointFailed("the disk took too long or memory ran out, and the training went on") from None
+        return written
 
-    def _write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Path:
+    def _write(self, standing: KeptStanding, tensors: Mapping[str, Tensor], state: FrozenState) -> Written:
         self.path.mkdir(parents=True, exist_ok=True)
         last = self._paths()[-1:]
         target = self.path / f"{int(last[0].name) + 1 if last else 1:08d}"
+        wide = {name: tensor for name, tensor in tensors.items() if tensor.element_size() == 8}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in wide}
+        sizes = {
+            **{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in wide.items()},
+            **state.sizes,
+            **{name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in rest.items()},
+        }
+
+        def sound() -> Iterator[tuple[str, int, Tensor]]:
+            for pieces in (whole(wide), state.pieces(), whole(rest)):
+                for name, start, piece in pieces:
+                    if (why := _no_good({name: piece})) is not None:
+                        raise CheckpointFailed(why)
+                    yield name, start, piece
+
         with atomic.new_folder(target) as partial:
-            save_file(dict(tensors), partial / STATE)
-            manifest = _sealed(standing, {STATE: file_sha256(partial / STATE)})
+            digest, size = write_tensors(partial / STATE, sizes, sound())
+            manifest = _sealed(standing, {STATE: digest})
             atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
-        return target
+        return Written(target, size)
 
     def newest(self, run_id: str, stage: int | None) -> Checkpoint | None:
         """The newest one of this run and stage (None: of whatever stage) that is whole. One that is not used is logged

@@ -141,6 +141,15 @@ class HostCopies:
 
         return wait
 
+    def piece_to_host(self, source: Tensor) -> Tensor:
+        """A piece of a long vector of the device on the host: itself where it is there. For any thread; nobody changes
+        it meanwhile."""
+        if self._streams is None:
+            return source
+        room = self.room(source.shape, source.dtype)
+        self._beside([(room, source)], self._long)()
+        return room
+
     def before_writing(self) -> None:
         """What the device is given from now on may write to vectors that are on their way to the host: it waits for
         them, and nobody else does."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import InnerSpec
+from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.layout import FlatLayout, Kind, LayoutEntry
 from noloco_node.training.muon import Muon
 
@@ -84,15 +85,21 @@ class InnerOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Copies (host) of the moments as flat vectors and of the step count as an int64 scalar."""
         room = {name: torch.zeros(size) for name, size in self._sizes.items()}
-        room["optimizer_steps"] = torch.tensor(0)
-        self.copy_into(room)
-        return room
-
-    def copy_into(self, room: Mapping[str, Tensor]) -> None:
-        """Fill zeroed host tensors with what `state()` gives."""
-        room["optimizer_steps"].copy_(self._steps)
         for there, own in self._vectors(room):
             there.copy_(own)
+        return {**room, "optimizer_steps": self._steps.clone()}
+
+    def vectors(self) -> Vectors:
+        """The live memory of what `state()` copies."""
+        first: list[tuple[int, Tensor]] = []
+        squares: list[tuple[int, Tensor]] = []
+        for (part, where), parameter in zip(self._parts, self._adamw_parameters(), strict=True):
+            own = self._state_of(parameter)
+            first.append((part.start, own["exp_avg"]))
+            squares.append((where.start, own["exp_avg_sq"]))
+        if self.muon is not None:
+            first += [(part.start, own) for part, own in zip(self.muon.parts, self.muon.buffers, strict=True)]
+        return {"exp_avg": first, "exp_avg_sq": squares, "optimizer_steps": [(0, self._steps)]}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Replace moments and step count, as `state()` gives them. Those that are there are written over: beside them a

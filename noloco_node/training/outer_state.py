@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
@@ -24,6 +25,7 @@ def outer_of(spec: RunSpec, trainer: Trainer) -> OuterReplica:
         codec=CODECS[outer.codec],
         chunk_bytes=spec.limits.chunk_bytes,
         fragments=outer.fragments,
+        seed=ambient.chance().getrandbits(32),
     )
     replica.snapshot = trainer.copies.room(slow.shape, slow.dtype)
     return replica

@@ -23,6 +23,7 @@ from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
+from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.gradient_signs import GradientSigns
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layer_checkpoints import checkpoint_layers
@@ -246,10 +247,9 @@ class StageTrainer(Trainer):
         super().load(fast, optimizer_state)
         self._optimizer.load(optimizer_state)
 
-    def copy_into(self, room: Mapping[str, Tensor]) -> None:
-        """See `Trainer.copy_into`."""
-        super().copy_into(room)
-        self._optimizer.copy_into(room)
+    def optimizer_vectors(self) -> Vectors:
+        """See `Trainer.optimizer_vectors`."""
+        return self._optimizer.vectors()
 
     def _forward_with_graph(self, passage: ForwardContext, inputs: Tensor) -> tuple[Tensor, Tensor, Routed | None]:
         assert passage.version is not None

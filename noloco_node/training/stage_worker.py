@@ -5,8 +5,10 @@ All changes of weights and clock happen on the compute thread, between two devic
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -21,6 +23,7 @@ from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.training.compiled_stage import CompileBackend
 from noloco_node.training.compute_thread import Compute, DeviceLoad, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.frozen_state import FrozenState, Sizes
 from noloco_node.training.host_copies import DeviceWatch
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.progress import LastTrained, Progress, staggered
@@ -34,16 +37,20 @@ TRAIL = "trail"
 """Name of `OuterReplica.trail` among a state's tensors, where the codec trails."""
 
 
-_Sizes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of each of a state's tensors."""
+MOMENTUM = "momentum"
+"""Name of δ among a state's tensors, where α is not 0."""
+GRADIENT = "gradient"
+"""Name of what has gathered for the next inner step, in a checkpoint: left out where that is nothing."""
 
 
-def sizes_of(tensors: Mapping[str, Tensor]) -> _Sizes:
+def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
     """As they are."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def without_missing_trail(sizes: _Sizes, tensors: Mapping[str, Tensor]) -> _Sizes:
+def without_missing_trail(
+    sizes: Sizes, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """What `tensors` must have of `sizes`: states of versions that had no trail lack it."""
     return {name: size for name, size in sizes.items() if name != TRAIL or TRAIL in tensors}
 
@@ -81,7 +88,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Everything of one moment that a worker needs to go on as if it had not been interrupted."""
+    """Everything of one moment that a worker needs to go on as if it had not been interrupted, as `FrozenState` gave
+    it."""
 
     progress: Progress
     credit: float
@@ -89,9 +97,7 @@ class CheckpointState:
     tokens_accumulated: int
     loss_accumulated: float
     tensors: dict[str, Tensor]
-    """As `StageWorker.joiner_state()` gives them, and the accumulated `gradient`."""
-    held_seconds: float = 0.0
-    """Time the compute thread was held for it. On a GPU also for what that had left to do before."""
+    """As `StageWorker.joiner_state()` gives them, and the accumulated `gradient` where there is any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,6 +170,10 @@ class StageWorker:
         """As of the last gradient that was added, with the inner step where one was due. One value, since others read
         it while the device's thread works."""
         self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
+        self._frozen: tuple[FrozenState, ...] = ()
+        """States that are being read."""
+        self._stepping = asyncio.Lock()
+        """Held while an outer step is in φ and not in θ yet: no state is frozen then."""
 
     @property
     def contract(self) -> str:
@@ -175,6 +185,7 @@ class StageWorker:
     def let_go(self) -> None:
         """The replica has left: its vectors are freed now, and not when a collector of cycles comes by. Nothing may be
         asked of the worker any more but where it stood."""
+        self._frozen = ()
         del self._trainer, self.outer
 
     def part(self, fragment: int | None) -> Part:
@@ -280,6 +291,7 @@ class StageWorker:
         this replica's share of the batch is reached. `waits` as in `forward`."""
 
         def work() -> Tensor | None:
+            self._free(GRADIENT)
             given = passage, gradient, loss_sum, tokens
             result = self._trainer.backward(*given, source=source, scale=scale, chosen=chosen)
             self._count_gradient()
@@ -303,6 +315,7 @@ class StageWorker:
         `chosen` each expert; takes an inner step when due. `ids` as a passage has them, `waits` as in `forward`."""
 
         def work() -> LossResult:
+            self._free(GRADIENT)
             result = self._trainer.loss(inputs, labels, ids, source=source, chosen=chosen)
             self._count_gradient()
             return result
@@ -351,57 +364,94 @@ class StageWorker:
     ) -> Commit:
         """Apply the open outer step: φ and δ replaced, θ ← θ + (φ_new − θ_snapshot), the clock shifted.
 
-        The inner steps taken since the snapshot are kept, and the optimizer's state stays. φ and δ are frozen, so all
-        but the change of θ is done beside the training, by `on_host`. A reader of the state in between settles it.
+        The inner steps taken since the snapshot are kept, and the optimizer's state stays. All but the change of θ is
+        done beside the training, by `on_host`.
         """
-        correction = await on_host(lambda: self._trainer.bring(self.outer.prepare(scale)))
-        progress, watch = await self._thread.run(Priority.STEP, lambda: self._apply(snapshot, correction, clock_shift))
 
-        def settled() -> float:
-            self.outer.settle()
-            return watch.seconds()
+        def step() -> Tensor:
+            self._free("slow", MOMENTUM, TRAIL)
+            return self._trainer.bring(self.outer.commit(scale))
 
-        return Commit(progress, await on_host(settled), progress.steps - snapshot.progress.steps)
+        async with self._stepping:
+            correction = await on_host(step)
+            progress, watch = await self._thread.run(
+                Priority.STEP, lambda: self._apply(snapshot, correction, clock_shift)
+            )
+        return Commit(progress, await on_host(watch.seconds), progress.steps - snapshot.progress.steps)
 
     def _apply(self, snapshot: Snapshot, correction: Tensor, clock_shift: float) -> tuple[Progress, DeviceWatch]:
         watch = self._trainer.copies.watch()
+        self._free("fast")
         self._trainer.add_to_weights(correction, self.part(snapshot.fragment).slice)
-        self.outer.adopt()
         self.progress = self.progress.after_outer_step(snapshot.fragment, snapshot.progress, clock_shift)
         self.shifted_at = ambient.monotonic()
         watch.stop()
         return self.progress, watch
 
+    @asynccontextmanager
+    async def frozen(self, *names: str) -> AsyncGenerator[FrozenState]:
+        """The state as it is between two device operations, or the vectors of it with these names, to be read in this
+        block. Without names it is a checkpoint's: the gathered gradient is there if there is any.
+
+        The block begins in the same turn of the event loop in which it would have learnt of every microbatch that is in
+        the state, and of none that is not: what it then reads of its books belongs to the state.
+        """
+        state = FrozenState()
+
+        def work() -> None:
+            vectors = self._vectors()
+            if names:
+                vectors = {name: vectors[name] for name in names}
+            elif not self._trainer.tokens_accumulated:
+                del vectors[GRADIENT]
+            state.progress, state.credit = self.progress, self._credit
+            state.tokens_accumulated = self._trainer.tokens_accumulated
+            state.loss_accumulated = self._trainer.loss_accumulated
+            state.freeze(vectors, self._trainer.copies.piece_to_host)
+            self._frozen = (*self._frozen, state)
+
+        try:
+            async with self._stepping:
+                await self._thread.run(Priority.STEP, work)
+            yield state
+        finally:
+            state.leave_alone()
+
+    def _vectors(self) -> dict[str, Sequence[tuple[int, Tensor]]]:
+        """What a state is made of, in the order in which it is read: what changes soonest comes first."""
+        vectors: dict[str, Sequence[tuple[int, Tensor]]] = dict(self._trainer.state_vectors())
+        vectors["slow"] = [(0, self.outer.slow)]
+        if self.outer.momentum is not None:
+            vectors[MOMENTUM] = [(0, self.outer.momentum)]
+        if self.outer.trail is not None:
+            vectors[TRAIL] = [(0, self.outer.trail)]
+        return vectors
+
+    def _free(self, *names: str) -> None:
+        """Vectors of these names are about to be changed; none named: all."""
+        if self._frozen:
+            self._frozen = tuple(state for state in self._frozen if not state.thawed)
+            for state in self._frozen:
+                state.free(names or state.sizes)
+
+    async def _copies(self, *names: str) -> tuple[Progress, dict[str, Tensor]]:
+        async with self.frozen(*names) as state:
+            return state.progress, await ambient.elsewhere(state.collect)
+
     async def joiner_state(self) -> tuple[Progress, dict[str, Tensor]]:
         """One consistent copy of everything a late joiner needs: flat host tensors by name, and the progress."""
-
-        def work() -> tuple[Progress, dict[str, Tensor]]:
-            self.outer.settle()
-            return self.progress, {
-                "fast": self._trainer.master.to(device="cpu", dtype=torch.float32, copy=True),
-                "slow": self.outer.slow.clone(),
-                "momentum": self.outer.momentum.clone(),
-                **({} if self.outer.trail is None else {TRAIL: self.outer.trail.clone()}),
-                **self._trainer.optimizer_state(),
-            }
-
-        return await self._thread.run(Priority.STEP, work)
+        return await self._copies(*self.state_sizes())
 
     async def slow_weights(self) -> tuple[Progress, Tensor]:
         """A copy of the slow weights, flat fp32 on the host, and the progress that they belong to."""
-
-        def work() -> tuple[Progress, Tensor]:
-            self.outer.settle()
-            return self.progress, self.outer.slow.clone()
-
-        return await self._thread.run(Priority.STEP, work)
+        progress, state = await self._copies("slow")
+        return progress, state["slow"]
 
     async def load_slow_weights(self, clock: float, outer_rounds: int, weights: Tensor) -> None:
         """Begin anew at these slow weights (flat, host): fast weights equal to them, all momenta and moments zero."""
 
         def state() -> dict[str, Tensor]:
-            sizes = {"momentum": weights.numel(), **self._trainer.moment_sizes}.items()
-            state = {name: torch.zeros(size) for name, size in sizes}
+            state = {name: torch.zeros(size) for name, size in self._trainer.moment_sizes.items()}
             return state | dict.fromkeys(("fast", "slow"), weights.float()) | {"optimizer_steps": torch.tensor(0)}
 
         await self.load_full_state(clock, outer_rounds, await ambient.elsewhere(state))
@@ -411,43 +461,25 @@ class StageWorker:
         anew from where they are, those of the fragments staggered; what gathered for the next inner step is dropped."""
 
         def work() -> None:
+            self._free()
             self._trainer.load(state["fast"], state)
             self._trainer.clear_gradient()
-            self.outer.load(state["slow"], state["momentum"], state.get(TRAIL))
+            self.outer.load(state["slow"], state.get(MOMENTUM), state.get(TRAIL))
             self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
             self.origins_lead, self.copied_at = None, ambient.monotonic()
             self.shifted_at = self.copied_at
 
         await self._thread.run(Priority.STEP, work)
 
-    async def checkpoint_state(self) -> CheckpointState:
-        """One consistent copy of everything, taken between two device operations; flat host tensors by name.
-
-        The caller goes on in the same turn of the event loop in which it would have learnt of every microbatch that is
-        in the copy, and of none that is not: what it then reads of its books belongs to the copy.
-        """
-        room = await ambient.elsewhere(self._room)
-
-        def work() -> CheckpointState:
-            started = ambient.monotonic()
-            self.outer.settle()
-            trainer = self._trainer
-            trainer.copy_into(room)
-            room["slow"].copy_(self.outer.slow)
-            room["momentum"].copy_(self.outer.momentum)
-            if self.outer.trail is not None:
-                room[TRAIL].copy_(self.outer.trail)
-            tokens, loss = trainer.tokens_accumulated, trainer.loss_accumulated
-            return CheckpointState(self.progress, self._credit, tokens, loss, room, ambient.monotonic() - started)
-
-        return await self._thread.run(Priority.STEP, work)
-
     async def resume(self, state: CheckpointState) -> None:
         """Go on where `state` was taken. ValueError, and no change, where it is not of this stage and run.
 
-        A trail may be missing, as in states of versions that had none: it begins anew.
+        A trail may be missing, as in states of versions that had none: it begins anew. A momentum may be there that
+        this run does not need, as older versions kept one, and no gradient where none had gathered.
         """
-        if sizes_of(state.tensors) != without_missing_trail(self._whole_sizes(), state.tensors):
+        own, there = without_missing_trail(self.state_sizes(), state.tensors), sizes_of(state.tensors)
+        own |= dict.fromkeys({GRADIENT, MOMENTUM} & set(there), own["fast"])
+        if there != own or (state.tokens_accumulated and GRADIENT not in there):
             raise ValueError("its tensors are not those of this stage")
         if len(state.progress.marks) != len(self.progress.marks):
             raise ValueError("it was taken with another number of fragments")
@@ -455,31 +487,28 @@ class StageWorker:
             raise ValueError(f"its credit is {state.credit:,.0f} tokens, and a batch has {batch:,}")
 
         def work() -> None:
+            self._free()
             tensors = state.tensors
             self._trainer.load(tensors["fast"], tensors)
-            self._trainer.load_gradient(tensors["gradient"], state.tokens_accumulated, state.loss_accumulated)
-            self.outer.load(tensors["slow"], tensors["momentum"], tensors.get(TRAIL))
+            self._trainer.clear_gradient()
+            if GRADIENT in tensors:
+                self._trainer.load_gradient(tensors[GRADIENT], state.tokens_accumulated, state.loss_accumulated)
+            self.outer.load(tensors["slow"], tensors.get(MOMENTUM), tensors.get(TRAIL))
             self.progress, self._credit = state.progress, state.credit
 
         await self._thread.run(Priority.STEP, work)
 
-    def _room(self) -> dict[str, Tensor]:
-        """Zeroed memory for a whole state, touched here: no copy waits for pages while the device waits for it."""
-        return {name: torch.empty(shape, dtype=dtype).zero_() for name, (dtype, shape) in self._whole_sizes().items()}
-
-    def _whole_sizes(self) -> _Sizes:
-        return {**self.state_sizes(), "gradient": (torch.float32, (self._trainer.layout.size,))}
-
-    def state_sizes(self) -> _Sizes:
+    def state_sizes(self) -> Sizes:
         """Names, dtypes and shapes of `joiner_state()`: what a joiner expects to receive."""
-        vector, trail = (torch.float32, (self._trainer.layout.size,)), [] if self.outer.trail is None else [TRAIL]
-        sizes: _Sizes = {name: (torch.float32, (size,)) for name, size in self._trainer.moment_sizes.items()}
-        sizes["optimizer_steps"] = (torch.int64, ())
-        return sizes | dict.fromkeys(["fast", "slow", "momentum", *trail], vector)
+        vector = (torch.float32, (self._trainer.layout.size,))
+        beside = [MOMENTUM] * (self.outer.momentum is not None) + [TRAIL] * (self.outer.trail is not None)
+        sizes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(["fast", "slow", *beside], vector)
+        sizes |= {name: (torch.float32, (size,)) for name, size in self._trainer.moment_sizes.items()}
+        return sizes | {"optimizer_steps": (torch.int64, ())}
 
     async def named_weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the slow and the fast weights by local parameter name."""
-        _, state = await self.joiner_state()
+        _, state = await self._copies("slow", "fast")
         views = self._trainer.layout.views
         return views(state["slow"]), views(state["fast"])
 
@@ -499,5 +528,7 @@ class StageWorker:
         self.progress = self.progress.after_inner_step(gathered, live, pace)
         self._trainer.loss_bound.holds = self.progress.clock >= self._spec.inner.warmup_tokens
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves
+        if self._frozen:
+            self._free(*self._trainer.state_vectors())
         result = self._trainer.step(rate)
         self._on_inner_step(InnerReport(result, self.progress, rate, live))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Routed, Router
+from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.loss_bound import LossBound
@@ -201,6 +202,10 @@ class Trainer(ABC):
         """Names of the optimizer's vectors, and the numbers in each."""
 
     @abstractmethod
+    def optimizer_vectors(self) -> Vectors:
+        """The live memory of what `optimizer_state()` copies."""
+
+    @abstractmethod
     def optimizer_state(self) -> dict[str, Tensor]:
         """Copies (host) of the optimizer's moments as flat vectors and its step count as an int64 scalar."""
 
@@ -242,11 +247,10 @@ class Trainer(ABC):
             self.master.copy_(fast)
         self._publish()
 
-    def copy_into(self, room: Mapping[str, Tensor]) -> None:
-        """Fill `room` (zeroed host tensors) with weights `fast`, the optimizer's state as `optimizer_state()` gives it,
-        and the accumulated `gradient`."""
-        room["fast"].copy_(self.master)
-        room["gradient"].copy_(self.gradient)
+    def state_vectors(self) -> Vectors:
+        """The live memory of what inner steps change, in the order in which that is to be read: the `gradient`, the
+        weights `fast`, and the optimizer's state as `optimizer_state()` names it."""
+        return {"gradient": [(0, self.gradient)], "fast": [(0, self.master)], **self.optimizer_vectors()}
 
     def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
         """Replace what has accumulated: the flat gradient of a loss summed over `tokens`, and that loss."""

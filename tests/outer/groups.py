@@ -60,7 +60,7 @@ def replica_of(
     chunk_bytes = BLOCK * CODECS[codec].bits // 8  # `dct` and `sign` make it 16 blocks
     replica = OuterReplica(rule, slow.clone(), codec=CODECS[codec], chunk_bytes=chunk_bytes, fragments=fragments)
     replica.snapshot.copy_(slow if fast is None else fast)
-    if momentum is not None:
+    if momentum is not None and replica.momentum is not None:
         replica.momentum.copy_(momentum)
     return replica
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from noloco_node.outer.codec import BLOCK, CODECS
 from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
-from noloco_node.outer.update import OuterRule
+from noloco_node.outer.update import OuterRule, contribution, step_
 from tests.outer.groups import ERRORS, SIZE, meet, replica_of, replicas, step, vectors
 
 ALL: list[CodecName] = list(CODECS)
@@ -221,3 +221,43 @@ def test_the_own_motion_and_the_difference_are_what_they_say() -> None:
     motion = 0.5 * delta + 0.7 * 0.25
     assert left.own_motion() == pytest.approx(0.7 * 0.25 * SIZE**0.5, rel=1e-9)
     assert left.difference_norm() == pytest.approx(float((0.5 * 1.0 - motion).norm() / 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("momentum", ["averaged", "local"])
+def test_without_momentum_a_step_is_bitwise_that_of_a_momentum_of_no_weight(momentum: str) -> None:
+    """With α = 0 nothing of the last step is in the next, so no vector is kept for it."""
+    rule = OuterRule(0.0, 0.7, 0.9, momentum)  # pyright: ignore[reportArgumentType]
+    (replica,) = replicas(1, rule)
+    assert replica.momentum is None
+    slow, fast, kept = replica.slow.clone(), replica.snapshot.clone(), torch.randn(SIZE)
+    replica.open(replica.whole, members=1, weight=1.0)
+    correction = replica.commit()
+    step_(rule, contribution(rule, fast=fast, slow=slow, momentum=kept), slow=slow, momentum=kept)
+    assert torch.equal(replica.slow, slow)
+    assert torch.equal(correction, slow - fast)
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """All that are reached through lists, dicts and the attributes of a replica and its remembered way."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return tensors_in(list(value.values()))
+    if isinstance(value, list):
+        return [tensor for each in value for tensor in tensors_in(each)]
+    return tensors_in(vars(value)) if isinstance(value, OuterReplica) else []
+
+
+@pytest.mark.parametrize("codec", ALL)
+def test_an_exchange_holds_two_vectors_and_the_codes_of_both_sides(codec: CodecName) -> None:
+    """All tensors that an open step holds: none as long as the stage but φ and the snapshot, and the trail of a codec
+    that has one. Afterwards nothing is left of the codes."""
+    size, kind = 64 * BLOCK, CODECS[codec]
+    pair = replicas(2, OuterRule(0.0, 0.7, 0.9, "averaged"), codec, size=size)
+    meet(pair)
+    vectors = (2 + kind.trails) * 4 * size
+    codes = (2 if kind.modulo else 1) * kind.wire_elements(size) * kind.wire_dtype.itemsize
+    sketch = 4 * kind.sketch_elements(size)
+    assert sum(tensor.nbytes for tensor in tensors_in(pair[0])) == vectors + codes + sketch
+    pair[0].commit()
+    assert sum(tensor.nbytes for tensor in tensors_in(pair[0])) == vectors

@@ -12,6 +12,7 @@ from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
+from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.machine import free_memory
 from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of, planned_memory
@@ -25,7 +26,7 @@ from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext
 from tests.support import eventually
 from tests.training.late_streams import late_copies
-from tests.training.made_trainers import make_trainer
+from tests.training.made_trainers import checkpoint_of, make_trainer
 from tests.training.test_inputs_ahead import held
 from tests.worlds import IN_SUBSPACE, WINDOWS, micro_spec, window_batch
 
@@ -62,7 +63,8 @@ def test_every_vector_of_a_stage_is_counted(precision: str, subspace: dict[str, 
     fixed = sum(tensor.nbytes for tensor in kept.values() if tensor.shape != (256, 8))
     assert planned.versions == 2 * version.nbytes + fixed
     vectors = [value for value in vars(outer).values() if isinstance(value, torch.Tensor)]
-    assert planned.outer == sum(vector.nbytes for vector in vectors) == 20 * count
+    assert sum(vector.nbytes for vector in vectors) == (12 if run.outer.alpha else 8) * count
+    assert planned.outer == sum(vector.nbytes for vector in vectors) + learnt_bytes(count)
 
 
 def test_vectors_and_rooms_of_muon_are_counted() -> None:
@@ -76,36 +78,30 @@ def test_vectors_and_rooms_of_muon_are_counted() -> None:
     planned = needs(run)[1]
     assert planned.moments == 4 * moments + muon.workspace_bytes
     plain = needs(changed(run, "inner", optimizer="adamw"))[1]
-    assert plain.checkpoint - planned.checkpoint == plain.given - planned.given == 4 * (2 * count - moments)
-    assert footprint_of(run).state_bytes[1] == 4 * (3 * count + moments)
-
-
-async def test_a_checkpoint_is_a_copy_of_the_whole_state() -> None:
-    """It has the trail, too, if the codec has one."""
-    thread = ComputeThread()
-    for codec, vectors in (("int8", 6), ("sign", 7)):
-        run = changed(micro_spec(stages=2), "outer", codec=codec)
-        trainer = StageTrainer(build_stage(run.model, 1), run.inner, device="cpu", wire_dtype=torch.float32)
-        worker = StageWorker(run, trainer, outer_of(run, trainer), thread, lambda _: None)
-        room = worker._room()  # pyright: ignore[reportPrivateUsage]
-        flat = [tensor for tensor in room.values() if tensor.dim()]
-        assert needs(run)[1].checkpoint == sum(tensor.nbytes for tensor in flat) == 4 * vectors * trainer.layout.size
-    await thread.close()
+    assert plain.saved - planned.saved == plain.spooled - planned.spooled == 4 * (2 * count - moments)
+    assert footprint_of(run).state_bytes[1] == 4 * (2 * count + moments)
 
 
 @pytest.mark.parametrize("codec", ["int8", "sign"])
-async def test_what_a_joiner_reads_is_one_more_copy_on_the_host(codec: str) -> None:
-    """To the byte what the donor holds; it comes and goes."""
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+async def test_what_a_checkpoint_and_a_joiner_take_is_counted(codec: str, alpha: float) -> None:
+    """On the disk to the byte, with the trail if the codec has one and the momentum if there is any."""
     thread = ComputeThread()
-    run = changed(micro_spec(stages=2), "outer", codec=codec)
-    trainer = StageTrainer(build_stage(run.model, 0), run.inner, device="cpu", wire_dtype=torch.float32)
+    run = changed(micro_spec(stages=2), "outer", codec=codec, alpha=alpha, gamma=None)
+    trainer = StageTrainer(build_stage(run.model, 1), run.inner, device="cpu", wire_dtype=torch.float32)
     worker = StageWorker(run, trainer, outer_of(run, trainer), thread, lambda _: None)
-    _, state = await worker.joiner_state()
-    planned = needs(run)[0]
-    assert planned.given == sum(tensor.nbytes for tensor in state.values() if tensor.dim())
-    assert planned.on_host == planned.outer + planned.exchange + planned.checkpoint + planned.given
-    assert planned.total(own_memory=True).host - planned.always(own_memory=True).host >= planned.given
+    trainer.tokens_accumulated = 1
+    whole = (await checkpoint_of(worker)).tensors
+    _, given = await worker.joiner_state()
     await thread.close()
+    saved, read = (sum(tensor.nbytes for tensor in state.values() if tensor.dim()) for state in (whole, given))
+    assert set(whole) - set(given) == {"gradient"}
+    vectors = 4 + (codec == "sign") + (alpha > 0)
+    planned = needs(run)[1]
+    assert (planned.saved, planned.spooled) == (saved, read)
+    assert planned.spooled == 4 * vectors * trainer.layout.size
+    assert planned.checkpoint <= planned.saved
+    assert planned.on_host == planned.outer + planned.exchange + planned.checkpoint + planned.given
 
 
 def test_compiling_takes_more_of_the_program_and_compilers_beside_it() -> None:

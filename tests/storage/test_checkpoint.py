@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -279,15 +280,16 @@ def test_what_the_last_stay_still_writes_is_not_mixed_with_the_next_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that moves does not wait for its disk: a manifest of one stage was sealed over tensors of the other."""
-    save, begun, go_on = checkpoint.save_file, threading.Event(), threading.Event()
+    save, begun, go_on = checkpoint.write_tensors, threading.Event(), threading.Event()
 
-    def slowly(saved: dict[str, torch.Tensor], path: Path) -> None:
-        save(saved, path)
+    def slowly(*given: Any) -> tuple[str, int]:
+        written = save(*given)
         if not begun.is_set():
             begun.set()
             go_on.wait(10.0)
+        return written
 
-    monkeypatch.setattr(checkpoint, "save_file", slowly)
+    monkeypatch.setattr(checkpoint, "write_tensors", slowly)
     folder = CheckpointFolder(tmp_path, 3)
     with ThreadPoolExecutor(3) as pool:
         old = pool.submit(folder.write, standing(1.0, stage=1), tensors(1.0))

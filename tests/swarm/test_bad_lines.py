@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import cast
 
 import pytest
@@ -21,6 +21,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.donor import StateDonor
 from noloco_node.state_transfer.donor_choice import NoDonor, StateCopier
 from noloco_node.state_transfer.messages import StateRequest
+from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.progress import LastTrained, Progress
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import Nothing, Reply
@@ -85,9 +86,12 @@ class _Holder:
     def state_sizes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.state.items()}
 
-    async def joiner_state(self) -> tuple[Progress, dict[str, Tensor]]:
+    @asynccontextmanager
+    async def frozen(self, *_names: str) -> AsyncGenerator[FrozenState]:
         self.state = {"fast": self.state["fast"] + 1.0}
-        return self.progress, self.state
+        state = FrozenState()
+        state.freeze({"fast": [(0, self.state["fast"])]}, lambda piece: piece)
+        yield state
 
     async def load_full_state(self, _clock: float, _rounds: int, state: dict[str, Tensor]) -> None:
         self.state = state

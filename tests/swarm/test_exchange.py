@@ -189,14 +189,14 @@ async def test_a_commit_is_waited_for_however_often_its_owner_is_told_to_end(mon
     monkeypatch.setattr(aio, "CANCEL_AGAIN_SECONDS", 0.05)
     async with two_replicas() as (_, left, _):
         outer, exchanger, begun = left.worker.outer, left.averaging.exchanger, threading.Event()
-        prepare = outer.prepare
+        commit = outer.commit
 
         def slowly(scale: float = 1.0) -> Tensor:
             begun.set()
             time.sleep(0.3)
-            return prepare(scale)
+            return commit(scale)
 
-        monkeypatch.setattr(outer, "prepare", slowly)
+        monkeypatch.setattr(outer, "commit", slowly)
         tasks = [asyncio.create_task(exchanger.run()), asyncio.create_task(exchanger.step_alone())]
         await eventually(begun.is_set, what="the commit is worked out")
         await aio.cancel_and_wait(tasks)

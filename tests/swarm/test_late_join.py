@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -32,7 +33,6 @@ from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.sizing.memory import Memory
 from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import messages as state_messages
@@ -43,6 +43,7 @@ from noloco_node.state_transfer.fetch import Download
 from noloco_node.state_transfer.messages import SignedManifest, StateManifest, StateOffer
 from noloco_node.state_transfer.rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
 from noloco_node.state_transfer.readers import WAIT_SECONDS, Readers
+from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.progress import LastTrained
@@ -533,23 +534,27 @@ async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypat
         await stranger.close()
 
 
-async def test_a_donor_without_memory_for_a_copy_says_busy_and_gives_when_there_is_some(
+async def test_a_donor_without_room_for_a_copy_says_busy_and_gives_when_there_is_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the system would kill it, or what runs beside it. It is no failure, and the next that asks may get
-    one."""
+    """It is no failure, and the next that asks may get one."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.01, 0.02))
     async with donors_and_joiner(1) as (made, joiner):
-        size = state_messages.packed_size(joiner.worker.state_sizes())
-        free = [size - 1, size - 1, size]
-        monkeypatch.setattr(state_donor, "free_memory", lambda _: Memory(0, free.pop(0)))
+        full = [True, True, False]
+
+        def room(size: int, folder: Path | None) -> DiskMemory:
+            if full.pop(0):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return DiskMemory(size, folder)
+
+        monkeypatch.setattr(state_messages, "DiskMemory", room)
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
-        with pytest.raises(Refused, match="no memory for a copy") as refused:
+        with pytest.raises(Refused, match="no room for a copy") as refused:
             await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
         assert refused.value.reason is Refusal.BUSY
         assert await become_current(joiner) == FIRST
         assert failures(made) == {}
-        assert free == []
+        assert full == []
 
 
 async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ class Target:
         worker = self.replica.worker
         trainer = trainer_of(worker)
         digest = hashlib.blake2b(digest_size=16)
-        for vector in (trainer.master, trainer.gradient, worker.outer.slow, worker.outer.momentum):
+        for vector in (trainer.master, trainer.gradient, worker.outer.slow):
             digest.update(vector.numpy().data)
         exchanger = self.replica.averaging.exchanger
         return (
@@ -265,7 +265,7 @@ class Target:
                 assert event.difference_norm is not None
                 assert math.isfinite(event.difference_norm)
         trainer = trainer_of(self.replica.worker)
-        for vector in (trainer.master, self.replica.worker.outer.slow, self.replica.worker.outer.momentum):
+        for vector in (trainer.master, self.replica.worker.outer.slow):
             assert bool(torch.isfinite(vector).all())
 
     async def still_trains(self) -> None:

@@ -176,13 +176,13 @@ async def test_a_busy_donor_serves_one_snapshot_to_many() -> None:
     async with veteran_and_joiner(3) as (_, (veteran, second, joiner)):
         await second.membership.announce(PeerState.GONE)
         taken: list[int] = []
-        joiner_state = veteran.worker.joiner_state
+        frozen = veteran.worker.frozen
 
-        async def counted() -> object:
+        def counted(*names: str) -> object:
             taken.append(1)
-            return await joiner_state()
+            return frozen(*names)
 
-        veteran.worker.joiner_state = counted  # pyright: ignore[reportAttributeAccessIssue]
+        veteran.worker.frozen = counted  # pyright: ignore[reportAttributeAccessIssue]
         donors = await asyncio.gather(become_current(joiner), become_current(second))
         assert donors == [peer_name(0, 0)] * 2
         assert len(taken) == 1
@@ -197,19 +197,20 @@ def test_a_packed_state_is_its_tensors_one_after_another() -> None:
         "optimizer_steps": torch.tensor(11),
     }
     plain = b"".join(state[name].numpy().tobytes() for name in sorted(state))
-    packed = PackedState(state)
+    sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
+    packed = PackedState(sizes)
+    packed.take((name, 0, tensor) for name, tensor in state.items())
     assert packed.size == len(plain)
     for size in (1, 7, 16, 64, 1000):
         parts = [bytes(packed.part(start, start + size)) for start in range(0, packed.size, size)]
         assert b"".join(parts) == plain
         assert [bytes(row.tolist()) for row in packed.digests(size)] == [digest(part) for part in parts]
-    sizes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     assert packed_size(sizes) == len(plain)
     unpacked = unpack(bytearray(plain), sizes)
     assert all(torch.equal(unpacked[name], state[name]) for name in state)
-    state["fast"][3] = float("nan")
+    packed.take([("fast", 3, torch.tensor([float("nan")]))])
     with pytest.raises(BadAnswer, match="NaN"):
-        unpack(bytearray(PackedState(state).part(0, packed.size)), sizes)
+        unpack(packed.part(0, packed.size), sizes)
 
 
 async def test_a_fetched_state_is_checked_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import InnerReport, StageWorker
+from noloco_node.training.stage_worker import CheckpointState, InnerReport, StageWorker
 
 
 def make_trainer(spec: RunSpec, stage: int) -> StageTrainer:
@@ -35,6 +35,13 @@ def flat_gradient(trainer: StageTrainer, module: Stage) -> torch.Tensor:
     """The gradients of an ordinary module in the trainer's order."""
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return trainer.layout.flatten(gradients)
+
+
+async def checkpoint_of(worker: StageWorker) -> CheckpointState:
+    """What a checkpoint holds, in memory."""
+    async with worker.frozen() as state:
+        counts = state.progress, state.credit, state.tokens_accumulated, state.loss_accumulated
+        return CheckpointState(*counts, state.collect())
 
 
 @asynccontextmanager

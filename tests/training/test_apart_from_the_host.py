@@ -22,6 +22,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import inputs_and_labels
 from noloco_node.document_marks import BEGINS, positions_of
 from noloco_node.model.stage import build_stage
+from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.precision import Precision
 from noloco_node.training.stage_trainer import StageTrainer
@@ -173,8 +174,9 @@ def test_states_and_evaluations_mix_nothing(precision: str, apart: Apart) -> Non
     carried, labels = inputs_and_labels(window_rows(range(4)))
     for trainer in trainers:
         state = trainer.optimizer_state()
-        room = {**state, "fast": torch.zeros(trainer.layout.size), "gradient": torch.zeros(trainer.layout.size)}
-        trainer.copy_into(room)
+        frozen = FrozenState()
+        frozen.freeze(trainer.state_vectors(), trainer.copies.piece_to_host)
+        room = frozen.collect()
         for _ in range(2):
             trainer.load(room["fast"], state)
             trainer.load_gradient(room["gradient"], 8, 1.0)

@@ -16,7 +16,7 @@ from noloco_node.training.precision import PRECISIONS
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 from tests.inside import optimizer_of
-from tests.training.made_trainers import lone_worker, make_trainer
+from tests.training.made_trainers import checkpoint_of, lone_worker, make_trainer
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec
 
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
@@ -128,7 +128,7 @@ async def test_a_copied_state_goes_on_bit_for_bit(precision: PrecisionName) -> N
         assert {t.dtype for name, t in state.items() if name != "optimizer_steps"} == {torch.float32}
         assert worker.outer.slow.dtype == torch.float32
         await copy.load_full_state(progress.clock, 0, state)
-        whole = await worker.checkpoint_state()
+        whole = await checkpoint_of(worker)
         await copy.resume(whole)
         assert torch.equal(copied.master, trainer.master)
         losses = [(await each.loss(*batch(5))).loss_sum for each in (worker, copy)]

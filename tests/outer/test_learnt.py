@@ -1,0 +1,67 @@
+"""Which way a replica has been learning, of a stage that is looked at in part."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from noloco_node.outer import learnt
+from noloco_node.outer.learnt import LearntWay, learnt_bytes
+from noloco_node.outer.rotation import BLOCK
+from tests.outer.groups import vectors
+
+BLOCKS = 512
+SIZE = BLOCKS * BLOCK + 329
+
+
+def looked_at(size: int, seed: int = 1) -> LearntWay:
+    """After one step of the whole that brought Δ = 1 everywhere, and with the next one opened."""
+    found = LearntWay(size, torch.float32, seed)
+    for start in range(0, size, 100 * BLOCK):
+        end = min(start + 100 * BLOCK, size)
+        found.begin(0, size)
+        found.learn(torch.ones(end - start), torch.zeros(end - start), start)
+    return found
+
+
+@pytest.mark.parametrize("part", [(0, SIZE), (128 * BLOCK, 384 * BLOCK)])
+def test_a_part_of_a_large_stage_says_what_all_of_it_would(
+    part: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a few percent: how far a difference leads back, and how far the own motion has come, over a fragment too."""
+    start, end = part
+    slow, noise, other = (vector.float() for vector in vectors(3, size=SIZE))
+    fast, difference = slow + 0.5 + noise, -0.25 + 0.5 * other[start:end]
+    found: list[tuple[float, float]] = []
+    for most in (BLOCKS + 1, 64):
+        monkeypatch.setattr(learnt, "MOST_BLOCKS", most)
+        way = looked_at(SIZE)
+        way.begin(start, end)
+        for at in range(start, end, 100 * BLOCK):
+            way.see(difference[at - start : min(at + 100 * BLOCK, end) - start], at)
+        found.append(way.taken_back(fast, slow, math.inf))
+    assert found[0] == pytest.approx((0.25 * (end - start) ** 0.5, 0.5 * (end - start) ** 0.5), rel=0.02)
+    assert found[1] == pytest.approx(found[0], rel=0.1)
+
+
+def test_the_memory_does_not_grow_with_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is planned."""
+    monkeypatch.setattr(learnt, "MOST_BLOCKS", 64)
+    for size in (10 * BLOCK + 1, 64 * BLOCK, SIZE):
+        held = [value for value in vars(LearntWay(size, torch.float32, 0)).values() if isinstance(value, torch.Tensor)]
+        floats = sum(tensor.nbytes for tensor in held if tensor.is_floating_point())
+        assert floats == learnt_bytes(size) == 8 * min(size, 64 * BLOCK)
+
+
+def test_blocks_are_drawn_one_of_each_stretch_and_by_the_replicas_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A partner that knew them would take back everything else."""
+    monkeypatch.setattr(learnt, "MOST_BLOCKS", 64)
+    drawn = [
+        next(value for value in vars(LearntWay(SIZE, torch.float32, seed)).values() if value.dtype == torch.int64)
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert (drawn[0] // (BLOCKS // 64)).tolist() == list(range(64))
