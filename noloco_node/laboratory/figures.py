@@ -110,14 +110,15 @@ LABEL_BYTES = 4
 def activation_bytes(record: Results, result: Result) -> float | None:
     """Bytes of activations, labels and gradients that one replica of each stage together sends in an inner step. None
     if the model's configuration does not name its width."""
-    config: dict[str, Any] = record.run["model"]["config"]
-    hidden = result.options.get("model.config.hidden_size", config.get("hidden_size"))
+    model: dict[str, Any] = record.run["model"]
+    hidden = result.options.get("model.config.hidden_size", model["config"].get("hidden_size"))
+    width = result.options.get("model.subspace_rank", model.get("subspace_rank")) or hidden
     codecs = result.options.get("pipeline.activations", record.run["pipeline"]["activations"])
-    if hidden is None:
+    if width is None:
         return None
     codec = cast(ActivationCodec, codecs if isinstance(codecs, str) else codecs[0])
     tokens = result.tokens / max(1, result.replicas * result.inner_steps)
-    return tokens * (result.stages - 1) * (2 * token_bytes(hidden, codec) + LABEL_BYTES)
+    return tokens * (result.stages - 1) * (2 * token_bytes(width, codec) + LABEL_BYTES)
 
 
 def swept_settings(record: Results) -> dict[str, tuple[str, ...]]:

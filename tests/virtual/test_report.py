@@ -59,6 +59,10 @@ def test_all_bytes_are_counted_and_the_loss_is_shown_on_both_sides_of_the_last_e
     hidden = made.config({"variants": VARIANTS}).run.model.config["hidden_size"]
     assert isinstance(hidden, int)
     assert row["activations per inner step"] == f"{256 * (8 * hidden + 4) / 1000:.3g} kB"
+    told = record({"replicas": [4]})
+    run = told.run | {"model": told.run["model"] | {"subspace_rank": 16}}
+    row = table(told.model_copy(update={"run": run}))["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]
+    assert row["activations per inner step"] == f"{256 * (8 * 16 + 4) / 1000:.3g} kB"
 
 
 def test_fewer_than_twenty_outer_rounds_are_said_to_say_nothing() -> None:
