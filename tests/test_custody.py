@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import time
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from noloco_node.node.custody import (
     final_lacks,
     has_come_to_the_end,
     last_of_stage,
-    may_be_over,
     unusable_checkpoints,
 )
 from noloco_node.node.first_state import obtain_state
@@ -180,29 +178,6 @@ def test_what_peers_held_is_kept_with_their_addresses(tmp_path: Path) -> None:
         assert KnownPeers(path).holders("run", 1) == []
 
 
-@pytest.mark.parametrize(
-    ("saved", "now", "found"),
-    [
-        ([], 0.0, True),
-        ([(100.0, 50.0)], 200.0, True),
-        ([(100.0, 50.0), (200.0, 150.0)], 624.0, False),
-        ([(100.0, 50.0), (200.0, 150.0)], 625.0, True),
-        ([(100.0, 50.0), (150.0, 149.0), (200.0, 150.0)], 625.0, True),
-        ([(200.0, 50.0), (100.0, 150.0)], 200.0, True),
-        ([(100.0, 150.0), (200.0, 150.0)], 200.0, True),
-        ([(100.0, 50.0), (200.0, 1000.0)], 200.0, True),
-        ([(200.0, 1000.0)], 200.0, True),
-        ([(100.0, 1000.0), (200.0, 1000.0)], 200.0, True),
-    ],
-)
-def test_whether_a_run_may_be_over_since_a_node_saved_its_state(
-    saved: list[tuple[float, float]], now: float, found: bool
-) -> None:
-    """One token a second before, two at most since: 850 are left. Where no pace is told it may; who had no checkpoint
-    and brought the run's file began an ended run from the first weights, and its seed forgot the end."""
-    assert may_be_over(saved, 1000.0, now) is found
-
-
 def test_final_weights_of_an_earlier_stay_are_none_of_the_runs_end(tmp_path: Path) -> None:
     """Those of who was once stopped by hand stayed for good where it was killed at the end, or found its disk full."""
     assert final_lacks(tmp_path / "final", 0.0)
@@ -219,16 +194,3 @@ def test_whether_a_folder_in_which_a_run_has_ended_holds_its_end(clock: float | 
     """A later stage whose first stage was stopped at 92 % said that it had trained the run to its end, and ended again
     each time that it was started."""
     assert has_come_to_the_end(clock, 1000.0, 100.0) is found
-
-
-def test_the_clocks_of_checkpoints_are_those_of_the_run_in_turn(tmp_path: Path) -> None:
-    """Also of such as are torn: nothing is gone on from there. When they were written they say themselves: who copies a
-    folder to another machine may give all of its files one time."""
-    folder = CheckpointFolder(tmp_path, 3)
-    assert folder.clocks(RUN) == []
-    for _ in range(2):
-        os.utime(folder.write(standing(5.0), tensors(5.0)).path / MANIFEST, (1.0, 1.0))
-    found = folder.clocks(RUN)
-    assert [clock for _, clock in found] == [5.0] * 2
-    assert abs(found[0][0] - time.time()) < 60.0
-    assert folder.clocks("another") == []

@@ -17,7 +17,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # pyright: ig
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.buckets import Place, bucket_of, prefix_of
+from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.dht_node import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
 from noloco_node.directory.dht_walk import Walker
 from noloco_node.directory.intake import Intake
@@ -360,6 +360,11 @@ class DhtDirectory:
                 if place.stage not in newest or newest[place.stage].expires < told.expires:
                     newest[place.stage] = told
         return sorted(newest.values(), key=lambda row: -row.expires)
+
+    def read(self, row: SignedRecord) -> PeerRecord | None:
+        """See `Directory.read`."""
+        known = row.stage < self._stages and row.level <= MOST_LEVEL
+        return self._intake.read(self._id_of(_place_of(row)).to_bytes(), row) if known else None
 
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
         """See `Directory.told`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from noloco_node import ambient
 from noloco_node.directory.buckets import Place
+from noloco_node.directory.records import PeerRecord, SignedRecord
 from noloco_node.directory.store import Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.directory.validator import RecordValidator
 from noloco_node.identity.peer_id import PeerId
@@ -83,6 +84,10 @@ class Intake:
         self.checked += 1
         record = self._validator.read_at(key, signer, signed, expires)
         return record is not None and self._store.put(key, peer, HeldRecord(record, signed, expires, storer), now)
+
+    def read(self, key: bytes, row: SignedRecord) -> PeerRecord | None:
+        """The record as its owner signed it for `key`; None where it did not. Nothing is taken in."""
+        return self._validator.read_at(key, row.peer, row.signed, row.expires)
 
     def _may_check(self, storer: PeerId, signer: PeerId) -> bool:
         if storer == self._own:

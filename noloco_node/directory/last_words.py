@@ -8,13 +8,14 @@ alone. One record of a free key without a process had a seed forget an ended run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import SERVING, Directory, LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.signed_end import SignedEnd, end_word
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.transport.interface import Transport
@@ -36,7 +37,8 @@ def _left_at_the_end(record: PeerRecord, last_tokens: float) -> bool:
 
 class LastWords:
     """Follows the origins of a run. `over`: the end is known from an earlier life; `last_tokens` is the clock from
-    which a run is near its end. `keep` is told the words on which the end stands, once."""
+    which a run is near its end. `end` gets the words on which the end stands, and `keep` is told once that it has
+    come."""
 
     def __init__(
         self,
@@ -45,12 +47,14 @@ class LastWords:
         spec: RunSpec,
         over: bool,
         last_tokens: float,
-        keep: Callable[[Sequence[LiveRecord]], None],
+        end: SignedEnd,
+        keep: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._directory = directory
         self._owner = spec.access.owner
         self._last_tokens = last_tokens
+        self._end = end
         self._keep = keep
         self._life = spec.limits.record_seconds
         self._at_work = PeerTable[PeerId, None]()
@@ -100,7 +104,10 @@ class LastWords:
         seen = [row for row in rows if PeerId(row.record.peer_id) in self._at_work]
         if not self.over and (owners or is_over((row.record for row in seen), self._last_tokens)):
             self.over = self.knows = True
-            self._keep([row for row in owners or seen if row.record.finished])
+            words = [row for row in owners or seen if row.record.finished]
+            self._end.origins.update({PeerId(row.record.peer_id): None for row in words})
+            self._end.take(map(end_word, words))
+            self._keep()
 
     def _rows(self) -> list[LiveRecord]:
         """Of stage 0, those that live, farewells among them."""

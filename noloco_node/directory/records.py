@@ -261,6 +261,10 @@ class Directory(Protocol):
         """
         ...
 
+    def read(self, row: SignedRecord) -> PeerRecord | None:
+        """The record, if its owner signed it for its place and this node deals with it; its life may be over."""
+        ...
+
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
         """Take in what `teller` told: what its owner signed, and lives, is in the view from the next `refresh` on. How
         many were taken. Never raises."""

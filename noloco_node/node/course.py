@@ -92,7 +92,7 @@ class ReplicaCourse:
     async def _until_over(self) -> None:
         await self._end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
-            logger.warning("the run is over: nothing is trained here any more, near its target")
+            logger.warning("the run is over: nothing is trained here any more, and the others have come to its end")
             self._over = True
             self._context.moved.fire()
 

@@ -22,8 +22,6 @@ HOLDER_SECONDS = 15.0
 """How long a node without a state waits for a peer that held it when it was last seen at work; once."""
 HOLDER_LOADS_SECONDS = 60.0
 """As long as that peer is there and on its way back to its stage."""
-FASTER = 2.0
-"""Times as fast as before a run may have gone on without this node."""
 LOOK_SECONDS = 1.0
 NAMED = 3
 """Peers named in a message."""
@@ -43,20 +41,6 @@ def final_lacks(final: Path, clock: float) -> bool:
         return read_manifest(final).clock < clock
     except UserError:
         return True
-
-
-def may_be_over(saved: Sequence[tuple[float, float]], target: float, now: float) -> bool:
-    """Whether a run may have come to its `target` (tokens) since a node saved its state, as fast as the clock went
-    between the first and the last of its checkpoints (`saved`: wall time and clock of each, in turn) and twice that.
-    No word that it has is believed where it cannot be so: else strangers' words could keep a run from going on. Whose
-    checkpoints tell no pace, as after a stay of minutes, believes it: a run that goes on has others to do so. So does
-    who has none: it has nothing to go on from, and would begin the run anew."""
-    if not saved:
-        return True
-    (began, first), (ended, last) = saved[0], saved[-1]
-    if last >= target or ended <= began or last <= first:
-        return True
-    return (now - ended) * FASTER * (last - first) / (ended - began) >= target - last
 
 
 def unusable_checkpoints(checkpoints: CheckpointFolder) -> Warned | None:

@@ -87,7 +87,7 @@ async def obtain_state(
             if revived is not None:
                 replica.begins_late()
                 return revived
-        donor = await become_current(replica, saved_clock, ended_here=stays.ended_before, may_be_over=stays.may_be_over)
+        donor = await become_current(replica, saved_clock, ended_here=stays.ended_before)
     except UserError as error:
         ended = isinstance(error, RunHasEnded) and stays.near
         if ended or error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
@@ -189,19 +189,18 @@ async def _begin_again(
 
 
 async def become_current(
-    replica: Replica, own_clock: float | None = None, *, ended_here: bool = False, may_be_over: bool = False
+    replica: Replica, own_clock: float | None = None, *, ended_here: bool = False
 ) -> PeerId | None:
     """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the weights
     stand. See `FirstState`."""
-    return await FirstState(replica, ended_here=ended_here, may_be_over=may_be_over).take(own_clock)
+    return await FirstState(replica, ended_here=ended_here).take(own_clock)
 
 
 class FirstState:
     """The place where a replica begins, and the peers that it may copy.
 
     `entrances` are the peers by which it came in, the initial peers if none are given; the run begins with a node that
-    has none. `ended_here` says that an earlier life of this node has come to the run's end. `may_be_over` says that the
-    run may have come to it since that life saved its state.
+    has none. `ended_here` says that an earlier life of this node has come to the run's end.
     """
 
     def __init__(
@@ -210,7 +209,6 @@ class FirstState:
         entrances: Collection[PeerId] | None = None,
         *,
         ended_here: bool = False,
-        may_be_over: bool = False,
     ) -> None:
         context = replica.context
         self._replica = replica
@@ -220,7 +218,7 @@ class FirstState:
         self._membership = replica.membership
         self._entrances = peers_at(context.settings.initial_peers) if entrances is None else entrances
         self._joined = bool(self._entrances)
-        self._ended_here, self._may_be_over = ended_here, may_be_over
+        self._ended_here = ended_here
 
     async def take(self, own_clock: float | None) -> PeerId | None:
         """Copy a stage peer's state if that is where to begin (`where_to_begin`); returns the donor.
@@ -230,9 +228,7 @@ class FirstState:
         with weights that this node has no folder of.
         """
         there, joined = await self._who_answers(), self._joined
-        if joined and self._may_be_over and said_to_be_over(await self._told()):
-            raise run_has_ended(self._spec, "so say most of the peers that this node was told to join")
-        over = "this node has trained it to its end, and saved its weights" if joined and self._ended_here else ""
+        over = await self._why_over() if joined else ""
         begin = where_to_begin(
             own_clock,
             there,
@@ -269,6 +265,18 @@ class FirstState:
             source = "seed" if own_clock is None else "checkpoint"
             logger.warning("begins from %s after all: %s", BEGINNINGS[source], explained.message)
             return None
+
+    async def _why_over(self) -> str:
+        """How this node knows that the run has come to its end; empty where it does not."""
+        if self._ended_here:
+            return "this node has trained it to its end, and saved its weights"
+        signed = self._replica.signed
+        await signed.ask(self._entrances)
+        if signed.known:
+            return "so have most of the origins signed that this node has worked with, or the run's owner"
+        if signed.may_be and said_to_be_over(await self._told()):
+            return "so say most of the peers that this node was told to join"
+        return ""
 
     async def _who_answers(self) -> list[PeerRecord]:
         """Records of the nodes that answer. Where records show some and none answers, they are asked again for a while:

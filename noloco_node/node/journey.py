@@ -44,7 +44,6 @@ from noloco_node.node.custody import (
     final_lacks,
     has_come_to_the_end,
     last_of_stage,
-    may_be_over,
     unusable_checkpoints,
 )
 from noloco_node.node.first_state import obtain_state
@@ -185,17 +184,17 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
             stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
             place = _Place(net, folder, checkpoints, thread, telemetry, stays, pause, saved)
             del saved  # it holds a copy of everything, and is `place`'s to let go of
-            await _look_back(place)
+            _look_back(place)
             yield place
 
 
-async def _look_back(place: _Place) -> None:
+def _look_back(place: _Place) -> None:
     """What this node's earlier life, or its stay before a pause, tells of the run's end."""
     spec, stays, saved = place.net.spec, place.stays, place.saved
     target, saved_clock = spec.inner.target_tokens, saved and saved.standing.progress.clock
     stays.ended_before = place.folder.ended and has_come_to_the_end(saved_clock, target, spec.max_lag_tokens)
-    saved_at = await ambient.elsewhere(place.checkpoints.clocks, spec.run_id)
-    stays.may_be_over = may_be_over(saved_at, target, ambient.wall())
+    stays.signed.origins.update({peer: None for peer, _ in place.net.known.holders(spec.run_id, 0)})
+    stays.signed.kept_in(place.folder, spec)
 
 
 async def _rest(place: _Place, stage: int) -> None:
@@ -214,7 +213,7 @@ async def _rest(place: _Place, stage: int) -> None:
         place.saved = await ambient.elsewhere(place.checkpoints.newest, net.spec.run_id, stage)
     if ended_a_stay:
         place.stays.near = False  # others have gone on since
-        await _look_back(place)
+        _look_back(place)
 
 
 def _paused_event(why: str) -> Doing:
@@ -237,13 +236,18 @@ async def _choose(place: _Place, show: Show | None) -> int:
     start_checks.report(await ambient.elsewhere(checks))
     net.reach.tell(lambda now: place.emit(Reachability(way=now.way.value, words=now.words())))
     net.supervisor.on_restart = lambda cause: place.emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
+    stays.signed.serve()
+
+    def ended() -> bool:
+        return stays.ended_before or stays.signed.known
+
     serve_hello(
         net.transport,
         net.spec,
         lambda: stays.stage,
-        over=lambda: stays.ended_before and not stays.trains(),
+        over=lambda: ended() and not stays.trains(),
         # Else those that come home together outvote the seed that knows of the run's end.
-        unaware=lambda: not (stays.trains() or stays.ended_before),
+        unaware=lambda: not (stays.trains() or ended()),
         held_out=lambda: held_out_loss(place.telemetry.evaluation),
         birth=lambda: net.life.birth,
     )
@@ -276,6 +280,7 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
                     ledger=stays.ledger,
                     guards=lambda: stays.copies.guards,
                     relayed=net.relayed,
+                    signed=stays.signed,
                 )
                 stack.callback(replica.close)
                 replica.heed_relays(lambda: net.reach.relayed)
@@ -372,6 +377,7 @@ async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     replica, folder, spec = stay.replica, place.folder, place.net.spec
     reason = "interrupted" if replica.stop.is_set() else "target_reached"
     if reason == "target_reached":
+        place.stays.signed.own()
         folder.mark_ended(spec.run_id, spec.name)
     return stopped_event(
         reason,

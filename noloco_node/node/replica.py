@@ -23,6 +23,8 @@ from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import OwnFigures
 from noloco_node.directory.peer_clocks import FarBehind, PeerClocks
 from noloco_node.directory.records import MOST_SHOWN, Directory, OwnWord, PeerState
+from noloco_node.directory.signed_end import SignedEnd
+from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.course import ReplicaCourse
 from noloco_node.node.neighbourhood import Neighbourhood
@@ -66,6 +68,7 @@ class Replica:
         ledger: Ledger | None = None,
         guards: Callable[[], int | None] = lambda: None,
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
+        signed: SignedEnd | None = None,
     ) -> None:
         stage = placed.stage
         self.vocab_size = stage.vocab_size
@@ -102,6 +105,7 @@ class Replica:
             context, self.membership, self.averaging, self.state_transfer.copier, self._pace, self._behind
         )
         self.missing = MissingStages()
+        self.signed = signed or SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
         self.end = self._make_end()
         """When the run is over for it."""
         self.course = ReplicaCourse(
@@ -138,6 +142,7 @@ class Replica:
             self.membership,
             transport.peer_stats,
             self.pipeline.server.origins_seen if self.stage > 0 else None,
+            self.signed,
             clock=lambda: self.worker.progress.clock,
             last_trained=lambda: self.worker.last_trained.at,
             held_up=lambda: bool(self.missing.stages),

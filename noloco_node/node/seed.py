@@ -4,7 +4,6 @@ relays only where its owner says so."""
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -19,14 +18,14 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.last_words import LastWords
-from noloco_node.directory.records import Directory, LiveRecord
+from noloco_node.directory.records import Directory
+from noloco_node.directory.signed_end import SignedEnd, near_from
 from noloco_node.errors import UserError
 from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Entrance, entrance, supervisor
 from noloco_node.node.way_out import WayOut
 from noloco_node.observer.onlooker import Onlooker
-from noloco_node.placement.run_end import near_from
-from noloco_node.storage.run_folder import EndWord, RunFolder
+from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.swarm_pages import SwarmPages
 from noloco_node.telemetry.web import WebServer
@@ -98,7 +97,9 @@ async def _run(
                 last, beside = None, list[Coroutine[Any, Any, None]]()
                 if agreed is not None and life is not None:
                     screened = ScreenedDirectory(directory, Access(agreed), life=life)
-                    last = said = last_words(door.transport, screened, folder, agreed)
+                    end = SignedEnd(door.transport, screened, agreed)
+                    last = said = last_words(door.transport, screened, folder, agreed, end)
+                    end.serve()
                     if collects is not None and _is_let_in(door, agreed, settings):
                         beside.append(collects(agreed, folder.path, door.transport, screened, lambda: said.over))
                 serve_hello(
@@ -211,27 +212,21 @@ async def _serve(
     await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), *companions)
 
 
-def last_words(transport: Transport, directory: Directory, folder: RunFolder, spec: RunSpec) -> LastWords:
+def last_words(
+    transport: Transport, directory: Directory, folder: RunFolder, spec: RunSpec, end: SignedEnd
+) -> LastWords:
     """Follows whether the run is over, as its origins say, and keeps that in the seed's folder, for its next life."""
 
-    def keep(rows: Sequence[LiveRecord]) -> None:
-        logger.info("run '%s' has come to its end, say %d nodes that have trained to it", spec.name, len(rows))
-        words = tuple(
-            EndWord(
-                peer=row.record.peer_id,
-                expires=row.expires,
-                level=row.level,
-                signed=base64.b64encode(row.signed).decode(),
-            )
-            for row in rows
-        )
+    def keep() -> None:
+        logger.info("run '%s' has come to its end, say %d nodes that trained to it", spec.name, len(end.records()))
         try:
-            folder.mark_ended(spec.run_id, spec.name, words)
+            folder.mark_ended(spec.run_id, spec.name)
         except UserError as error:
             logger.warning("it is not written down that the run's end has come: %s", error.message)
 
+    end.kept_in(folder, spec)
     near = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
-    return LastWords(transport, directory, spec, _ended_before(folder, spec), near, keep)
+    return LastWords(transport, directory, spec, _ended_before(folder, spec), near, end, keep)
 
 
 def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:

@@ -17,6 +17,7 @@ from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerRecord, PeerState
+from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
@@ -87,8 +88,7 @@ class StageLifecycle:
         """The run was near its end as its latest stay ended."""
         self.ended_before = False
         """An earlier life of this node has come to the run's end."""
-        self.may_be_over = False
-        """The run may have come to it since that life saved its state (`custody.may_be_over`)."""
+        self.signed = SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
         self.trains = _not_yet
         """Whether this node trains now."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)

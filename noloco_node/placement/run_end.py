@@ -15,6 +15,7 @@ from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.directory.membership import Membership, too_few
 from noloco_node.directory.records import PeerState
+from noloco_node.directory.signed_end import SignedEnd, near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
@@ -23,8 +24,6 @@ from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furth
 
 NEAR_TARGET = 0.9
 """Share of the target from which a short run is at its end, though nobody has said so."""
-HALF_WAY = 0.5
-"""Share of the target before which no run is near its end."""
 IDLE_GRACES = 15
 """Grace times without work after which a node leaves: near the target that is the run's end, far from it an error."""
 HELD_UP_GRACES = 180
@@ -69,18 +68,13 @@ def verdict(sight: Sight) -> RunVerdict:
     return RunVerdict.OVER if sight.near else RunVerdict.STALLED
 
 
-def near_from(target: float, max_lag: float) -> float:
-    """The clock beyond which others may have come to the target, by the lag that clocks may have; all in tokens. A run
-    so short that this is less than half of it begins its end half-way."""
-    return max(HALF_WAY * target, target - max_lag)
-
-
 class EndOfRun:
     """Follows, for one stay of a replica, whether the run is over.
 
     `clock()` is the replica's clock (tokens), `last_trained()` when it last trained (monotonic seconds, 0 before the
     first time), `held_up()` whether a stage has no replica. `origins` is None on stage 0, which trains for nobody; of
-    their clocks the furthest is believed that is at most `max_lag` (tokens) beyond their median.
+    their clocks the furthest is believed that is at most `max_lag` (tokens) beyond their median. `signed` has the last
+    words of origins, also those that it hears only when it wakes or comes home.
     """
 
     def __init__(
@@ -89,6 +83,7 @@ class EndOfRun:
         membership: Membership,
         peer_stats: PeerStats,
         origins: OriginsSeen | None,
+        signed: SignedEnd,
         *,
         clock: Callable[[], float],
         last_trained: Callable[[], float],
@@ -102,6 +97,7 @@ class EndOfRun:
         self._membership = membership
         self._peer_stats = peer_stats
         self._origins = origins
+        self._signed = signed
         self._clock = clock
         self._last_trained = last_trained
         self._held_up = held_up
@@ -112,6 +108,7 @@ class EndOfRun:
         self._now = now
         self._idle_since = self._looked = now()
         self._was_held_up = False
+        self._awake_at, self._woke_at, self._asked_at = membership.now(), -float("inf"), now()
         self._clocks = PeerTable[PeerId, float]()
         """By the records of origins that it has worked for, or that answer."""
         self._moved_at = -float("inf")
@@ -134,10 +131,18 @@ class EndOfRun:
                 return
             if found is RunVerdict.STALLED:
                 raise self._stalled(sight)
+            await self._ask(sight)
             await moved.wait(self._grace / 4)
             rest = self._looked + min(self._grace / 20, LONGEST_PAUSE_SECONDS) - self._now()
             if rest > 0:  # pulses come with every step, and a look reads all records of stage 0
                 await asyncio.sleep(rest)
+
+    async def _ask(self, sight: Sight) -> None:
+        """Without work, once in a grace time: the run may have come to its end while this machine slept."""
+        since = self._now() - self._asked_at
+        if self._woke_at > self._asked_at or min(sight.idle, since) > self._grace:
+            self._asked_at = self._now()
+            await self._signed.ask_around()
 
     @property
     def begun(self) -> bool:
@@ -159,11 +164,21 @@ class EndOfRun:
         idle = self._idle(now, held_up)
         self._hear(seen, now)
         near = self.came_near_the_end or self._is_near(self._furthest(seen))
-        return Sight(near, self._ended(seen, near, idle, now), idle, self._patience(near, held_up, now))
+        ended = self._ended(seen, near, idle, now) or self._is_signed(idle)
+        return Sight(near, ended, idle, self._patience(near, held_up, now))
+
+    def _is_signed(self, idle: float) -> bool:
+        """Whether the end is signed for an origin, or for a node that came home, and it has no work. One that is awake
+        waits for long: others may go on. A later stage goes by the work that was trained here."""
+        if self._origins is not None and self.begun:
+            return False
+        away = not self.begun or self._woke_at > self._last_trained()
+        return idle > (1 if away else IDLE_GRACES) * self._grace and self._signed.known
 
     def _seen(self) -> Sequence[OriginSeen]:
-        """Origins count for twice the time that a node waits without work."""
-        return [] if self._origins is None else self._origins.latest(2 * IDLE_GRACES * self._grace)
+        """Origins count for twice the time that a node waits without work, of which its sleep is no part."""
+        slept = self._now() - self._last_trained() if self._woke_at > self._last_trained() else 0.0
+        return [] if self._origins is None else self._origins.latest(2 * IDLE_GRACES * self._grace + slept)
 
     def _furthest(self, seen: Sequence[OriginSeen]) -> float:
         return max(self._clock(), furthest_clock(seen, self._max_lag) or 0.0)
@@ -187,6 +202,10 @@ class EndOfRun:
         if self._was_held_up and not held_up:
             self._idle_since = now
         self._was_held_up, self._looked = held_up, now
+        time = self._membership.now()  # that of the machine goes on while it sleeps
+        if time - self._awake_at > self._grace:
+            self._woke_at = now
+        self._awake_at = time
         return now - self._idle_since
 
     def _hear(self, seen: Sequence[OriginSeen], now: float) -> None:
@@ -200,6 +219,13 @@ class EndOfRun:
                 if record.clock > self._clocks.get(peer, record.clock):
                     self._moved_at = now
                 self._clocks[peer] = record.clock
+            if record.stage == 0 and self._peer_stats.has_worked(peer):
+                self._signed.worked(peer, left=record.state is PeerState.GONE and not record.finished)
+        self._signed.named = origins
+        self._signed.look()
+        for record in self._signed.records():
+            self._finished.add(PeerId(record.peer_id))
+            self._clocks[PeerId(record.peer_id)] = record.clock
 
     def _ended(self, seen: Sequence[OriginSeen], near: bool, idle: float, now: float) -> bool:
         left = self._membership.live(0, PeerState.DRAINING, PeerState.GONE) if near else ()

@@ -112,6 +112,10 @@ class SimulatedDirectory:
         """See `Directory.to_tell`."""
         return self._directory.to_tell(most)
 
+    def read(self, row: SignedRecord) -> PeerRecord | None:
+        """See `Directory.read`."""
+        return self._directory.read(row)
+
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
         """See `Directory.told`."""
         return self._directory.told(teller, records)

@@ -19,6 +19,7 @@ from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
@@ -46,6 +47,8 @@ class Disk(CheckpointFolder):
     def __init__(self, path: Path) -> None:
         super().__init__(path, KEPT)
         self.full = False
+        self.origins = dict[PeerId, None]()
+        """See `SignedEnd.origins`."""
         self.refused = 0
         """Checkpoints that it took none of."""
 
@@ -81,12 +84,15 @@ class StayingNode(Node):
                 stays = StageLifecycle(self._spec, settings, self.footprint, transport, directory, ENDLESS)
                 self.lifecycle, saved = stays, None
                 if self.disk is not None:
+                    stays.signed.origins.update(self.disk.origins)
+                    self.disk.origins = stays.signed.origins
                     wanted = None if self.auto else self.stage
                     saved = await ambient.elsewhere(self.disk.newest, self._spec.run_id, wanted)
                 if saved is None and self.auto:
                     await stays.look_around()
                 self.stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
                 serve_hello(transport, self._spec, lambda: stays.stage)
+                stays.signed.serve()
                 while not await self._stay(stays, saved, transport, directory, device):
                     saved = None
             finally:
@@ -161,6 +167,7 @@ class StayingNode(Node):
             emit=self.emit,
             ledger=stays.ledger,
             guards=lambda: stays.copies.guards,
+            signed=stays.signed,
         )
 
     async def _train(self, stays: StageLifecycle, replica: Replica, keeper: CheckpointKeeper | None) -> None:

@@ -233,18 +233,6 @@ class CheckpointFolder:
                 logger.warning("checkpoint %s is not used: %s", path, reason)
         return None
 
-    def clocks(self, run_id: str) -> list[tuple[float, float]]:
-        """The time (wall time) and the clock of each readable checkpoint of this run, in turn."""
-        found: list[tuple[float, float]] = []
-        for path in self._paths():
-            try:
-                manifest = _read_manifest(path)
-            except Unusable:
-                continue
-            if manifest.standing.run_id == run_id:
-                found.append((manifest.written, manifest.standing.progress.clock))
-        return found
-
     def birth(self, run_id: str) -> str | None:
         """The life of the run that the newest readable checkpoint of this run belongs to. None if there is none, or an
         older release wrote it."""

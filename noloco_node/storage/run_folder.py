@@ -7,8 +7,9 @@ import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.plain_files import is_plain, read_small
@@ -27,12 +28,12 @@ class EndWord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    peer: str
-    expires: float
+    peer: Annotated[str, Field(min_length=10, max_length=128)]
+    expires: Annotated[float, Field(gt=0.0, le=1e12, allow_inf_nan=False)]
     """DHT time, seconds."""
-    level: int
+    level: Annotated[int, Field(ge=0, le=64)]
     """The level of the bucket that it was signed for."""
-    signed: str
+    signed: Annotated[str, Field(max_length=4096)]
     """Base64."""
 
 
@@ -47,7 +48,7 @@ class RunMark(BaseModel):
     birth: str | None = None
     """The life of the run that this folder is of (`identity.births`); None where an older release wrote it."""
     end: tuple[EndWord, ...] = ()
-    """On whose words a seed has it that the run has come to its end."""
+    """The words of origins that the run has come to its end."""
 
 
 class TokenizerPlace(BaseModel):
@@ -185,18 +186,23 @@ class RunFolder:
         except (OSError, ValidationError):
             return None
 
-    def mark_ended(self, run_id: str, run_name: str, words: tuple[EndWord, ...] = ()) -> None:
-        """Say that the run has come to its end here; of a seed also by whose `words`. Raises as `claim`."""
-        birth = self.birth(run_id)
-        self._write_mark(RunMark(run_id=run_id, run_name=run_name, ended=True, birth=birth, end=words))
+    def mark_ended(self, run_id: str, run_name: str) -> None:
+        """Say that the run has come to its end here. Raises as `claim`."""
+        self._write_mark(self._mark_of(run_id, run_name).model_copy(update={"ended": True}))
+
+    def keep_end(self, run_id: str, run_name: str, words: tuple[EndWord, ...]) -> None:
+        """Write down which origins have signed the run's end. Raises as `claim`."""
+        self._write_mark(self._mark_of(run_id, run_name).model_copy(update={"end": words}))
+
+    def end(self, run_id: str) -> tuple[EndWord, ...]:
+        """The words of the run's end, as far as they were written down."""
+        mark = self._mark()
+        return mark.end if mark is not None and mark.run_id == run_id else ()
 
     def keep_birth(self, run_id: str, run_name: str, birth: str) -> None:
         """Write down which life of the run this folder is of. Raises as `claim`."""
         if self.birth(run_id) != birth:
-            mark = self._mark()
-            if mark is None or mark.run_id != run_id:
-                mark = RunMark(run_id=run_id, run_name=run_name)
-            self._write_mark(mark.model_copy(update={"birth": birth}))
+            self._write_mark(self._mark_of(run_id, run_name).model_copy(update={"birth": birth}))
 
     def birth(self, run_id: str) -> str | None:
         """The life of this run that the folder is of, as far as it was written down."""
@@ -231,6 +237,10 @@ class RunFolder:
                 f"'{self.path / MARK}', which says whose run this folder holds, cannot be read: {error}",
                 "name another folder with --run-folder; or remove that file if you know which run the folder holds",
             ) from None
+
+    def _mark_of(self, run_id: str, run_name: str) -> RunMark:
+        mark = self._mark()
+        return mark if mark is not None and mark.run_id == run_id else RunMark(run_id=run_id, run_name=run_name)
 
     def _write_mark(self, mark: RunMark) -> None:
         try:

@@ -85,6 +85,12 @@ class ScreenedDirectory:
         """See `Directory.to_tell`."""
         return self._directory.to_tell(most)
 
+    def read(self, row: SignedRecord) -> PeerRecord | None:
+        """See `Directory.read`; screened."""
+        record = self._directory.read(row)
+        passes = record is not None and self._passes(row.peer, LiveRecord(record, row.expires, row.signed, row.level))
+        return record if passes else None
+
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
         """See `Directory.told`."""
         return self._directory.told(teller, records)

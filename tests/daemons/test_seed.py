@@ -27,7 +27,7 @@ from noloco_node.config.load import load_config
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.storage.run_folder import RunFolder
+from noloco_node.storage.run_folder import MARK, RunFolder
 from noloco_node.storage.weights import load_slow
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
 from tests.chaos.attacks import lives
@@ -214,9 +214,13 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
             late = await stack.enter_async_context(command(tmp_path / "late", "join", address))
             assert await asyncio.wait_for(late.wait(), 120) == ExitCode.NO_DONOR
             assert "has come to its end: so say the peers" in (tmp_path / "late" / "printed").read_text()
+            assert all(json.loads((folder / MARK).read_text())["end"] for folder in folders), "each has kept the words"
             shutil.rmtree(folders[0] / "final")  # as where the disk was full at the end
+            mark = json.loads((folders[0] / MARK).read_text())  # as where it was away at the end
+            (folders[0] / MARK).write_text(json.dumps(mark | {"ended": False, "end": []}))
             back = await stack.enter_async_context(command(folders[0], *entering, "--stage", "0"))
             assert await asyncio.wait_for(back.wait(), 120) == ExitCode.NO_DONOR
+            assert "most of the origins signed" in (folders[0] / "printed").read_text()
             assert (folders[0] / "final" / "manifest.json").is_file()
             assert RunFolder(tmp_path / "seed").ended, "no record of a key takes the end back"
         seed.send_signal(signal.SIGTERM)

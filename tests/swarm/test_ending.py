@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import pytest
 
 from noloco_node.aio import Pulse
+from noloco_node.config.run_spec import OuterSpec
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerState
+from noloco_node.directory.signed_end import SignedEnd, end_word, near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.run_end import (
@@ -20,11 +22,12 @@ from noloco_node.placement.run_end import (
     EndOfRun,
     RunVerdict,
     Sight,
-    near_from,
     verdict,
 )
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
+from tests.inside import directory_of
 from tests.support import eventually
 from tests.swarm.worlds import AllAnswer
 from tests.worlds import micro_spec, peer_name, world
@@ -140,12 +143,16 @@ class Swarm:
         self.peer_stats = PeerStats(self.time)
         self.seen = OriginsSeen(TARGET, self.time)
         self.held_up = False
+        transport = MemoryTransport(MemoryNetwork(), PeerId("watcher-wwww"))
+        spec = micro_spec(inner={"target_tokens": int(TARGET)}, outer=OuterSpec(max_lag_tokens=int(max_lag)))
+        self.signed = SignedEnd(transport, directory_of(self.watcher), spec)
         self.clocks = dict.fromkeys((A, B, C), clock)
         self.end = EndOfRun(
             PeerId("watcher-wwww"),
             self.watcher,
             self.peer_stats,
             self.seen if stage else None,
+            self.signed,
             clock=lambda: self.clock,
             last_trained=lambda: self.trained,
             held_up=lambda: self.held_up,
@@ -389,6 +396,32 @@ async def test_who_takes_a_lost_first_stage_over_near_the_end_goes_by_what_it_kn
     swarm.end.came_near_the_end = near
     swarm.end.came_late = swarm.held_up = True
     assert await swarm.verdict(IDLE_GRACES + 1) is found
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("words", "found"), [((A, B), OVER), ((A,), ON), ((), ON)])
+async def test_a_laptop_that_slept_through_the_end_learns_it_from_any_peer_as_it_wakes(
+    stage: int, words: tuple[PeerId, ...], found: RunVerdict
+) -> None:
+    """It fell asleep at a third of the run, and every record of the others is gone. It waited an hour for them, and
+    left with an error. What less than half of the origins have signed is no end."""
+    swarm = Swarm(stage=stage, clock=TARGET / 3)
+    for name in (A, B):
+        await swarm.say(name, PeerState.TRAINING)
+        swarm.peer_stats.worked(name)
+    swarm.work(A, B)
+    assert await swarm.verdict() is ON
+    for name in words:
+        swarm.clocks[name] = TARGET
+        await swarm.say(name, *FINISHED)
+    kept = [end_word(swarm.hub.rows[0][name]) for name in words]
+    for name in (A, B):
+        swarm.hub.rows[0].pop(name)
+    swarm.time.now += 100 * GRACE
+    swarm.held_up = True
+    assert await swarm.verdict() is ON
+    swarm.signed.take(kept)
+    assert await swarm.verdict(1.5) is found
 
 
 async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:

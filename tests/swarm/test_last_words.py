@@ -20,6 +20,7 @@ from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.directory.last_words import LOOKS_A_LIFE, LastWords, is_over
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.seed import last_words
@@ -85,6 +86,7 @@ class Seed:
     hub: MemoryDirectoryHub = field(init=False)
     transport: MemoryTransport = field(init=False)
     last: LastWords = field(init=False)
+    end: SignedEnd = field(init=False)
     nodes: dict[int, MemoryTransport] = field(default_factory=dict[int, MemoryTransport])
 
     def __post_init__(self) -> None:
@@ -96,7 +98,8 @@ class Seed:
     def again(self) -> LastWords:
         """Another process of the same seed."""
         directory = ScreenedDirectory(MemoryDirectory(self.hub), Access(self.spec), life=OwnLife("b" * 24))
-        return last_words(self.transport, directory, self.folder, self.spec)
+        self.end = SignedEnd(self.transport, directory, self.spec)
+        return last_words(self.transport, directory, self.folder, self.spec, self.end)
 
     def process(self, number: int, stage: int = 0) -> None:
         """A node that answers."""

@@ -19,16 +19,19 @@ from noloco_node.directory.buckets import bucket_of, prefix_of
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
+from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.backups import guard_rank, guarded_stage
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
 from tests.swarm.worlds import AllAnswer
+from tests.worlds import micro_spec
 
 MANY, LEVEL, HELD = 600, 3, 2
 
@@ -234,12 +237,13 @@ def test_the_runs_end_is_known_where_few_of_the_origins_are_seen() -> None:
     members = membership_of(PeerId("watcher-wwww"), 2, view_of([[], [], []], [0, 0, 0]), known)
     directory = directory_of(members)
     assert isinstance(directory, Shown)
-    trained = [1000.0]
+    trained, transport = [1000.0], MemoryTransport(MemoryNetwork(), PeerId("watcher-wwww"))
     end = EndOfRun(
         PeerId("watcher-wwww"),
         members,
         known,
         seen,
+        SignedEnd(transport, directory, micro_spec(stages=3)),
         clock=lambda: 980.0,
         last_trained=lambda: trained[0],
         held_up=lambda: False,

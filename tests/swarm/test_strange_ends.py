@@ -284,11 +284,13 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
         assert await asyncio.wait_for(entered.take(None), 60) is None
 
 
-@pytest.mark.parametrize("knows", ["the seed", "the seed, too soon", "the seed, beside a new one", "itself", "nobody"])
+@pytest.mark.parametrize(
+    "knows", ["the seed", "the seed, of none that it knows", "the seed, beside a new one", "itself", "nobody"]
+)
 async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_again(knows: str) -> None:
     """Its seed remembers the end, or it has come to it itself; another seed that has begun in a new folder knows
-    nothing. If neither is so it goes on from its checkpoint. It does so also if the run cannot have come to its end
-    yet, whatever the seed was made to believe."""
+    nothing. If neither is so it goes on from its checkpoint. It does so also if no origin that it has worked with
+    has signed the end, whatever the seed was made to believe."""
     async with world(short_run(), replicas=1, settings=JOINS) as made:
         back = made.replicas[0]
         seed = MemoryTransport(made.network, PeerId("seed-of-the-run"))
@@ -296,8 +298,10 @@ async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_aga
         new = MemoryTransport(made.network, PeerId("seed-in-a-new-folder"))
         serve_hello(new, back.context.spec, lambda: None, unaware=lambda: True)
         entrances = [seed.peer_id, new.peer_id] if "new" in knows else [seed.peer_id]
-        entered = FirstState(back, entrances, ended_here=knows == "itself", may_be_over="too soon" not in knows)
-        if knows in ("nobody", "the seed, too soon"):
+        if knows == "the seed, of none that it knows":
+            back.signed.origins[PeerId("origin-worked-with")] = None
+        entered = FirstState(back, entrances, ended_here=knows == "itself")
+        if knows in ("nobody", "the seed, of none that it knows"):
             assert await entered.take(5000.0) is None
         else:
             with pytest.raises(UserError, match="has come to its end: ") as caught:

@@ -20,7 +20,7 @@ from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import Receipt, statement_text
 from noloco_node.averaging import messages as exchange_messages
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
-from noloco_node.directory import records_call
+from noloco_node.directory import records_call, signed_end
 from noloco_node.identity.invitations import Grant, Proof
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
@@ -221,6 +221,7 @@ def _bootstrap() -> list[Example]:
         Example(hello.HELLO, NOTHING, node),
         Example(hello.HELLO, NOTHING, seed, special="of a seed"),
         Example(spec_fetch.SPEC, NOTHING, Nothing(), answer_tensors=(numbers(torch.uint8, 9),)),
+        Example(signed_end.END, NOTHING, Nothing(), answer_tensors=(numbers(torch.uint8, 2),)),
         Example(access.ACCESS, access.ShownProof(proof=Proof(grant=grant, holder=SEAL)), Nothing()),
         Example(dial_back.DIAL_BACK, dial_back.DialBack(ports=(7000, 7001)), seen),
         Example(records_call.RECORDS, _told(1), _told(None)),
