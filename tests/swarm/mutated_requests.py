@@ -13,7 +13,7 @@ from torch import Tensor
 from noloco_node.accounting import receipts
 from noloco_node.averaging import messages as exchange_messages
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
-from noloco_node.directory import records_call
+from noloco_node.directory import records_call, signed_end
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copy_fetch
@@ -39,6 +39,7 @@ REQUESTS: Mapping[str, type[WireModel] | None] = {
     dial_back.DIAL_BACK.name: dial_back.DialBack,
     hello.HELLO.name: None,
     spec_fetch.SPEC.name: None,
+    signed_end.END.name: None,
     records_call.RECORDS.name: records_call.RecordsMessage,
     "no.such.method": None,
 }

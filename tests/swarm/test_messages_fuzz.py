@@ -309,6 +309,7 @@ async def serve_the_rest(target: Target, file: ContributionFile) -> None:
     """All that a daemon serves and a replica alone does not."""
     spec, replica, transport = target.spec, target.replica, target.transport
     spec_fetch.serve_spec(transport, spec)
+    replica.signed.serve()
     rule = AccessSpec(mode="invited", owner=OWNER.peer_id)
     access.Access(spec.model_copy(update={"access": rule})).serve(transport)
     transport.guard(lambda _: True)  # or none of the strangers would come to anything else

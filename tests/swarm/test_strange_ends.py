@@ -174,8 +174,8 @@ async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_ove
             await eventually(lambda: lost.worker.progress.clock > 0.92 * target, what="it is near the end")
             for side in (Fault(FaultKind.UNREACHABLE, source=own), Fault(FaultKind.UNREACHABLE, target=own)):
                 made.network.inject(side)
-            await ended(tasks[1:], 20)
-            await ended(tasks[:1], 20)
+            await ended(tasks[1:], 60)
+            await ended(tasks[:1], 60)
 
 
 @pytest.mark.parametrize("state", [PeerState.FINISHING, PeerState.TRAINING])
