@@ -60,9 +60,7 @@ class SignedEnd:
         self._words: dict[PeerId, tuple[PeerRecord, EndWord]] = {}
         self.origins = PeerTable[PeerId, None](MOST_WORDS)
         """Origins with which this node has worked, in this life or an earlier one, those of late last."""
-        self.named: Collection[PeerId] = ()
-        """Origins whose microbatches it has trained, as their senders say. Their words are kept, and decide nothing
-        here: a sender may name as many free keys as it likes."""
+        self._named: Collection[PeerId] = ()
         self._keep: Callable[[tuple[EndWord, ...]], None] = lambda _words: None
 
     def kept_in(self, folder: RunFolder, spec: RunSpec) -> None:
@@ -83,7 +81,7 @@ class SignedEnd:
 
     def counts(self, peer: PeerId) -> bool:
         """Whether a peer's word is kept."""
-        known = peer in (self._transport.peer_id, self._owner) or peer in self.origins or peer in self.named
+        known = peer in (self._transport.peer_id, self._owner) or peer in self.origins or peer in self._named
         return known or self._transport.peer_stats.has_worked(peer)
 
     def worked(self, peer: PeerId, *, left: bool) -> None:
@@ -108,8 +106,10 @@ class SignedEnd:
         """Whether others may be believed that say so: an origin that it has worked with agrees, or it knows none."""
         return not self.origins or any(origin in self._words for origin in self.origins)
 
-    def look(self) -> None:
-        """Take in what the directory shows."""
+    def look(self, named: Collection[PeerId] = ()) -> None:
+        """Take in what the directory shows. `named`: origins whose microbatches this node has trained, as their senders
+        say. Their words are kept, and decide nothing here: a sender may name as many free keys as it likes."""
+        self._named = named
         view = self._directory.view
         rows = view.stages[0].values() if view.stages else ()
         self.take(map(end_word, (row for row in rows if row.record.finished)))

@@ -221,8 +221,7 @@ class EndOfRun:
                 self._clocks[peer] = record.clock
             if record.stage == 0 and self._peer_stats.has_worked(peer):
                 self._signed.worked(peer, left=record.state is PeerState.GONE and not record.finished)
-        self._signed.named = origins
-        self._signed.look()
+        self._signed.look(origins)
         for record in self._signed.records():
             self._finished.add(PeerId(record.peer_id))
             self._clocks[PeerId(record.peer_id)] = record.clock

@@ -87,8 +87,7 @@ async def test_a_sender_that_names_free_keys_as_origins_ends_nothing(tmp_path: P
     ends = Ends()
     await ends.ended(*range(10, 20))
     victim = await ends.node(SLEEPER, 1, folder=tmp_path)
-    victim.named = [name_of(number) for number in range(10, 20)]
-    victim.look()
+    victim.look([name_of(number) for number in range(10, 20)])
     assert (len(victim.records()), victim.known, victim.may_be) == (10, False, False)
     again = await ends.node(SLEEPER, 1, folder=tmp_path)
     assert (len(again.records()), again.known, again.may_be) == (10, False, False)
