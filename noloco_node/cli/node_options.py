@@ -67,7 +67,7 @@ def sizing_arguments(command: argparse.ArgumentParser) -> None:
     """What `config validate` is told of volunteers' machines."""
     add = command.add_argument
     add("--device", metavar="NAME", help='say how much of the time it would work: "RTX 4090", or 20TFLOP')
-    add("--uplink", metavar="RATE", default="20Mbit", help="of each node, a second (default: 20Mbit)")
+    add("--uplink", metavar="RATE", help="of each node, a second (default: node.uplink_mbit, or else 20Mbit)")
     add("--round-trip", metavar="TIME", default="100ms", help="between two nodes (default: 100ms)")
 
 

@@ -22,18 +22,24 @@ if TYPE_CHECKING:
     from noloco_node.launch.local_run import SwarmResult
 
 
+USUAL_UPLINK = "20Mbit"
+"""What the plan takes a line for that nobody has named."""
+
+
 def print_plan(config: Config) -> None:
     """What a configuration comes to. UserError as `plan` and `check_text` raise it."""
     _print_numbers(config)
     _check_text(config)
 
 
-def print_sized_plan(config: Config, device: str | None, uplink: str, round_trip: str) -> None:
+def print_sized_plan(config: Config, device: str | None, uplink: str | None, round_trip: str) -> None:
     """`print_plan` with memory by part and, where a device is named, how much it would work. UserError also (USAGE) as
     `device_by_name` and the quantities raise it."""
     from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
 
-    link_rate, link_delay = bytes_a_second(uplink), seconds(round_trip)
+    bound = config.node.uplink_mbit
+    usual = USUAL_UPLINK if bound is None else f"{bound}Mbit"
+    link_rate, link_delay = bytes_a_second(uplink or usual), seconds(round_trip)
     _print_numbers(config)
     with loading():
         from noloco_node.sizing.advice import expect

@@ -141,12 +141,26 @@ class CheckpointKeeper:
         async with self._replica.worker.frozen() as state:
             await self._write(state)
 
+    async def save_or_keep(self) -> Checkpoint | None:
+        """Take a checkpoint of a replica that trains no more; where the disk refuses it, what it would hold, in
+        memory."""
+        await self.save()
+        if not self._failing:
+            return None
+        async with self._replica.worker.frozen() as state:
+            standing, beside = self._standing(state), self._beside_the_state()
+            tensors = await ambient.elsewhere(_in_memory, state)
+        return Checkpoint(self._folder.path, standing, {**tensors, **beside})
+
+    def _beside_the_state(self) -> dict[str, Tensor]:
+        held = {held_name(number): each.windows for number, each in enumerate(self._replica.pipeline.held_samples)}
+        return {RANDOM: self._random_state(), **held}
+
     async def _write(self, state: FrozenState) -> None:
         started = self._since
         standing = self._standing(state)  # no await before it: see `StageWorker.frozen`
         self._round = state.progress.outer_rounds
-        held = {held_name(number): each.windows for number, each in enumerate(self._replica.pipeline.held_samples)}
-        tensors = {RANDOM: self._random_state(), **held}
+        tensors = self._beside_the_state()
         written, error = None, ""
         try:
             written = await self._disk.do(lambda: self._folder.write(standing, tensors, state))
@@ -242,3 +256,10 @@ def _event(
         seconds=seconds,
         error=error,
     )
+
+
+def _in_memory(state: FrozenState) -> dict[str, Tensor]:
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in state.sizes.items()}
+    for name, start, piece in state.pieces():
+        tensors[name].view(-1)[start : start + piece.numel()] = piece.reshape(-1)
+    return tensors

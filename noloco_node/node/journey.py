@@ -71,6 +71,9 @@ from noloco_node.training.placing import on_its_device
 
 logger = logging.getLogger(__name__)
 
+STILL_THERE_SECONDS = 1.0
+"""A node that cannot be paused at the run's end is looked at again so often, should the run go on after all."""
+
 Show = Callable[[RunSpec, SwarmSummary], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
 
@@ -368,7 +371,7 @@ async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
     if _moves_on(place, interrupts):
         return None
     if _rests(place, stay, interrupts):
-        place.paused = place.kept = True
+        place.paused, place.kept = True, place.saved is None
         return None
     await place.stays.give_up_move()
     if place.refused is not None and not interrupts.asked:
@@ -410,11 +413,15 @@ async def _stop_when_refused(place: _Place, replica: Replica, interrupts: Interr
 
 async def _rest_when_told(place: _Place, replica: Replica) -> None:
     """Leave for a rest once this node is to; not at the run's end, which it is about to leave by."""
-    await place.pause.begins()
-    if not replica.course.run_goes_on():
-        logger.warning("not paused: this node is about to leave, with everything saved")
-    elif not replica.stop.is_set():
-        replica.rest(place.pause.why())
+    said = False
+    while not replica.stop.is_set():
+        await place.pause.begins()
+        if replica.course.run_goes_on():
+            replica.rest(place.pause.why())
+        elif not said:
+            said = True
+            logger.warning("not paused: the run comes to its end here, and this node leaves with everything saved")
+        await replica.context.moved.wait(STILL_THERE_SECONDS)
 
 
 async def _say_if_shared(place: _Place, replica: Replica) -> None:
@@ -500,8 +507,11 @@ def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], 
 
     async def save() -> None:
         if not _moves_on(place, interrupts):
-            await stay.keeper.save()
-            if not _rests(place, stay, interrupts):
+            rests = _rests(place, stay, interrupts)
+            if rests:
+                place.saved = await stay.keeper.save_or_keep()
+            else:
+                await stay.keeper.save()
                 await _save_weights(place, stay.replica)
 
     return save

@@ -1,0 +1,67 @@
+"""The word to pause or to go on, where nothing can be paused: a clear answer, and no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from noloco_node.diagnostics.pausing import tell_nodes
+from noloco_node.errors import ExitCode, UserError
+from noloco_node.node.interrupts import Interrupts
+from noloco_node.node.pause import PauseSwitch, Word
+from noloco_node.storage.run_folder import RunFolder
+from tests.support import eventually
+from tests.telemetry import made_events as made
+from tests.test_swarm_status import write
+
+
+async def test_a_node_that_leaves_is_not_paused_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Before that its words reach the switch."""
+    heard, interrupts = list[Word](), Interrupts()
+    interrupts.word = heard.append
+    interrupts.graceful(asyncio.Event())
+    interrupts.on_word("pause")
+    interrupts.on_signal()
+    with caplog.at_level(logging.WARNING):
+        interrupts.on_word("pause")
+    assert heard == ["pause"]
+    assert "leaving already: 'pause' changes nothing" in caplog.text
+
+
+async def test_a_process_without_a_switch_says_that_there_is_nothing_to_pause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The signal would end a process that does not hear it."""
+    with caplog.at_level(logging.INFO):
+        Interrupts().on_word("resume")
+    assert "only a node that trains can be paused" in caplog.text
+
+
+def test_a_signal_is_never_sent_to_a_process_that_it_would_end(tmp_path: Path) -> None:
+    """This process holds the folder and has no handler; where nobody holds it, there is nothing to pause."""
+    write(tmp_path, made.started("s0-r0"))
+    with pytest.raises(UserError, match="no node runs in") as nobody:
+        list(tell_nodes(tmp_path, "pause"))
+    assert nobody.value.exit_code is ExitCode.RUN_FOLDER
+    with RunFolder(tmp_path).lock(), pytest.raises(UserError, match="does not listen for SIGUSR1") as deaf:
+        list(tell_nodes(tmp_path, "pause"))
+    assert str(os.getpid()) in deaf.value.message
+    assert deaf.value.exit_code is ExitCode.FAILURE
+
+
+async def test_those_that_wait_for_a_rest_or_its_end_hear_of_it() -> None:
+    """What copies a state waits for the one, a paused node for the other."""
+    switch = PauseSwitch(())
+    begins = asyncio.create_task(switch.begins())
+    await asyncio.sleep(0)
+    assert not begins.done()
+    switch.told("pause")
+    await begins
+    assert "noloco-node resume" in switch.why()
+    ends = asyncio.create_task(switch.ends())
+    switch.told("resume")
+    await eventually(ends.done, 5, "it goes on")
