@@ -78,6 +78,10 @@ class DecoupledCodes:
         rows[~whole] = self._crossed(other[codes:]) - self._crossed(own[codes:])
         return rows.flatten()[:count]
 
+    def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> None:
+        """See `Coding`."""
+        del other, own, start, blocks
+
     def _crossed(self, wire: Tensor) -> Tensor:
         return self._motion.decode(wire.view(-1, self._motion.bytes_per_block))
 

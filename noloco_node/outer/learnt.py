@@ -52,6 +52,17 @@ class LearntWay:
         """Take note of the difference in the weights that begin at `start`."""
         self._seen[self._place(start, start + len(difference))] = self._of(difference, start)
 
+    def blocks(self, start: int, end: int) -> Tensor | None:
+        """Which blocks of [start, end) are looked at, counted from its beginning; None for all."""
+        if self._chosen is None:
+            return None
+        first, last = self._within(start, end)
+        return self._chosen[first:last] - start // BLOCK
+
+    def see_blocks(self, values: Tensor, start: int, end: int) -> None:
+        """Take note of the difference in those blocks, flat."""
+        self._seen[self._place(start, end)] = values
+
     def learn(self, fast: Tensor, slow: Tensor, start: int) -> None:
         """A step is taken on the weights that begin at `start`: this replica brought Δ = fast − slow to it."""
         way = self._way[self._place(start, start + len(fast))]
@@ -93,8 +104,7 @@ class LearntWay:
         """Those that are looked at of the values that begin at `start`."""
         if self._chosen is None:
             return values
-        first, last = self._within(start, start + len(values))
-        rows = self._chosen[first:last] - start // BLOCK
+        rows = self.blocks(start, start + len(values))
         return values[: len(values) // BLOCK * BLOCK].view(-1, BLOCK)[rows].flatten()
 
     def _place(self, start: int, end: int) -> slice:

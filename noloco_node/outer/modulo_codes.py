@@ -74,17 +74,34 @@ class ModuloCodes:
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
         """See `Coding`."""
+        moved, steps = self._moved(other, own, start)
+        rows = torch.empty(moved.shape)
+        for piece in _pieces(len(moved)):
+            rows[piece] = self._decoded(moved[piece], steps[piece])
+        return rows.flatten()[: self._end - start]
+
+    def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> tuple[float, Tensor]:
+        """See `Coding`: the rotation keeps the sum of the squares, so the codes say it."""
+        moved, steps = self._moved(other, own, start)
+        squares = torch.empty(len(moved))
+        for piece in _pieces(len(moved)):
+            codes = moved[piece]
+            torch.sum(codes.to(torch.float32).masked_fill_(codes == _AMBIGUOUS, 0.0).square_(), 1, out=squares[piece])
+        square = float(squares.double().dot(steps[:, 0].double().square_()))
+        return square, self._decoded(moved[blocks], steps[blocks]).flatten()
+
+    def _moved(self, other: Tensor, own: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """The differences of codes, int8 [blocks, 1024], and the step of one, fp32 [blocks, 1]."""
         if self._bits == 8:
             moved, unit = other - own, 1
         else:  # a 4-bit difference in a byte's upper half wraps by itself, as 16 times its value
             moved, unit = torch.cat([(other - own) << 4, (other & 0xF0) - (own & 0xF0)]), 16
         moved = moved.view(torch.int8).view(-1, BLOCK)
-        steps = self._steps_of(start, len(moved)) / unit
-        rows = torch.empty(moved.shape)
-        for piece in _pieces(len(moved)):
-            found = moved[piece].to(torch.float32).masked_fill_(moved[piece] == _AMBIGUOUS, 0.0).mul_(steps[piece])
-            rows[piece] = rotated_back_(found, self._signs)
-        return rows.flatten()[: self._end - start]
+        return moved, self._steps_of(start, len(moved)) / unit
+
+    def _decoded(self, moved: Tensor, steps: Tensor) -> Tensor:
+        found = moved.to(torch.float32).masked_fill_(moved == _AMBIGUOUS, 0.0).mul_(steps)
+        return rotated_back_(found, self._signs)
 
     def _codes(self, rows: Tensor, steps: Tensor, begins: Tensor) -> Tensor:
         """Codes modulo 256 of so many blocks, with the beginnings of their dithers."""

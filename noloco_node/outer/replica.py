@@ -17,6 +17,8 @@ from noloco_node.outer.update import OuterRule, contribution, step_
 
 _IN_CACHE = 1 << 16
 """So many values are worked on together, so that they stay in a processor's cache."""
+_LARGEST_SQUARE = 1e60
+"""A chunk with a larger sum of squares counts as not finite: decoded, its values might be."""
 TRAIL_STEPS = 16
 """A trail averages over so many outer steps (decision 4)."""
 
@@ -203,18 +205,35 @@ class OuterReplica:
         own = self.encoded_chunk(index)
         if wire.shape != own.shape or wire.dtype != own.dtype:
             raise ValueError(f"chunk {index} is {wire.dtype} {tuple(wire.shape)}, not {own.dtype} {tuple(own.shape)}")
-        difference = self._coding.difference(wire, own, part.start)
         came = self._came.get(index, [])
         complete = len(came) == self._members - 2
-        total = self._total([difference, *self._differences(index)]) if complete and came else difference
-        square, tallest = _measured(total)
+        square, tallest = (complete and not came and self._sampled(wire, own, part)) or (None, 0.0)
+        if square is None:
+            difference = self._coding.difference(wire, own, part.start)
+            total = self._total([difference, *self._differences(index)]) if complete and came else difference
+            square, tallest = _measured(total)
+            if complete and math.isfinite(square):
+                self._learnt.see(total, part.start)
         if not math.isfinite(square):
             raise NotFinite(f"chunk {index} holds NaN or infinity")
         self._came[index] = [*came, wire]
         if complete:
             self._squares[index] = square
             self._tallest = max(self._tallest, tallest)
-            self._learnt.see(total, part.start)
+
+    def _sampled(self, wire: Tensor, own: Tensor, part: slice) -> tuple[float, float] | None:
+        """What `_measured` says of a chunk, where the codes say it and only some blocks are looked at. The largest
+        value is not known then."""
+        assert self._coding is not None, "what came was coded"
+        blocks = self._learnt.blocks(part.start, part.stop)
+        found = None if blocks is None else self._coding.measured(wire, own, part.start, blocks)
+        if found is None:
+            return None
+        square, seen = found
+        if square > _LARGEST_SQUARE:
+            return math.inf, math.inf
+        self._learnt.see_blocks(seen, part.start, part.stop)
+        return square, math.inf
 
     def _differences(self, index: int) -> list[Tensor]:
         """Q(s_j) − Q(s_i) of a chunk for each partner, anew from what came."""

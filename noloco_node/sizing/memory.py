@@ -29,10 +29,9 @@ ID_BYTES = 4
 """The bytes of a token's number, or of a label."""
 GUARD_BYTES = 2
 """The bytes of a parameter in a copy of a stage, which is half precision."""
-PROGRAM_BYTES = 700 << 20
-"""The bytes of the program before any weight. Python, torch, transformers and hivemind take 500 MiB, and what the
-allocator keeps back of small blocks of several threads takes 200 MiB. `benchmarks.memory` measured both, on the
-processor. CUDA's own memory is not in it."""
+PROGRAM_BYTES = 480 << 20
+"""The bytes of the program before any weight. Python, torch, transformers and hivemind take 466 MiB, as
+`benchmarks.memory` measured it on the processor. CUDA's own memory is not in it."""
 
 COMPILED_BYTES = 100 << 20
 """`node.compile` adds so many bytes: what torch.compile loads and keeps, 83 to 114 MiB whatever the stage."""

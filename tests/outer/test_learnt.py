@@ -6,11 +6,15 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from noloco_node.outer import learnt
 from noloco_node.outer.learnt import LearntWay, learnt_bytes
+from noloco_node.outer.modulo_codes import ModuloCodes
+from noloco_node.outer.names import CodecName
 from noloco_node.outer.rotation import BLOCK
-from tests.outer.groups import vectors
+from noloco_node.outer.update import OuterRule
+from tests.outer.groups import meet, replicas, vectors
 
 BLOCKS = 512
 SIZE = BLOCKS * BLOCK + 329
@@ -65,3 +69,25 @@ def test_blocks_are_drawn_one_of_each_stretch_and_by_the_replicas_own_seed(monke
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     assert (drawn[0] // (BLOCKS // 64)).tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_codes_of_a_large_stage_say_what_its_whole_difference_would(
+    codec: CodecName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How far the partner is and what is seen of it, without decoding all; and the step that is taken is the same."""
+    found: list[list[Tensor]] = []
+    norms: list[float] = []
+    for decodes in (False, True):
+        monkeypatch.setattr(learnt, "MOST_BLOCKS", 16)
+        if decodes:
+            monkeypatch.setattr(ModuloCodes, "measured", lambda *_: None)
+        pair = replicas(2, OuterRule(0.0, 0.7, 1.0, "averaged"), codec, size=64 * BLOCK + 5)
+        meet(pair)
+        own = pair[0]
+        back, made = own.taken_back()
+        norms += [own.difference_norm()]
+        own.limit_values(1e-3)
+        found.append([torch.tensor([back, made]), own.commit(0.7), own.slow])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+    assert all(torch.equal(quick, whole) for quick, whole in zip(*found, strict=True))

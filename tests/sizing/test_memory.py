@@ -111,8 +111,8 @@ def test_compiling_takes_more_of_the_program_and_compilers_beside_it() -> None:
     told = ["\n".join(memory_lines(load_config(MICRO, [f"node.compile={on}"]), footprint)) for on in ("false", "true")]
     assert "compilers" not in told[0]
     assert "node.compile: compilers beside it take 512.0" in told[1]
-    assert "700.0 for the program" in told[0]
-    assert "800.0 for the program" in told[1]
+    assert "480.0 for the program" in told[0]
+    assert "580.0 for the program" in told[1]
 
 
 def test_small_stages_are_told_in_mib_and_large_ones_in_gib() -> None:
