@@ -178,6 +178,11 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
             f"run.outer.inner_steps ({run.outer.inner_steps}) is not below the run's {inner_steps} inner steps: "
             "replicas would average only at the end"
         )
+    if run.model.subspace_rank is not None and run.model.embedding_std is None:
+        lines.append(
+            "run.model.embedding_std is not set: the fixed part of an embedding in a subspace keeps the architecture's "
+            "size, 0.02 for most, with which training is slow; 0.3 is a good one"
+        )
     if run.guard_copies and run.stages == 1:
         lines.append(
             f"run.guard_copies is {run.guard_copies}, and does nothing with one stage: nodes of other stages keep the "

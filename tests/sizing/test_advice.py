@@ -14,6 +14,7 @@ from noloco_node.sizing.advice import expect, fitting_rank, outlook_on, under_wa
 from noloco_node.sizing.devices import MEMORY_GIB, REACHED, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import planned_memory
+from noloco_node.sizing.preflight import plan
 from noloco_node.sizing.screen import expectation_lines, memory_lines
 from noloco_node.sizing.utilisation import Link
 from noloco_node.training.compute_device import PEAK_TFLOP_PER_SECOND
@@ -50,6 +51,16 @@ def test_a_subspace_is_advised_where_a_line_limits_and_the_model_can_be_in_one()
     assert not any("subspace" in name for name in names)
     for changes in ({"fingerprint": "weights-" + "0" * 32}, {"subspace_rank": 64}, {"config": _TIED, "stages": 1}):
         assert fitting_rank(config.run.model.model_copy(update=changes)) is None
+
+
+def test_a_fixed_part_that_is_too_small_is_warned_of() -> None:
+    """In a subspace the embedding's fixed part never grows; one of the right size is part of what is advised."""
+    bare = ["run.model.embedding_std=null"]
+    told = expect(load_config(Path("tiny"), bare), HOME, 50 * SPEED).suggestions
+    assert any("run.model.embedding_std=0.3" in each.settings for each in told)
+    warned = plan(load_config(Path("tiny"), [*bare, "run.model.subspace_rank=64"])).warnings
+    assert any("embedding_std is not set" in line for line in warned)
+    assert not any("embedding_std" in line for line in plan(load_config(Path("tiny"), bare)).warnings)
 
 
 _TIED = {"model_type": "llama", "tie_word_embeddings": True, "hidden_size": 64}
