@@ -72,7 +72,8 @@ def check_uplink(run: RunSpec, settings: NodeSettings) -> None:
     if asked is not None and up is not None and up < asked:
         raise UserError(
             ExitCode.CONFIG,
-            f"node.uplink_mbit is {up:g}, and run '{run.name}' asks its nodes for {asked:g} (run.limits.least_uplink_mbit)",
+            f"node.uplink_mbit is {up:g}, and run '{run.name}' asks its nodes for {asked:g} "
+            "(run.limits.least_uplink_mbit)",
             f"set node.uplink_mbit to {asked:g} or more, or join another run",
         )
 

@@ -104,7 +104,7 @@ async def test_a_daemon_with_a_bound_trains_within_it_and_loses_nothing(tmp_path
         await eventually(lambda: len(events_of(folders[0], InnerStep)) > 3, 120, "it trains")
         rate = await rate_of(net, 0, "tx")
     print(f"{rate:.3f} of {NARROW} Mbit/s")
-    assert 0.5 * NARROW < rate <= 1.05 * NARROW
+    assert 0.5 * NARROW < rate <= 1.1 * NARROW  # what p2pd says by itself comes on top, and counts on so narrow a line
     account = events_of(folders[0], Account)[-1]
     assert (account.dropped, account.drawn) == (0, account.trained + account.held_at_end)
     assert {"microbatches", "directory"} <= account.bytes_sent.keys()
