@@ -34,6 +34,7 @@ from noloco_node.simulator.world import DeviceTimes, World
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.memory import Memory
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, KeptStanding, Written
+from noloco_node.training.frozen_state import FrozenState
 from noloco_node.transport.memory import MemoryTransport
 
 KEPT = 2
@@ -52,12 +53,12 @@ class Disk(CheckpointFolder):
         self.refused = 0
         """Checkpoints that it took none of."""
 
-    def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor]) -> Written:
+    def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor], state: FrozenState | None = None) -> Written:
         """See `CheckpointFolder.write`; told is the place from where the disks are, which no trace may hang on."""
         if self.full:
             self.refused += 1
             raise CheckpointFailed("No space left on device")
-        written = super().write(standing, tensors)
+        written = super().write(standing, tensors, state)
         return replace(written, path=written.path.relative_to(self.path.parent))
 
 
