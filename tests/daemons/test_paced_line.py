@@ -20,9 +20,9 @@ from tests.support import eventually
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 
 MBIT, NARROW = 8.0, 0.5
-SECONDS = 20.0
+SECONDS = 14.0
 ENDLESS = ("--set", "run.inner.target_tokens=100_000_000")
-BEGINS, LASTS = 3.0, 15.0
+BEGINS, LASTS = 2.0, 10.0
 """The line is counted so long after the taker has begun, and for so many seconds."""
 
 
