@@ -254,7 +254,7 @@ def test_numbers_beyond_all_use_are_refused(tmp_path: Path, setting: str) -> Non
     ("override", "words"),
     [
         ("run.pipeline.activations=[]", "[] is not allowed: must name at least 1"),
-        ("run.pipeline.activations=int4", "run.pipeline.activations[0]: 'int4' is not allowed"),
+        ("run.pipeline.activations=int2", "run.pipeline.activations[0]: 'int2' is not allowed"),
         ("run.data.block_windows=3", "run.data.block_windows is 3, less than one microbatch"),
     ],
 )
