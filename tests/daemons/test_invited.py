@@ -119,7 +119,7 @@ async def test_a_guest_whose_invitation_ends_is_warned_and_leaves_with_everythin
     settings = settings_of(load_or_create_identity(key).peer_id)
     async with node(tmp_path / "founder", "run", *settings, "--stage", "0", "--identity", str(key)) as events:
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 180, "it is up"))[0]
-        file.write_text(await invited(*settings, "--key", key, "--hours", "0.01"))
+        file.write_text(await invited(*settings, "--key", key, "--hours", "0.015"))
         folder = RunFolder(tmp_path / "guest")
         join = ("join", first.addresses[0], "--invitation", file, "--run-folder", folder.path)
         left = await asyncio.to_thread(
