@@ -27,7 +27,7 @@ from noloco_node.outer.names import CodecName
 from noloco_node.outer.rotation import BLOCK
 from noloco_node.simulator.learning import numbered_samples
 from noloco_node.sizing.footprint import Footprint
-from noloco_node.training.activation_codec import DTYPES, carried_dtype
+from noloco_node.training.activation_codec import DTYPES, carried_dtype, wire_length
 from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import MOMENTS
@@ -266,13 +266,15 @@ def weigh_as(footprint: Footprint, codec: CodecName, fragments: int = 1) -> Call
     wire = CODECS[codec].wire_bytes
     exchanged = wire(round(weights / fragments)) / wire(held // fragments)
     tokens = {
-        DTYPE_NAMES[DTYPES[name]]: token_bytes(footprint.cut_width, name) / token_bytes(HIDDEN, name)
+        (DTYPE_NAMES[DTYPES[name]], wire_length(HIDDEN, name)): (
+            token_bytes(footprint.cut_width, name) / token_bytes(HIDDEN, name)
+        )
         for name in ACTIVATION_CODECS
     }
 
     def times(parcel: Parcel, spec: TensorSpec) -> float:
         if len(spec.shape) == 3:
-            return tokens[spec.dtype]
+            return tokens[spec.dtype, spec.shape[-1]]
         if parcel.method.startswith(EXCHANGES):
             return exchanged
         return weights / held if parcel.method.startswith(WEIGHTS) else 1.0

@@ -85,7 +85,7 @@ def test_a_stage_that_nobody_holds_and_more_memory_than_there_is_are_refused_wit
         check_simulation(shipped("sim.life_hours=1e-9", PATIENT), footprint)
     with pytest.raises(UserError, match=r"sim\.up_mbit 50 a stage peer's state takes") as one_chunk:
         check_simulation(shipped("sim.life_hours=1"), footprint)
-    assert "run.limits.exchange_progress_seconds to 68" in (one_chunk.value.remedy or "")
+    assert "run.limits.exchange_progress_seconds to 54" in (one_chunk.value.remedy or "")
     check_simulation(shipped("sim.life_hours=1", PATIENT), footprint)
     check_simulation(shipped("sim.life_hours=1", "sim.tensors=real", "sim.nodes=2"), footprint)
 
@@ -262,7 +262,7 @@ def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment()
             placed = await quadratic_of(config, footprint).place(config.run, config.node, 0, thread)
         finally:
             await thread.close()
-        vectors = (torch.zeros(size) for size in (64, 64, 64, *placed.trainer.moment_sizes.values()))
+        vectors = (torch.zeros(size) for size in (64, 64, *placed.trainer.moment_sizes.values()))
         parcel = Parcel("state.chunk", 0, tuple(TensorSpec.of(vector) for vector in vectors))
         return weigh_as(footprint, "int8")(parcel)
 
