@@ -197,6 +197,7 @@ async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -
     assert not any(a.strangers.audits.get(Finding.CONTRADICTED, 0) or a.strangers.set_aside_now for a in heads)
 
 
+@pytest.mark.timeout(300)  # 9 s on a quiet machine, 90 beside a swarm
 def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_peer_and_is_cleared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
