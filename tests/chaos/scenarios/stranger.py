@@ -98,6 +98,9 @@ class Plan:
 
 
 JOINER_EVERY = 200.0
+YIELDING = ("nice", "-n", "10")
+"""Before the command of a node that trains. In life a joiner and an export have a machine of their own: sixteen
+daemons on two cores would hold up their imports for minutes."""
 LIFE_SECONDS = 40.0
 """One key lives so many seconds: half of it passes before anybody dials an unknown peer."""
 ATTACK_SECONDS = float(os.environ.get("NOLOCO_CHAOS_STRANGER_SECONDS", "600"))
@@ -236,7 +239,8 @@ def _place(arm: Arm, number: int, stage: int) -> Place:
     """A node that is watched. Its file lies in its run folder."""
     name = f"s{stage}-n{number}"
     environment = {WATCHED: str(arm.swarm.folder / name / "watched.jsonl"), "OMP_NUM_THREADS": "1"}
-    return Place(command=(sys.executable, "-m", "tests.chaos.watched_node"), environment=environment)
+    command = (sys.executable, "-m", "tests.chaos.watched_node")
+    return Place(command=command, environment=environment, prefix=() if number >= 2 * arm.plan.replicas else YIELDING)
 
 
 async def _until(swarm: Swarm, when: float) -> None:
