@@ -41,8 +41,8 @@ def sketch_of(exchange: str, values: Tensor) -> Tensor:
 class ModuloCodes:
     """A `Coding`: floor(x/step + dither) modulo 2^bits of the rotated values x, with a step for each block.
 
-    The dither goes up to 2 instead of 1: a whole step more moves both sides' codes alike. 4-bit codes are packed by
-    halves of a chunk, the second half in the upper bits.
+    The dither goes up to 2 instead of 1: a whole step more moves both sides' codes alike.
+    4-bit codes are packed by halves of a chunk. The second half lies in the upper bits.
     """
 
     def __init__(

@@ -86,8 +86,8 @@ class StageMemory:
     saved: int
     """The bytes on the disk of a checkpoint with its gathered gradient."""
     spooled: int
-    """The bytes on the disk of a state that a joiner reads, of copies of other stages, kept in case one loses its last
-    replica, and of those of this one that others keep."""
+    """The bytes on the disk of a state that a joiner reads and of standby copies: of other stages for them, and of this
+    stage for others."""
     copies: int
     """The bytes on the host of pieces of slow weights that were changed before a copy for others had them."""
     given: int

@@ -37,7 +37,7 @@ DTYPES: dict[ActivationCodec, torch.dtype] = {
     "int8": torch.uint8,
     "int4": torch.uint8,
 }
-"""Of what travels."""
+"""Type of what travels, by the codec's name."""
 
 
 def carried_dtype(allowed: tuple[ActivationCodec, ...]) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Whose turn it is among sources that wait: whoever has had least of late, and nobody's time is lost to it."""
+"""A fair queue: of the sources that wait, the one that has had least of late goes next. No time is lost to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 SOURCES_REMEMBERED = 64
-"""Of more, those with nothing waiting are forgotten: what each has had beyond the others is an item at the most."""
+"""Sources that are kept. Beyond them, sources with nothing waiting are forgotten; each is ahead by one item at most."""
 
 
 class QueueTurn(NamedTuple):
@@ -23,19 +23,21 @@ OWN = QueueTurn()
 
 
 class FairQueue(Generic[T]):
-    """Start-time fair queueing. Of the sources with something waiting the one goes next whose work so far began the
-    longest ago, counted in cost, so that all of them get the same cost while they wait. A source alone gets everything,
-    and who had nothing waiting for a while neither saved anything up nor owes anything."""
+    """Start-time fair queueing: sources that wait get equal cost, and a source alone gets everything.
+
+    The next item is of the source whose last work began the longest ago, counted in cost. A source with nothing waiting
+    for a while neither saves anything up nor owes anything.
+    """
 
     def __init__(self) -> None:
         self._now = 0.0
-        """In cost: where the source stood that was served last."""
+        """Cost at which the source stood that was served last."""
         self._latest = 0.0
-        """Where the source stands that has had most."""
+        """Cost at which the source stands that has had most."""
         self._waiting: dict[str, _Line[T]] = {}
-        """Those with something waiting."""
+        """Sources with something waiting."""
         self._stood: dict[str, float] = {}
-        """Where others stand that have had more than whoever was served last."""
+        """Cost at which other sources stand, if they have had more than the source that was served last."""
         self._count = 0
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Of a stage's gradients a few signs: enough to compare what different peers' answers did to it."""
+"""A few signs of a stage's gradients: enough to compare what different peers' answers did to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from noloco_node import ambient
 from noloco_node.training.layout import FlatLayout
 
 PLACES = 256
-"""Weights that are looked at. Of signs, since one gradient in a thousand may be larger than all the others together."""
+"""Weights whose gradients are looked at. Their size does not count: one in a thousand may exceed all others."""
 
 
 class GradientSigns:
@@ -32,5 +32,5 @@ class GradientSigns:
                 self._places.append((number, tuple(at.to(device) for at in torch.unravel_index(own, entry.shape))))
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of one gradient for each parameter, in the layout's order: int8 [PLACES], on the device."""
+        """The signs, int8 [PLACES] on the device, of one gradient for each parameter in the layout's order."""
         return torch.cat([gradients[number][place] for number, place in self._places]).sign().to(torch.int8)

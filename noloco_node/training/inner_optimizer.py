@@ -46,7 +46,7 @@ class InnerOptimizer:
         self._decay = inner.weight_decay
         muon: list[LayoutEntry] = []
         self._parts: list[tuple[slice, slice]] = []
-        """Of each of AdamW's tensors: where it lies in the flat vector, and in the mean squares."""
+        """Where each of AdamW's tensors lies in the flat vector, and where in the mean squares."""
         groups: list[dict[str, Any]] = []
         squares = 0
         for (by_muon, rate, decayed), run in groupby(layout.entries, lambda entry: _treatment(entry, inner)):

@@ -1,4 +1,4 @@
-"""Which microbatches teach nothing: those that lose what guessing costs, where others lose much less. Pure."""
+"""Which microbatches teach nothing: they lose what guessing costs, where others lose much less. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from bisect import bisect_left, insort
 from collections import deque
 
 GUESSING = 0.85
-"""Share of ln(vocabulary), the loss of who knows nothing, from which a loss may be a guesser's. A model that has learnt
+"""Share of ln(vocabulary), the loss of a uniform guess, from which a loss may be a guesser's. A model that has learnt
 no more than how frequent each token is loses less: 0.6 of it over bytes of English."""
 BEYOND_USUAL = 1.25
-"""And it must be so many times the usual one: nobody's text is nonsense while the model knows nothing yet."""
+"""A guesser's loss must also be so many times the usual one. While the model knows nothing, no text is nonsense."""
 RECENT = 64
 """Microbatches that came last: their losses say what is usual."""
 UNDERCUT = 1 / 16
-"""Of these, those that lose less than what is called usual: whoever sends all others does not make nonsense usual."""
+"""Share of recent microbatches below the usual loss: a source that sends all others does not make nonsense usual."""
 SHARE = 1 / 16
-"""Of the tokens taken in, those that may seem to be nonsense: enough to learn it by and by, should it be a text."""
+"""Share of the tokens taken in that may seem nonsense: enough to learn it by and by, should it be a text."""
 
 
 class LossBound:
     """Says of each microbatch whether its gradient is taken in.
 
-    It knows no names: keys without number, and words about who drew what, change nothing. Usual is the loss that a
-    sixteenth of the last microbatches undercut, so that a source ten times as fast as all others together does not make
-    nonsense usual, and a model that is out of its depth with every text is taught as before. Text that is learnt with
-    ease makes nobody else's nonsense: the bound is never below `GUESSING` of what guessing costs.
+    It knows no names, so many keys and false words about sources change nothing. The usual loss is the one that a
+    sixteenth of the last microbatches undercut. So a source ten times as fast as all others together does not make
+    nonsense usual. A model that is out of its depth with every text is taught as before. Text that is learnt with ease
+    makes no other text nonsense: the bound is never below `GUESSING` of what guessing costs.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -35,8 +35,8 @@ class LossBound:
         self._room = 0.0
         """Tokens of nonsense that may still be taken in."""
         self.holds = False
-        """Set once the warm-up is over. Before, all is taken in: a model that knows nothing yet cannot tell text that
-        is hard from nonsense, and one that was first taught something easy would take all else for it."""
+        """Set once the warm-up is over. Before it all is taken in: a model that knows nothing yet cannot tell hard text
+        from nonsense. One that was first taught something easy would take all else for nonsense."""
         self.left_out = 0
         """Microbatches so far whose gradient was not taken in."""
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from noloco_node.training.layout import LayoutEntry
 
 ITERATIONS = 3
-"""Of Newton-Schulz: five end at the same loss here and cost 1.7 times as much."""
+"""Iterations of Newton-Schulz. Five end at the same loss here and cost 1.7 times as much."""
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
-"""Of the quintic polynomial: the steepest at zero whose values stay near 1."""
+"""Coefficients of the quintic polynomial: the steepest at zero whose values stay near 1."""
 SCALE = 0.2
 """Root mean square of an AdamW step, in learning rates."""
 SMALLEST_NORM = 1e-7
@@ -34,7 +34,7 @@ class Matrices:
     """One parameter's matrices: a layer's weight is one, the weights of its experts are several."""
 
     offset: int
-    """Of the first number, in the flat vector."""
+    """Index of the first number in the flat vector."""
     count: int
     rows: int
     columns: int

@@ -18,9 +18,9 @@ LARGEST_RISE = 1.05
 class NormBound:
     """A norm beyond `multiple` × the usual one is scaled down, the more the larger it is.
 
-    The usual norm is the low median over sources (peers) of each one's own low median of its last few norms: a source
-    is one voice however much it sends, so one of three or more cannot raise it, and what it sends beyond the bound
-    counts as the bound. It falls at once, and rises slowly. The first norm of all sets it, and is bounded by nothing:
+    The usual norm is the low median over sources (peers) of the low median of each one's last few norms. So a source is
+    one voice however much it sends, and one of three or more cannot raise it. A norm beyond the bound counts as the
+    bound. The usual norm falls at once and rises slowly. The first norm of all sets it, and is bounded by nothing, as
     there is no measure yet. Zeros say nothing.
     """
 
@@ -30,7 +30,7 @@ class NormBound:
         self._multiple = multiple
         self._floor = floor
         self._norms = PeerTable[str, tuple[deque[float], int]](SOURCES_REMEMBERED)
-        """Of each source its last norms, and how many there had been of all with the latest of them."""
+        """Each source's last norms, and how many norms of all sources there were with its latest one."""
         self._count = 0
         self.usual = 0.0
         """0 before the first norm."""

@@ -55,7 +55,9 @@ def _begin(folder: Path) -> None:
 
 
 def _keep_compiled_in(folder: Path) -> None:
-    """Unless the environment names another place. torch's own it has named itself as soon as transformers is loaded:
-    in this process, or in one that started it and has another folder for temporary files."""
+    """Keep what torch.compile makes in `folder`, unless the environment names another place.
+
+    torch names a place of its own there as soon as transformers is loaded, in this process or in its parent.
+    """
     if Path(os.environ.get(CACHE_VARIABLE, TORCHS_OWN)).name.startswith(TORCHS_OWN):
         os.environ[CACHE_VARIABLE] = str(folder.absolute())

@@ -15,9 +15,9 @@ class Precision:
     """One of `PRECISIONS`. Slow weights and all else of the outer step stay fp32 whatever it is."""
 
     masters: torch.dtype
-    """Of the weights that the optimizer changes, of its moments, and of the gradient that accumulates."""
+    """Type of the weights that the optimizer changes, of its moments, and of the gradient that accumulates."""
     published: torch.dtype
-    """Of the copies that forward and backward use, and of the activations that come in."""
+    """Type of the copies that forward and backward use, and of the activations that come in."""
     autocast: bool = False
     """Whether products are computed in bf16 although all tensors are fp32."""
 

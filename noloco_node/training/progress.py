@@ -8,8 +8,8 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 MOST_TAKEN_OVER = 1 << 31
-"""Outer rounds with which a state is taken over: far more than a run has, and half of those with which one may be given
-away (`transport.headers.Rounds`), so that whoever has copied a liar can still give its own."""
+"""The most outer rounds with which a state is taken over: far more than a run has. A state may be given away with twice
+as many (`transport.headers.Rounds`), so a replica that has copied a liar can still give its own."""
 
 
 class LastTrained(NamedTuple):
@@ -31,8 +31,8 @@ class Mark:
 
 
 def staggered(fragments: int, inner_steps: int, *, steps: int = 0, tokens: int = 0) -> tuple[Mark, ...]:
-    """Marks of a replica that stands at `steps` and `tokens` and counts anew: fragment f as if it had been exchanged
-    f·H/F inner steps ago, so that one of them is due every H/F steps."""
+    """Marks of a replica that stands at `steps` and `tokens` and counts anew. Fragment f begins as if it had been
+    exchanged f·H/F inner steps ago, so that one of them is due every H/F steps."""
     return tuple(Mark(steps - f * inner_steps // fragments, tokens) for f in range(fragments))
 
 
@@ -54,8 +54,8 @@ class Progress:
     marks: tuple[Mark, ...] = (Mark(),)
     """One for each fragment."""
     taken_over: Annotated[int, Field(exclude=True)] = 0
-    """Of the outer rounds those that came with stage peers' states in this life, less own ones that were given up for
-    them. No checkpoint has it: their seals are over what releases before this one wrote."""
+    """Outer rounds that came with stage peers' states in this life, less own ones that were given up for them. No
+    checkpoint has it: a checkpoint's seal covers what earlier releases wrote."""
 
     @property
     def own_rounds(self) -> int:

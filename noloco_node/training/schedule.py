@@ -23,12 +23,12 @@ def learning_rate(clock: float, *, peak: float, minimum_ratio: float, warmup: in
 
 
 def tied_pace(lead: float | None, lag: float) -> float:
-    """By how much faster or slower a later stage counts its own tokens, so that its clock stays with those of the
-    origins whose microbatches it trains: these are ahead of it by `lead` (None: not known).
+    """By how much faster or slower a later stage counts its own tokens.
 
-    Both in swarm tokens. Within `FREE_LAG` of `lag` it keeps its own time: clocks of replicas differ between two outer
-    steps. A clock that is ahead by a tenth of `lag` more runs a fifth slower: whatever multiplies a stage's work or
-    miscounts its replicas, its clock ends within a part of `lag` of the others.
+    So its clock stays with the clocks of the origins whose microbatches it trains. They are ahead of it by `lead` swarm
+    tokens; None if that is not known. `lag` is in swarm tokens as well. Within `FREE_LAG` of `lag` the stage keeps its
+    own time: clocks of replicas differ between two outer steps. A clock that is ahead by a tenth of `lag` more runs a
+    fifth slower. So no miscount of replicas or of work moves a clock further than a part of `lag` from the others.
     """
     if lead is None:
         return 1.0
@@ -44,8 +44,9 @@ def share_of_batch(global_batch_tokens: int, live_replicas: int) -> float:
 
 
 def credit_after_step(gathered: int, credit: float, share: float) -> float | None:
-    """Whether an inner step is due on `gathered` tokens: None if not, else the tokens beyond `share` that count
-    towards the next one (at most one share, so that a burst is not followed by steps on hardly any tokens)."""
+    """Whether an inner step is due on `gathered` tokens: None if not, else the tokens that count towards the next one.
+
+    Those are the tokens beyond `share`, at most one share: a burst is not followed by steps on hardly any tokens."""
     if gathered + credit < share:
         return None
     return min(gathered + credit - share, share)

@@ -39,12 +39,12 @@ GRADIENT_MULTIPLE = 8.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gradients:
-    """Of a microbatch, on the device."""
+    """The gradients of a microbatch, on the device."""
 
     own: tuple[Tensor, ...]
-    """Of the stage's parameters."""
+    """Gradients of the stage's parameters."""
     wire: Tensor | None
-    """Of the inputs, in the wire precision."""
+    """Gradient of the inputs, in the wire precision."""
     numbers: tuple[Tensor, ...]
     """Norm of its own, and beyond stage 0 norm of the inputs' and the sum of `wire`."""
 
@@ -343,8 +343,8 @@ class StageTrainer(Trainer):
                     total.add_(part)
 
     def _fitting(self, wire: Tensor, total: Tensor) -> Tensor:
-        """What the wire precision cannot hold stays here: whoever got it would have to take this node for a liar.
-        Raises MicrobatchNotFinite."""
+        """Raise MicrobatchNotFinite if the wire precision cannot hold the numbers: a peer that got them would take this
+        node for a liar."""
         if not math.isfinite(cast(float, total.tolist())):  # pyright: ignore[reportUnknownMemberType]
             raise MicrobatchNotFinite(f"activations do not fit {self.wire_dtype} here")
         return wire
@@ -374,7 +374,7 @@ def _chosen(routed: Routed | None) -> tuple[Tensor, ...]:
 
 
 def _counts(chosen: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of none or one vector on the host."""
+    """The numbers of none or one vector on the host."""
     return tuple(cast("list[int]", chosen[0].tolist())) if chosen else ()  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -384,8 +384,8 @@ def _sum(wire: Tensor) -> Tensor:
 
 
 def _norm(gradient: Tensor, scale: float | None) -> float:
-    """Of a gradient on the host; of root mean square `scale` where that is known, for a large one takes milliseconds of
-    the device's thread. Raises MicrobatchNotFinite where fp32 does not hold it."""
+    """The norm of a gradient on the host, from its root mean square `scale` where that is known: a large one takes
+    milliseconds of the device's thread. Raises MicrobatchNotFinite where fp32 does not hold it."""
     if scale is not None:
         norm = scale * math.sqrt(gradient.numel())
     else:

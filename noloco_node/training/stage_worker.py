@@ -165,7 +165,7 @@ class StageWorker:
         """Monotonic seconds at which it became a copy of a stage peer: what was heard of others' leads before then
         is void."""
         self.shifted_at = -math.inf
-        """The same of when its clock last moved otherwise than by counting."""
+        """Monotonic seconds at which its clock last moved otherwise than by counting."""
         self.last_trained = LastTrained(0, 0.0)
         """As of the last gradient that was added, with the inner step where one was due. One value, since others read
         it while the device's thread works."""

@@ -31,16 +31,16 @@ class MicrobatchNotFinite(ValueError):
 @dataclass(slots=True, eq=False)
 class ForwardContext:
     """A microbatch's stay at this stage, between its forward and its backward. Made by the caller, filled by `forward`,
-    emptied by `backward` or `discard`; so that whoever made it can always clean up."""
+    emptied by `backward` or `discard`; so that the caller can always clean up."""
 
     source: str = ""
-    """Who sent the inputs; empty for this node's own."""
+    """The peer that sent the inputs; empty for this node's own."""
     taken_in: bool = True
     """Whether its gradient was accumulated (`LossBound`); set by `backward`."""
     chosen: tuple[int, ...] = ()
     """How often this stage chose each expert, where its routers are trained; set by `forward`."""
     positions: Tensor | None = None
-    """Of the microbatch's tokens in their documents, int64 [B, T]; None where they count from the row's beginning."""
+    """Positions of the tokens in their documents, int64 [B, T]; None where they count from the row's beginning."""
     ids: Tensor | None = None
     """The token ids, int [B, T], for a later stage in a subspace."""
     version: Version | None = None
@@ -48,8 +48,8 @@ class ForwardContext:
     outputs: Tensor | None = field(default=None, repr=False)
     routed: Routed | None = field(default=None, repr=False)
     signs: Tensor | None = field(default=None, repr=False)
-    """Of some of the stage's own gradients, the same places each time, int8 [n] on the host; set by `backward` where a
-    peer gave the outputs' gradient and it was accumulated. By them peers are compared (`Leanings`)."""
+    """Signs of the stage's own gradient at the same places each time, int8 [n] on the host; `Leanings` compares
+    peers by them. `backward` sets them where a peer gave the outputs' gradient and it was accumulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +258,7 @@ class Trainer(ABC):
         self.tokens_accumulated, self.loss_accumulated = tokens, loss_sum
 
     def _count(self, loss_sum: float, tokens: int) -> None:
-        """Of a microbatch whose gradient was added."""
+        """Count a microbatch whose gradient was added."""
         self.loss_accumulated += loss_sum
         self.tokens_accumulated += tokens
 

@@ -27,8 +27,8 @@ class VersionStore:
     Not thread-safe: it belongs to the compute thread. Versions alive are bounded by the microbatches that hold one,
     plus the current one.
 
-    Where there is no memory for one more, whoever holds the current one finishes with it first: new work is refused
-    until its memory is free for the next.
+    Where there is no memory for one more, the work that holds the current one ends first. New work is refused until
+    that memory is free for the next.
     """
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype) -> None:
