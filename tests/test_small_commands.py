@@ -184,7 +184,7 @@ def test_an_example_is_written_whole_and_never_over_a_file(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["config", "init"]) == ExitCode.OK
     said = capsys.readouterr().out
-    assert "noloco-node swarm tiny.yaml on this machine, or noloco-node run tiny.yaml for others to join" in said
+    assert "noloco-node swarm tiny.yaml on this machine, or noloco-node seed tiny.yaml for others to join" in said
     text = (tmp_path / "tiny.yaml").read_text(encoding="utf-8")
     assert text == shipped_configs()["tiny"].read_text(encoding="utf-8")
     assert "# what all peers must agree on" in text

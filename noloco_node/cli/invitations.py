@@ -28,7 +28,7 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
 
     Raises UserError (CONFIG) where the run names no owner or another, or the time or the peer id is none.
     """
-    from noloco_node.config.own_paths import join_line
+    from noloco_node.config.own_paths import join_line, join_note
     from noloco_node.identity.invitations import invite
     from noloco_node.identity.keys import load_or_create_identity
     from noloco_node.telemetry.words import as_utc
@@ -41,14 +41,12 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
     expires = int(ambient.wall() + hours * 3600)
     invitation = invite(owner, run.run_id, expires, peer)
     whom = f"for {peer} only" if peer else "for any holder: send it in private"
-    return Invited(
-        invitation.text(),
-        [
-            f"invitation to run {run.name} ({run.run_id})",
-            f"  {whom}, until {as_utc(expires)}",
-            f"  join with: {join_line(run, 'ADDRESS')}",
-        ],
-    )
+    lines = [
+        f"invitation to run {run.name} ({run.run_id})",
+        f"  {whom}, until {as_utc(expires)}",
+        f"  join with: {join_line(run, 'ADDRESS')}",
+    ]
+    return Invited(invitation.text(), [*lines, *(f"  {note}" for note in [join_note(run)] if note)])
 
 
 def _named_owner(named: str, key: Path) -> Identity:

@@ -256,13 +256,14 @@ def print_seed(
     if run is None:
         lines = [up, *(f"  others name it with: --initial-peers {address}" for address in addresses)]
     else:
-        from noloco_node.config.own_paths import join_line
+        from noloco_node.config.own_paths import join_line, join_note
 
         lines = [up, *(f"  others join with: {join_line(run, address)}" for address in addresses)]
+        lines += [f"  {note}" for note in [join_note(run)] if note]
     if founds:
         lines.append(
-            "  IT BEGINS A SWARM OF ITS OWN: it was given no --initial-peers. Nodes that are already up are in another "
-            "one; to hold that together, stop this seed and start it again with --initial-peers and a node's address"
+            "  IT BEGINS A NEW SWARM, as the first seed of a run does. Nodes that are up already are in another one; "
+            "to hold that together, stop this seed and start it again with --initial-peers and a node's address"
         )
     if model is not None:
         lines.append(f"  the run's model will be in {model}, made anew while nodes train it")

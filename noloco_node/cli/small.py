@@ -167,7 +167,7 @@ def _init(options: argparse.Namespace) -> int:
         return int(ExitCode.OK)
     then = f"noloco-node lab {path} --out results"
     if not options.name.startswith("lab/"):
-        then = f"noloco-node swarm {path} on this machine, or noloco-node run {path} for others to join"
+        then = f"noloco-node swarm {path} on this machine, or noloco-node seed {path} for others to join"
     print(f"wrote {path}: edit it, check it with noloco-node config validate {path}, then {then}")
     return int(ExitCode.OK)
 

@@ -30,15 +30,32 @@ def named_in_words(keys: Sequence[str]) -> str:
 
 
 def join_line(run: RunSpec, address: str) -> str:
-    """The command that joins a run by this address, with all that a volunteer has to name beside it."""
+    """The command that joins a run by this address, as a shell takes it: with all that a volunteer has to name beside
+    it, and where others are to reach the node, unless the address is of this machine only."""
     data = run.data
     texts = [key_of(each, number) for number, each in enumerate(data.mixture) if each.source == "text"]
     words = [named_in_words(texts)] if texts else ["--data-path PATH"] if data.source == "text" else []
     words += ["--set run.data.tokenizer=DIR"] if data.own_tokenizer else []
     invited = ["--invitation FILE"] if run.access.mode == "invited" else []
-    needs = "neither" if len(words) > 1 else "none"
-    later = [f"(a later stage, such as --stage 1, needs {needs})"] if words and run.stages > 1 else []
-    return " ".join(["noloco-node join", address, *invited, *words, *later])
+    return " ".join(["noloco-node join", address, *_listening(address), *invited, *words])
+
+
+def _listening(address: str) -> list[str]:
+    if address.startswith(("/ip4/127.", "/ip6/::1/")):
+        return []
+    return ["--host", "::" if address.startswith("/ip6/") else "0.0.0.0", "--port", "31337"]
+
+
+def join_note(run: RunSpec) -> str:
+    """What PATH and DIR of `join_line` stand for, and what a node does without them; empty where it has neither."""
+    data = run.data
+    has_text = any(part.source == "text" for part in data.parts)
+    brings = (["text"] if has_text else []) + (["tokenizer"] if data.own_tokenizer else [])
+    if not brings:
+        return ""
+    names = " and ".join({"text": "PATH", "tokenizer": "DIR"}[each] for each in brings)
+    note = f"in place of {names}: the node's own copy of the run's {' and '.join(brings)}"
+    return f"{note}. A node without one leaves that out, and serves a later stage" if run.stages > 1 else note
 
 
 def numbered(keys: Sequence[tuple[str | None, bool]], paths: Mapping[str, str]) -> dict[int, str]:

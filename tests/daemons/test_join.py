@@ -128,7 +128,7 @@ async def test_a_stranger_joins_with_nothing_but_an_address(tmp_path: Path, temp
     own_text = [word for setting in OWN_TEXT for word in ("--set", setting)]
     async with node(founder, "run", str(MICRO), "--set", ENDLESS, *own_text, "--stage", "0") as events:
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 150, "it is up"))[0]
-        assert f"join {first.addresses[0]} --data-path PATH (a later stage" in (founder / "printed").read_text()
+        assert f"join {first.addresses[0]} --data-path PATH\n" in (founder / "printed").read_text()
         command = (founder / "printed").read_text().partition("others join with: noloco-node ")[2].split()[:2]
         assert command == ["join", first.addresses[0]]
         async with node(stranger, *command, DEAD) as joined:

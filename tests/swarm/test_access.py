@@ -13,7 +13,9 @@ import pytest
 from pydantic import ValidationError
 
 from noloco_node import PROTOCOL_VERSION
+from noloco_node.cli.commands import parser
 from noloco_node.cli.invitations import make_invitation
+from noloco_node.config.own_paths import join_line
 from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
@@ -190,27 +192,43 @@ def test_a_mistyped_key_of_a_run_that_has_an_owner_makes_none(owner: Identity, t
 @pytest.mark.parametrize(
     ("changes", "stages", "told"),
     [
-        ({}, 1, "--invitation FILE"),
-        ({"source": "text", "path": "book.txt"}, 1, "--invitation FILE --data-path PATH"),
-        (
-            {"source": "text", "path": "b.txt"},
-            2,
-            "--invitation FILE --data-path PATH (a later stage, such as --stage 1, needs none)",
-        ),
+        ({}, 1, [""]),
+        ({"source": "text", "path": "book.txt"}, 1, [" --data-path PATH", "copy of the run's text"]),
+        ({"source": "text", "path": "b.txt"}, 2, [" --data-path PATH", "and serves a later stage"]),
         (
             {"source": "text", "path": "b.txt", "tokenizer": "t", "tokenizer_fingerprint": "tokenizer-" + "0" * 32},
             2,
-            "--data-path PATH --set run.data.tokenizer=DIR (a later stage, such as --stage 1, needs neither)",
+            [" --data-path PATH --set run.data.tokenizer=DIR", "and serves a later stage"],
         ),
     ],
 )
 def test_what_an_invitation_says_to_type_names_what_the_guest_brings(
-    changes: dict[str, Any], stages: int, told: str, owner: Identity
+    changes: dict[str, Any], stages: int, told: list[str], owner: Identity
 ) -> None:
     """The places of texts and a tokenizer of which each has its own: `join` ends without them."""
     access, spec = AccessSpec(mode="invited", owner=owner.peer_id), micro_spec(stages=stages)
     spec = spec.model_copy(update={"access": access, "data": spec.data.model_copy(update=changes)})
-    assert make_invitation(spec, owner.path, peer=None, hours=1).lines[-1].endswith(told)
+    line, *note = make_invitation(spec, owner.path, peer=None, hours=1).lines[2:]
+    assert line == f"  join with: noloco-node join ADDRESS --host 0.0.0.0 --port 31337 --invitation FILE{told[0]}"
+    assert all(words.endswith(end) for words, end in zip(note, told[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("address", "listening"),
+    [
+        ("/ip4/127.0.0.1/tcp/1/p2p/Q", ""),
+        ("/ip6/::1/tcp/1/p2p/Q", ""),
+        ("/ip4/203.0.113.5/tcp/1/p2p/Q", " --host 0.0.0.0 --port 31337"),
+        ("/ip6/2001:db8::1/tcp/1/p2p/Q", " --host :: --port 31337"),
+    ],
+)
+def test_a_join_line_is_typed_as_it_stands_and_listens_where_others_reach(address: str, listening: str) -> None:
+    """No word in it is a remark, on which a shell stumbles; a node that nobody could reach would take a relay."""
+    spec = micro_spec(stages=2)
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"source": "text", "path": "b.txt"})})
+    line = join_line(spec, address)
+    assert line == f"noloco-node join {address}{listening} --data-path PATH"
+    assert parser().parse_args(line.split()[1:]).call
 
 
 @dataclasses.dataclass
