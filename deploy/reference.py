@@ -143,7 +143,7 @@ def _events() -> Iterator[str]:
     yield from _head("Events of a node", "`telemetry/events.py`")
     yield "A node appends them to `events.jsonl` in its run folder, one JSON object a line. `event` says which it is;"
     yield "`time` is wall time in seconds since 1970. Later versions may add fields: pass over what you do not know."
-    yield "All else that a node shows (its display, pages, metrics, plots and reports) is made from these."
+    yield "All else that a node shows (its display, pages, metrics and reports) is made from these."
     union = typing.get_args(typing.get_args(AnyEvent)[0])
     for kind in union:
         yield from ("", f"## `{kind.model_fields['event'].default}`", "", _sentence(kind.__doc__), "")

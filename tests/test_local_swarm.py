@@ -112,13 +112,13 @@ def starting(launcher: LauncherProcess) -> bool:
 def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
 ) -> None:
-    """Exit code 0, a model that transformers alone can load, figures that agree with each other, a plot, a sample."""
+    """Exit code 0, a model that transformers alone can load, figures that agree with each other, a report, a sample."""
     folder = tmp_path / "run"
     launcher = LauncherProcess(folder, temporary)
     launched.append(launcher)
     code, output = launcher.end(within=200)
     assert code == ExitCode.OK, output
-    for name in ("summary.json", "plot.png", "sample.txt", "model", "nodes"):
+    for name in ("summary.json", "report/report.html", "sample.txt", "model", "nodes"):
         assert (folder / name).exists()
         assert str(folder / name) in output
     summary = Summary.model_validate_json((folder / "summary.json").read_text(encoding="utf-8"))
@@ -134,7 +134,9 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     assert summary.validation_loss_merged is not None
     assert summary.validation_loss_merged < 4.5
     assert summary.validation_loss_merged < summary.validation_loss + 0.05
-    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    page = (folder / "report/report.html").read_text(encoding="utf-8")
+    assert f"{summary.validation_loss_merged:.4f}" in page
+    assert "Spread across replicas" in page
     assert "continued by the model" in (folder / "sample.txt").read_text(encoding="utf-8")
     code_alone = (
         "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T\n"

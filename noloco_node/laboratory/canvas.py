@@ -16,8 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from noloco_node.telemetry.plots import BLUE, GREEN, GREY, ORANGE
-
+BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9622b", "#3a8f5c", "#8a8a8a"
 PALETTE = (BLUE, ORANGE, GREEN, "#8e5bb5", "#c79a1e", "#2f9aa0", "#b5446e", "#6b4a2f", "#5a6b8a", "#93a33c")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from noloco_node.config.load import Config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode, layout
 from noloco_node.node.interrupts import heeded_signals
+from noloco_node.report.page import make_report
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, LocalSwarmView
 from noloco_node.telemetry.events import AnyEvent
-from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import as_stages
 
@@ -42,7 +42,7 @@ class SwarmResult:
 
 
 def run_local_swarm(config: Config, run_folder: Path, console: Console) -> SwarmResult:
-    """Train `config.run` on a local swarm to its end, then merge, export, evaluate, plot and summarize.
+    """Train `config.run` on a local swarm to its end, then merge, export, evaluate, summarize and report.
 
     Ctrl-C or SIGTERM ends all daemons within `STOP_SECONDS` and a little; a second one at once. Raises UserError as
     `LocalSwarm.start` does, and KeyboardInterrupt where it was interrupted after the training.
@@ -69,14 +69,10 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
         console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     if interrupted:
         return SwarmResult(summarize_histories(histories), ExitCode.INTERRUPTED, files, disk_use(run_folder))
-    files["plot of loss and spread"] = run_folder / "plot.png"
-    merged_loss: float | None = None
-    try:
-        merged_loss = _merge(swarm, console, files)
-    finally:
-        _plot(histories, files["plot of loss and spread"], config, merged_loss)
+    merged_loss = _merge(swarm, console, files)
     summary = summarize_histories(histories, merged_loss)
     _write_summary(summary, files["summary"])
+    files["report, a page for a browser"] = make_report(run_folder).page
     died = any(node.died for node in swarm.nodes)
     if merged_loss is not None:
         drop_checkpoints(swarm)
@@ -200,10 +196,3 @@ def _write_summary(summary: Summary, path: Path) -> None:
             f"the summary cannot be written to '{path}': {error.strerror or error}",
             "make room on the disk; the same command with the same --run-folder writes it then",
         ) from None
-
-
-def _plot(histories: Sequence[NodeHistory], path: Path, config: Config, merged_loss: float | None) -> None:
-    from noloco_node.telemetry.plots import plot_run
-
-    title = f"{config.run.name}: {config.run.stages} stages × {config.local_swarm.replicas} replicas"
-    plot_run(histories, path, title=title, merged_loss=merged_loss)

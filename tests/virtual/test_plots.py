@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import matplotlib.image
+import numpy as np
 import pytest
 
 from noloco_node.config.lab_spec import Plot
@@ -13,10 +14,15 @@ from noloco_node.laboratory import plots
 from noloco_node.laboratory.canvas import PALETTE, Sheet, whole_numbers
 from noloco_node.laboratory.result import Results
 from noloco_node.outer.stability import admissible_gamma
-from tests.telemetry.test_plots import pixels_of
 from tests.virtual import made_results as made
 
 GAMMAS = [0.3, 0.7, 1.3, 2.5]
+
+
+def pixels_of(image: np.ndarray, colour: str) -> int:
+    """How many pixels have about that colour."""
+    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return int((np.abs(image[..., :3] - wanted).max(axis=-1) < 0.06).sum())
 
 
 def comparison(**more: Any) -> Results:
