@@ -75,7 +75,7 @@ def test_the_screen_shows_it_until_the_end() -> None:
         view.note(f"other news {number}")
     console = Console(width=100, file=io.StringIO())
     with console.capture() as shown:
-        console.print(screen(view, time.time()))
+        console.print(screen(view, time.time(), 40))
     assert "ALL 2 CHECKPOINTS ARE DAMAGED" in shown.get()
     assert any("s0-r0 WARNS: ALL 2" in line for _, line in view.notes)
     assert plain_line(view, time.time())

@@ -13,12 +13,11 @@ import pytest
 from rich.console import Console
 
 from noloco_node.cli import main as cli
-from noloco_node.diagnostics.top import Follower, follow, screen
+from noloco_node.diagnostics import top
+from noloco_node.diagnostics.top import Follower, NoState, ask_state, follow, screen
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry import told_state
-from noloco_node.telemetry.state import Surroundings
+from noloco_node.telemetry.node_state import NodeState, Surroundings
 from noloco_node.telemetry.swarm_state import SwarmView, document
-from noloco_node.telemetry.told_state import NoState, ToldState, ask_state
 from noloco_node.telemetry.web import Page, WebServer
 from tests.telemetry.test_node_pages import RUDE, seen, shown
 from tests.telemetry.test_page import whole_life
@@ -34,9 +33,9 @@ def answering(body: bytes) -> Iterator[int]:
         server.stop()
 
 
-def told(**changes: object) -> ToldState:
+def told(**changes: object) -> NodeState:
     """What a node of which little is known says."""
-    return ToldState.model_validate({"time": 10.0, "state": "starting", "detail": "no stage", "since": 5.0} | changes)
+    return NodeState.model_validate({"time": 10.0, "state": "starting", "detail": "no stage", "since": 5.0} | changes)
 
 
 def drawn(follower: Follower, height: int = 50) -> str:
@@ -83,7 +82,7 @@ def test_a_node_that_falls_silent_is_shown_as_it_was() -> None:
     """With since when; one that nobody has ever heard of is an error with a remedy."""
     answers = iter([told(), NoState("connection refused")])
 
-    def ask() -> ToldState:
+    def ask() -> NodeState:
         answer = next(answers)
         if isinstance(answer, NoState):
             raise answer
@@ -127,7 +126,7 @@ def test_at_a_seed_one_is_sent_to_watch() -> None:
 
 def test_a_node_that_hangs_is_not_taken_for_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that is stopped: the remedy is about that one."""
-    monkeypatch.setattr(told_state, "TOLD_SECONDS", 0.1)
+    monkeypatch.setattr(top, "ANSWER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         port = stopped.getsockname()[1]
         with pytest.raises(UserError, match="something listens there and does not answer") as caught:

@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from noloco_node.cli import main as cli
-from noloco_node.diagnostics.watch import screen
 from noloco_node.errors import ExitCode
 from noloco_node.observer.swarm_view import nothing_seen
 from noloco_node.telemetry.swarm_state import Happening, SwarmView
+from noloco_node.telemetry.terminal import swarm_screen
 from tests.telemetry.made_swarm import node, stage, swarm
 from tests.telemetry.test_node_pages import RUDE
 from tests.worlds import micro_spec
@@ -20,7 +20,7 @@ from tests.worlds import micro_spec
 def drawn(view: SwarmView, height: int = 50) -> str:
     """As text, 120 columns wide."""
     console = Console(file=io.StringIO(), width=120, height=height)
-    console.print(screen(view, height))
+    console.print(swarm_screen(view, height))
     return str(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -84,7 +84,7 @@ def test_warnings_of_who_looks_on_stand_on_the_screen_in_a_line_each() -> None:
     """They are not written into what is drawn there."""
     text = drawn(swarm())
     console = Console(file=io.StringIO(), width=120, height=50)
-    console.print(screen(swarm(), 50, ["p2pd died (status 9); starting it again " * 9, RUDE]))
+    console.print(swarm_screen(swarm(), 50, ["p2pd died (status 9); starting it again " * 9, RUDE]))
     warned = str(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
     assert "p2pd died" in warned
     assert len(warned.splitlines()) == len(text.splitlines()) + 2

@@ -15,7 +15,7 @@ from noloco_node.pipeline.participant import Pipeline
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, Warned
-from noloco_node.telemetry.state import MOST_PEERS, PeerSeen, Surroundings
+from noloco_node.telemetry.node_state import MOST_PEERS, PeerSeen, Surroundings
 from noloco_node.transport.interface import DIRECTORY, RELAYED
 from noloco_node.transport.peer_stats import PeerStats
 

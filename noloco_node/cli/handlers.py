@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from noloco_node.node.early_checks import check_peers, check_trainable
     from noloco_node.node.way_out import bounded_way_out
     from noloco_node.storage.private_folder import leave_shared_folder
-    from noloco_node.telemetry.early_pages import early_pages
+    from noloco_node.telemetry.node_pages import early_pages
 
     config = load_config(options.config, node_overrides(options), os.environ)
     options.log_format = config.node.log_format  # as main says what goes wrong from here on
@@ -99,7 +99,7 @@ def join(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_join
     from noloco_node.node.early_checks import check_own_data, check_peers
     from noloco_node.node.way_out import bounded_way_out
-    from noloco_node.telemetry.early_pages import early_pages
+    from noloco_node.telemetry.node_pages import early_pages
 
     config = load_join(node_overrides(options), os.environ)
     options.log_format = config.node.log_format

@@ -3,32 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pydantic import ValidationError
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.node_display import node_screen
-from noloco_node.telemetry.told_state import NodeHangs, NoState, ShowsSwarm, ToldState, ask_state
+from noloco_node.telemetry.asking import Hangs, ask_page
+from noloco_node.telemetry.node_state import NodeState
+from noloco_node.telemetry.terminal import node_screen
 from noloco_node.telemetry.words import as_clock_time
 
 LOOK_SECONDS = 1.0
+ANSWER_SECONDS = 4.0
+MOST_BYTES = 4 << 20
+OF_A_SWARM = "nodes_answering"
+"""This field of a swarm's state is in no node's."""
 PAGES = "start the node with --metrics-port N, and name that port here; a node says where its pages are when it is up"
 WATCH = "noloco-node watch ADDRESS shows a swarm, with the address that the seed printed; or open its page in a browser"
 
 WAKE = "look at the process that has that port: let it go on (kill -CONT, fg), or end it and start the node again"
 
 
+class NoState(Exception):
+    """Nobody told a node's state; the text says why, `remedy` what to do."""
+
+    def __init__(self, why: str, remedy: str = PAGES) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
+
+def ask_state(host: str, port: int) -> NodeState:
+    """The state of the node whose pages are there. Raises NoState."""
+    try:
+        status, body = ask_page(host, port, "/api/state", seconds=ANSWER_SECONDS, most_bytes=MOST_BYTES)
+    except Hangs as error:
+        raise NoState(str(error), WAKE) from None
+    except TimeoutError:
+        raise NoState("no answer in time") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise NoState(str(error) or type(error).__name__) from None
+    if status != http.client.OK:
+        raise NoState(f"what answers there is no page of a node: status {status}")
+    try:
+        said: object = json.loads(body)
+        if isinstance(said, dict) and OF_A_SWARM in said:
+            raise NoState("a seed answers there, which shows a whole swarm and trains no stage", WATCH)
+        return NodeState.model_validate(said)
+    except (ValidationError, ValueError, RecursionError):
+        raise NoState("what answers there is no state of a node") from None
+
+
 @dataclass(slots=True)
 class Follower:
     """Asks a node for its state again and again; the last one stands while it does not answer."""
 
-    ask: Callable[[], ToldState]
+    ask: Callable[[], NodeState]
     where: str
-    state: ToldState | None = None
+    state: NodeState | None = None
     trouble: str = ""
 
     def look(self) -> None:
@@ -37,18 +74,9 @@ class Follower:
             self.state, self.trouble = self.ask(), ""
         except NoState as error:
             if self.state is None:
-                raise UserError(
-                    ExitCode.CHECK_FAILED,
-                    f"no node shows itself at {self.where}: {error}",
-                    _remedy(error),
-                ) from None
+                message = f"no node shows itself at {self.where}: {error}"
+                raise UserError(ExitCode.CHECK_FAILED, message, error.remedy) from None
             self.trouble = f"no answer since {as_clock_time(self.state.time)}: {error}"
-
-
-def _remedy(error: NoState) -> str:
-    if isinstance(error, ShowsSwarm):
-        return WATCH
-    return WAKE if isinstance(error, NodeHangs) else PAGES
 
 
 def follow(host: str, port: int, console: Console, *, once: bool) -> None:

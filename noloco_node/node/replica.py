@@ -37,7 +37,7 @@ from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.state_transfer.donor import nobody_relayed
 from noloco_node.state_transfer.participant import StateTransfer
 from noloco_node.telemetry.events import AnyEvent, InnerStep
-from noloco_node.telemetry.node_view import NodeView
+from noloco_node.telemetry.node_state import NodeView
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.pace import Capacity, Pace
 from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker
@@ -322,13 +322,13 @@ class Replica:
 
 
 def _shown(view: NodeView, name: str, tokens: int, *, paused: bool) -> OwnWord:
-    figures = view.figures(ambient.wall())
+    state = view.state()
     return OwnWord(
         name=name,
         tokens=tokens,
-        training_loss=_in_record(figures.training_loss),
-        validation_loss=_in_record(figures.validation_loss),
-        spread=_in_record(figures.spread),
+        training_loss=_in_record(state.training_loss),
+        validation_loss=_in_record(state.validation_loss),
+        spread=_in_record(state.spread),
         paused=paused,
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Literal
@@ -24,10 +26,11 @@ from noloco_node.telemetry.events import (
     StateDownload,
     Warned,
 )
-from noloco_node.telemetry.node_view import NodeFigures, NodeView
-from noloco_node.telemetry.words import as_duration, as_loss
+from noloco_node.telemetry.node_state import LETTERS, LogLine, NodeState, NodeView
+from noloco_node.telemetry.words import as_duration, as_loss, shortened
 
 LOGGER_NAME = "noloco_node"
+TAIL_LINES = 60
 
 ORIGINS = {
     "seed": "the run's first weights",
@@ -44,9 +47,7 @@ class NodeLog:
 
     def __init__(self) -> None:
         self.view = NodeView()
-        self.peer_id = ""
-        self.stage: int | None = None
-        self.round = 0
+        self._seed = ""
         self._up_since = 0.0
         self._firsts: set[str] = set()
         self._known: int | None = 0
@@ -55,26 +56,21 @@ class NodeLog:
     @property
     def label(self) -> str:
         """`…peer8id stage 0, round 12`, of a seed `…peer8id seed`, or `starting` before it is up."""
-        if self.stage is None:
-            return f"…{self.peer_id[-6:]} seed" if self.peer_id else "starting"
-        return f"…{self.peer_id[-6:]} stage {self.stage}, round {self.round}"
+        now = self.view.last
+        if now.stage is None:
+            return f"…{self._seed[-6:]} seed" if self._seed else "starting"
+        return f"…{(now.peer_id or '')[-6:]} stage {now.stage}, round {now.outer_rounds}"
 
     def observe_seed(self, peer_id: str) -> None:
         """It is a seed's log, which has no stage and tells no events."""
-        self.peer_id = peer_id
+        self._seed = peer_id
 
     def observe(self, event: AnyEvent) -> None:
         """Log one event of this node: INFO for what a person follows, DEBUG for the rest."""
-        if isinstance(event, NodeStarted):
-            self.peer_id, self.stage = event.peer_id, event.stage
-        elif isinstance(event, NodeMoved):
-            self.stage = event.stage
-        elif isinstance(event, OuterStep):
-            self.round = event.round
         self.view.observe(event)
         level, line = describe(event)
         if isinstance(event, OuterStep) and event.kind != "aborted":
-            line += progress_words(self.view.figures(event.time))
+            line += progress_words(self.view.state(event.time))
         if line:
             logger.log(level, line)
         self._observe_firsts(event)
@@ -146,17 +142,17 @@ def describe(event: AnyEvent) -> tuple[int, str]:
             return logging.DEBUG, ""
 
 
-def progress_words(figures: NodeFigures) -> str:
+def progress_words(state: NodeState) -> str:
     """How far the run is, how fast, and how long it will take, as the end of a line; empty where nothing is known."""
     parts: list[str] = []
-    if figures.share is not None:
-        parts.append(f"{100.0 * figures.share:.0f} % of {figures.target:,} tokens")
-    if figures.swarm_rate is not None:
-        parts.append(f"{figures.swarm_rate:,.0f} tokens/s")
-    if figures.training_loss is not None:
-        parts.append(f"loss {as_loss(figures.training_loss)}")
-    if figures.seconds_left is not None:
-        parts.append(f"{as_duration(figures.seconds_left)} left")
+    if state.share is not None:
+        parts.append(f"{100.0 * state.share:.0f} % of {state.target:,} tokens")
+    if state.swarm_tokens_per_second is not None:
+        parts.append(f"{state.swarm_tokens_per_second:,.0f} tokens/s")
+    if state.training_loss is not None:
+        parts.append(f"loss {as_loss(state.training_loss)}")
+    if state.seconds_left is not None:
+        parts.append(f"{as_duration(state.seconds_left)} left")
     return "".join(f" · {part}" for part in parts)
 
 
@@ -184,6 +180,27 @@ def configure_logging(
     hivemind.handlers.clear()
     hivemind.propagate = True
     hivemind.setLevel(logging.DEBUG if level == "DEBUG" else logging.WARNING)
+
+
+class LogTail(logging.Handler):
+    """Keeps the last lines of the log, shortened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[LogLine] = deque(maxlen=TAIL_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by logging, under this handler's lock."""
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text = f"{text}: {record.exc_info[1]!r}"
+        line = LogLine(time=record.created, level=record.levelname, text=shortened(text, LETTERS))
+        self._lines.append(line)
+
+    def lines(self) -> tuple[LogLine, ...]:
+        """From the oldest to the newest."""
+        with self.lock or threading.RLock():
+            return tuple(self._lines)
 
 
 class _Written(logging.Handler):
@@ -226,8 +243,9 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if log.stage is not None:
-            told |= {"peer_id": log.peer_id, "stage": log.stage, "outer_round": log.round}
+        now = log.view.last
+        if now.stage is not None:
+            told |= {"peer_id": now.peer_id, "stage": now.stage, "outer_round": now.outer_rounds}
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told)

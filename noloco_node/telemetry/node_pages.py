@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Generator, Mapping
 from http import HTTPStatus
 
 from noloco_node import ambient
 from noloco_node.aio import Heartbeat
-from noloco_node.telemetry.metrics import Metrics
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.logging import LogTail
+from noloco_node.telemetry.node_state import NodeView, Surroundings
 from noloco_node.telemetry.page import node_page
-from noloco_node.telemetry.state import NodeState, Surroundings
-from noloco_node.telemetry.web import JSON, Page, PageMaker
+from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer
 
 BEATEN_WITHIN_SECONDS = 10.0
 """An event loop that has not come round for more seconds is stuck."""
@@ -21,72 +25,128 @@ CACHED_SECONDS = 1.0
 """The state is made at most once in so many seconds, however many ask for it."""
 LOOK_SECONDS = 0.2
 """The event loop has so many seconds to say which peers the node sees; else what it said last stands."""
+POINTS = 200
+"""Each curve has at most so many points, however long the node has lived."""
 
 Headers = Mapping[str, str]
 
 
-class NodePages:
-    """Answers for `WebServer`, on its thread. The node's own loop is asked for nothing while nobody looks."""
+class Curve:
+    """Values over wall time, thinned as time goes on: `POINTS` at most, evenly spread over the whole life."""
 
-    def __init__(self, metrics: Metrics, state: NodeState, heartbeat: Heartbeat) -> None:
+    def __init__(self) -> None:
+        self._points: list[tuple[float, float]] = []
+        self._apart = 0.0
+        self._last: tuple[float, float] | None = None
+
+    def add(self, when: float, value: float) -> None:
+        """One more value; what is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self._last = when, value
+        if self._points and when - self._points[-1][0] < self._apart:
+            return
+        self._points.append(self._last)
+        if len(self._points) >= POINTS:
+            self._points = self._points[::2]
+            self._apart = (when - self._points[0][0]) / (POINTS / 2)
+
+    def points(self) -> list[tuple[float, float]]:
+        """From the oldest to the newest."""
+        points = tuple(self._points)  # another thread may add to it
+        last = [self._last] if self._last and points and points[-1] != self._last else []
+        return [(round(when, 1), float(f"{value:.5g}")) for when, value in (*points, *last)]
+
+
+class NodePages:
+    """Answers for `WebServer`, on its thread. The node's own loop is asked for nothing while nobody looks.
+
+    Without a heartbeat it is a node that cannot say anything yet, and has no loop.
+    """
+
+    def __init__(self, view: NodeView, log: LogTail, metrics: PageMaker, heartbeat: Heartbeat | None = None) -> None:
+        self._view = view
+        self._log = log
         self._metrics = metrics
-        self._state = state
         self._heartbeat = heartbeat
-        self._health = liveness(heartbeat)
-        self._loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop() if heartbeat else None
         self._around: Surroundings | None = None
+        names = ("loss", "validation_loss", "spread", "learning_rate", "tokens_per_second", "swarm_tokens_per_second")
+        self._curves = {name: Curve() for name in names}
         self.made: tuple[float, Page] | None = None
         self.look: Callable[[], Surroundings] | None = None
         """The surroundings that the node sees now; called on its own loop. None while it has no stage."""
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take in one event of this node, which its view has seen."""
+        curves, when = self._curves, event.time
+        match event:
+            case InnerStep():
+                curves["loss"].add(when, event.loss)
+                curves["learning_rate"].add(when, event.learning_rate)
+            case Account():
+                state = self._view.state(when)
+                curves["tokens_per_second"].add(when, state.tokens_per_second or 0.0)
+                curves["swarm_tokens_per_second"].add(when, state.swarm_tokens_per_second or 0.0)
+            case OuterStep(kind="paired" | "alone" | "caught_up") if event.spread is not None:
+                curves["spread"].add(when, event.spread)
+            case Evaluation():
+                curves["validation_loss"].add(when, event.loss)
+            case _:
+                pass
 
     def answers(self) -> dict[str, PageMaker]:
         """By path."""
         page = node_page()
         return {
             "/": lambda _: page,
-            "/metrics": self._metrics.page,
-            "/healthz": self._health,
+            "/metrics": self._metrics,
+            "/healthz": liveness(self._heartbeat),
             "/readyz": self._readiness,
             "/api/state": self._state_page,
         }
 
-    def _readiness(self, _: Headers) -> Page:
-        ready, why = self._state.readiness()
-        if ready and self._heartbeat.age >= BEATEN_WITHIN_SECONDS:
-            return self._health(_)
-        return Page(b"training\n") if ready else _unavailable(why)
+    def _readiness(self, headers: Headers) -> Page:
+        alive, state = liveness(self._heartbeat)(headers), self._view.state()
+        if not state.ready:
+            return _unavailable(state.detail)
+        return Page(b"training\n") if alive.status is HTTPStatus.OK else alive
 
     def _state_page(self, _: Headers) -> Page:
         now = ambient.monotonic()
         if self.made is None or now - self.made[0] >= CACHED_SECONDS:
-            document = self._state.document(self._look_around(), lag=self._heartbeat.age)
-            body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-            self.made = now, Page(body, JSON)
+            lag = self._heartbeat.age if self._heartbeat else 0.0
+            state = self._view.state(around=self._look_around(), lag=lag)
+            said = json.loads(state.model_copy(update={"log": self._log.lines()}).model_dump_json())
+            said["curves"] = {name: curve.points() for name, curve in self._curves.items()}
+            self.made = now, Page(json.dumps(said, separators=(",", ":"), allow_nan=False).encode(), JSON)
         return self.made[1]
 
     def _look_around(self) -> Surroundings | None:
-        told: concurrent.futures.Future[None] = concurrent.futures.Future()
+        look, loop = self.look, self._loop
+        if look is None or loop is None:
+            return self._around
+        seen: concurrent.futures.Future[None] = concurrent.futures.Future()
 
-        def look() -> None:
+        def see() -> None:
             try:
-                if self.look is not None:
-                    self._around = self.look()
+                self._around = look()
             finally:
-                told.set_result(None)
+                seen.set_result(None)
 
         try:
-            self._loop.call_soon_threadsafe(look)
-            told.result(LOOK_SECONDS)
+            loop.call_soon_threadsafe(see)
+            seen.result(LOOK_SECONDS)
         except (TimeoutError, RuntimeError):
             pass  # it hangs, or has ended
         return self._around
 
 
-def liveness(heartbeat: Heartbeat) -> PageMaker:
+def liveness(heartbeat: Heartbeat | None) -> PageMaker:
     """What `/healthz` answers: that the process should be left alone, not that it does anything of use."""
 
     def answer(_: Headers) -> Page:
-        age = heartbeat.age
+        age = heartbeat.age if heartbeat else 0.0
         if age < BEATEN_WITHIN_SECONDS:
             return Page(b"ok\n")
         return _unavailable(f"the event loop has not come round for {age:.0f} s")
@@ -97,3 +157,20 @@ def liveness(heartbeat: Heartbeat) -> PageMaker:
 def _unavailable(why: str) -> Page:
     line = " ".join(why.split())
     return Page(f"{line}\n".encode(), status=HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+@contextlib.contextmanager
+def early_pages(settings: NodeSettings) -> Generator[WebServer | None]:
+    """A server at `node.metrics_port` that says that the node starts, while its libraries are loaded. The node shows
+    its own pages there later; it is stopped with the block. None where no port is set. UserError as
+    `WebServer.start`."""
+    if settings.metrics_port is None:
+        yield None
+        return
+    metrics = Page(b"# TYPE noloco_up gauge\nnoloco_up 0.0\n")
+    web = WebServer(NodePages(NodeView(), LogTail(), lambda _: metrics).answers())
+    web.start(settings.metrics_host, settings.metrics_port)
+    try:
+        yield web
+    finally:
+        web.stop()

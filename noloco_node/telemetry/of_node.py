@@ -10,17 +10,16 @@ from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 
-from noloco_node import __version__
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.diary import Diary
 from noloco_node.telemetry.events import AnyEvent, Evaluation, EventFile
-from noloco_node.telemetry.logging import NodeLog, configure_logging
+from noloco_node.telemetry.logging import LogTail, NodeLog, configure_logging
 from noloco_node.telemetry.memory_limit import MemoryWatch, memory_use
 from noloco_node.telemetry.metrics import Metrics
-from noloco_node.telemetry.node_display import NodeDisplay, own_terminal
 from noloco_node.telemetry.node_pages import NodePages
-from noloco_node.telemetry.state import LogTail, NodeState, Surroundings
+from noloco_node.telemetry.node_state import Surroundings
+from noloco_node.telemetry.terminal import NodeDisplay, own_terminal
 from noloco_node.telemetry.web import WebServer
 
 MEMORY_BEATS = 5
@@ -38,10 +37,9 @@ class Telemetry:
         self._metrics.watch_process(loop, memory_use, partial(free_bytes, events.parent))
         self._memory = MemoryWatch(self.emit)
         self._heartbeat = Heartbeat(loop, self._look_at_memory)
-        self._state = NodeState(__version__, self._log.view, tail)
         terminal = own_terminal() if settings.log_format == "text" else None
-        self._display = None if terminal is None else NodeDisplay(self._state, terminal)
-        self.pages = NodePages(self._metrics, self._state, self._heartbeat)
+        self._display = None if terminal is None else NodeDisplay(self._log.view, terminal)
+        self.pages = NodePages(self._log.view, tail, self._metrics.page, self._heartbeat)
         self._own_web = WebServer(self.pages.answers())
         self._web = web or self._own_web
         write = None if self._display is None else self._display.line
@@ -63,7 +61,7 @@ class Telemetry:
 
     def ends(self) -> None:
         """The node was told to end."""
-        self._state.leaving = True
+        self._log.view.leaving = True
 
     @contextlib.contextmanager
     def showing(self, look: Callable[[], Surroundings]) -> Generator[None]:
@@ -79,7 +77,7 @@ class Telemetry:
         self._diary.write(event)
         self._metrics.observe(event)
         self._log.observe(event)
-        self._state.observe(event)
+        self.pages.observe(event)
         if isinstance(event, Evaluation):
             self.evaluation = event
         if self._display is not None:

@@ -8,7 +8,7 @@ from itertools import takewhile
 from statistics import median
 
 from noloco_node.telemetry.events import Account, Doing, InnerStep
-from noloco_node.telemetry.recent_steps import RecentSteps
+from noloco_node.telemetry.node_state import RecentSteps
 
 BACK = 0.9
 """A node is back at this share of its speed before."""

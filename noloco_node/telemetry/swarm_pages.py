@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from noloco_node import __version__, ambient
 from noloco_node.aio import Heartbeat
-from noloco_node.telemetry.node_pages import CACHED_SECONDS, Headers, liveness
+from noloco_node.telemetry.node_pages import CACHED_SECONDS, Curve, Headers, liveness
 from noloco_node.telemetry.page import swarm_page
-from noloco_node.telemetry.state import Curve
 from noloco_node.telemetry.swarm_metrics import SwarmMetrics
 from noloco_node.telemetry.swarm_state import Middle, SwarmDocument, SwarmView, document
 from noloco_node.telemetry.web import JSON, Page, PageMaker

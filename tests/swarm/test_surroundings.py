@@ -5,7 +5,7 @@ from __future__ import annotations
 from noloco_node.accounting.stats import surroundings
 from noloco_node.directory.records import PeerState
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.telemetry.state import MOST_PEERS
+from noloco_node.telemetry.node_state import MOST_PEERS
 from tests.worlds import MICROBATCH, micro_spec, peer_name, world
 
 

@@ -34,51 +34,44 @@ def half_view() -> LocalSwarmView:
 
 def test_the_figures_are_those_of_the_events() -> None:
     """Clock, rate, time left, live nodes and rounds at the middle of the run."""
-    figures = half_view().figures(1030.0)
-    assert (figures.step, figures.clock, figures.nodes_per_stage) == (30, 30 * 1024.0, (2, 2))
-    assert figures.tokens_per_second == pytest.approx(1024, rel=0.05)
-    assert figures.seconds_left == pytest.approx(30, rel=0.05)
-    assert figures.outer_rounds == 4 * 3
-    assert figures.spread == pytest.approx(made.SPREADS[2])
-    assert figures.training_loss == pytest.approx(sum(made.loss_at(step * 1024) for step in range(26, 31)) / 5)
+    view = half_view()
+    swarm = view.swarm(1030.0)
+    assert (view.step(1030.0), swarm.clock) == (30, 30 * 1024.0)
+    assert [stage.nodes["training"] for stage in swarm.stages] == [2, 2]
+    assert swarm.tokens_per_second == pytest.approx(1024, rel=0.05)
+    assert swarm.seconds_left == pytest.approx(30, rel=0.05)
+    assert view.outer_steps(1030.0) == "12"
+    assert swarm.spread is not None
+    assert swarm.spread.value == pytest.approx(made.SPREADS[2])
+    assert swarm.training_loss is not None
+    assert swarm.training_loss.value == pytest.approx(sum(made.loss_at(step * 1024) for step in range(26, 31)) / 5)
 
 
 def test_a_node_that_died_is_no_longer_counted_and_is_reported() -> None:
     """Its stage shows one node less, and the screen says so."""
     view = half_view()
     view.lost("s1-r1", "killed by SIGKILL")
-    assert view.figures(1030.0).nodes_per_stage == (2, 1)
+    assert [stage.present for stage in view.swarm(1030.0).stages] == [2, 1]
     console = Console(file=io.StringIO(), width=120, force_terminal=True, height=40)
-    console.print(screen(view, 1030.0))
+    console.print(screen(view, 1030.0, 40))
     assert "s1-r1 DIED: killed by SIGKILL" in _text(console)
 
 
 def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
     """Every promised figure, within the 40 lines of a common terminal."""
     console = Console(file=io.StringIO(), width=120, height=40)
-    console.print(screen(whole_view(), NOW))
+    console.print(screen(whole_view(), NOW, 40))
     text = _text(console)
     assert len(text.splitlines()) <= 40
     for words in (
-        *("inner step", "training loss", "validation loss", "tokens/s", "nodes", "stage 0: 0", "outer steps", "spread"),
-        *("61,440 of 100,000 tokens", "left", "made-up", "who averaged with whom"),
+        *("inner step", "loss", "validation loss", "tokens/s", "outer steps", "24", "spread", "learning rate"),
+        *("61,440 of 100,000 tokens", "left", "made-up", "last averaged", "s1-r1 with s1-r0", "s1-r1 ended"),
     ):
         assert words in text
-    matrix = [line.strip("│ ").split() for line in text.splitlines()]
-    assert ["s0-r0", "·", "6", "s1-r0", "·", "6"] in matrix
-    assert ["s0-r1", "6", "·", "s1-r1", "6", "·"] in matrix
-
-
-def test_many_replicas_show_the_last_pairs_instead_of_a_matrix() -> None:
-    """Nine replicas of a stage are too many for a matrix."""
-    names = [f"s0-r{number}" for number in range(9)]
-    view = LocalSwarmView(run_name="wide", stages=1, target=1000, nodes=names)
-    for name in names:
-        view.observe(name, made.started(name))
-    view.observe("s0-r3", made.outer_step(1, "s0-r7"))
-    console = Console(file=io.StringIO(), width=120, height=40)
-    console.print(screen(view, NOW))
-    assert "last averaged: s0-r3 with s0-r7" in _text(console)
+    half = io.StringIO()
+    Console(file=half, width=120, height=40).print(screen(half_view(), 1030.0, 40))
+    (row,) = (line.split() for line in half.getvalue().splitlines() if "s1-r1 …-s1-r1" in line)
+    assert row[3:7] == ["1", "starting", "512", "0"]
 
 
 def test_without_a_terminal_lines_are_plain_and_not_too_many() -> None:
@@ -97,7 +90,7 @@ def test_a_view_without_events_can_be_shown() -> None:
     """Before the first node is up there is nothing to divide by."""
     view = LocalSwarmView(run_name="empty", stages=2, target=1000, nodes=made.NAMES)
     assert plain_line(view, NOW).startswith(f"starting: 0 of {len(made.NAMES)} nodes are up")
-    Console(file=io.StringIO()).print(screen(view, NOW))
+    Console(file=io.StringIO()).print(screen(view, NOW, 40))
 
 
 def _text(console: Console) -> str:

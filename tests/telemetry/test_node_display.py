@@ -15,10 +15,8 @@ from rich.console import Console
 from noloco_node import ambient
 from noloco_node.telemetry.events import AnyEvent, Doing, StateDownload, Warned
 from noloco_node.telemetry.logging import NodeLog
-from noloco_node.telemetry.node_display import NodeDisplay, node_screen
-from noloco_node.telemetry.node_view import NodeView
-from noloco_node.telemetry.state import LogTail, NodeState
-from noloco_node.telemetry.told_state import ToldState
+from noloco_node.telemetry.node_state import NodeView
+from noloco_node.telemetry.terminal import NodeDisplay, node_screen
 from noloco_node.telemetry.words import as_nodes
 from tests.telemetry import made_events as made
 
@@ -31,41 +29,36 @@ def half(*more: AnyEvent) -> list[AnyEvent]:
     return [*rows, made.account(time=HALF, clock=30 * 1024.0), *more]
 
 
-def half_way(*more: AnyEvent) -> NodeView:
-    """That node."""
+def view_of(*events: AnyEvent) -> NodeView:
+    """A node that has told these events."""
     view = NodeView()
-    for event in half(*more):
+    for event in events:
         view.observe(event)
     return view
 
 
-def state_of(*events: AnyEvent) -> NodeState:
-    """A node that has told these events."""
-    view = NodeView()
-    state = NodeState("1.0", view, LogTail())
-    for event in events:
-        view.observe(event)
-        state.observe(event)
-    return state
+def half_way(*more: AnyEvent) -> NodeView:
+    """That node."""
+    return view_of(*half(*more))
 
 
-def screen_of(state: NodeState) -> str:
+def screen_of(view: NodeView) -> str:
     """The screen as text."""
     console = Console(file=io.StringIO(), width=110, height=40)
-    console.print(node_screen(ToldState.model_validate(state.document(None)), "foot"))
+    console.print(node_screen(view.state(), "foot"))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_speed_loss_and_time_left_are_those_of_the_events() -> None:
     """The swarm's speed by the clock, the node's own by its tokens, the time left by the swarm's."""
-    figures = half_way().figures(HALF)
-    assert (figures.step, figures.clock, figures.target, figures.share) == (30, 30_720.0, 61_440, 0.5)
-    assert figures.swarm_rate == pytest.approx(1024)
-    assert figures.own_rate == pytest.approx(512)
+    figures = half_way().state(HALF)
+    assert (figures.inner_steps, figures.clock, figures.target, figures.share) == (30, 30_720.0, 61_440, 0.5)
+    assert figures.swarm_tokens_per_second == pytest.approx(1024)
+    assert figures.tokens_per_second == pytest.approx(512)
     assert figures.seconds_left == pytest.approx(30)
     assert figures.training_loss == pytest.approx(sum(made.loss_at(step * 1024) for step in range(26, 31)) / 5)
-    assert (figures.paired, figures.alone, figures.aborted) == (3, 0, 0)
+    assert figures.outer_steps == {"paired": 3, "alone": 0, "caught_up": 0, "aborted": 0}
 
 
 def test_a_jump_of_the_clock_is_no_speed() -> None:
@@ -74,26 +67,26 @@ def test_a_jump_of_the_clock_is_no_speed() -> None:
     view = half_way(made.outer_step(4, "s0-r1", kind="caught_up", time=1031.0, clock=90_000.0))
     for step in range(32, 37):
         view.observe(made.inner_step(step, clock=90_000.0 + (step - 31) * 1024.0))
-    assert view.figures(1036.0).swarm_rate == pytest.approx(1024)
+    assert view.state(1036.0).swarm_tokens_per_second == pytest.approx(1024)
     view.observe(made.started("s0-r0").model_copy(update={"time": 2000.0}))
     for step in range(37, 40):
         view.observe(made.inner_step(step, time=1964.0 + step))
-    assert view.figures(2003.0).swarm_rate == pytest.approx(1024)
+    assert view.state(2003.0).swarm_tokens_per_second == pytest.approx(1024)
 
 
 def test_a_stall_lowers_the_speed_and_lengthens_the_time_left() -> None:
     """Nobody is told a minute for an hour."""
-    before, after = (half_way().figures(now) for now in (HALF, HALF + 300.0))
-    assert before.swarm_rate is not None
-    assert after.swarm_rate is not None
-    assert after.swarm_rate < 0.2 * before.swarm_rate
+    before, after = (half_way().state(now) for now in (HALF, HALF + 300.0))
+    assert before.swarm_tokens_per_second is not None
+    assert after.swarm_tokens_per_second is not None
+    assert after.swarm_tokens_per_second < 0.2 * before.swarm_tokens_per_second
 
 
 def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress, speed, loss, time left, nodes by stage, the last partner, and what it waits for; in few lines."""
     waits = Doing(time=HALF, what="waiting_for_peers", detail="a replica of stage 1: none is known", since=HALF - 65)
     monkeypatch.setattr(ambient, "wall", lambda: HALF)
-    text = screen_of(state_of(*half(waits, Warned(what="stage_lost", detail="the stage begins anew"))))
+    text = screen_of(view_of(*half(waits, Warned(what="stage_lost", detail="the stage begins anew"))))
     for words in (
         *("made-up · stage 0 of 2", "30,720 of 61,440 tokens", "30 s left", "1,024", "512", "outer steps"),
         *("training loss", "stage 0: 2, stage 1: 2", "with …-s0-r1", "the stage begins anew"),
@@ -106,8 +99,8 @@ def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know(monkeypatch: py
 
 def test_a_view_without_events_can_be_shown_and_names_are_never_markup() -> None:
     """Before the first account there is nothing to divide by; a stranger's run may be called anything."""
-    assert "starting" in screen_of(state_of())
-    assert "[/bold]" in screen_of(state_of(made.started("s0-r0").model_copy(update={"run_name": "[/bold]"})))
+    assert "starting" in screen_of(view_of())
+    assert "[/bold]" in screen_of(view_of(made.started("s0-r0").model_copy(update={"run_name": "[/bold]"})))
 
 
 def test_speeds_are_right_again_after_this_machines_clock_was_set_back() -> None:
@@ -117,7 +110,7 @@ def test_speeds_are_right_again_after_this_machines_clock_was_set_back() -> None
         view.observe(made.inner_step(number, time=200_000.0 + number))
     for number in range(30):
         view.observe(made.inner_step(number, time=100_000.0 + 2 * number))
-    assert view.figures(100_058.0).own_rate == pytest.approx(made.inner_step(1).tokens / 2)
+    assert view.state(100_058.0).tokens_per_second == pytest.approx(made.inner_step(1).tokens / 2)
 
 
 def test_a_download_shows_until_it_is_whole_and_log_lines_stand_above_the_screen() -> None:
@@ -127,16 +120,16 @@ def test_a_download_shows_until_it_is_whole_and_log_lines_stand_above_the_screen
         StateDownload(donor="12D3KooWdonor", received=received, total=40_000_000, seconds=10.0)
         for received in (10_000_000, 40_000_000)
     )
-    display = NodeDisplay(state_of(part), console)
+    display = NodeDisplay(view_of(part), console)
     display.observe(part)
     line = "others join with: noloco-node join " + "/ip4/127.0.0.1/tcp/4001/p2p/" + "Q" * 52
     display.line(line)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
-    assert "10.0 of 40.0 MB of …Wdonor" in screen_of(state_of(part))
-    assert "30 s left" in screen_of(state_of(part))
+    assert "10.0 of 40.0 MB of …Wdonor" in screen_of(view_of(part))
+    assert "30 s left" in screen_of(view_of(part))
     assert "\x1b[2K" + line + "\n" in shown
-    assert "of 40.0 MB" not in screen_of(state_of(part, whole))
+    assert "of 40.0 MB" not in screen_of(view_of(part, whole))
     display.close()
 
 
@@ -159,7 +152,7 @@ def test_without_a_terminal_a_line_an_outer_round_says_how_far_the_run_is(caplog
 def test_only_the_terminal_that_a_process_is_in_front_of_is_drawn_on() -> None:
     """Not a terminal that others write to as well, nor one that has sent the process to the background."""
     code = (
-        "import os, sys; from noloco_node.telemetry.node_display import own_terminal\n"
+        "import os, sys; from noloco_node.telemetry.terminal import own_terminal\n"
         "assert own_terminal() is None\n"  # several nodes of one machine share a terminal like that
         "os.close(os.open(os.ttyname(2), os.O_RDWR))\n"
         "assert own_terminal() is not None\n"

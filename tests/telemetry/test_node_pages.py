@@ -22,22 +22,12 @@ from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.telemetry.early_pages import early_pages
 from noloco_node.telemetry.events import Doing, Warned
+from noloco_node.telemetry.logging import LogTail
 from noloco_node.telemetry.metrics import Metrics
-from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, NodePages
-from noloco_node.telemetry.node_view import NodeView
+from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, POINTS, Curve, NodePages, early_pages
+from noloco_node.telemetry.node_state import LETTERS, MOST_PEERS, NodeView, PeerSeen, Surroundings
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
-from noloco_node.telemetry.state import (
-    LOG_LETTERS,
-    MOST_PEERS,
-    POINTS,
-    Curve,
-    LogTail,
-    NodeState,
-    PeerSeen,
-    Surroundings,
-)
 from noloco_node.telemetry.web import WebServer
 from tests.telemetry import made_events as made
 
@@ -154,12 +144,10 @@ async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeyp
     """Its pages are still answered, each at once; the peers that it saw last stand."""
     heartbeat = Heartbeat(asyncio.get_running_loop())
     view = NodeView()
-    state = NodeState("1", view, LogTail())
-    pages = NodePages(Metrics(), state, heartbeat)
+    pages = NodePages(view, LogTail(), Metrics().page, heartbeat)
     pages.look = lambda: Surroundings((seen(),), 1, 0, 0)
     for event in (made.started("s0-r0"), doing("training")):
         view.observe(event)
-        state.observe(event)
     answers = pages.answers()
     first = await asyncio.to_thread(answers["/api/state"], {})
     assert len(json.loads(first.body)["peers"]) == 1
@@ -217,7 +205,7 @@ async def test_the_state_says_what_the_events_say(tmp_path: Path) -> None:
     assert (faults["failed_checkpoints"], faults["skipped_steps"]) == (1, 1)
     assert (faults["put_back"], faults["refused"]) == (3, {"busy": 5})
     assert (said["introduced"], said["in_hand"], said["queued"]) == (5, 2, 1)
-    assert said["peers"] == [{name: getattr(seen(), name) for name in PeerSeen.__slots__}]
+    assert said["peers"] == [{name: getattr(seen(), name) for name in PeerSeen.model_fields}]
     assert any("inner step 61 skipped" in line["text"] for line in said["log"])
 
 
@@ -231,7 +219,7 @@ async def test_the_log_of_the_page_holds_whole_addresses_and_ends_behind_a_word(
     texts = [line["text"] for line in said["log"]]
     assert any(text.count(f"noloco-node join {address}") == 6 for text in texts)
     (long,) = (text for text in texts if text.startswith("word word"))
-    assert (len(long) <= LOG_LETTERS, long.endswith("word…")) == (True, True)
+    assert (len(long) <= LETTERS, long.endswith("word…")) == (True, True)
 
 
 async def test_what_peers_and_logs_say_reaches_a_browser_as_data_only(tmp_path: Path) -> None:

@@ -1,0 +1,396 @@
+"""One node at one moment: what its page, a terminal, a line of its log and its record show, from its own events."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from noloco_node import __version__, ambient
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    CheckpointTaken,
+    Doing,
+    DonorFailed,
+    Evaluation,
+    InnerStep,
+    NodeMoved,
+    NodeStarted,
+    NodeStopped,
+    OuterStep,
+    P2pdRestarted,
+    Reachability,
+    StateDownload,
+    Warned,
+)
+from noloco_node.telemetry.words import shortened
+
+RATE_SECONDS = 60.0
+"""Speeds are counted over so many seconds, and over `RATE_STEPS` inner steps if these take longer."""
+RATE_STEPS = 10
+LOSS_STEPS = 5
+"""The shown training loss is the mean of so many inner steps."""
+STALL_STEPS = 3.0
+"""After so many times the usual time without an inner step a node is slower than it was, and the shown speed sinks."""
+KEPT = 8
+"""The last outer steps and warnings that a state shows."""
+LETTERS = 2000
+"""A warning and a line of the log are cut between two words after so many letters. A node names its addresses there."""
+MOST_PEERS = 256
+
+
+class _Said(BaseModel):
+    """Another process may read it of another version: unknown fields are passed over, most may be missing."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+Part = TypeVar("Part", bound=_Said)
+
+
+class PeerSeen(_Said):
+    """A peer as this node sees it. All but `answers`, `tokens`, `under_way` and `passed_over` is its own word."""
+
+    peer_id: str
+    stage: int
+    state: str = ""
+    version: str = ""
+    clock: float | None = None
+    """Swarm tokens, moved on from its record by the record's age."""
+    lag: float | None = None
+    """Swarm tokens by which it is behind this node; negative where it is ahead."""
+    tokens_per_second: float | None = None
+    capacity: float | None = None
+    outer_rounds: int = 0
+    newcomer: bool = False
+    """It has just joined, and is not averaged with yet."""
+    answers: bool = False
+    """It has answered this node lately, and said itself that it serves this stage."""
+    tokens: int = 0
+    """Trained for this node or by it, so far."""
+    under_way: int = 0
+    """Own microbatches that it has now."""
+    load: int | None = None
+    """Others' microbatches that it held at its last answer; None where it has not said so lately."""
+    passed_over: bool = False
+    """It gets no microbatch for a while, since it failed or was slow."""
+    name: str = ""
+    """Its volunteer's name for it; another may bear the same."""
+
+
+class RunServed(_Said):
+    """The run of a node."""
+
+    id: str = ""
+    name: str = ""
+
+
+class Reached(_Said):
+    """How others reach a node."""
+
+    way: str
+    words: str
+
+
+class LogLine(_Said):
+    """A line of the log, or a warning."""
+
+    time: float
+    text: str
+    level: str = ""
+
+
+class Download(_Said):
+    """A stage peer's state that is copied: bytes, and seconds since the copy began."""
+
+    received: int
+    total: int
+    donor: str = ""
+    seconds: float = 0.0
+
+
+class Exchange(_Said):
+    """An outer step that was committed."""
+
+    time: float = 0.0
+    kind: str = ""
+    round: int = 0
+    fragment: int | None = None
+    partner: str | None = None
+    """None where it was taken alone."""
+    role: str = ""
+    spread: float | None = None
+    clipped: bool = False
+    seconds: float = 0.0
+
+
+class Given(_Said):
+    """What a node has done for the run, and what that took of its line, since it was started."""
+
+    tokens: int = 0
+    drawn: int = 0
+    trained: int = 0
+    held_at_end: int = 0
+    served: int = 0
+    busy_seconds: float = 0.0
+    bytes_sent: dict[str, int] = {}
+    """By kind."""
+    bytes_received: dict[str, int] = {}
+
+
+class NodeState(_Said):
+    """A node. Times are wall times of its machine, speeds tokens per second, losses nats per token."""
+
+    time: float
+    state: str
+    """What it does, in a word: that of `Doing`, or `starting`, `ending`, `ended`."""
+    detail: str
+    since: float
+    ready: bool = False
+    """It trains, and waits for nobody."""
+    uptime_seconds: float = 0.0
+    event_loop_age_seconds: float | None = 0.0
+    """Since its event loop last came round."""
+    version: str = ""
+    peer_id: str | None = None
+    run: RunServed | None = None
+    stage: int | None = None
+    """None before it is up."""
+    stages: int | None = None
+    parameters: int = 0
+    reachability: Reached | None = None
+    download: Download | None = None
+    """While a stage peer's state is copied."""
+    clock: float | None = 0.0
+    """In tokens trained by the swarm."""
+    target: int | None = None
+    """None before the first account."""
+    seconds_left: float | None = None
+    tokens_per_second: float | None = None
+    swarm_tokens_per_second: float | None = None
+    """By this node's clock."""
+    nodes_per_stage: tuple[int, ...] = ()
+    """Nodes as it sees them; empty before the first account."""
+    missing_stages: tuple[int, ...] = ()
+    inner_steps: int = 0
+    training_loss: float | None = None
+    validation_loss: float | None = None
+    learning_rate: float | None = None
+    spread: float | None = None
+    """Of the last outer step of this stage that measured one."""
+    outer_rounds: int = 0
+    outer_steps: dict[str, int] = {}
+    """By kind, aborted ones among them."""
+    exchanges: tuple[Exchange, ...] = ()
+    contribution: Given | None = None
+    faults: dict[str, int | dict[str, int]] = {}
+    warnings: tuple[LogLine, ...] = ()
+    introduced: int = 0
+    """The number of peers with a live record; more than `peers` in a large swarm."""
+    in_hand: int = 0
+    """Microbatches that it holds."""
+    queued: int = 0
+    """Calls that wait for the device."""
+    peers: tuple[PeerSeen, ...] = ()
+    """`MOST_PEERS` at most, those that answer first."""
+    log: tuple[LogLine, ...] = ()
+
+    @property
+    def share(self) -> float | None:
+        """The share of the run that is done, 0 to 1; None if the target is not known."""
+        return None if not self.target else min(1.0, (self.clock or 0.0) / self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a node holds, and the peers that it sees at one moment: these fields of its `NodeState`."""
+
+    peers: tuple[PeerSeen, ...]
+    introduced: int
+    in_hand: int
+    queued: int
+
+
+class RecentSteps(deque[InnerStep]):
+    """The latest steps, the oldest first: those of the last `seconds`, but at least `least` and the one before them.
+
+    Steps from before this machine's clock was set back are left out.
+    """
+
+    def __init__(self, least: int, seconds: float) -> None:
+        super().__init__()
+        self._least = least
+        self._seconds = seconds
+
+    def remember(self, step: InnerStep) -> None:
+        """One more."""
+        if self and step.time < self[-1].time:
+            self.clear()
+        self.append(step)
+        while len(self) > self._least + 1 and self[1].time < step.time - self._seconds:
+            self.popleft()
+
+
+class NodeView:
+    """Follows the events of one node. Any thread may ask for its state."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since = ambient.wall()
+        self._last = NodeState(time=self._since, since=self._since, state="", detail="", version=__version__)
+        self._steps = RecentSteps(RATE_STEPS, RATE_SECONDS)
+        """Those behind the speeds: no jump of the run's clock lies between them."""
+        self._doing: Doing | None = None
+        self._stopped: NodeStopped | None = None
+        self._outer = Counter[str](paired=0, alone=0, caught_up=0, aborted=0)
+        self._faults = Counter[str](skipped_steps=0, failed_checkpoints=0, failed_donors=0, p2pd_restarts=0)
+        self.leaving = False
+        """A signal has told the node to end."""
+
+    @property
+    def last(self) -> NodeState:
+        """What the events said last, without speeds, and without what it does."""
+        return self._last
+
+    def observe(self, event: AnyEvent) -> None:
+        """Take in one event of the node."""
+        with self._lock:
+            if isinstance(event, NodeStarted | NodeMoved | DonorFailed | OuterStep | NodeStopped):
+                self._say(download=None)
+            self._take(event)
+
+    def state(self, now: float | None = None, around: Surroundings | None = None, *, lag: float = 0.0) -> NodeState:
+        """The node at wall time `now`. `lag`: seconds since its event loop last came round."""
+        now = ambient.wall() if now is None else now
+        with self._lock:
+            steps, last = tuple(self._steps), self._last
+            what, detail = self._present()
+            made: dict[str, Any] = {"outer_steps": dict(self._outer), "faults": dict(self._faults) | last.faults}
+            if self._doing is not None:
+                made["since"] = self._doing.since
+        seconds = _seconds_between(steps, now)
+        swarm = (steps[-1].clock - steps[0].clock) / seconds if seconds else None
+        if around is not None:
+            names = ("peers", "introduced", "in_hand", "queued")
+            made |= {name: getattr(around, name) for name in names}
+        return last.model_copy(
+            update={
+                **made,
+                "time": now,
+                "state": what,
+                "detail": detail,
+                "ready": what == "training",
+                "uptime_seconds": now - self._since,
+                "event_loop_age_seconds": lag,
+                "training_loss": _mean_loss(steps[-LOSS_STEPS:]),
+                "swarm_tokens_per_second": swarm,
+                "tokens_per_second": sum(step.tokens for step in steps[1:]) / seconds if seconds else None,
+                "seconds_left": max(0.0, last.target - (last.clock or 0.0)) / swarm if last.target and swarm else None,
+            }
+        )
+
+    def _present(self) -> tuple[str, str]:
+        """What it does, in a word and in a line."""
+        stopped, doing = self._stopped, self._doing
+        if stopped is not None:
+            why = stopped.reason.replace("_", " ")
+            return "ended", f"ended: {why}" + (f", {stopped.detail}" if stopped.detail else "")
+        if self.leaving:
+            return "ending", "leaving: finishing what is under way, and saving"
+        if doing is None or (doing.what == "training" and self._last.stage is None):
+            return "starting", "starting: not in the swarm yet"
+        if doing.what.startswith("waiting"):
+            return doing.what, f"waiting for {doing.detail}"
+        return ("ending" if doing.what == "draining" else doing.what), doing.detail
+
+    def _say(self, **changes: object) -> None:
+        self._last = self._last.model_copy(update=changes)
+
+    def _take(self, event: AnyEvent) -> None:
+        match event:
+            case NodeStarted():
+                self._steps.clear()
+                names = ("peer_id", "stage", "stages", "parameters")
+                run = RunServed(id=event.run_id, name=event.run_name)
+                self._say(run=run, **{name: getattr(event, name) for name in names})
+            case NodeMoved():
+                self._steps.clear()
+                self._say(stage=event.stage, parameters=event.parameters, clock=event.clock, spread=None)
+            case InnerStep():
+                self._steps.remember(event)
+                self._faults["skipped_steps"] += event.skipped
+                self._say(clock=event.clock, inner_steps=event.step, learning_rate=event.learning_rate)
+            case OuterStep():
+                self._outer[event.kind] += 1
+                self._exchanged(event)
+            case Evaluation():
+                self._say(validation_loss=event.loss)
+            case Account():
+                self._account(event)
+            case StateDownload():
+                self._say(download=_part(Download, event) if event.received < event.total else None)
+            case Doing():
+                self._doing = event
+            case Warned():
+                line = LogLine(time=event.time, text=shortened(event.detail, LETTERS))
+                self._say(warnings=(*self._last.warnings, line)[-KEPT:])
+            case Reachability():
+                self._say(reachability=_part(Reached, event))
+            case CheckpointTaken():
+                self._faults["failed_checkpoints"] += bool(event.error)
+            case DonorFailed():
+                self._faults["failed_donors"] += 1
+            case P2pdRestarted():
+                self._faults["p2pd_restarts"] = event.restarts
+            case NodeStopped():
+                self._stopped = event
+            case _:
+                pass
+
+    def _exchanged(self, event: OuterStep) -> None:
+        if event.kind == "aborted":
+            return
+        self._say(exchanges=(*self._last.exchanges, _part(Exchange, event))[-KEPT:], outer_rounds=event.round)
+        if event.kind == "caught_up":
+            self._steps.clear()
+            self._say(clock=event.clock)
+        elif event.kind == "paired" and event.spread is not None:
+            self._say(spread=event.spread)
+
+    def _account(self, event: Account) -> None:
+        counted = ("dropped", "put_back", "retried", "repeated", "refused")
+        faults = {name: getattr(event, name) for name in counted}
+        self._say(
+            clock=event.clock,
+            target=event.target,
+            nodes_per_stage=tuple(event.nodes_per_stage),
+            missing_stages=tuple(event.missing_stages),
+            contribution=_part(Given, event),
+            faults=faults | {"offences": event.strangers.offences, "bans": event.strangers.bans},
+        )
+
+
+def _part(kind: type[Part], event: AnyEvent) -> Part:
+    """Those fields of an event that a state shows."""
+    return kind.model_construct(**{name: getattr(event, name) for name in kind.model_fields})
+
+
+def _mean_loss(steps: Sequence[InnerStep]) -> float | None:
+    recent = [step for step in steps if step.tokens > 0 and isfinite(step.loss)]
+    tokens = sum(step.tokens for step in recent)
+    return sum(step.loss * step.tokens for step in recent) / tokens if tokens else None
+
+
+def _seconds_between(steps: Sequence[InnerStep], now: float) -> float:
+    """From the first to the last of these steps, or to now where the next one is long overdue; 0 for fewer than two."""
+    if len(steps) < 2:
+        return 0.0
+    first, last = steps[0].time, steps[-1].time
+    usual = (last - first) / (len(steps) - 1)
+    return now - first if now - last > STALL_STEPS * usual + 1.0 else last - first

@@ -1,0 +1,349 @@
+"""What a person sees in a terminal: one node, or a whole swarm, in so many lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from noloco_node.telemetry.events import AnyEvent, NodeStarted, StateDownload
+from noloco_node.telemetry.node_state import NodeState, NodeView, PeerSeen
+from noloco_node.telemetry.swarm_state import Departed, Happening, Middle, NodeSeen, SwarmView
+from noloco_node.telemetry.words import (
+    an_hour,
+    as_bytes,
+    as_clock_time,
+    as_duration,
+    as_lag,
+    as_long,
+    as_loss,
+    as_node,
+    as_nodes,
+    as_rate,
+    as_scientific,
+    as_stages,
+    printable,
+)
+
+MOST_LISTED = 40
+"""A table has so many rows at most."""
+OTHER_LINES = 20
+"""So many lines of a screen are for other things than tables and log."""
+LAST_LINES = 8
+"""A screen shows so many of the last lines of a log, or of the last things that happened in a swarm."""
+WARNINGS_SHOWN = 3
+NAME_WIDTH = 24
+WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "moved to"}
+
+Figures = Iterable[tuple[str, str, str, str]]
+"""Rows of two names, each with its value."""
+_Row = tuple[Sequence[str], str]
+"""Cells, and a style."""
+
+
+def own_terminal() -> Console | None:
+    """The terminal behind stderr, where this process alone draws on it: it is in the foreground there. None for a pipe,
+    a file, a process in the background, and one of several that share a terminal."""
+    console = Console(stderr=True)
+    with contextlib.suppress(OSError, ValueError):
+        if console.is_terminal and os.tcgetpgrp(sys.stderr.fileno()) == os.getpgrp():
+            return console
+    return None
+
+
+class NodeDisplay:
+    """Draws one node once a second, on a thread of its own, from its first sign of life on."""
+
+    def __init__(self, view: NodeView, console: Console) -> None:
+        self._view = view
+        self._console = console
+        self._live: Live | None = None
+
+    def observe(self, event: AnyEvent) -> None:
+        """Begin to draw at the first event with something to see."""
+        if self._live is None and isinstance(event, NodeStarted | StateDownload):
+            self._live = Live(
+                console=self._console,
+                refresh_per_second=1.0,
+                get_renderable=lambda: node_screen(self._view.state(), "Ctrl-C leaves in order"),
+                redirect_stdout=sys.stdout.isatty(),
+            )
+            self._live.start(refresh=True)
+
+    def line(self, text: str) -> None:
+        """Print a line above the screen; it is not broken, so that it can be copied."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Draw a last time, and leave that on the terminal."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def node_screen(state: NodeState, foot: str, *, trouble: str = "", height: int = 0) -> RenderableType:
+    """One node on a part of a terminal's screen. Peers and log lines get what `height` leaves."""
+    parts: list[RenderableType] = [
+        *_red(_troubles_of_node(state, trouble)),
+        *_progress_of_node(state),
+        _doing(state),
+        Text(),
+        _two_columns(_figures_of_node(state)),
+    ]
+    if state.peers:
+        parts += [Text(), _peers(state, max(3, min(MOST_LISTED, height - OTHER_LINES - LAST_LINES)))]
+    if state.log:
+        parts += [Text(), *(_log_line(line.time, line.level, line.text) for line in state.log[-LAST_LINES:])]
+    # Names are others' words: as text they are drawn as they are, never read as markup.
+    name = printable(state.run.name) if state.run else "starting"
+    where = f" · stage {state.stage} of {state.stages} · node …{printable(state.peer_id or '')[-6:]}"
+    return Panel(Group(*parts), title=Text(name + (where if state.stage is not None else "")), subtitle=Text(foot))
+
+
+def swarm_screen(
+    view: SwarmView,
+    height: int,
+    warnings: Sequence[str] = (),
+    *,
+    troubles: Iterable[str] = (),
+    foot: str = "",
+    more: Figures = (),
+    happened: Iterable[Text] = (),
+) -> RenderableType:
+    """A swarm in so many lines of a terminal; its nodes get what is left. `warnings` concern the process that looks on,
+    a line each. Where that knows more `troubles`, `more` figures, or better what `happened`, it gives them."""
+    lines = list(happened or map(_happening, view.happenings))[-LAST_LINES:]
+    most = max(3, min(MOST_LISTED, height - OTHER_LINES - len(view.stages) - len(lines)))
+    parts: list[RenderableType] = [
+        *_red([*_troubles_of_swarm(view), *troubles]),
+        *(Text(printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in warnings),
+        _progress_of_swarm(view),
+        Text(),
+        _two_columns([*_figures_of_swarm(view), *more]),
+        Text(),
+        _stages(view, most),
+        *((Text(), _nodes(view, most)) if view.nodes else ()),
+        *((Text(), *lines) if lines else ()),
+    ]
+    when = f" · {as_clock_time(view.time)}" if view.time else ""
+    nodes, stages = _many(view.present, "node"), _many(len(view.stages), "stage")
+    title = Text(f"{printable(view.run_name)} · {nodes} of {stages}")
+    return Panel(Group(*parts), title=title, subtitle=Text(foot or f"run {view.run_id}{when}"))
+
+
+def _red(lines: Iterable[str]) -> Iterator[Text]:
+    yield from (Text(printable(line), style="bold red") for line in lines)
+
+
+def _progress(done: float, target: int, left: str, *, what: str = "") -> Table:
+    """A bar, tokens of the run's tokens, and what is `left`; `what` replaces the tokens."""
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=target, completed=min(done, target), width=40)
+    row.add_row(bar, what or f"{min(done, target):,.0f} of {target:,} tokens", Text(left, style="bold"))
+    return row
+
+
+def _two_columns(rows: Figures) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for left, value, right, other in rows:
+        cells = ((left, "dim"), (value, "bold"), (right, "dim"), (other, "bold"))
+        table.add_row(*(Text(text, style=style) for text, style in cells))
+    return table
+
+
+def _table(columns: str, rows: Iterable[_Row], left: str = "") -> RenderableType:
+    """The names of the columns stand between commas; all but the first are figures. `left`: what there was no room
+    for."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    first, *others = columns.split(", ")
+    table.add_column(first, max_width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
+    for name in others:
+        table.add_column(name, justify="right")
+    for cells, style in rows:
+        table.add_row(*(Text(printable(cell), style=style) for cell in cells))
+    return Group(table, Text(f"and {left}", style="dim")) if left else table
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _troubles_of_node(state: NodeState, trouble: str) -> Iterator[str]:
+    if trouble:
+        yield trouble
+    yield from (line.text for line in state.warnings[-WARNINGS_SHOWN:])
+    if state.missing_stages:
+        yield f"nobody serves {as_stages(state.missing_stages)}"
+
+
+def _doing(state: NodeState) -> Text:
+    style = "bold green" if state.state == "training" else "bold" if state.state == "ended" else "bold yellow"
+    since = "" if state.state == "ended" else f", for {as_duration(max(0.0, state.time - state.since))}"
+    return Text(f"{printable(state.detail)}{since}", style=style)
+
+
+def _progress_of_node(state: NodeState) -> Iterator[RenderableType]:
+    if state.target:
+        done = state.clock or 0.0
+        left = "done" if done >= state.target else f"{as_duration(state.seconds_left)} left"
+        yield _progress(done, state.target, left)
+    copying = state.download
+    if copying is not None and copying.total:
+        rest = copying.seconds * (copying.total - copying.received) / copying.received if copying.received else None
+        words = f"{copying.received / 1e6:,.1f} of {copying.total / 1e6:,.1f} MB of …{printable(copying.donor)[-6:]}"
+        yield _progress(copying.received, copying.total, f"{as_duration(rest)} left", what=words)
+
+
+def _figures_of_node(state: NodeState) -> Figures:
+    swarm, own = as_rate(state.swarm_tokens_per_second), as_rate(state.tokens_per_second)
+    nodes = as_nodes(state.nodes_per_stage) if state.nodes_per_stage else "–"
+    yield "inner steps", f"{state.inner_steps:,}", "training loss", as_loss(state.training_loss)
+    yield "swarm, tokens/s", swarm, "validation loss", as_loss(state.validation_loss)
+    yield "this node, tokens/s", own, "learning rate", as_scientific(state.learning_rate)
+    yield "outer steps", outer_steps(state.outer_steps), "spread of weights", as_scientific(state.spread)
+    yield "nodes it sees", nodes, "last averaged", _last(state)
+    if state.peers:
+        yield "microbatches in hand", str(state.in_hand), "", ""
+    yield from _traffic(state)
+
+
+def _traffic(state: NodeState) -> Figures:
+    """Bytes each way since the start and in an hour: all, and those of each kind."""
+    if state.contribution is None:
+        return
+    sent, received = state.contribution.bytes_sent, state.contribution.bytes_received
+
+    def of(count: int) -> str:
+        return f"{as_bytes(count)}, {an_hour(count, state.uptime_seconds)}" if count else "–"
+
+    yield "sent", of(sum(sent.values())), "received", of(sum(received.values()))
+    for kind in sorted(kind for kind in {*sent, *received} if sent.get(kind, 0) or received.get(kind, 0)):
+        yield f"  {printable(kind)}", of(sent.get(kind, 0)), f"  {printable(kind)}", of(received.get(kind, 0))
+
+
+def outer_steps(counts: Mapping[str, int]) -> str:
+    """Outer steps by kind: `12 (2 alone, 1 aborted)`, where those that were aborted are not among the 12."""
+    rare = ((name, counts.get(name, 0)) for name in ("alone", "caught_up", "aborted"))
+    said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in rare if count)
+    committed = sum(counts.values()) - counts.get("aborted", 0)
+    return f"{committed:,}{f' ({said})' if said else ''}"
+
+
+def _last(state: NodeState) -> str:
+    if not state.exchanges:
+        return "not yet"
+    partner = state.exchanges[-1].partner
+    return f"with …{printable(partner)[-6:]}" if partner else "alone"
+
+
+def _peers(state: NodeState, most: int) -> RenderableType:
+    own = state.stage or 0
+    near = sorted(state.peers, key=lambda peer: (not peer.answers, abs(peer.stage - own), peer.stage, peer.peer_id))
+    columns = "peer, stage, state, tokens/s, behind by, holds, under way, trained together"
+    left = f"{len(near) - most} more" if len(near) > most else ""
+    return _table(columns, map(_peer, near[:most]), left)
+
+
+def _peer(peer: PeerSeen) -> _Row:
+    cells = (
+        as_node(peer.peer_id, peer.name),
+        str(peer.stage),
+        peer.state if peer.answers else "silent",
+        as_rate(peer.tokens_per_second),
+        as_lag(peer.lag),
+        "–" if peer.load is None else str(peer.load),
+        str(peer.under_way),
+        f"{peer.tokens:,}",
+    )
+    return cells, "" if peer.answers else "dim"
+
+
+def _log_line(when: float, level: str, text: str) -> Text:
+    style = "red" if level in ("ERROR", "CRITICAL") else "yellow" if level == "WARNING" else "dim"
+    return Text(f"{as_clock_time(when)} {printable(text)}", style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _troubles_of_swarm(view: SwarmView) -> Iterator[str]:
+    if not view.time:
+        yield "looking for the nodes of the run"
+    elif view.introduced and not view.present:
+        yield f"{_many(view.introduced, 'record')} found, and no node of them has answered yet"
+    elif view.missing:
+        yield f"no node that answers serves {as_stages(view.missing)}"
+
+
+def _progress_of_swarm(view: SwarmView) -> RenderableType:
+    left = "the run is over" if view.over else f"{as_duration(view.seconds_left)} left"
+    return _progress(float(view.target) if view.over else view.clock, view.target, left)
+
+
+def _figures_of_swarm(view: SwarmView) -> Figures:
+    claimed = sum(stage.claimed for stage in view.stages)
+    speed = as_rate(view.tokens_per_second)
+    if view.speed_from is not None:
+        speed += " (as they say)" if view.speed_from == "records" else " (by clocks)"
+    versions = ", ".join(f"{printable(version)}: {count}" for version, count in view.versions.items() if count)
+    yield "median loss", _middle(view.training_loss, as_loss), "median spread", _middle(view.spread, as_scientific)
+    yield "validation loss", _middle(view.validation_loss, as_loss), "versions", versions or "–"
+    yield "tokens/s", speed, "nodes that answer", f"{view.present:,}"
+    yield "came, moved", f"{view.joins:,}, {view.moves:,}", "claimed only", f"{claimed:,}"
+    yield "left, vanished", f"{view.left:,}, {view.lost:,}", "", ""
+
+
+def _middle(middle: Middle | None, written: Callable[[float], str]) -> str:
+    """A median, and of how many nodes' words."""
+    return "–" if middle is None else f"{written(middle.value)} ({_many(middle.nodes, 'node')})"
+
+
+def _stages(view: SwarmView, most: int) -> RenderableType:
+    many = len(view.stages) > most
+    shown = [(n, stage) for n, stage in enumerate(view.stages) if not many or n < most or stage.missing][: 2 * most]
+    rows: list[_Row] = []
+    for number, stage in shown:
+        states = (str(stage.nodes[state]) for state in ("training", "joining", "finishing", "draining"))
+        clock, lag = ("–" if value is None else f"{value:,.0f}" for value in (stage.clock, stage.lag))
+        cells = (str(number), *states, str(stage.claimed), as_rate(stage.capacity), clock, lag)
+        rows.append((cells, "bold red" if stage.missing else ""))
+    left = len(view.stages) - len(shown)
+    columns = "stage, train, join, finish, leave, claims, capacity, clock, behind"
+    return _table(columns, rows, _many(left, "more stage") if left else "")
+
+
+def _nodes(view: SwarmView, most: int) -> RenderableType:
+    nodes = sorted(view.nodes, key=lambda node: (not node.answers, node.stage, node.peer_id))
+    gone = view.departed[: max(0, most - len(nodes))]
+    left = view.introduced - min(len(nodes), most)
+    columns = "node, stage, state, tokens/s, behind, averaged, trained, seen"
+    return _table(columns, [*map(_node, nodes[:most]), *map(_departed, gone)], f"{left} more" if left > 0 else "")
+
+
+def _node(node: NodeSeen) -> _Row:
+    cells = (
+        as_node(node.peer_id, node.name),
+        str(node.stage),
+        node.state if node.answers else "silent",
+        as_rate(node.tokens_per_second),
+        as_lag(node.lag if node.answers else None),
+        f"{node.outer_rounds:,}",
+        f"{node.tokens:,}",
+        as_long(node.seen_seconds),
+    )
+    return cells, "" if node.answers else "dim"
+
+
+def _departed(one: Departed) -> _Row:
+    name = as_node(one.peer_id, one.name)
+    return (name, str(one.stage), "gone", "–", "–", "–", f"{one.tokens:,}", as_long(one.seen_seconds)), "dim"
+
+
+def _happening(one: Happening) -> Text:
+    text = f"{as_clock_time(one.time)} {printable(as_node(one.peer_id, one.name))} {WHAT[one.what]} stage {one.stage}"
+    return Text(text, style="yellow" if one.what == "lost" else "dim")
