@@ -51,7 +51,7 @@ class _Said(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-Part = TypeVar("Part", bound=_Said)
+_Part = TypeVar("_Part", bound=_Said)
 
 
 class PeerSeen(_Said):
@@ -91,7 +91,7 @@ class RunServed(_Said):
     name: str = ""
 
 
-class Reached(_Said):
+class HowReached(_Said):
     """How others reach a node."""
 
     way: str
@@ -106,7 +106,7 @@ class LogLine(_Said):
     level: str = ""
 
 
-class Download(_Said):
+class Copying(_Said):
     """A stage peer's state that is copied: bytes, and seconds since the copy began."""
 
     received: int
@@ -164,8 +164,8 @@ class NodeState(_Said):
     """None before it is up."""
     stages: int | None = None
     parameters: int = 0
-    reachability: Reached | None = None
-    download: Download | None = None
+    reachability: HowReached | None = None
+    download: Copying | None = None
     """While a stage peer's state is copied."""
     clock: float | None = 0.0
     """In tokens trained by the swarm."""
@@ -334,14 +334,14 @@ class NodeView:
             case Account():
                 self._account(event)
             case StateDownload():
-                self._say(download=_part(Download, event) if event.received < event.total else None)
+                self._say(download=_part(Copying, event) if event.received < event.total else None)
             case Doing():
                 self._doing = event
             case Warned():
                 line = LogLine(time=event.time, text=shortened(event.detail, LETTERS))
                 self._say(warnings=(*self._last.warnings, line)[-KEPT:])
             case Reachability():
-                self._say(reachability=_part(Reached, event))
+                self._say(reachability=_part(HowReached, event))
             case CheckpointTaken():
                 self._faults["failed_checkpoints"] += bool(event.error)
             case DonorFailed():
@@ -376,7 +376,7 @@ class NodeView:
         )
 
 
-def _part(kind: type[Part], event: AnyEvent) -> Part:
+def _part(kind: type[_Part], event: AnyEvent) -> _Part:
     """Those fields of an event that a state shows."""
     return kind.model_construct(**{name: getattr(event, name) for name in kind.model_fields})
 
