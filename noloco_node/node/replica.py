@@ -76,14 +76,12 @@ class Replica:
         """Parameter name of the stage -> name in the whole model."""
         self._loop = asyncio.get_running_loop()
         self.worker = StageWorker(spec, placed.trainer, placed.outer, thread, self._inner_step_taken)
-        rng = random.Random(f"{settings.seed}/{transport.peer_id}")
         self._view = NodeView()
-
-        def tell(event: AnyEvent) -> None:
-            self._view.observe(event)
-            emit(event)
-
-        self.context = context = ReplicaContext(spec, settings, stage.cut, transport, self.worker, rng, Pulse(), tell)
+        self._emit = emit
+        rng = random.Random(f"{settings.seed}/{transport.peer_id}")
+        self.context = context = ReplicaContext(
+            spec, settings, stage.cut, transport, self.worker, rng, Pulse(), self._tell
+        )
         self._pace, self._capacity = Pace(), Capacity()
         self.guards = guards
         self.activity = Activity(emit)
@@ -108,16 +106,7 @@ class Replica:
         self.signed = signed or SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
         self.end = self._make_end()
         """When the run is over for it."""
-        self.course = ReplicaCourse(
-            context,
-            self.membership,
-            self.averaging.exchanger,
-            self.outer_steps,
-            self.end,
-            self.missing,
-            origin=self.pipeline.origin,
-            samples=samples,
-        )
+        self.course = self._make_course(samples)
         self.books = NodeStats(context, self.membership, self.pipeline, self.missing)
         transport.conduct.on_ban = lambda _: self._directory_read()
         self._rests: str | None = None
@@ -125,6 +114,10 @@ class Replica:
         """It has left its work for a rest (`rest`)."""
         self.on_leaving: Callable[[], None] = lambda: None
         """Called when it has lived through the run, or fails: all that follows is its end."""
+
+    def _tell(self, event: AnyEvent) -> None:
+        self._view.observe(event)
+        self._emit(event)
 
     def _make_clocks(self) -> PeerClocks:
         return PeerClocks(
@@ -149,6 +142,18 @@ class Replica:
             target=spec.inner.target_tokens,
             max_lag=spec.max_lag_tokens,
             grace=spec.limits.grace_seconds,
+        )
+
+    def _make_course(self, samples: Samples | None) -> ReplicaCourse:
+        return ReplicaCourse(
+            self.context,
+            self.membership,
+            self.averaging.exchanger,
+            self.outer_steps,
+            self.end,
+            self.missing,
+            origin=self.pipeline.origin,
+            samples=samples,
         )
 
     @property
