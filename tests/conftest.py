@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import torch
 from tests import budgets, fork_server
 from tests.profiles import LONG
 from tests.support import nothing_left_behind
+
+# What libraries and test files load stays until the end: nothing of it is garbage, and no test goes through it again.
+gc.disable()
 
 # Two cores, tiny tensors: more threads only wait for each other (an order of magnitude on a busy machine).
 torch.set_num_threads(1)
@@ -57,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_finish() -> None:
+    """From the first test on, Python's garbage collector looks at what tests make, and at nothing else."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.reference import pages
+from tests.sources import nodes_of, tree_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_node"
@@ -109,12 +110,11 @@ def read_names() -> Names:
         names.everything |= top
         names.tests |= {name for name in top if name.startswith("test_")}
     for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        top = top_of(tree)
+        top = top_of(tree_of(path))
         names.everything |= top
         names.modules.setdefault(path.stem if path.stem != "__init__" else path.parent.name, set()).update(top)
         names.modules.setdefault(path.parent.name, set()).add(path.stem)
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 members = members_of(node)
                 names.classes.setdefault(node.name, set()).update(members)

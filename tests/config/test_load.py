@@ -14,6 +14,7 @@ from noloco_node.config.load import Config, load_config, load_simulation, render
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.course import plan_lab
+from tests.sources import nodes_of
 
 ROOT = Path(__file__).parent.parent.parent
 GOOD = """
@@ -138,7 +139,9 @@ def test_messages_name_settings_as_the_command_line_takes_them() -> None:
         # files of the laboratory name them within `run:`
         if path.parent.name == "laboratory" or path.name == "lab_spec.py":
             continue
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        if not short.search(path.read_text(encoding="utf-8")):
+            continue
+        nodes = nodes_of(path)
         docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docs]
         found += [f"{path.name}: {text}" for text in texts if isinstance(text, str) and short.search(text)]

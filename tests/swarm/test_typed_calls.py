@@ -29,6 +29,7 @@ from noloco_node.transport.headers import WireModel, parse
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from tests.sources import nodes_of
 from tests.worlds import World, micro_spec, peer_name, trainer_of, world
 
 HOSTILE = PeerId("a-hostile-stage peer")
@@ -291,9 +292,8 @@ async def test_rubbish_of_a_stranger_is_booked_whoever_asked(method: str) -> Non
 
 def _uses(path: Path) -> tuple[bool, bool]:
     """Whether a file calls a transport by itself, and whether it makes ProtocolViolations."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     raw = violates = False
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute) and node.attr == "call":
             raw = raw or ast.unparse(node.value).endswith("transport")
         if isinstance(node, ast.Call):
