@@ -24,10 +24,11 @@ from noloco_node.telemetry.events import (
     Warned,
 )
 from noloco_node.telemetry.history import NodeHistory
-from noloco_node.telemetry.recovery import NEAR_THE_END
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.words import printable
 
+NEAR_THE_END = 0.95
+"""From this share of the target on, nodes leave because the run is over."""
 MOST_MOMENTS = 500
 """So many moments of one node are remembered: the last ones, when it had more."""
 REASON_LETTERS = 60

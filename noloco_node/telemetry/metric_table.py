@@ -17,7 +17,6 @@ WARNINGS: tuple[str, ...] = get_args(WarningKind)
 ROUNDS = ("paired", "alone", "caught_up")
 BLOCK_OUTCOMES = ("claimed", "finished", "given_back", "yielded")
 NO_ROOM = ("signer", "places", "bringer", "checks")
-RECOVERY_SECONDS = (1.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PAYLOAD_BYTES = (1e4, 1e5, 1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 1e10)
 
 
@@ -70,16 +69,6 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("noloco_inner_steps_total", "inner steps", "Inner steps taken"),
         _counter("noloco_inner_steps_skipped_total", "inner steps", "Inner steps left out: gradient not finite"),
         _counter("noloco_tokens_total", "tokens", "Tokens trained by this replica"),
-        _gauge("noloco_tokens_per_second", "tokens/second", "Tokens of this replica per second, running mean"),
-        _gauge(
-            "noloco_recovering_seconds", "seconds", "Time below 90 % of its speed since it lost a peer; 0: it is not"
-        ),
-        _histogram(
-            "noloco_recovery_duration_seconds",
-            "seconds",
-            "From the fall of its speed at the loss of a stage or next-stage peer until it is back to 90 %; 0: no fall",
-            RECOVERY_SECONDS,
-        ),
         _gauge("noloco_clock_tokens", "tokens", "Clock of this replica, in swarm tokens"),
         _gauge("noloco_target_tokens", "tokens", "Clock at which the run ends"),
         _gauge("noloco_training_loss", "nats/token", "Loss of the last inner step"),
@@ -126,9 +115,6 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
     "Peers": (
         _gauge("noloco_live_replicas", "nodes", "Live nodes as this one sees them", "stage"),
-        _gauge(
-            "noloco_live_replicas_error_ratio", "ratio", "By how much the number of the own stage's replicas may be off"
-        ),
         _gauge("noloco_stage_missing", "1 or 0", "1 while a stage has no replica and is waited for", "stage"),
         _gauge("noloco_directory_records", "records", "Live records of other nodes in the directory"),
         _counter(
@@ -155,7 +141,6 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _counter("noloco_device_idle_seconds_total", "seconds", "Time it has not, by what it waited for", "reason"),
         _gauge("noloco_device_queue", "calls", "Calls that wait for the device"),
         _counter("noloco_model_flop_total", "FLOP", "Work of the model on trained tokens: 6 a weight, and attention"),
-        _gauge("noloco_device_peak_flop_per_second", "FLOP/second", "Peak of the device at this precision, if known"),
         _gauge("noloco_model_flop_utilization_ratio", "ratio", "Model FLOP/s over the peak (MFU), if that is known"),
         _gauge("noloco_device_memory_bytes", "bytes", "Memory of a GPU: allocated, reserved, free, total", "what"),
         _gauge("noloco_memory_limit_bytes", "bytes", "What this process may have of the machine's memory"),

@@ -32,7 +32,6 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.metric_table import BLOCK_OUTCOMES, TABLE, Metric
-from noloco_node.telemetry.recovery import Recovery
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.web import Page
 
@@ -55,9 +54,7 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self._last = _Totals()
         self._resumed = False
-        self._speed = _Speed()
         self._utilization = Utilization()
-        self._recovery = Recovery(0)
         self._codec = ""
         self._done: set[str] = set()
         self._waiting_since: float | None = None
@@ -119,7 +116,6 @@ class Metrics:
             case NodeMoved():
                 self._add("noloco_moves_total", 1, event.why)
                 self._stands_at(event.stage, event.parameters, event.flop_per_token)
-                self._recovery = Recovery(event.stage)
             case InnerStep():
                 self._inner_step(event)
             case OuterStep():
@@ -163,12 +159,9 @@ class Metrics:
 
     def _started(self, event: NodeStarted) -> None:
         self._set("noloco_up", 1)
-        self._recovery = Recovery(event.stage)
         self._resumed, self._codec = event.resumed, event.codec
         self._identity = {"version": event.version, "run_id": event.run_id, "device": event.device}
         self._utilization.peak = event.peak_flop_per_second
-        if event.peak_flop_per_second is not None:
-            self._set("noloco_device_peak_flop_per_second", event.peak_flop_per_second)
         self._stands_at(event.stage, event.parameters, event.flop_per_token)
 
     def _stands_at(self, stage: int, parameters: int, flop_per_token: float) -> None:
@@ -182,10 +175,8 @@ class Metrics:
         self._done.add(event.what)
         self._waiting_since = event.since if event.what.startswith("waiting") else None
         self._utilization.doing = event.what
-        self._recovery.doing(event)
 
     def _inner_step(self, event: InnerStep) -> None:
-        self._recovery.step(event)
         self._add("noloco_inner_steps_total", 1)
         self._add("noloco_inner_steps_skipped_total", event.skipped)
         self._add("noloco_tokens_total", event.tokens)
@@ -194,7 +185,6 @@ class Metrics:
         self._set("noloco_training_loss", event.loss)
         self._set("noloco_learning_rate", event.learning_rate)
         self._set("noloco_gradient_norm", event.gradient_norm)
-        self._set("noloco_tokens_per_second", self._speed.after(event))
 
     def _outer_step(self, event: OuterStep) -> None:
         if event.kind == "aborted":
@@ -227,16 +217,11 @@ class Metrics:
         self._set("noloco_set_aside_peers", event.strangers.set_aside_now)
         for what, count in event.device_memory.items():
             self._set("noloco_device_memory_bytes", count, what)
-        self._set("noloco_live_replicas_error_ratio", event.replicas_error)
         for stage, count in enumerate(event.nodes_per_stage):
             self._set("noloco_live_replicas", count, str(stage))
             self._set("noloco_stage_missing", stage in event.missing_stages, str(stage))
         self._hops.told = event.hop_seconds or self._hops.told
         self._use_of_device(event)
-        back_after = self._recovery.account(event)
-        if back_after is not None:
-            self._histograms["noloco_recovery_duration_seconds"].observe(back_after)
-        self._set("noloco_recovering_seconds", self._recovery.slow_for)
         self._counts(event)
 
     def _use_of_device(self, event: Account) -> None:
@@ -318,22 +303,3 @@ class _Totals:
         before = self._seen.get((family, label), 0.0)
         self._seen[family, label] = total
         return max(0.0, total - before)
-
-
-class _Speed:
-    """Tokens per second as an exponential mean over about ten inner steps."""
-
-    WEIGHT = 0.1
-
-    def __init__(self) -> None:
-        self._last_time: float | None = None
-        self._seconds_per_token: float | None = None
-
-    def after(self, step: InnerStep) -> float:
-        """The mean with `step` in it; 0 before the second step."""
-        before, self._last_time = self._last_time, step.time
-        if before is not None and step.tokens > 0 and step.time > before:
-            now = (step.time - before) / step.tokens
-            old = now if self._seconds_per_token is None else self._seconds_per_token
-            self._seconds_per_token = old + self.WEIGHT * (now - old)
-        return 1.0 / self._seconds_per_token if self._seconds_per_token else 0.0

@@ -27,7 +27,6 @@ OF_THE_DAEMON = {
     "noloco_warnings_total",
     "noloco_p2pd_restarts_total",
     "noloco_model_flop_total",
-    "noloco_device_peak_flop_per_second",
     "noloco_model_flop_utilization_ratio",
     "noloco_memory_limit_bytes",
     "noloco_memory_used_bytes",
@@ -41,8 +40,6 @@ OF_THE_DAEMON = {
 """Fed by a whole node, beside its replica: here they stand still."""
 OF_BAD_DAYS = {
     "noloco_inner_steps_skipped_total",
-    "noloco_recovering_seconds",
-    "noloco_recovery_duration_seconds",
     "noloco_waiting_seconds",
     "noloco_stage_missing",
     "noloco_offences_total",
@@ -101,7 +98,6 @@ def test_names_follow_prometheus_conventions() -> None:
 OF_SHARED_TEXTS = {"noloco_text_blocks_total", "noloco_text_repeated_windows_total"}
 OF_MIXTURES = {"noloco_validation_source_loss"}
 OF_TEXTS_ON_A_DISK = {"noloco_data_wait_seconds_total"}
-OF_LARGE_STAGES = {"noloco_live_replicas_error_ratio"}
 
 
 async def test_a_swarm_that_trains_feeds_every_metric_of_a_replica() -> None:
@@ -116,7 +112,7 @@ async def test_a_swarm_that_trains_feeds_every_metric_of_a_replica() -> None:
         metrics.observe(made.events[0][-1])
     found = scraped(metrics)
     silent = {name for name in TABLE if not found.get(name)}
-    elsewhere = OF_SHARED_TEXTS | OF_MIXTURES | OF_TEXTS_ON_A_DISK | OF_LARGE_STAGES
+    elsewhere = OF_SHARED_TEXTS | OF_MIXTURES | OF_TEXTS_ON_A_DISK
     assert silent - OF_THE_DAEMON - OF_BAD_DAYS - elsewhere == set()
     body = metrics.page({"accept": "application/openmetrics-text"}).body.decode()
     assert "_created" not in body
