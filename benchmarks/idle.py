@@ -3,8 +3,8 @@
     python -m benchmarks.idle configs/tiny.yaml --out benchmarks/results/idle.json
 
 One daemon serves the last stage of a run of which nobody serves the first: it is up, and waits. So does one with a
-model of almost no size: what it takes is what a daemon takes beside its model. What a joiner needs until it trains is
-in `benchmarks.join`. This package is compiled before, as whoever installs it has it.
+model of almost no size: what it takes is what a daemon takes beside its model. This package is compiled
+before, as an installation has it.
 """
 
 from __future__ import annotations

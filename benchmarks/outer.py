@@ -1,12 +1,10 @@
 """An exchange between two replicas over real p2pd, by codec and by size, beside what others send.
 
     python -m benchmarks.outer --out benchmarks/results/outer.json
-    python -m benchmarks.outer --millions 1 --all-reduce 2 4 8 --out benchmarks/results/outer-all-reduce.json
 
 Two processes with a p2pd each (`benchmarks.pair`). Each round moves the weights of both apart and averages them: with
 each codec of the outer step, and as the published implementation does it, both tensors in fp32 and nothing else, in
-pieces over the same transport. With --all-reduce hivemind's own averaging among so many peers follows, also fp32, each
-on a p2pd of its own.
+pieces over the same transport.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ import torch
 import uvloop
 
 from benchmarks.command import command, parser_of, save, whole
-from benchmarks.hivemind_averaging import Group
 from benchmarks.hop import Processes
 from benchmarks.pair import WIDTHS, Pair, pair, peak_bytes, reset_peak
 from noloco_node.outer.names import CodecName
@@ -150,69 +147,17 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True)
-class AllReduce:
-    """hivemind's averaging among so many peers, fp32."""
-
-    peers: int
-    parameters: int
-    bytes: int
-    """That each peer sends and receives, as its protocol has it: a part of the vector to each other one, and the mean
-    of its own part back."""
-    seconds: float
-    """Since all of the group were in it, median."""
-    fastest: float
-    slowest: float
-    with_matchmaking: float
-    failed: int
-    """Rounds in which not all got the mean of all."""
-
-
-def all_reduce(peers: int, parameters: int, rounds: int) -> AllReduce:
-    """Average a vector of that size among so many, some times over."""
-    with Group(peers, parameters) as group:
-        taken = [group.average() for _ in range(rounds + 1)][1:]
-    done = [each for each in taken if each is not None]
-    if not done:
-        raise SystemExit(f"benchmarks.outer: none of {rounds} all-reduces among {peers} came to an end")
-    seconds, whole = [each.seconds for each in done], [each.with_matchmaking for each in done]
-    middle, size = statistics.median, 2 * (peers - 1) * 4 * parameters // peers
-    return AllReduce(
-        peers, parameters, size, middle(seconds), min(seconds), max(seconds), middle(whole), rounds - len(done)
-    )
-
-
-def all_reduce_table(found: Sequence[AllReduce]) -> str:
-    """A row for each group."""
-    lines = ["| peers | million parameters | MB sent | seconds (range) | with matchmaking | failed |", "|---" * 6 + "|"]
-    lines += [
-        f"| {each.peers} | {each.parameters / 1e6:.1f} | {each.bytes / 1e6:.1f} "
-        f"| {each.seconds:.2f} ({each.fastest:.2f} to {each.slowest:.2f}) "
-        f"| {each.with_matchmaking:.1f} | {each.failed} |"
-        for each in found
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Measure, print the tables, write the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--millions", type=int, nargs="+", default=[1, 10], choices=list(WIDTHS), metavar="M")
-    parser.add_argument("--codecs", nargs="*", default=list(CODECS), choices=CODECS)
+    parser.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
     parser.add_argument("--rounds", type=whole, default=5)
-    parser.add_argument("--all-reduce", type=int, nargs="*", default=[], metavar="PEERS")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "rounds": options.rounds}
-    rows = uvloop.run(measure(options.millions, options.codecs, options.rounds)) if options.codecs else []
+    rows = uvloop.run(measure(options.millions, options.codecs, options.rounds))
     found["exchanges"] = [asdict(row) for row in rows]
-    reduced: list[AllReduce] = []
-    for peers in options.all_reduce:
-        for millions in options.millions:
-            reduced.append(all_reduce(peers, millions * 1_000_000, options.rounds))
-    if reduced:
-        print(all_reduce_table(reduced))
-    found["all_reduce"] = [asdict(each) for each in reduced]
     save(options.out, found)
 
 
