@@ -17,6 +17,7 @@ from noloco_node.report.chronicle import Chronicle
 from noloco_node.report.figures import words
 from noloco_node.report.folder import ReportedRun, read_folder
 from noloco_node.storage import atomic
+from noloco_node.telemetry.page import text_of
 from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
 from noloco_node.telemetry.words import as_bytes, as_long, as_loss
 
@@ -59,7 +60,7 @@ def make_report(run_folder: Path, target: Path | None = None, now: float | None 
 
 def page(told: ReportedRun) -> str:
     """The whole page."""
-    style = files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
+    style = text_of("page.css") + files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
     title = _title(told)
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

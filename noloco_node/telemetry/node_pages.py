@@ -16,7 +16,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.logging import LogTail
 from noloco_node.telemetry.node_state import NodeView, Surroundings
-from noloco_node.telemetry.page import node_page
+from noloco_node.telemetry.page import state_page
 from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer
 
 BEATEN_WITHIN_SECONDS = 10.0
@@ -97,7 +97,7 @@ class NodePages:
 
     def answers(self) -> dict[str, PageMaker]:
         """By path."""
-        page = node_page()
+        page = state_page()
         return {
             "/": lambda _: page,
             "/metrics": self._metrics,

@@ -1,7 +1,7 @@
 const SVG = "http://www.w3.org/2000/svg", POLL = 1000;
 const $ = id => document.getElementById(id);
 const still = matchMedia("(prefers-reduced-motion: reduce)");
-let last = null, failed = 0;
+let last = null, failed = 0, news = { busy: new Set(), met: [], came: new Set() };
 
 // Everything that comes from a node is put in as text, never as markup.
 function tell(id, text, kind) { const at = $(id); at.textContent = text; if (kind !== undefined) at.className = kind; }
@@ -91,8 +91,6 @@ function pulse(spot, radius) {
   ring.animate([{ opacity: 1 }, { opacity: 0 }], { duration: 1000, fill: "forwards" });
   return ring;
 }
-
-
 function legend(id, rows) {
   $(id).replaceChildren(...rows.map(([tone, text]) => { const mark = element("i", ""); mark.style.background = tone; return element("span", "", mark, text); }));
 }
@@ -124,12 +122,212 @@ function chart(id, lines) {
   }
   at.replaceChildren(picture);
 }
+function reveal(id) { $(id).closest("section").hidden = false; }
 function rows(id, pairs) {
+  reveal(id);
   $(id).replaceChildren(...(pairs.length ? pairs : [["nothing yet", ""]]).map(([name, value]) => element("tr", "", element("td", "dim", name), element("td", "", value))));
 }
+function columns(id, names, lines) {
+  const row = (kind, cells) => element("tr", "", ...cells.map(cell => element(kind, "", cell)));
+  reveal(id);
+  $(id).replaceChildren(row("th", names), ...lines.map(cells => row("td", cells)));
+}
+const lagging = lag => known(lag) && lag <= -.5 ? `${whole(-lag)} ahead` : whole(lag);
+const sum = counts => Object.values(counts || {}).reduce((a, b) => a + b, 0);
 
-// Asks again and again; `seen` gets each state and the one before it, `silent` is called where there was no answer.
-async function look(seen, silent) {
+// What both kinds of page show, made of a node's state or of a swarm's.
+function ofNode(s) {
+  const trouble = s.warnings.map(w => `${clock(w.time)} ${w.text}`), copied = s.download;
+  if (s.missing_stages.length) trouble.push(`No replica of stage ${s.missing_stages.join(", ")} is there: microbatches are held back.`);
+  if (s.event_loop_age_seconds > 10) trouble.push(`The node hangs: its event loop has not come round for ${lasting(s.event_loop_age_seconds)}.`);
+  const nodes = s.nodes_per_stage, many = nodes.length > 4;
+  const where = [...(s.stage === null ? [] : [`stage ${s.stage} of ${s.stages}`, `node ${short(s.peer_id)}`]), ...(s.version ? [`version ${s.version}`] : []), ...(s.reachability ? [s.reachability.words] : [])];
+  const self = { self: true, peer_id: s.peer_id, stage: s.stage, state: "training", answers: true, lag: 0, tokens_per_second: s.tokens_per_second, load: s.in_hand, outer_rounds: s.outer_rounds, version: s.version };
+  return {
+    name: s.run ? s.run.name : "noloco-node", where: where.join(" · "), whose: "this node", trouble,
+    state: s.state.replaceAll("_", " "), tone: s.ready ? "good" : s.state === "ended" ? "" : "warn",
+    detail: s.state === "ended" ? s.detail : `${s.detail}, for ${lasting(s.time - s.since)}`,
+    share: copied ? copied.received / Math.max(1, copied.total) : null,
+    far: copied ? `copying a stage peer's state: ${bytes(copied.received)} of ${bytes(copied.total)}` : null,
+    tiles: [
+      ["tokens/s, swarm", whole(s.swarm_tokens_per_second)], ["tokens/s, own", whole(s.tokens_per_second)],
+      ["training loss", figure(s.training_loss)], ["validation loss", figure(s.validation_loss)],
+      ["spread", figure(s.spread)], ["inner steps", whole(s.inner_steps)], ["outer steps", whole(s.outer_rounds)],
+      many ? [`nodes, of ${nodes.length} stages`, whole(sum(nodes))] : ["nodes by stage", nodes.length ? nodes.join(" + ") : "–"],
+      ["microbatches in hand", whole(s.in_hand)],
+    ],
+    stages: Math.max(1, s.stages || nodes.length || 1), nodes: s.stage === null ? s.peers : [...s.peers, self], counts: null,
+    more: s.introduced > s.peers.length ? `${s.introduced - s.peers.length} more nodes are known` : "",
+    pace: s.swarm_tokens_per_second, training: s.curves.loss, speeds: [s.curves.swarm_tokens_per_second, s.curves.tokens_per_second],
+  };
+}
+const WORDS = { training: "trains", over: "the run is over", empty: "nobody answers", missing_stage: "stands still", finishing: "comes to its end", no_swarm: "no swarm to show" };
+const TONES = { training: "good", missing_stage: "bad", empty: "bad", no_swarm: "warn" };
+function ofSwarm(s) {
+  const trouble = [], has = s.run !== undefined;
+  if (has && s.missing_stages.length) trouble.push(`No node that answers serves stage ${s.missing_stages.join(", ")}.`);
+  if (s.seed.event_loop_age_seconds > 10) trouble.push(`The seed hangs: its event loop has not come round for ${lasting(s.seed.event_loop_age_seconds)}.`);
+  if (s.seed.look_age_seconds > 60) trouble.push(`The seed last looked at the swarm ${lasting(s.seed.look_age_seconds)} ago.`);
+  const head = { name: has ? s.run.name : "noloco-node seed", where: has ? `${s.stages.length} stages · run ${s.run.id}` : "", whose: "this seed", trouble,
+    state: WORDS[s.state] || s.state, tone: TONES[s.state] || "", detail: has ? "" : s.seed.detail };
+  if (!has) return head;
+  const middle = (name, of) => [of ? `${name}, ${of.nodes === 1 ? "of one node" : `median of ${whole(of.nodes)}`}` : name, of ? figure(of.value) : "–"];
+  return {
+    ...head, share: null, far: null,
+    tiles: [
+      middle("training loss", s.training_loss), middle("validation loss", s.validation_loss), middle("spread", s.spread),
+      [s.speed_from === "records" ? "tokens/s, as nodes say" : "tokens/s, by their clocks", whole(s.tokens_per_second)],
+      ["nodes that answer", whole(s.nodes_answering)], ["claimed only", whole(s.stages.reduce((all, stage) => all + stage.claimed, 0))],
+      ["stages served", `${s.stages.filter(stage => stage.serving).length} of ${s.stages.length}`],
+      ["came", whole(s.joins)], ["left", whole(s.departures.left)], ["vanished", whole(s.departures.lost)], ["moved", whole(s.moves)],
+    ],
+    stages: s.stages.length, nodes: s.nodes, counts: s.stages.map(stage => sum(stage.nodes)),
+    more: s.introduced > s.nodes.length ? `${whole(s.introduced - s.nodes.length)} more are known from records` : "",
+    pace: s.tokens_per_second, training: s.curves.training_loss, speeds: [s.curves.tokens_per_second],
+  };
+}
+
+function header(v, s) {
+  document.title = `${v.name} · ${v.state}`;
+  tell("run", v.name);
+  tell("where", v.where);
+  tell("whose", v.whose);
+  tell("state", v.state, "pill " + v.tone);
+  tell("detail", v.detail);
+  tell("trouble", v.trouble.join("\n"));
+  if (!v.tiles) return;
+  const share = s.target ? Math.min(1, s.clock / s.target) : 0;
+  $("bar").value = v.share === null ? share : v.share;
+  tell("how-far", v.far !== null ? v.far : s.target ? `${whole(s.clock)} of ${whole(s.target)} tokens (${(100 * share).toFixed(1)} %)` +
+    (s.seconds_left === null ? "" : ` · about ${lasting(s.seconds_left)} left`) : "");
+  $("tiles").replaceChildren(...v.tiles.map(([label, value]) => element("div", "", element("b", "", value), element("span", "dim", label))));
+}
+function about(node, v) {
+  const lines = [...(node.self ? ["this node"] : [...(node.name ? [node.name] : []), node.peer_id]), `stage ${node.stage}, ${node.state}, version ${node.version}`];
+  if (!node.self) lines.push(node.answers ? `it answers ${v.whose}` : "known from its record only",
+    `${whole(Math.abs(node.lag))} tokens ${node.lag < 0 ? "ahead of" : "behind"} ${v.counts ? "the swarm's clock" : "this node"}`,
+    `${whole(node.tokens)} tokens trained${v.counts ? ", as it says" : " with this node"}`);
+  lines.push(`${whole(node.tokens_per_second)} tokens/s${known(node.capacity) ? ` of ${whole(node.capacity)} that it could` : ""}, ${whole(node.outer_rounds)} outer steps`);
+  if (known(node.load)) lines.push(`${node.load} microbatches in hand`);
+  if (node.under_way) lines.push(`${node.under_way} microbatches of this node under way to it`);
+  if (node.newcomer) lines.push("a newcomer, not averaged with yet");
+  if (node.passed_over) lines.push("passed over for a while: it failed or was slow");
+  return lines.join("\n");
+}
+function swarm(v, s, moves) {
+  const at = $("swarm"), { columns, spots, wide, each, radius, high } = place(v.stages, v.nodes, at.clientWidth || 360);
+  const picture = canvas(wide, high), links = make("g", {}), own = s.peer_id ? spots.get(s.peer_id) : null;
+  picture.append(links);
+  pave(picture, v.counts || columns.map(column => column.length), each, high, s.missing_stages, own ? s.stage : null);
+  for (const { peer, x, y } of spots.values()) {
+    const shown = make("g", {}, title(about(peer, v)), dot(peer, x, y, radius, v.pace || 1));
+    const held = Math.min(8, known(peer.load) ? peer.load : 0), around = 2 * Math.PI * (radius + 3);
+    if (held) shown.append(make("circle", { cx: x, cy: y, r: radius + 3, fill: "none", stroke: "var(--second)", "stroke-width": 2.5, "stroke-dasharray": `${around * held / 8} ${around}`, transform: `rotate(-90 ${x} ${y})` }));
+    if (peer.self) shown.append(make("circle", { cx: x, cy: y, r: Math.max(2, radius / 3), fill: "var(--card)" }));
+    picture.append(shown);
+    if (moves && news.came.has(peer.peer_id)) picture.append(pulse({ x, y }, radius));
+  }
+  tell("more", v.more);
+  at.replaceChildren(picture);
+  if (own) happened(s, picture, links, spots, own, radius, moves);
+}
+// Microbatches travel between neighbouring stages and come back as gradients; averages link stage peers.
+function happened(s, picture, links, spots, own, radius, moves) {
+  for (const { peer, x, y } of spots.values()) {
+    if (Math.abs(peer.stage - s.stage) !== 1 || !peer.answers) continue;
+    const works = news.busy.has(peer.peer_id);
+    links.append(make("line", { x1: own.x, y1: own.y, x2: x, y2: y, stroke: works ? "var(--second)" : "var(--quiet)", "stroke-width": works ? 2 : 1, "stroke-opacity": works ? .7 : .35 }));
+    if (!works || !moves) continue;
+    const [from, to] = peer.stage > s.stage ? [own, { x, y }] : [{ x, y }, own];
+    for (const [start, end, wait, fill] of [[from, to, 0, "var(--second)"], [to, from, 450, "var(--good)"]]) {
+      const bead = make("circle", { cx: 0, cy: 0, r: radius > 8 ? 5 : 3, fill, opacity: 0 });
+      picture.append(bead);
+      bead.animate([{ transform: `translate(${start.x}px,${start.y}px)`, opacity: 1 }, { transform: `translate(${end.x}px,${end.y}px)`, opacity: 1 }],
+        { duration: 450, delay: wait + Math.random() * 80, easing: "ease-in-out" });
+    }
+  }
+  for (const step of news.met) {
+    const spot = step.partner && spots.get(step.partner);
+    if (spot) {
+      const bend = Math.max(own.x, spot.x) + 26 + radius;
+      picture.append(make("path", { d: `M${own.x},${own.y} Q${bend},${(own.y + spot.y) / 2} ${spot.x},${spot.y}`, fill: "none", stroke: "var(--good)", "stroke-width": 3 }));
+    }
+    if (moves) for (const one of spot ? [own, spot] : [own]) picture.append(pulse(one, radius));
+  }
+}
+// What has happened since the state before: with whom microbatches were trained, who averaged, and who came.
+function changes(s, before) {
+  const made = { busy: new Set(), met: [], came: new Set() };
+  if (before === null || before.peer_id !== s.peer_id) return made;
+  if (s.happenings && before.happenings) {
+    const until = Math.max(0, ...before.happenings.map(one => one.time));
+    made.came = new Set(s.happenings.filter(one => one.time > until).map(one => one.peer_id));
+  }
+  if (!s.peers) return made;
+  const had = new Map(before.peers.map(peer => [peer.peer_id, peer.tokens]));
+  made.busy = new Set(s.peers.filter(peer => had.has(peer.peer_id) && peer.tokens > had.get(peer.peer_id)).map(peer => peer.peer_id));
+  const until = Math.max(0, ...before.exchanges.map(step => step.time));
+  made.met = s.exchanges.filter(step => step.time > until);
+  return made;
+}
+function tablesOfNode(s) {
+  const done = s.contribution;
+  const hourly = count => `${bytes(count)}, ${bytes(3600 * count / Math.max(1, s.uptime_seconds))} an hour`;
+  const kinds = counts => Object.entries(counts || {}).filter(([, count]) => count).sort().map(([kind, count]) => [`· ${kind}`, hourly(count)]);
+  columns("members", ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "holds", "under way", "trained together"],
+    s.peers.slice().sort((a, b) => (b.answers - a.answers) || (a.stage - b.stage)).map(peer => [called(peer), peer.stage, peer.answers ? peer.state : "silent", whole(peer.tokens_per_second), lagging(peer.lag), whole(peer.outer_rounds), whole(peer.load), peer.under_way, whole(peer.tokens)]));
+  rows("contribution", done ? [
+    ["tokens trained", whole(done.tokens)], ["microbatches drawn", whole(done.drawn)], ["trained to their end", whole(done.trained)],
+    ["served for others", whole(done.served)], ["device at work", lasting(done.busy_seconds)], ["up for", lasting(s.uptime_seconds)],
+    ["sent", hourly(sum(done.bytes_sent))], ...kinds(done.bytes_sent), ["received", hourly(sum(done.bytes_received))], ...kinds(done.bytes_received),
+  ] : []);
+  rows("exchanges", s.exchanges.slice().reverse().map(step => [
+    `${clock(step.time)} · ${step.kind.replace("_", " ")}${step.partner ? " with " + short(step.partner) : ""}`, `${known(step.seconds) ? step.seconds.toFixed(step.seconds < 10 ? 2 : 0) : "–"} s`,
+  ]));
+  const faults = [];
+  for (const [name, value] of Object.entries(s.faults)) {
+    if (typeof value === "number") { if (value) faults.push([name.replaceAll("_", " "), whole(value)]); }
+    else for (const [why, count] of Object.entries(value)) if (count) faults.push([`${name}: ${why.replaceAll("_", " ")}`, whole(count)]);
+  }
+  if (s.outer_steps.aborted) faults.push(["outer steps that came to nothing", whole(s.outer_steps.aborted)]);
+  rows("faults", faults.length ? faults : [["nothing so far", ""]]);
+  const at = $("log"), follows = at.scrollHeight - at.scrollTop - at.clientHeight < 30;
+  reveal("log");
+  at.replaceChildren(...s.log.map(line => element("div", line.level.replace(/[^A-Z]/g, ""), `${clock(line.time)} ${line.text}`)));
+  if (follows) at.scrollTop = at.scrollHeight;
+}
+const WHAT = { joined: "came to", left: "left", lost: "vanished from", moved: "moved to" };
+function tablesOfSwarm(s) {
+  columns("stages", ["stage", "train", "join", "finish", "leave", "claimed only", "tokens/s they could", "clock", "last is behind by", "spread"],
+    s.stages.map((stage, number) => [number, stage.nodes.training, stage.nodes.joining, stage.nodes.finishing, stage.nodes.draining, stage.claimed, whole(stage.capacity), whole(stage.clock), whole(stage.lag), figure(stage.spread && stage.spread.value)]));
+  const here = s.nodes.slice().sort((a, b) => (b.answers - a.answers) || (b.seen_seconds - a.seen_seconds));
+  columns("members", ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "loss", "spread", "trained, tokens", "seen at work"], [
+    ...here.map(node => [called(node), node.stage, node.answers ? node.state : "silent", whole(node.tokens_per_second), node.answers ? lagging(node.lag) : "–", whole(node.outer_rounds), figure(node.training_loss), figure(node.spread), whole(node.tokens), lasting(node.seen_seconds)]),
+    ...s.departed.map(one => [called(one), one.stage, `gone at ${clock(one.until)}`, "–", "–", "–", "–", "–", whole(one.tokens), lasting(one.seen_seconds)]),
+  ]);
+  rows("happenings", s.happenings.slice().reverse().map(one => [`${clock(one.time)} · ${called(one)} ${WHAT[one.what] || one.what} stage ${one.stage}`, ""]));
+  const versions = Object.entries(s.versions).filter(([, count]) => count).map(([version, count]) => [`version ${version}`, `${whole(count)} nodes`]);
+  rows("versions", [...versions, ["records that this seed holds", whole(s.seed.records)], ["its version", s.seed.version], ["up for", lasting(s.seed.uptime_seconds)]]);
+  for (const name of ["nodes", "clock"]) { reveal(name); chart(name, [{ points: s.curves[name], tone: "var(--accent)" }]); }
+}
+function show(s, moves) {
+  const v = s.seed ? ofSwarm(s) : ofNode(s), tones = ["var(--accent)", "var(--second)"];
+  header(v, s);
+  if (!v.tiles) return;
+  swarm(v, s, moves && !still.matches);
+  chart("loss", [{ points: v.training, tone: tones[0] }, { points: s.curves.validation_loss, tone: tones[1], dots: true }]);
+  chart("spread", [{ points: s.curves.spread, tone: tones[0] }]);
+  chart("speed", v.speeds.map((points, index) => ({ points, tone: tones[index] })));
+  const words = v.counts ? [["training, of the last stage", "validation, of stage 0"], ["variance across replicas; medians of what nodes say"], ["by the motion of the nodes' clocks"]]
+    : [["training", "validation"], ["variance across replicas, at this node's outer steps"], ["swarm, by this node's clock", "this node"]];
+  ["loss", "spread", "speed"].forEach((name, row) => legend(`${name}-legend`, words[row].map((text, index) => [tones[index], text])));
+  legend("swarm-legend", [["var(--accent)", "trains"], ["var(--warn)", "lags by 20 s of the swarm's work"], ["var(--bad)", "by a minute"], ["var(--dim)", "comes to its end, or leaves"], ["var(--quiet)", "joins; dashed: its record claims it, and nobody answers"],
+    ...(v.counts ? [] : [["var(--second)", "microbatches; a ring: how many a node holds"], ["var(--good)", "gradients back; averages"]])]);
+  (v.counts ? tablesOfSwarm : tablesOfNode)(s);
+}
+
+// Asks again and again.
+async function look() {
   try {
     const answer = await fetch("api/state", { cache: "no-store", signal: AbortSignal.timeout(5000) });
     if (!answer.ok) throw new Error(answer.status);
@@ -137,18 +335,20 @@ async function look(seen, silent) {
     failed = 0;
     $("all").className = "";
     last = state;
-    seen(state, before);
+    news = changes(state, before);
+    show(state, true);
   } catch (error) {
     failed += 1;
-    if (failed > 2) {
-      $("all").className = "stale";
-      silent();
-    }
+    if (failed <= 2) return;
+    $("all").className = "stale";
+    tell("state", "no answer", "pill bad");
+    tell("detail", last ? `No answer has come since ${clock(last.time)}.` : "Nothing answers here.");
   }
 }
-async function follow(seen, silent) {
+addEventListener("resize", () => last && show(last, false));
+(async () => {
   for (;;) {
-    if (!document.hidden) await look(seen, silent);
+    if (!document.hidden) await look();
     await new Promise(done => setTimeout(done, POLL));
   }
-}
+})();

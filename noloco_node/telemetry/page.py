@@ -1,4 +1,4 @@
-"""The pages of a node and of a seed, each one file.
+"""The page of a node and of a seed, one file.
 
 Its policy has a browser run exactly its own script and load nothing.
 """
@@ -15,24 +15,16 @@ from noloco_node.telemetry.web import Page
 HTML = "text/html; charset=utf-8"
 
 
-def node_page() -> Page:
-    """What a browser shows; the rest it asks the node for (`/api/state`)."""
-    return _page("page.html")
-
-
-def swarm_page() -> Page:
-    """What a seed shows of the whole swarm; the rest a browser asks it for."""
-    return _page("swarm_page.html")
-
-
-def _page(name: str) -> Page:
-    html = _text(name)
-    for shared in _SHARED:
-        html = html.replace(f"/*{{{shared}}}*/\n", _text(shared))
+def state_page() -> Page:
+    """What a browser shows of a node, or of a swarm that a seed sees; it asks for the state (`/api/state`)."""
+    html = text_of("page.html")
+    for shared in ("page.css", "page.js"):
+        html = html.replace(f"/*{{{shared}}}*/\n", text_of(shared))
     return Page(html.encode(), HTML, policy=policy_of(html))
 
 
-def _text(name: str) -> str:
+def text_of(name: str) -> str:
+    """One of the files that pages are made of."""
     return files("noloco_node.telemetry").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -46,8 +38,6 @@ def policy_of(html: str) -> str:
 
 
 _OWN = ("script", "style")
-_SHARED = ("page.css", "page.js")
-"""Both pages contain these files, where they name them in a comment in braces."""
 
 
 def _hashed(text: str) -> str:

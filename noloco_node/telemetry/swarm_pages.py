@@ -9,7 +9,7 @@ from collections.abc import Callable
 from noloco_node import __version__, ambient
 from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.node_pages import CACHED_SECONDS, Curve, Headers, liveness
-from noloco_node.telemetry.page import swarm_page
+from noloco_node.telemetry.page import state_page
 from noloco_node.telemetry.swarm_metrics import SwarmMetrics
 from noloco_node.telemetry.swarm_state import Middle, SwarmDocument, SwarmView, document
 from noloco_node.telemetry.web import JSON, Page, PageMaker
@@ -53,7 +53,7 @@ class SwarmPages:
 
     def answers(self) -> dict[str, PageMaker]:
         """By path."""
-        page = swarm_page()
+        page = state_page()
         return {
             "/": lambda _: page,
             "/metrics": self._metrics.page,

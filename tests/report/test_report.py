@@ -26,6 +26,7 @@ from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
 from noloco_node.telemetry.history import NodeHistory
+from noloco_node.telemetry.page import text_of
 from noloco_node.telemetry.summary import throughput_curve, token_counters
 from tests.telemetry import made_events as made
 
@@ -255,9 +256,8 @@ def test_folders_of_which_nothing_can_be_told(tmp_path: Path, capsys: pytest.Cap
 def test_marks_of_what_happened_are_told_apart_by_their_colours() -> None:
     """A fault and a warning were two oranges on the page, light and dark."""
     style = files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
-    light, dark = (
-        dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.S)
-    )
+    blocks = re.findall(r":root \{(.*?)\}", text_of("page.css") + style, re.S)
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", "".join(blocks[theme::2]))) for theme in (0, 1))
     variables = {kind: re.search(rf"\.mark\.{kind}, [^}}]*var\(--(\w+)\)", style) for kind in MARKS}
     names = {kind: found.group(1) for kind, found in variables.items() if found is not None}
     assert set(names) == set(MARKS)

@@ -12,7 +12,7 @@ import pytest
 
 from noloco_node.telemetry.events import AnyEvent, Doing, Warned
 from noloco_node.telemetry.node_state import Surroundings
-from noloco_node.telemetry.page import node_page
+from noloco_node.telemetry.page import state_page
 from tests.telemetry import made_events as made
 from tests.telemetry.browser import MISSING, browser
 from tests.telemetry.test_node_pages import RUDE, seen, shown
@@ -22,7 +22,7 @@ MOST_BYTES = 40_000
 
 def test_the_page_is_one_light_file_that_loads_nothing() -> None:
     """Its script and its style run by their hashes; no address, no markup made of data."""
-    page = node_page()
+    page = state_page()
     text = page.body.decode()
     assert len(page.body) < MOST_BYTES
     for kind in ("script", "style"):
