@@ -21,7 +21,6 @@ from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.node import custody
 from noloco_node.node.custody import (
     final_lacks,
-    has_come_to_the_end,
     last_of_stage,
     unusable_checkpoints,
 )
@@ -187,10 +186,3 @@ def test_final_weights_of_an_earlier_stay_are_none_of_the_runs_end(tmp_path: Pat
     assert not final_lacks(tmp_path / "final", 1000.0)
     (tmp_path / "final" / MANIFEST).write_text("{}")
     assert final_lacks(tmp_path / "final", 1000.0)
-
-
-@pytest.mark.parametrize(("clock", "found"), [(None, True), (899.0, False), (900.0, True), (1001.0, True)])
-def test_whether_a_folder_in_which_a_run_has_ended_holds_its_end(clock: float | None, found: bool) -> None:
-    """A later stage whose first stage was stopped at 92 % said that it had trained the run to its end, and ended again
-    each time that it was started."""
-    assert has_come_to_the_end(clock, 1000.0, 100.0) is found

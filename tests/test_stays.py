@@ -105,7 +105,7 @@ async def test_who_begins_a_run_beside_a_new_seed_is_not_warned(
     async with world(micro_spec(stages=1), settings=JOINS) as made:
         (peer,) = peers_at(JOINS.initial_peers)
         seed = MemoryTransport(made.network, peer)
-        serve_hello(seed, made.replicas[0].context.spec, lambda: None, unaware=lambda: not aware)
+        serve_hello(seed, made.replicas[0].context.spec, lambda: None, over=lambda: False if aware else None)
         assert await obtain_state(made.replicas[0], stays_in(made, JOINS), None, checkpoints) == "seed"
         await seed.close()
     said = {STARTS_ALONE: logging.WARNING, BEGINS_THE_RUN: logging.INFO}

@@ -53,11 +53,9 @@ class Hello(WireModel):
     """None for a seed."""
     time: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] | None = None
     """The peer's clock as it answers, seconds since 1970."""
-    over: bool = False
-    """The run has come to its end, as a seed remembers its records."""
-    unaware: bool = False
-    """It does not know whether the run has come to its end. A seed that has seen no node of it at work yet does not,
-    nor does a node that does not train."""
+    over: bool | None = None
+    """Whether the run has come to its end; None where the peer cannot know. That is a seed that has seen no node at
+    work yet, or a node that does not train."""
     held_out: HeldOutLoss | None = None
     """None where this node has measured none."""
     birth: BirthId | None = None
@@ -71,14 +69,13 @@ def serve_hello(
     transport: Transport,
     spec: RunSpec | None,
     stage: Callable[[], int | None],
-    over: Callable[[], bool] = lambda: False,
-    unaware: Callable[[], bool] = lambda: False,
+    over: Callable[[], bool | None] = lambda: False,
     held_out: Callable[[], HeldOutLoss | None] = lambda: None,
     birth: Callable[[], str | None] = lambda: None,
 ) -> Withdraw:
     """Answer `hello` from now on; `stage` gives the one that this node serves when it is asked. A seed has no stage,
-    and need not know of any run. `over` says whether it remembers the run's end, `unaware` whether it does not know of
-    that. `held_out` gives what a node of stage 0 has measured last, `birth` the life of the run that it is in."""
+    and need not know of any run. `over` says whether the run has come to its end, None where this node cannot know.
+    `held_out` gives what a node of stage 0 has measured last, `birth` the life of the run that it is in."""
     run, name = ("", "") if spec is None else (spec.run_id, spec.name)
 
     async def handle(_peer: PeerId, _request: Nothing) -> Hello:
@@ -90,7 +87,6 @@ def serve_hello(
             stage=stage(),
             time=ambient.wall(),
             over=over(),
-            unaware=unaware(),
             held_out=held_out(),
             birth=birth(),
         )
@@ -146,8 +142,6 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
     asked = await asyncio.gather(*(hello_or_none(transport, parse_address(address).peer) for address in joined))
     answers = [hello for hello in asked if hello is not None and hello.run]
     same = [a for a in answers if a.run == spec.run_id and a.protocol == PROTOCOL_VERSION]
-    if said_to_be_over(same):
-        logger.warning("the run has come to its end, say %s peers that serve it", share_over(same))
     if same or not answers:
         return
     other = answers[0]
@@ -165,17 +159,8 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
 
 def said_to_be_over(hellos: Collection[Hello]) -> bool:
     """Tell whether most of these peers say that the run has come to its end, of the peers that can know."""
-    aware = [hello for hello in hellos if not hello.unaware]
-    return 2 * _overs(aware) > len(aware)
-
-
-def share_over(hellos: Collection[Hello]) -> str:
-    """How many of these peers say that the run has come to its end: `2 of 3`."""
-    return f"{_overs(hellos)} of {len(hellos)}"
-
-
-def _overs(hellos: Collection[Hello]) -> int:
-    return sum(hello.over for hello in hellos)
+    words = [hello.over for hello in hellos if hello.over is not None]
+    return 2 * sum(words) > len(words)
 
 
 def other_protocol(hello: Hello) -> UserError:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over, share_over
+from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over
 from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ, MixedSource
 from noloco_node.config.load import OwnData
 from noloco_node.config.own_paths import key_of, named_in_words, not_own, numbered
@@ -78,13 +78,8 @@ async def fetch_run_spec(
             failures[address] = _reason(error, hello)
         else:
             log_passed_over(failures)
-            if said_to_be_over(hellos.values()):
-                said = share_over(hellos.values())
-                if not brings_state:
-                    raise run_has_ended(spec, f"so say the peers that were named, {said}")
-                # It is said before the node waits for others that train: nobody may be left to say how far the swarm
-                # is.
-                logger.warning("the run has come to its end, say %s of the peers that were named", said)
+            if not brings_state and said_to_be_over(hellos.values()):
+                raise run_has_ended(spec, "so say most of the peers that were named")
             return with_own_data(spec, own, reads_text=reads_text)
     lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())
     raise UserError(

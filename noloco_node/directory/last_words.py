@@ -1,64 +1,37 @@
-"""The end of a run as a seed knows it: a fact that its origins have signed, and that is kept. Nothing takes it back.
+"""The end of a run as a seed sees it: it trains with nobody, and asks the origins themselves whether they are at work.
 
-An origin trains at stage 0, and says in its signed record that it has come to the run's end. A record alone decides
-nothing, since a key costs nothing: an origin counts that has answered here while it trained. The owner's word counts
-alone. One record of a free key without a process had a seed forget an ended run for good.
+A record alone decides nothing, since a key costs nothing. One record of a free key without a process had a seed forget
+an ended run for good.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.live_estimate import is_there
-from noloco_node.directory.records import SERVING, Directory, LiveRecord, PeerRecord, PeerState
-from noloco_node.directory.signed_end import SignedEnd, end_word
-from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.directory.records import SERVING, Directory, PeerRecord
+from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.transport.interface import Transport
 
 LOOKS_A_LIFE = 3
 """Looks within the life of a record, so that no last word is missed."""
 
 
-def is_over(origins: Iterable[PeerRecord], last_tokens: float) -> bool:
-    """Whether more than half of these origins have come to the run's end. One that has left without a word counts
-    against it, but not where its clock was beyond `last_tokens`: it was told to leave just before the end."""
-    words = [each.finished for each in origins if not _left_at_the_end(each, last_tokens)]
-    return 2 * sum(words) > len(words)
-
-
-def _left_at_the_end(record: PeerRecord, last_tokens: float) -> bool:
-    return record.state is PeerState.GONE and not record.finished and record.clock > last_tokens
-
-
 class LastWords:
-    """Follows the origins of a run. `over`: the end is known from an earlier life; `last_tokens` is the clock from
-    which a run is near its end. `end` gets the words on which the end stands, and `keep` is told once that it has
-    come."""
+    """Follows the origins of a run. `end` gets what they say; `keep` is told once that the run has come to its end."""
 
     def __init__(
-        self,
-        transport: Transport,
-        directory: Directory,
-        spec: RunSpec,
-        over: bool,
-        last_tokens: float,
-        end: SignedEnd,
-        keep: Callable[[], None],
+        self, transport: Transport, directory: Directory, spec: RunSpec, end: SignedEnd, keep: Callable[[], None]
     ) -> None:
         self._transport = transport
         self._directory = directory
-        self._owner = spec.access.owner
-        self._last_tokens = last_tokens
         self._end = end
         self._keep = keep
         self._life = spec.limits.record_seconds
-        self._at_work = PeerTable[PeerId, None]()
-        """Origins that have answered here while their records said that they train."""
         self.checks = HealthChecks(
             transport,
             directory,
@@ -70,9 +43,11 @@ class LastWords:
             ambient.chance(),
         )
         """Asks the origins that records introduce whether they are there."""
-        self.over = over
-        self.knows = over
-        """Whether it has ever seen an origin at work, in this life or in an earlier one that saw the end."""
+
+    @property
+    def over(self) -> bool | None:
+        """Whether the run is over; None where this seed has never seen an origin at work."""
+        return self._end.ended or (False if self._end.origins else None)
 
     async def run(self) -> None:
         """Look again and again, and ask the origins, until cancelled."""
@@ -95,21 +70,7 @@ class LastWords:
 
     def _judge(self) -> None:
         known = self._transport.peer_stats
-        for record in self._introduced():
-            if record.state in SERVING and is_there(known, record):
-                self._at_work[PeerId(record.peer_id)] = None
-        self.knows = self.knows or bool(self._at_work)
-        rows = self._rows()
-        owners = [row for row in rows if row.record.finished and row.record.peer_id == self._owner]
-        seen = [row for row in rows if PeerId(row.record.peer_id) in self._at_work]
-        if not self.over and (owners or is_over((row.record for row in seen), self._last_tokens)):
-            self.over = self.knows = True
-            words = [row for row in owners or seen if row.record.finished]
-            self._end.origins.update({PeerId(row.record.peer_id): None for row in words})
-            self._end.take(map(end_word, words))
+        self._end.look(lambda record: record.state in SERVING and is_there(known, record))
+        if self._end.known and not self._end.ended:
+            self._end.ended = True
             self._keep()
-
-    def _rows(self) -> list[LiveRecord]:
-        """Of stage 0, those that live, farewells among them."""
-        view, now = self._directory.view, self._directory.now()
-        return [row for row in view.stages[0].values() if row.expires > now] if view.stages else []

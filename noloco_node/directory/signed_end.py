@@ -1,6 +1,6 @@
 """The end of a run as origins have signed it: their last records, kept beyond the life of a record and handed on.
 
-A key costs nothing, so a word counts only if it is the owner's, or of an origin with which this node has worked itself
+A key costs nothing, so a word counts only if it is the owner's, or of an origin that this node has itself seen at work
 and whose clock was near the target.
 A node that slept or was away learns the end from any node or seed that has kept these words.
 """
@@ -11,16 +11,16 @@ import asyncio
 import base64
 import binascii
 import logging
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.records import Directory, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.directory.records import Directory, LiveRecord, PeerRecord, PeerState, SignedRecord
 from noloco_node.errors import UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
 from noloco_node.storage.run_folder import EndWord, RunFolder
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, ask, on
 from noloco_node.transport.errors import Refused, TransportError
@@ -47,7 +47,7 @@ def near_from(target: float, max_lag: float) -> float:
 
 
 class SignedEnd:
-    """What one node or seed has of the run's end."""
+    """What one node or seed knows of the run's end. Each of them asks it alone (`known`)."""
 
     def __init__(
         self, transport: Transport, directory: Directory, spec: RunSpec, entrances: Collection[PeerId] = ()
@@ -56,15 +56,21 @@ class SignedEnd:
         self._directory = directory
         self._owner = spec.access.owner
         self._near_from = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
+        self._life = spec.limits.record_seconds
         self._entrances = entrances
         self._words: dict[PeerId, tuple[PeerRecord, EndWord]] = {}
-        self.origins = PeerTable[PeerId, None](MOST_WORDS)
-        """Origins with which this node has worked, in this life or an earlier one, those of late last."""
-        self._named: Collection[PeerId] = ()
+        self.origins: dict[PeerId, float] = {}
+        """Origins that this node has seen at work, in this life or an earlier one, by when it saw them last (seconds
+        since 1970)."""
+        self._named: Mapping[PeerId, float] = {}
+        self.ended = False
+        """This node has come to the end, in this life or an earlier one. Nothing takes it back."""
         self._keep: Callable[[tuple[EndWord, ...]], None] = lambda _words: None
 
-    def kept_in(self, folder: RunFolder, spec: RunSpec) -> None:
-        """Go on with the words that a run folder has, and keep there what comes."""
+    def kept_in(self, folder: RunFolder, spec: RunSpec, clock: float | None = None) -> None:
+        """Go on with what a run folder has of the end, and keep there what comes. `clock` (tokens) is that of the
+        node's last checkpoint. One that is left without the first stage in the last tenth of a run ends as at its end,
+        and must go on where that stage comes back."""
 
         def keep(words: tuple[EndWord, ...]) -> None:
             try:
@@ -73,46 +79,63 @@ class SignedEnd:
                 logger.warning("it is not written down that origins have signed the run's end: %s", error.message)
 
         try:
+            self.ended = folder.judge(spec.run_id, spec.name) and (clock is None or clock > self._near_from)
             kept = folder.end(spec.run_id)
-        except UserError:  # it cannot be read
+        except UserError:  # it cannot be read, or is another run's
             kept = ()
         self._take(kept)
         self._keep = keep
 
-    def counts(self, peer: PeerId) -> bool:
-        """Whether a peer's word is kept."""
-        known = peer in (self._transport.peer_id, self._owner) or peer in self.origins or peer in self._named
-        return known or self._transport.peer_stats.has_worked(peer)
-
-    def worked(self, peer: PeerId, *, left: bool) -> None:
-        """This node has worked with an origin. One that `left` without a word has none in the run's end."""
-        if left:
-            self.origins.pop(peer, None)
-        else:
-            self.origins[peer] = None
+    def seen_at_work(self, peer: PeerId, at: float) -> None:
+        """An origin was at work at this time (seconds since 1970). Those that are known keep their places while they
+        work: free keys, however many, push none of them out."""
+        if peer not in self.origins and len(self.origins) >= MOST_WORDS:
+            stalest = min(self.origins, key=self.origins.__getitem__)
+            if at - self.origins[stalest] <= self._life:
+                return
+            del self.origins[stalest]
+        self.origins[peer] = max(at, self.origins.get(peer, at))
 
     def records(self) -> list[PeerRecord]:
         """The words as records; the lives of most are over."""
         return [record for record, _ in self._words.values()]
 
     @property
-    def known(self) -> bool:
-        """Whether the owner has signed the end, or more than half of the origins with which this node has worked."""
-        signed = sum(origin in self._words for origin in self.origins)
-        return (self._owner is not None and PeerId(self._owner) in self._words) or 2 * signed > len(self.origins)
+    def known(self) -> str:
+        """How this node knows that the run is over, for a person; empty where it does not.
+
+        It has come to the end itself, the owner has signed the end, or more than half of the origins that were at work
+        together at last. One that died long before the others has no part in the end.
+        """
+        if self.ended:
+            return "this node has trained it to its end, and saved its weights"
+        last = max(self.origins.values(), default=0.0)
+        signed = [peer in self._words for peer, seen in self.origins.items() if last - seen <= self._life]
+        if (self._owner is not None and PeerId(self._owner) in self._words) or 2 * sum(signed) > len(signed):
+            return "so have most of the origins signed that this node has seen at work, or the run's owner"
+        return ""
 
     @property
     def may_be(self) -> bool:
-        """Whether others may be believed that say so: an origin that it has worked with agrees, or it knows none."""
+        """Whether others may be believed that say so: an origin that it has seen at work agrees, or it knows none."""
         return not self.origins or any(origin in self._words for origin in self.origins)
 
-    def look(self, named: Collection[PeerId] = ()) -> None:
-        """Take in what the directory shows. `named`: origins whose microbatches this node has trained, as their senders
-        say. Their words are kept, and decide nothing here: a sender may name as many free keys as it likes."""
-        self._named = named
-        view = self._directory.view
-        rows = view.stages[0].values() if view.stages else ()
-        self.take(map(end_word, (row for row in rows if row.record.finished)))
+    def look(self, works: Callable[[PeerRecord], bool], named: Mapping[PeerId, float] | None = None) -> None:
+        """Take in what the directory shows of stage 0. `works` says of which records this node knows by itself that
+        they are of origins at work. An origin that has left without a word has none in the run's end.
+
+        `named`: origins whose microbatches this node has trained, as their senders say, by the work behind that. Their
+        words are kept and handed on, and decide nothing here: a sender may name as many free keys as it likes.
+        """
+        self._named = named or {}
+        now, view = self._directory.now(), self._directory.view
+        rows = [row for row in view.stages[0].values() if row.expires > now] if view.stages else []
+        for record in (row.record for row in rows):
+            if record.state is PeerState.GONE and not record.finished:
+                self.origins.pop(PeerId(record.peer_id), None)
+            elif works(record):
+                self.seen_at_work(PeerId(record.peer_id), now)
+        self.take(end_word(row) for row in rows if row.record.finished)
 
     def own(self) -> None:
         """Take in this node's own last record."""
@@ -122,18 +145,27 @@ class SignedEnd:
 
     def take(self, words: Iterable[EndWord]) -> None:
         """Take in those that count and say that the run is over, as their signatures show."""
-        before = len(self._words)
-        self._take(word for word in words if self.counts(PeerId(word.peer)))
-        if len(self._words) > before:
+        before = list(self._words)
+        self._take(word for word in words if self._weight(PeerId(word.peer)) > 0.0)
+        if list(self._words) != before:
             self._keep(tuple(word for _, word in self._words.values()))
+
+    def _weight(self, peer: PeerId) -> float:
+        """What a peer's word counts where places are few; 0 for that of a stranger."""
+        if peer in (self._transport.peer_id, self._owner) or peer in self.origins:
+            return math.inf
+        return self._named.get(peer, 0.0)
 
     def _take(self, words: Iterable[EndWord]) -> None:
         for word in words:
             peer = PeerId(word.peer)
-            if peer in self._words or len(self._words) >= MOST_WORDS:
+            least = min(self._words, key=self._weight) if len(self._words) >= MOST_WORDS else None
+            if peer in self._words or (least is not None and self._weight(peer) <= self._weight(least)):
                 continue
             record = self._directory.read(_row(word))
             if record is not None and record.finished and (peer == self._owner or record.clock > self._near_from):
+                if least is not None:
+                    del self._words[least]
                 self._words[peer] = record, word
 
     async def ask(self, peers: Iterable[PeerId]) -> None:

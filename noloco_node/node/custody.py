@@ -27,13 +27,6 @@ NAMED = 3
 """Peers named in a message."""
 
 
-def has_come_to_the_end(clock: float | None, target: float, max_lag: float) -> bool:
-    """Whether a node in whose folder the run is marked as ended had come to its `target` there, as the clock of its
-    last checkpoint tells (None: it has none); all in tokens. Who is left without the first stage in the last tenth of a
-    run ends as at its end, and must come back where that stage does."""
-    return clock is None or clock >= target - max_lag
-
-
 def final_lacks(final: Path, clock: float) -> bool:
     """Whether the weights in `final` are none, or older than a checkpoint of this `clock` (tokens): each stay that is
     ended by hand leaves some, and one that is killed at the run's end, or finds its disk full, leaves those."""

@@ -87,7 +87,7 @@ async def obtain_state(
             if revived is not None:
                 replica.begins_late()
                 return revived
-        donor = await become_current(replica, saved_clock, ended_here=stays.ended_before)
+        donor = await become_current(replica, saved_clock)
     except UserError as error:
         ended = isinstance(error, RunHasEnded) and stays.near
         if ended or error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
@@ -188,28 +188,20 @@ async def _begin_again(
     return revived
 
 
-async def become_current(
-    replica: Replica, own_clock: float | None = None, *, ended_here: bool = False
-) -> PeerId | None:
+async def become_current(replica: Replica, own_clock: float | None = None) -> PeerId | None:
     """Begin where `where_to_begin` says, on probation with a stage peer's state; the donor, or None where the weights
     stand. See `FirstState`."""
-    return await FirstState(replica, ended_here=ended_here).take(own_clock)
+    return await FirstState(replica).take(own_clock)
 
 
 class FirstState:
     """The place where a replica begins, and the peers that it may copy.
 
     `entrances` are the peers by which it came in, the initial peers if none are given; the run begins with a node that
-    has none. `ended_here` says that an earlier life of this node has come to the run's end.
+    has none.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        entrances: Collection[PeerId] | None = None,
-        *,
-        ended_here: bool = False,
-    ) -> None:
+    def __init__(self, replica: Replica, entrances: Collection[PeerId] | None = None) -> None:
         context = replica.context
         self._replica = replica
         self._spec = context.spec
@@ -218,7 +210,6 @@ class FirstState:
         self._membership = replica.membership
         self._entrances = peers_at(context.settings.initial_peers) if entrances is None else entrances
         self._joined = bool(self._entrances)
-        self._ended_here = ended_here
 
     async def take(self, own_clock: float | None) -> PeerId | None:
         """Copy a stage peer's state if that is where to begin (`where_to_begin`); returns the donor.
@@ -268,12 +259,10 @@ class FirstState:
 
     async def _why_over(self) -> str:
         """How this node knows that the run has come to its end; empty where it does not."""
-        if self._ended_here:
-            return "this node has trained it to its end, and saved its weights"
         signed = self._replica.signed
         await signed.ask(self._entrances)
-        if signed.known:
-            return "so have most of the origins signed that this node has worked with, or the run's owner"
+        if why := signed.known:
+            return why
         if signed.may_be and said_to_be_over(await self._told()):
             return "so say most of the peers that this node was told to join"
         return ""
@@ -300,7 +289,7 @@ class FirstState:
         """Tell whether it came in only by seeds of this run that have seen no node at work in it. A run that is begun
         beside a seed begins like this."""
         told = await self._told()
-        return bool(told) and all(hello.stage is None and hello.unaware for hello in told)
+        return bool(told) and all(hello.stage is None and hello.over is None for hello in told)
 
     async def _told(self) -> list[Hello]:
         """The hellos of its entrances that answer and are of this run."""

@@ -31,6 +31,7 @@ from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.directory.records import DirectoryView, PeerState
+from noloco_node.directory.signed_end import near_from
 from noloco_node.directory.summary import SwarmSummary, outlook_of
 from noloco_node.errors import UserError
 from noloco_node.identity.peer_id import PeerId
@@ -42,7 +43,6 @@ from noloco_node.node.clock_watch import ClockWatch
 from noloco_node.node.custody import (
     BACK,
     final_lacks,
-    has_come_to_the_end,
     last_of_stage,
     unusable_checkpoints,
 )
@@ -127,6 +127,8 @@ class _Stay:
     """A replica with what accompanies it."""
 
     replica: Replica
+    parameters: int
+    """Of its stage."""
     keeper: CheckpointKeeper
     receipts: Receipts
 
@@ -193,11 +195,10 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
 
 def _look_back(place: _Place) -> None:
     """What this node's earlier life, or its stay before a pause, tells of the run's end."""
-    spec, stays, saved = place.net.spec, place.stays, place.saved
-    target, saved_clock = spec.inner.target_tokens, saved and saved.standing.progress.clock
-    stays.ended_before = place.folder.ended and has_come_to_the_end(saved_clock, target, spec.max_lag_tokens)
-    stays.signed.origins.update({peer: None for peer, _ in place.net.known.holders(spec.run_id, 0)})
-    stays.signed.kept_in(place.folder, spec)
+    spec, signed, saved = place.net.spec, place.stays.signed, place.saved
+    for peer, held in place.net.known.holders(spec.run_id, 0):
+        signed.seen_at_work(peer, held.seen)
+    signed.kept_in(place.folder, spec, saved and saved.standing.progress.clock)
 
 
 async def _rest(place: _Place, stage: int) -> None:
@@ -240,17 +241,11 @@ async def _choose(place: _Place, show: Show | None) -> int:
     net.reach.tell(lambda now: place.emit(Reachability(way=now.way.value, words=now.words())))
     net.supervisor.on_restart = lambda cause: place.emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
     stays.signed.serve()
-
-    def ended() -> bool:
-        return stays.ended_before or stays.signed.known
-
     serve_hello(
         net.transport,
         net.spec,
         lambda: stays.stage,
-        over=lambda: ended() and not stays.trains(),
-        # Else those that come home together outvote the seed that knows of the run's end.
-        unaware=lambda: not (stays.trains() or ended()),
+        over=lambda: stays.over,
         held_out=lambda: held_out_loss(place.telemetry.evaluation),
         birth=lambda: net.life.birth,
     )
@@ -261,66 +256,71 @@ async def _choose(place: _Place, show: Show | None) -> int:
 @contextlib.asynccontextmanager
 async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> AsyncGenerator[_Stay | None]:
     """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
-    net, stays, spec = place.net, place.stays, place.net.spec
-    saved, place.saved = place.saved, None
-    resumed = saved is not None
+    stays, resumed = place.stays, place.saved is not None
     async with contextlib.AsyncExitStack() as stack:
         with interrupts.leaving():
             async with stays.arriving(stage_index):
-                walk = stays.ledger.walk if saved is None else saved.standing.walk
-                stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk)
-                if samples is not None:
-                    stack.push_async_callback(ambient.elsewhere, samples.close)
-                replica = Replica(
-                    spec,
-                    net.settings,
-                    await on_its_device(spec, net.settings, stage, place.thread),
-                    net.transport,
-                    net.directory,
-                    place.thread,
-                    samples=samples,
-                    emit=place.emit,
-                    ledger=stays.ledger,
-                    guards=lambda: stays.copies.guards,
-                    relayed=net.relayed,
-                    signed=stays.signed,
-                )
-                stack.callback(replica.close)
-                replica.heed_relays(lambda: net.reach.relayed)
-                stack.enter_context(place.telemetry.showing(replica.books.surroundings))
-                keeper = stack.enter_context(_keeper(place, replica))
-                clock = None
-                if saved is not None:
-                    clock = saved.standing.progress.clock
-                    await keeper.resume(saved)
-                    if place.started:
-                        replica.books.write()  # the time until now was that of the pause
-                saved = None  # it holds a whole state, which this frame would keep for the whole stay
-                receipts = await open_receipts(
-                    place.folder.contribution,
-                    spec.run_id,
-                    stage_index,
-                    net.transport,
-                    replica.pipeline.ledger,
-                    lambda: replica.worker.progress,
-                )
-                stack.callback(receipts.close)
-                replica.serve()
-                holders = net.known.holders(spec.run_id, stage_index)
-                try:
-                    obtaining = obtain_state(replica, stays, clock, place.checkpoints, holders)
-                    until_paused = _unless_paused(place, obtaining)
-                    origin = await net.beside(until_paused, place.pause.keep(), net.invitation.raised_at_its_end())
-                except RunHasEnded:
-                    await _save_what_was_not(place, replica, clock)
-                    raise
+                stay, clock = await _enter_stage(place, stage_index, stack)
+                origin = await _first_state(place, stay.replica, clock)
             place.kept = place.paused and resumed
             if origin is not None:
-                moved = stays.arrived(replica, origin)
+                moved = stays.arrived(stay.replica, origin)
                 if moved is not None or not place.started:
-                    place.emit(moved or _started_event(place, stage, origin, resumed=resumed))
+                    place.emit(moved or _started_event(place, stay, origin, resumed=resumed))
                 place.started = True
-            yield None if origin is None else _Stay(replica, keeper, receipts)
+            yield None if origin is None else stay
+
+
+async def _enter_stage(place: _Place, stage_index: int, stack: contextlib.AsyncExitStack) -> tuple[_Stay, float | None]:
+    """A replica that serves, with what accompanies it, and the clock of the checkpoint that it goes on from. That
+    checkpoint holds a whole state: it is `place`'s no more, and nobody's once this returns."""
+    net, stays, spec = place.net, place.stays, place.net.spec
+    saved, place.saved = place.saved, None
+    walk = stays.ledger.walk if saved is None else saved.standing.walk
+    stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk)
+    if samples is not None:
+        stack.push_async_callback(ambient.elsewhere, samples.close)
+    replica = Replica(
+        spec,
+        net.settings,
+        await on_its_device(spec, net.settings, stage, place.thread),
+        net.transport,
+        net.directory,
+        place.thread,
+        samples=samples,
+        emit=place.emit,
+        ledger=stays.ledger,
+        guards=lambda: stays.copies.guards,
+        relayed=net.relayed,
+        signed=stays.signed,
+    )
+    stack.callback(replica.close)
+    replica.heed_relays(lambda: net.reach.relayed)
+    stack.enter_context(place.telemetry.showing(replica.books.surroundings))
+    keeper = stack.enter_context(_keeper(place, replica))
+    if saved is not None:
+        await keeper.resume(saved)
+        if place.started:
+            replica.books.write()  # the time until now was that of the pause
+    ledger, progress = replica.pipeline.ledger, lambda: replica.worker.progress
+    receipts = await open_receipts(place.folder.contribution, spec.run_id, stage_index, net.transport, ledger, progress)
+    stack.callback(receipts.close)
+    replica.serve()
+    parameters = sum(parameter.numel() for parameter in stage.parameters())
+    return _Stay(replica, parameters, keeper, receipts), None if saved is None else saved.standing.progress.clock
+
+
+async def _first_state(place: _Place, replica: Replica, clock: float | None) -> BeginsFrom | None:
+    """Where the replica's state comes from; None where it got none, or where this node is to rest first."""
+    net = place.net
+    holders = net.known.holders(net.spec.run_id, replica.stage)
+    try:
+        obtaining = obtain_state(replica, place.stays, clock, place.checkpoints, holders)
+        until_paused = _unless_paused(place, obtaining)
+        return await net.beside(until_paused, place.pause.keep(), net.invitation.raised_at_its_end())
+    except RunHasEnded:
+        await _save_what_was_not(place, replica, clock)
+        raise
 
 
 async def _unless_paused(place: _Place, obtaining: Coroutine[Any, Any, BeginsFrom | None]) -> BeginsFrom | None:
@@ -520,10 +520,11 @@ def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], 
 async def _save_what_was_not(place: _Place, replica: Replica, clock: float | None) -> None:
     """The run has come to its end without this node, or just as its disk was full: its last checkpoint, at that `clock`
     (None: there is none), is all that it has of the run's end."""
-    target, final = place.net.spec.inner.target_tokens, place.folder.final
+    spec, final = place.net.spec, place.folder.final
+    target = spec.inner.target_tokens
     if clock is None or not final_lacks(final, clock):
         return
-    if has_come_to_the_end(clock, target, place.net.spec.max_lag_tokens):
+    if clock > near_from(target, spec.max_lag_tokens):
         await _save_weights(place, replica)
         logger.info("the final weights were not here yet: those of the last checkpoint were saved to %s", final)
     else:
@@ -558,11 +559,11 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
         await thread.close()
 
 
-def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
-    spec, daemon = place.net.spec, place.net.daemon
+def _started_event(place: _Place, stay: _Stay, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
+    spec, daemon, stage = place.net.spec, place.net.daemon, stay.replica.stage
     return NodeStarted(
         peer_id=daemon.own_id,
-        stage=stage.cut.index,
+        stage=stage,
         stages=spec.stages,
         run_id=spec.run_id,
         run_name=spec.name,
@@ -570,12 +571,12 @@ def _started_event(place: _Place, stage: Stage, origin: BeginsFrom, *, resumed: 
         pid=os.getpid(),
         addresses=daemon.visible_addresses(),
         metrics_address=place.telemetry.address,
-        parameters=sum(parameter.numel() for parameter in stage.parameters()),
+        parameters=stay.parameters,
         origin=origin,
         resumed=resumed,
         device=device_name(place.net.settings.device),
         peak_flop_per_second=peak_flop_per_second(place.net.settings.device, spec.inner.precision),
-        flop_per_token=place.stays.flop_per_token(stage.cut.index),
+        flop_per_token=place.stays.flop_per_token(stage),
         codec=spec.outer.codec,
         invites=[join_line(spec, address) for address in daemon.visible_addresses()],
         founded=not place.net.settings.initial_peers,

@@ -19,7 +19,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.last_words import LastWords
 from noloco_node.directory.records import Directory
-from noloco_node.directory.signed_end import SignedEnd, near_from
+from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import UserError
 from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Entrance, entrance, supervisor
@@ -98,16 +98,15 @@ async def _run(
                 if agreed is not None and life is not None:
                     screened = ScreenedDirectory(directory, Access(agreed), life=life)
                     end = SignedEnd(door.transport, screened, agreed)
-                    last = said = last_words(door.transport, screened, folder, agreed, end)
+                    last = last_words(door.transport, screened, folder, agreed, end)
                     end.serve()
                     if collects is not None and _is_let_in(door, agreed, settings):
-                        beside.append(collects(agreed, folder.path, door.transport, screened, lambda: said.over))
+                        beside.append(collects(agreed, folder.path, door.transport, screened, lambda: end.ended))
                 serve_hello(
                     door.transport,
                     agreed,
                     lambda: None,
-                    over=lambda: last is not None and last.over,
-                    unaware=lambda: last is None or not last.knows,
+                    over=lambda: None if last is None else last.over,
                     birth=lambda: None if life is None else life.birth,
                 )
                 if agreed is not None:
@@ -203,11 +202,11 @@ async def _serve(
     else:
         companions.append(last.run())
         lives = LifeWatch(life, door.transport, ScreenedDirectory(directory, Access(spec)), spec)
-        lives.worked = lambda: last.knows
+        lives.worked = lambda: last.over is not None
         companions.append(lives.keep())
         if settings.metrics_port is not None:
             pages.detail = "looking for the nodes of the run"
-            companions.append(Onlooker(door.transport, directory, spec, over=last.over).run(pages.saw))
+            companions.append(Onlooker(door.transport, directory, spec, over=bool(last.over)).run(pages.saw))
     interrupts.graceful(stop := asyncio.Event())
     await supervisor(door.daemon, directory, door.known, settings).beside(stop.wait(), *companions)
 
@@ -225,12 +224,4 @@ def last_words(
             logger.warning("it is not written down that the run's end has come: %s", error.message)
 
     end.kept_in(folder, spec)
-    near = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
-    return LastWords(transport, directory, spec, _ended_before(folder, spec), near, end, keep)
-
-
-def _ended_before(folder: RunFolder, spec: RunSpec) -> bool:
-    try:
-        return folder.judge(spec.run_id, spec.name)
-    except UserError:  # it was another run's
-        return False
+    return LastWords(transport, directory, spec, end, keep)

@@ -86,8 +86,6 @@ class StageLifecycle:
         self._came_from: tuple[int, Move] | None = None
         self.near = False
         """The run was near its end as its latest stay ended."""
-        self.ended_before = False
-        """An earlier life of this node has come to the run's end."""
         self.signed = SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
         self.trains = _not_yet
         """Whether this node trains now."""
@@ -176,6 +174,12 @@ class StageLifecycle:
         await membership.look_for_others(self._patience())
         self._looked_in_vain = False
         self.met_under_way |= _is_under_way(membership.others_there(*SERVING))
+
+    @property
+    def over(self) -> bool | None:
+        """Whether the run is over; None where this node cannot know, since it does not train. Those that come home
+        together would else outvote the seed that knows of the end."""
+        return not self.trains() and (bool(self.signed.known) or None)
 
     @property
     def moving(self) -> Move | None:

@@ -20,7 +20,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.transport.peer_stats import PeerStats
-from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice
+from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice, places
 
 NEAR_TARGET = 0.9
 """Share of the target from which a short run is at its end, though nobody has said so."""
@@ -173,7 +173,7 @@ class EndOfRun:
         if self._origins is not None and self.begun:
             return False
         away = not self.begun or self._woke_at > self._last_trained()
-        return idle > (1 if away else IDLE_GRACES) * self._grace and self._signed.known
+        return idle > (1 if away else IDLE_GRACES) * self._grace and bool(self._signed.known)
 
     def _seen(self) -> Sequence[OriginSeen]:
         """Origins count for twice the time that a node waits without work, of which its sleep is no part."""
@@ -219,9 +219,7 @@ class EndOfRun:
                 if record.clock > self._clocks.get(peer, record.clock):
                     self._moved_at = now
                 self._clocks[peer] = record.clock
-            if record.stage == 0 and self._peer_stats.has_worked(peer):
-                self._signed.worked(peer, left=record.state is PeerState.GONE and not record.finished)
-        self._signed.look(origins)
+        self._signed.look(lambda record: self._peer_stats.has_worked(PeerId(record.peer_id)), places(seen))
         for record in self._signed.records():
             self._finished.add(PeerId(record.peer_id))
             self._clocks[PeerId(record.peer_id)] = record.clock

@@ -48,7 +48,7 @@ class Disk(CheckpointFolder):
     def __init__(self, path: Path) -> None:
         super().__init__(path, KEPT)
         self.full = False
-        self.origins = dict[PeerId, None]()
+        self.origins = dict[PeerId, float]()
         """See `SignedEnd.origins`."""
         self.refused = 0
         """Checkpoints that it took none of."""
@@ -92,7 +92,7 @@ class StayingNode(Node):
                 if saved is None and self.auto:
                     await stays.look_around()
                 self.stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
-                serve_hello(transport, self._spec, lambda: stays.stage)
+                serve_hello(transport, self._spec, lambda: stays.stage, over=lambda: stays.over)
                 stays.signed.serve()
                 while not await self._stay(stays, saved, transport, directory, device):
                     saved = None

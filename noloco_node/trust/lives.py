@@ -177,7 +177,7 @@ async def agree_birth(transport: Transport, spec: RunSpec, joined: Sequence[str]
     """
     asked = await asyncio.gather(*(hello_or_none(transport, parse_address(address).peer) for address in joined))
     hellos = [hello for hello in asked if hello is not None and hello.run == spec.run_id]
-    trained = _births(hello for hello in hellos if not hello.unaware)
+    trained = _births(hello for hello in hellos if hello.over is not None)
     if kept is not None:
         if 2 * sum(birth != kept for birth in trained) > len(trained):
             raise another_life_kept(spec, kept, most_named(trained) or kept)

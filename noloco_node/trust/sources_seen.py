@@ -106,6 +106,21 @@ def furthest_clock(heard: Sequence[OriginSeen], lead: float) -> float | None:
     return None if middle is None else max(seen.clock for seen in heard if seen.clock <= middle + lead)
 
 
+def places(heard: Iterable[OriginSeen]) -> dict[PeerId, float]:
+    """What the word of each origin weighs (tokens) where few are kept. A sender's first origin weighs all of its work,
+    the second half of that, the third a third. Senders thus fill places in proportion to their work, however many names
+    they give."""
+    by_sender: dict[PeerId, list[OriginSeen]] = {}
+    for seen in heard:
+        by_sender.setdefault(seen.sender, []).append(seen)
+    weights: dict[PeerId, float] = {}
+    for named in by_sender.values():
+        work = sum(seen.tokens for seen in named)
+        for place, seen in enumerate(sorted(named, key=lambda seen: -seen.tokens), start=1):
+            weights[seen.origin] = max(weights.get(seen.origin, 0.0), work / place)
+    return weights
+
+
 class OriginsSeen:
     """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained.
     `max_lag` (tokens) is by how much clocks may differ."""

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import base58
-import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.aio import cancel_and_wait
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import AccessSpec, RunSpec
-from noloco_node.directory.last_words import LOOKS_A_LIFE, LastWords, is_over
+from noloco_node.directory.last_words import LOOKS_A_LIFE, LastWords
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.signed_end import SignedEnd
@@ -53,26 +52,6 @@ def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = Fa
         protocol=PROTOCOL_VERSION,
         version="1",
     )
-
-
-@pytest.mark.parametrize(
-    ("origins", "over"),
-    [
-        ((), False),
-        ((record(1, TRAINING),), False),
-        ((record(1, GONE),), False),
-        ((record(1, GONE, finished=True),), True),
-        ((record(1, FINISHING, finished=True), record(2, TRAINING)), False),
-        ((record(1, FINISHING, finished=True), record(2, GONE, finished=True), record(3, TRAINING)), True),
-        ((record(1, GONE), record(2, GONE), record(3, GONE, finished=True)), False),
-        ((record(1, GONE), record(2, GONE, finished=True)), False),
-        ((record(1, GONE, clock=0.99 * TARGET), record(2, GONE, finished=True)), True),
-        ((record(1, GONE, clock=0.99 * TARGET),), False),
-    ],
-)
-def test_more_than_half_of_the_origins_make_the_end(origins: tuple[PeerRecord, ...], over: bool) -> None:
-    """One that was told to leave just before it has no say: of two, it would hide the end."""
-    assert is_over(origins, 0.9 * TARGET) is over
 
 
 @dataclass
@@ -160,7 +139,6 @@ async def test_no_record_and_no_node_takes_the_end_back(tmp_path: Path) -> None:
         await made.look()
         made.last = made.again()
         assert made.last.over
-        assert made.last.knows
         await made.says(4, TRAINING)
         await made.look()
         assert made.last.over
@@ -174,19 +152,19 @@ async def test_records_without_a_process_end_no_run(tmp_path: Path) -> None:
         for number in range(10, 30):
             await made.says(number, GONE, finished=True, clock=TARGET)
         await made.look()
-        assert (made.last.over, made.last.knows) == (False, False)
+        assert made.last.over is None
         for number in (1, 2, 3):
             made.process(number)
             await made.says(number, TRAINING)
         made.process(4, stage=1)
         await made.says(4, TRAINING)
         await made.look()
-        assert made.last.knows
+        assert made.last.over is False
         for number in (3, 4):
             await made.says(number, FINISHING, finished=True, clock=TARGET)
         await made.look()
         assert not made.last.over
-        assert not (tmp_path / MARK).exists()
+        assert not made.folder.ended
 
 
 async def test_a_seed_that_looks_now_and_then_misses_no_end(tmp_path: Path) -> None:
@@ -241,7 +219,7 @@ async def test_a_seed_asks_by_itself_whom_it_has_not_met(tmp_path: Path) -> None
         made.process(1)
         await made.says(1, TRAINING)
         running = asyncio.create_task(made.last.run())
-        await eventually(lambda: made.last.knows, 10, "it has seen the origin at work")
+        await eventually(lambda: made.last.over is False, 10, "it has seen the origin at work")
         await cancel_and_wait((running,))
 
 

@@ -31,7 +31,15 @@ WORK = Method("work", Nothing, Nothing)
 
 def says(made: Swarm, birth: str | None, *, unaware: bool = False, run: str = SPEC.run_id) -> None:
     """One more peer by which the joiner comes in."""
-    header = Hello(run=run, name="micro", protocol=PROTOCOL_VERSION, version="1", stage=0, birth=birth, unaware=unaware)
+    header = Hello(
+        run=run,
+        name="micro",
+        protocol=PROTOCOL_VERSION,
+        version="1",
+        stage=0,
+        birth=birth,
+        over=None if unaware else False,
+    )
     claim(made.peer(), header)
 
 

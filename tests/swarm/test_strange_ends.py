@@ -296,11 +296,12 @@ async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_aga
         seed = MemoryTransport(made.network, PeerId("seed-of-the-run"))
         serve_hello(seed, back.context.spec, lambda: None, over=lambda: "the seed" in knows)
         new = MemoryTransport(made.network, PeerId("seed-in-a-new-folder"))
-        serve_hello(new, back.context.spec, lambda: None, unaware=lambda: True)
+        serve_hello(new, back.context.spec, lambda: None, over=lambda: None)
         entrances = [seed.peer_id, new.peer_id] if "new" in knows else [seed.peer_id]
         if knows == "the seed, of none that it knows":
-            back.signed.origins[PeerId("origin-worked-with")] = None
-        entered = FirstState(back, entrances, ended_here=knows == "itself")
+            back.signed.origins[PeerId("origin-worked-with")] = 0.0
+        back.signed.ended = knows == "itself"
+        entered = FirstState(back, entrances)
         if knows in ("nobody", "the seed, of none that it knows"):
             assert await entered.take(5000.0) is None
         else:
