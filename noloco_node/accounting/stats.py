@@ -9,13 +9,14 @@ from noloco_node.aio import LoopLag
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.summary import node_seen
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.participant import Pipeline
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, Warned
-from noloco_node.telemetry.node_state import MOST_PEERS, PeerSeen, Surroundings
+from noloco_node.telemetry.node_state import MOST_PEERS, NodeSeen, Surroundings
 from noloco_node.transport.interface import DIRECTORY, RELAYED
 from noloco_node.transport.peer_stats import PeerStats
 
@@ -120,29 +121,14 @@ def surroundings(
     answering = {record.peer_id for record in there}
     shown = [*there, *(record for record in records if record.peer_id not in answering)][:MOST_PEERS]
 
-    def seen(record: PeerRecord) -> PeerSeen:
+    def peer_of(record: PeerRecord) -> NodeSeen:
         peer = PeerId(record.peer_id)
         training = round(replicas[record.stage] * membership.scale(record.stage))
         present = membership.present_clock(record, training)
         under_way, load = book.burden_of(peer)
-        return PeerSeen(
-            peer_id=record.peer_id,
-            stage=record.stage,
-            state=record.shown_state,
-            version=record.version,
-            clock=present,
-            lag=clock - present,
-            tokens_per_second=record.tokens_per_second,
-            capacity=record.capacity,
-            outer_rounds=record.outer_rounds,
-            newcomer=record.newcomer,
-            answers=record.peer_id in answering,
-            tokens=known.of(peer).tokens,
-            under_way=under_way,
-            load=load,
-            passed_over=book.passed_over(peer),
-            name=record.shown.name,
-        )
+        own = {"together": known.of(peer).tokens, "under_way": under_way, "load": load}
+        made = node_seen(record, clock=present, against=clock, answers=record.peer_id in answering)
+        return made.model_copy(update={**own, "passed_over": book.passed_over(peer)})
 
-    peers = tuple(seen(record) for record in sorted(shown, key=lambda record: (record.stage, record.peer_id)))
+    peers = tuple(peer_of(record) for record in sorted(shown, key=lambda record: (record.stage, record.peer_id)))
     return Surroundings(peers, len(records), in_hand, queued)

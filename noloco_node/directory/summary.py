@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median, median_low
 
-from noloco_node.directory.records import SERVING, DirectoryView, PeerState
+from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
+from noloco_node.telemetry.node_state import NodeSeen
 
 CREDIBLE_STRENGTH = 8.0
 """A node counts at most for this many of the median one: what a record claims is only a claim. In the choice of a stage
@@ -56,4 +57,27 @@ def outlook_of(view: DirectoryView, now: float, target_tokens: int) -> SwarmSumm
         replicas=tuple(view.number(stage, now) for stage in stages),
         tokens_per_second=view.scale(0).each
         * believed(record.tokens_per_second for record in view.live(0, now, PeerState.TRAINING)),
+    )
+
+
+def node_seen(record: PeerRecord, *, clock: float, against: float, answers: bool) -> NodeSeen:
+    """A node by its record, whose clock has moved on to `clock`, beside one that stands at `against`."""
+    shown = record.shown
+    return NodeSeen(
+        peer_id=record.peer_id,
+        stage=record.stage,
+        state=record.shown_state,
+        version=record.version,
+        answers=answers,
+        clock=clock,
+        lag=against - clock,
+        tokens_per_second=record.tokens_per_second,
+        capacity=record.capacity,
+        outer_rounds=record.outer_rounds,
+        newcomer=record.newcomer,
+        name=shown.name,
+        tokens=shown.tokens,
+        training_loss=shown.training_loss,
+        validation_loss=shown.validation_loss,
+        spread=shown.spread,
     )

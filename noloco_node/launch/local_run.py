@@ -22,6 +22,7 @@ from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, LocalSwarmView
 from noloco_node.telemetry.events import AnyEvent
+from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import as_stages
 
@@ -58,7 +59,7 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
     swarm.check_folder()  # before what another run has written there is shown as this one's
     interrupted = asyncio.run(_supervise(swarm, observer))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    histories = list(view.histories.values())
+    histories = [NodeHistory.of(node.name, node.events) for node in swarm.nodes]
     files = {"events and logs of each node": run_folder / "nodes", "summary": run_folder / "summary.json"}
     try:
         _write_summary(summarize_histories(histories), files["summary"])

@@ -11,7 +11,8 @@ from typing import Literal
 from noloco_node import __version__
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
-from noloco_node.directory.summary import believed
+from noloco_node.directory.summary import believed, node_seen
+from noloco_node.telemetry.node_state import NodeSeen
 from noloco_node.telemetry.swarm_state import (
     HAPPENINGS,
     MOST_DEPARTED,
@@ -24,7 +25,6 @@ from noloco_node.telemetry.swarm_state import (
     Happening,
     Middle,
     NodeChange,
-    NodeSeen,
     StageSeen,
     SwarmView,
     version_labels,
@@ -311,28 +311,10 @@ def _nodes(
     claims: Mapping[str, _Claim], clocks: Mapping[str, float], swarm: float, followed: Mapping[str, Followed]
 ) -> tuple[NodeSeen, ...]:
     shown = sorted(claims, key=lambda peer: (not claims[peer].answers, peer))[:MOST_NODES]
-    made: list[NodeSeen] = []
-    for peer in sorted(shown, key=lambda peer: (claims[peer].record.stage, peer)):
-        record = claims[peer].record
-        made.append(
-            NodeSeen(
-                peer_id=peer,
-                stage=record.stage,
-                state=record.shown_state,
-                version=record.version,
-                answers=claims[peer].answers,
-                clock=clocks[peer],
-                lag=swarm - clocks[peer],
-                tokens_per_second=record.tokens_per_second,
-                capacity=record.capacity,
-                outer_rounds=record.outer_rounds,
-                newcomer=record.newcomer,
-                name=record.shown.name,
-                tokens=record.shown.tokens,
-                training_loss=record.shown.training_loss,
-                validation_loss=record.shown.validation_loss,
-                spread=record.shown.spread,
-                seen_seconds=followed[peer].seen_seconds,
-            )
+    by_place = sorted(shown, key=lambda peer: (claims[peer].record.stage, peer))
+    return tuple(
+        node_seen(claims[peer].record, clock=clocks[peer], against=swarm, answers=claims[peer].answers).model_copy(
+            update={"seen_seconds": followed[peer].seen_seconds}
         )
-    return tuple(made)
+        for peer in by_place
+    )

@@ -21,9 +21,8 @@ from noloco_node.telemetry.events import (
     OuterStep,
     Warned,
 )
-from noloco_node.telemetry.history import NodeHistory
-from noloco_node.telemetry.node_state import NodeState, NodeView
-from noloco_node.telemetry.swarm_state import STATES, Middle, NodeSeen, StageSeen, SwarmView
+from noloco_node.telemetry.node_state import NodeSeen, NodeState, NodeView
+from noloco_node.telemetry.swarm_state import STATES, Middle, StageSeen, SwarmView
 from noloco_node.telemetry.terminal import outer_steps, swarm_screen
 from noloco_node.telemetry.words import as_clock_time, as_duration, as_loss, as_nodes, as_rate, as_scientific
 
@@ -40,7 +39,7 @@ class LocalSwarmView:
         self.run_name = run_name
         self.stages = stages
         self.target = target
-        self.histories = {name: NodeHistory(name) for name in nodes}
+        self.names = tuple(nodes)
         self._views = {name: NodeView() for name in nodes}
         self._up: set[str] = set()
         self._counts = Counter[str]()
@@ -54,7 +53,6 @@ class LocalSwarmView:
 
     def observe(self, name: str, event: AnyEvent) -> None:
         """Take in one event of a node."""
-        self.histories[name].observe(event)
         self._views[name].observe(event)
         match event:
             case NodeStarted():
@@ -170,27 +168,23 @@ def _stage(states: Iterable[NodeState], stage: int, clock: float, *, over: bool)
 
 
 def _node(name: str, state: NodeState, clock: float) -> NodeSeen:
+    names = ("state", "version", "clock", "tokens_per_second", "outer_rounds", "training_loss", "validation_loss")
     return NodeSeen(
         peer_id=state.peer_id or "",
         stage=state.stage or 0,
-        state=state.state,
-        version=state.version,
         answers=True,
-        clock=state.clock or 0.0,
         lag=clock - (state.clock or 0.0),
-        tokens_per_second=state.tokens_per_second or 0.0,
-        capacity=state.tokens_per_second or 0.0,
-        outer_rounds=state.outer_rounds,
-        newcomer=False,
         name=name,
         tokens=state.contribution.tokens if state.contribution else 0,
+        spread=state.spread,
         seen_seconds=state.uptime_seconds,
+        **{each: getattr(state, each) for each in names},
     )
 
 
 def plain_line(view: LocalSwarmView, now: float) -> str:
     """The swarm in one line of plain text."""
-    swarm, nodes = view.swarm(now), len(view.histories)
+    swarm, nodes = view.swarm(now), len(view.names)
     if not swarm.clock and swarm.present < nodes and not swarm.left and not swarm.lost:
         return (
             f"starting: {swarm.present} of {nodes} nodes are up; each loads torch first, and the others follow the "

@@ -54,34 +54,41 @@ class _Said(BaseModel):
 _Part = TypeVar("_Part", bound=_Said)
 
 
-class PeerSeen(_Said):
-    """A peer as this node sees it. All but `answers`, `tokens`, `under_way` and `passed_over` is its own word."""
+class NodeSeen(_Said):
+    """A node as another one, or an onlooker, sees it. What it does, its figures and its name are its own word."""
 
     peer_id: str
     stage: int
     state: str = ""
     version: str = ""
+    answers: bool = False
+    """It has answered lately, and said itself that it serves this stage."""
     clock: float | None = None
     """Swarm tokens, moved on from its record by the record's age."""
     lag: float | None = None
-    """Swarm tokens by which it is behind this node; negative where it is ahead."""
+    """Swarm tokens by which it is behind this node, or behind the swarm's clock; negative where it is ahead."""
     tokens_per_second: float | None = None
     capacity: float | None = None
     outer_rounds: int = 0
     newcomer: bool = False
     """It has just joined, and is not averaged with yet."""
-    answers: bool = False
-    """It has answered this node lately, and said itself that it serves this stage."""
+    name: str = ""
+    """Its volunteer's name for it; printable ASCII, and another may bear the same."""
     tokens: int = 0
-    """Trained for this node or by it, so far."""
+    """Behind its inner steps."""
+    training_loss: float | None = None
+    validation_loss: float | None = None
+    spread: float | None = None
+    together: int = 0
+    """Tokens trained for this node or by it, so far."""
     under_way: int = 0
     """Own microbatches that it has now."""
     load: int | None = None
     """Others' microbatches that it held at its last answer; None where it has not said so lately."""
     passed_over: bool = False
     """It gets no microbatch for a while, since it failed or was slow."""
-    name: str = ""
-    """Its volunteer's name for it; another may bear the same."""
+    seen_seconds: float = 0.0
+    """For which an onlooker saw it train."""
 
 
 class RunServed(_Said):
@@ -197,7 +204,7 @@ class NodeState(_Said):
     """Microbatches that it holds."""
     queued: int = 0
     """Calls that wait for the device."""
-    peers: tuple[PeerSeen, ...] = ()
+    peers: tuple[NodeSeen, ...] = ()
     """`MOST_PEERS` at most, those that answer first."""
     log: tuple[LogLine, ...] = ()
 
@@ -211,7 +218,7 @@ class NodeState(_Said):
 class Surroundings:
     """What a node holds, and the peers that it sees at one moment: these fields of its `NodeState`."""
 
-    peers: tuple[PeerSeen, ...]
+    peers: tuple[NodeSeen, ...]
     introduced: int
     in_hand: int
     queued: int
@@ -316,6 +323,7 @@ class NodeView:
         match event:
             case NodeStarted():
                 self._steps.clear()
+                self._stopped = None  # of an earlier life
                 names = ("peer_id", "stage", "stages", "parameters")
                 run = RunServed(id=event.run_id, name=event.run_name)
                 self._say(run=run, **{name: getattr(event, name) for name in names})

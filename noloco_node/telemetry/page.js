@@ -206,7 +206,7 @@ function about(node, v) {
   const lines = [...(node.self ? ["this node"] : [...(node.name ? [node.name] : []), node.peer_id]), `stage ${node.stage}, ${node.state}, version ${node.version}`];
   if (!node.self) lines.push(node.answers ? `it answers ${v.whose}` : "known from its record only",
     `${whole(Math.abs(node.lag))} tokens ${node.lag < 0 ? "ahead of" : "behind"} ${v.counts ? "the swarm's clock" : "this node"}`,
-    `${whole(node.tokens)} tokens trained${v.counts ? ", as it says" : " with this node"}`);
+    v.counts ? `${whole(node.tokens)} tokens trained, as it says` : `${whole(node.together)} tokens trained with this node`);
   lines.push(`${whole(node.tokens_per_second)} tokens/s${known(node.capacity) ? ` of ${whole(node.capacity)} that it could` : ""}, ${whole(node.outer_rounds)} outer steps`);
   if (known(node.load)) lines.push(`${node.load} microbatches in hand`);
   if (node.under_way) lines.push(`${node.under_way} microbatches of this node under way to it`);
@@ -264,18 +264,20 @@ function changes(s, before) {
     made.came = new Set(s.happenings.filter(one => one.time > until).map(one => one.peer_id));
   }
   if (!s.peers) return made;
-  const had = new Map(before.peers.map(peer => [peer.peer_id, peer.tokens]));
-  made.busy = new Set(s.peers.filter(peer => had.has(peer.peer_id) && peer.tokens > had.get(peer.peer_id)).map(peer => peer.peer_id));
+  const had = new Map(before.peers.map(peer => [peer.peer_id, peer.together]));
+  made.busy = new Set(s.peers.filter(peer => had.has(peer.peer_id) && peer.together > had.get(peer.peer_id)).map(peer => peer.peer_id));
   const until = Math.max(0, ...before.exchanges.map(step => step.time));
   made.met = s.exchanges.filter(step => step.time > until);
   return made;
 }
+const SEEN = ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "loss", "spread", "trained, tokens"];
+const seen = node => [called(node), node.stage, node.answers ? node.state : "silent", whole(node.tokens_per_second), node.answers ? lagging(node.lag) : "–", whole(node.outer_rounds), figure(node.training_loss), figure(node.spread), whole(node.tokens)];
 function tablesOfNode(s) {
   const done = s.contribution;
   const hourly = count => `${bytes(count)}, ${bytes(3600 * count / Math.max(1, s.uptime_seconds))} an hour`;
   const kinds = counts => Object.entries(counts || {}).filter(([, count]) => count).sort().map(([kind, count]) => [`· ${kind}`, hourly(count)]);
-  columns("members", ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "holds", "under way", "trained together"],
-    s.peers.slice().sort((a, b) => (b.answers - a.answers) || (a.stage - b.stage)).map(peer => [called(peer), peer.stage, peer.answers ? peer.state : "silent", whole(peer.tokens_per_second), lagging(peer.lag), whole(peer.outer_rounds), whole(peer.load), peer.under_way, whole(peer.tokens)]));
+  columns("members", [...SEEN, "holds", "under way", "trained together"], s.peers.slice().sort((a, b) => (b.answers - a.answers) || (a.stage - b.stage))
+    .map(peer => [...seen(peer), whole(peer.load), peer.under_way, whole(peer.together)]));
   rows("contribution", done ? [
     ["tokens trained", whole(done.tokens)], ["microbatches drawn", whole(done.drawn)], ["trained to their end", whole(done.trained)],
     ["served for others", whole(done.served)], ["device at work", lasting(done.busy_seconds)], ["up for", lasting(s.uptime_seconds)],
@@ -301,8 +303,8 @@ function tablesOfSwarm(s) {
   columns("stages", ["stage", "train", "join", "finish", "leave", "claimed only", "tokens/s they could", "clock", "last is behind by", "spread"],
     s.stages.map((stage, number) => [number, stage.nodes.training, stage.nodes.joining, stage.nodes.finishing, stage.nodes.draining, stage.claimed, whole(stage.capacity), whole(stage.clock), whole(stage.lag), figure(stage.spread && stage.spread.value)]));
   const here = s.nodes.slice().sort((a, b) => (b.answers - a.answers) || (b.seen_seconds - a.seen_seconds));
-  columns("members", ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "loss", "spread", "trained, tokens", "seen at work"], [
-    ...here.map(node => [called(node), node.stage, node.answers ? node.state : "silent", whole(node.tokens_per_second), node.answers ? lagging(node.lag) : "–", whole(node.outer_rounds), figure(node.training_loss), figure(node.spread), whole(node.tokens), lasting(node.seen_seconds)]),
+  columns("members", [...SEEN, "seen at work"], [
+    ...here.map(node => [...seen(node), lasting(node.seen_seconds)]),
     ...s.departed.map(one => [called(one), one.stage, `gone at ${clock(one.until)}`, "–", "–", "–", "–", "–", whole(one.tokens), lasting(one.seen_seconds)]),
   ]);
   rows("happenings", s.happenings.slice().reverse().map(one => [`${clock(one.time)} · ${called(one)} ${WHAT[one.what] || one.what} stage ${one.stage}`, ""]));

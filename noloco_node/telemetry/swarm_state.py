@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from noloco_node.telemetry.node_state import NodeSeen
+
 STATES = ("joining", "training", "finishing", "draining")
 """A node may say this of itself while it is there."""
 SERVING = ("training", "finishing")
@@ -20,35 +22,6 @@ MOST_DEPARTED = 64
 
 SwarmDocument = dict[str, Any]
 NodeChange = Literal["joined", "left", "lost", "moved"]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeSeen:
-    """A node of the swarm. All but `answers` and `lag` is its own word."""
-
-    peer_id: str
-    stage: int
-    state: str
-    version: str
-    answers: bool
-    """It has answered lately, and said itself that it serves this stage."""
-    clock: float
-    """Swarm tokens, moved on from its record by the record's age."""
-    lag: float
-    """Swarm tokens by which it is behind the swarm's clock; negative where it is ahead."""
-    tokens_per_second: float
-    capacity: float
-    outer_rounds: int
-    newcomer: bool
-    name: str = ""
-    """Its volunteer's name for it; printable ASCII, and another may bear the same."""
-    tokens: int = 0
-    """Behind its inner steps."""
-    training_loss: float | None = None
-    validation_loss: float | None = None
-    spread: float | None = None
-    seen_seconds: float = 0.0
-    """For which it was seen to train; no word of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +192,7 @@ def document(view: SwarmView) -> SwarmDocument:
         "versions": dict(view.versions),
         "departures": {"left": view.left, "lost": view.lost},
         **{name: _middle(getattr(view, name)) for name in ("training_loss", "validation_loss", "spread")},
-        "nodes": [asdict(node) for node in view.nodes],
+        "nodes": [node.model_dump(exclude_unset=True) for node in view.nodes],
         "departed": [asdict(one) for one in view.departed],
         "happenings": [asdict(one) for one in view.happenings],
     }

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, StateDownload
-from noloco_node.telemetry.node_state import NodeState, NodeView, PeerSeen
-from noloco_node.telemetry.swarm_state import Departed, Happening, Middle, NodeSeen, SwarmView
+from noloco_node.telemetry.node_state import NodeSeen, NodeState, NodeView
+from noloco_node.telemetry.swarm_state import Departed, Happening, Middle, SwarmView
 from noloco_node.telemetry.words import (
     an_hour,
     as_bytes,
@@ -252,18 +252,21 @@ def _peers(state: NodeState, most: int) -> RenderableType:
     return _table(columns, map(_peer, near[:most]), left)
 
 
-def _peer(peer: PeerSeen) -> _Row:
+def _peer(peer: NodeSeen) -> _Row:
+    load = "–" if peer.load is None else str(peer.load)
+    return _seen(peer, load, str(peer.under_way), f"{peer.together:,}")
+
+
+def _seen(node: NodeSeen, *more: str) -> _Row:
     cells = (
-        as_node(peer.peer_id, peer.name),
-        str(peer.stage),
-        peer.state if peer.answers else "silent",
-        as_rate(peer.tokens_per_second),
-        as_lag(peer.lag),
-        "–" if peer.load is None else str(peer.load),
-        str(peer.under_way),
-        f"{peer.tokens:,}",
+        as_node(node.peer_id, node.name),
+        str(node.stage),
+        node.state if node.answers else "silent",
+        as_rate(node.tokens_per_second),
+        as_lag(node.lag if node.answers else None),
+        *more,
     )
-    return cells, "" if peer.answers else "dim"
+    return cells, "" if node.answers else "dim"
 
 
 def _log_line(when: float, level: str, text: str) -> Text:
@@ -326,17 +329,7 @@ def _nodes(view: SwarmView, most: int) -> RenderableType:
 
 
 def _node(node: NodeSeen) -> _Row:
-    cells = (
-        as_node(node.peer_id, node.name),
-        str(node.stage),
-        node.state if node.answers else "silent",
-        as_rate(node.tokens_per_second),
-        as_lag(node.lag if node.answers else None),
-        f"{node.outer_rounds:,}",
-        f"{node.tokens:,}",
-        as_long(node.seen_seconds),
-    )
-    return cells, "" if node.answers else "dim"
+    return _seen(node, f"{node.outer_rounds:,}", f"{node.tokens:,}", as_long(node.seen_seconds))
 
 
 def _departed(one: Departed) -> _Row:

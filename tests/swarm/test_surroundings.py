@@ -32,7 +32,7 @@ async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
     assert all(peer.answers and peer.state == "training" for peer in around.peers)
     assert stage_peer.load is None
     assert stage_peer.lag > 0.0, "it has trained nothing yet"
-    assert sum(peer.tokens for peer in later) == 4 * MICROBATCH
+    assert sum(peer.together for peer in later) == 4 * MICROBATCH
     assert any(peer.load == 0 for peer in later)
     assert not any(peer.under_way or peer.passed_over for peer in later)
 

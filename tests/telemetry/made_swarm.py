@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from noloco_node.telemetry.swarm_state import STATES, Departed, Happening, Middle, NodeSeen, StageSeen, SwarmView
+from noloco_node.telemetry.node_state import NodeSeen
+from noloco_node.telemetry.swarm_state import STATES, Departed, Happening, Middle, StageSeen, SwarmView
 
 
 def node(number: int, stage: int = 0, **changes: Any) -> NodeSeen:

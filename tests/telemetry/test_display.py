@@ -57,6 +57,15 @@ def test_a_node_that_died_is_no_longer_counted_and_is_reported() -> None:
     assert "s1-r1 DIED: killed by SIGKILL" in _text(console)
 
 
+def test_a_node_that_goes_on_in_a_new_life_is_no_ended_one() -> None:
+    """A swarm that is started again reads what its nodes wrote before."""
+    view = half_view()
+    view.observe("s0-r0", made.stopped("s0-r0"))
+    assert "s0-r0" not in [node.name for node in view.swarm(1030.0).nodes]
+    view.observe("s0-r0", made.started("s0-r0"))
+    assert {node.name: node.state for node in view.swarm(1030.0).nodes}["s0-r0"] == "starting"
+
+
 def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
     """Every promised figure, within the 40 lines of a common terminal."""
     console = Console(file=io.StringIO(), width=120, height=40)

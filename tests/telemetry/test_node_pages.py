@@ -26,7 +26,7 @@ from noloco_node.telemetry.events import Doing, Warned
 from noloco_node.telemetry.logging import LogTail
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, POINTS, Curve, NodePages, early_pages
-from noloco_node.telemetry.node_state import LETTERS, MOST_PEERS, NodeView, PeerSeen, Surroundings
+from noloco_node.telemetry.node_state import LETTERS, MOST_PEERS, NodeSeen, NodeView, Surroundings
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.telemetry.web import WebServer
 from tests.telemetry import made_events as made
@@ -34,7 +34,7 @@ from tests.telemetry import made_events as made
 RUDE = "<script>alert(1)</script>\x1b[2J\u202e\r\nX: y"
 
 
-def seen(**changes: Any) -> PeerSeen:
+def seen(**changes: Any) -> NodeSeen:
     """A peer of stage 1."""
     values: dict[str, Any] = {
         "peer_id": "12D3KooWmade-up-s1-r0",
@@ -48,12 +48,12 @@ def seen(**changes: Any) -> PeerSeen:
         "outer_rounds": 3,
         "newcomer": False,
         "answers": True,
-        "tokens": 4096,
+        "together": 4096,
         "under_way": 2,
         "load": 1,
         "passed_over": False,
     }
-    return PeerSeen(**(values | changes))
+    return NodeSeen(**(values | changes))
 
 
 def doing(what: str, detail: str = "training") -> Doing:
@@ -205,7 +205,7 @@ async def test_the_state_says_what_the_events_say(tmp_path: Path) -> None:
     assert (faults["failed_checkpoints"], faults["skipped_steps"]) == (1, 1)
     assert (faults["put_back"], faults["refused"]) == (3, {"busy": 5})
     assert (said["introduced"], said["in_hand"], said["queued"]) == (5, 2, 1)
-    assert said["peers"] == [{name: getattr(seen(), name) for name in PeerSeen.model_fields}]
+    assert said["peers"] == [{name: getattr(seen(), name) for name in NodeSeen.model_fields}]
     assert any("inner step 61 skipped" in line["text"] for line in said["log"])
 
 
