@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import fmean
 
 import torch
@@ -71,8 +71,10 @@ class Landscape:
     noises: tuple[Tensor, ...]
 
     @classmethod
+    @lru_cache(maxsize=16)
     def of(cls, seed: int, stage: int, noise: float, weights: int = DIMENSIONS) -> Landscape:
-        """The landscape of all replicas of a stage of so many `weights`, a multiple of `DIMENSIONS`."""
+        """The landscape of all replicas of a stage of so many `weights`, a multiple of `DIMENSIONS`. The swarms of a
+        hunt share it: nobody changes it."""
         rng = random.Random(f"landscape/{seed}/{stage}")
 
         def row(size: float) -> Tensor:
@@ -224,14 +226,11 @@ class Quadratic:
         self._noise = noise
         self._weights = weights_in(fragments)
         self._squares_share = squares_share
-        self._lands: dict[int, Landscape] = {}
 
     async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
         """See `Learning.place`."""
         del settings
-        land = self._lands.get(stage)
-        if land is None:
-            land = self._lands[stage] = Landscape.of(self._seed, stage, self._noise, self._weights)
+        land = Landscape.of(self._seed, stage, self._noise, self._weights)
         facts = QuadraticFacts(StageCut(stage, spec.stages, stage, stage + 1))
 
         def work() -> PlacedStage:

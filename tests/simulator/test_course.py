@@ -134,9 +134,9 @@ def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
     """Nodes die all the time, and only those there from the beginning say whether meetings are even."""
     whole, dying = (
         simulate(
-            shipped("sim.nodes=4", "sim.hours=0.03", f"sim.life_hours={life}", PATIENT), lambda _done, _all: None
+            shipped("sim.nodes=4", "sim.hours=0.015", f"sim.life_hours={life}", PATIENT), lambda _done, _all: None
         ).figures
-        for life in ("null", "0.008")
+        for life in ("null", "0.004")
     )
     assert dying.nodes_started > 3 * whole.nodes_started
     assert dying.directory_received[0] > 0.6 * whole.directory_received[0]
@@ -176,7 +176,7 @@ def test_what_an_exchange_takes_of_a_processor_is_in_the_course() -> None:
     """The nodes exchange within half a minute."""
     often = ("run.outer.inner_steps=2", "run.outer.min_inner_steps=1", "sim.operation_seconds=0.2")
     free, dear = (
-        simulate(shipped("sim.nodes=4", "sim.hours=0.01", *often, f"sim.exchange_seconds={seconds}"), lambda *_: None)
+        simulate(shipped("sim.nodes=4", "sim.hours=0.006", *often, f"sim.exchange_seconds={seconds}"), lambda *_: None)
         for seconds in (0, 0.3)
     )
     assert free.figures.outer_steps["paired"] > 0
@@ -202,13 +202,13 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
         ) as world:
             watcher = Watcher(world, 6)
             populate(world, 3)
-            await asyncio.sleep(30.0)
+            await asyncio.sleep(15.0)
             for node in world.running[3:]:
                 world.kill(node)
             before = watcher.figures()
-            await asyncio.sleep(30.0)
+            await asyncio.sleep(20.0)
             after = watcher.figures()
-            assert after.tokens_per_second * 60.0 > before.tokens_per_second * 30.0
+            assert after.tokens_per_second * 35.0 > before.tokens_per_second * 15.0
             assert [node.condition for node in world.nodes] == ["running"] * 3 + ["killed"] * 3
             assert {node.stage for node in world.running} == {0, 1}
             return [event for events in world.events for event in events], after
@@ -274,7 +274,7 @@ def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment()
 
 def test_stages_of_the_quadratic_are_cut_into_fragments_that_are_exchanged() -> None:
     """A quarter of the bytes an outer step, four times as often."""
-    common = ("sim.nodes=4", "sim.hours=0.05", "run.outer.inner_steps=8")
+    common = ("sim.nodes=4", "sim.hours=0.02", "run.outer.inner_steps=4", "run.outer.min_inner_steps=2")
     whole, cut = (
         simulate(shipped(*common, f"run.outer.fragments={count}"), lambda _done, _all: None).figures for count in (1, 4)
     )

@@ -85,13 +85,6 @@ def test_things_happen_in_the_order_of_their_times_and_of_their_entry() -> None:
     assert len(seen) == entered == agenda.happened
 
 
-def test_one_seed_is_one_course_and_another_seed_another() -> None:
-    """Bit for bit, with deaths and newcomers."""
-    own = crowd_of(24, churn_an_hour=2.0).nodes.trace
-    assert crowd_of(24, churn_an_hour=2.0).nodes.trace == own
-    assert crowd_of(24, churn_an_hour=2.0, seed=1).nodes.trace != own
-
-
 def test_alike_devices_on_free_links_hardly_ever_wait() -> None:
     """Their time is work, and what is trained is what was worked for."""
     last = crowd_of(24, devices={"fastest": 1.0, "forward_seconds": 10.0}, seconds=600).moments[1:]

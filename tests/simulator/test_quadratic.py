@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -21,47 +20,42 @@ from tests.simulator.populated import populate
 from tests.simulator.test_crowd import crowd_of
 from tests.worlds import micro_spec
 
-SPEC = micro_spec(
-    steps=16, microbatches_a_step=4, inner={"learning_rate": 0.5}, outer=OuterSpec(inner_steps=4, min_inner_steps=2)
-)
 NOISE = 0.5
 
 
-async def small_swarm(seed: int) -> tuple[str, float]:
-    """Two stages of four replicas to the end of their run: its trace, and the mean of the losses that were met last."""
+async def small_swarm(seed: int, steps: int, replicas: int) -> tuple[str, float]:
+    """Two stages to the end of their run: its trace, and the mean of the losses that were met last."""
+    outer = OuterSpec(inner_steps=4, min_inner_steps=2)
+    spec = micro_spec(steps=steps, microbatches_a_step=4, inner={"learning_rate": 0.5}, outer=outer)
     settings = NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
-    async with World(SPEC, settings, learning=Quadratic(seed, NOISE), seed=seed) as world:
-        populate(world, 4)
+    async with World(spec, settings, learning=Quadratic(seed, NOISE), seed=seed) as world:
+        populate(world, replicas)
         await world.ended(3600.0)
-        assert [node.condition for node in world.nodes] == ["ended"] * 8
-        steps = [[event for event in events if isinstance(event, InnerStep)] for events in world.events]
-        return world.trace, sum(each[-1].loss for each in steps) / len(steps)
+        assert [node.condition for node in world.nodes] == ["ended"] * 2 * replicas
+        losses = [[event.loss for event in events if isinstance(event, InnerStep)] for events in world.events]
+        return world.trace, sum(each[-1] for each in losses) / len(losses)
 
 
-@functools.cache
-def course(seed: int) -> tuple[str, float]:
-    """The swarm of a seed."""
-    return in_virtual_time(lambda: small_swarm(seed), seed=seed)
-
-
-def traces() -> list[str]:
-    """The traces of this swarm, and of a crowd with deaths and newcomers."""
-    return [course(1)[0], crowd_of(24, churn_an_hour=2.0).nodes.trace]
+def traces(seed: int = 1) -> list[str]:
+    """The traces of a short swarm, and of a crowd with deaths and newcomers."""
+    short, _ = in_virtual_time(lambda: small_swarm(seed, 6, 2), seed=seed)
+    return [short, crowd_of(24, churn_an_hour=2.0, seconds=600, seed=seed).nodes.trace]
 
 
 def test_it_learns_until_the_noise_is_all_that_is_left() -> None:
-    """A whole swarm, whose losses end a little above the best there is; another seed gives another course."""
-    trace, loss = course(1)
+    """A whole swarm, whose losses end a little above the best there is."""
+    _, loss = in_virtual_time(lambda: small_swarm(1, 16, 4), seed=1)
     assert BEST_LOSS < loss < BEST_LOSS + NOISE**2
-    assert course(2)[0] != trace
 
 
 def test_another_process_with_another_hash_seed_has_the_same_traces() -> None:
-    """Bit for bit, of whole nodes and of a crowd by events."""
+    """Bit for bit, of whole nodes and of a crowd by events; another seed gives others."""
     program = "from tests.simulator.test_quadratic import traces\nprint(*traces())"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert other.stdout.split()[-2:] == traces()
+    own = traces()
+    assert other.stdout.split()[-2:] == own
+    assert not set(own) & set(traces(2))
 
 
 def test_its_gradient_leads_to_the_optimum_and_belongs_to_the_weights_of_the_forward() -> None:
