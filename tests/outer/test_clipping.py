@@ -173,9 +173,10 @@ def test_a_partner_that_sends_nan_or_infinity_moves_nothing(bad: float, codec: C
     assert not victim.momentum.any()
 
 
-@pytest.mark.parametrize("momentum", ["averaged", "local"])
-@pytest.mark.parametrize("attack", PAYLOADS)
-@pytest.mark.parametrize("identities", [1, 10, 200])
+@pytest.mark.parametrize(
+    ("momentum", "attack"), [*(("averaged", attack) for attack in PAYLOADS), ("local", "just within")]
+)
+@pytest.mark.parametrize("identities", [1, 200])
 def test_two_hundred_hostile_rounds_do_not_raise_the_bound(momentum: str, attack: str, identities: int) -> None:
     """A hostile partner comes in every round, under one name or many. The bound stays at the replica's own motion (a
     crowd: four times that). The way it is pushed stays within the sum of the bounds over 1 − α."""
@@ -191,9 +192,15 @@ def test_two_hundred_hostile_rounds_do_not_raise_the_bound(momentum: str, attack
     assert float((victim.slow - 1.0).norm()) <= (sum(spent) + 200 * 0.5 * fastest) / (1 - ALPHA)
 
 
-@pytest.mark.parametrize("momentum", ["averaged", "local"])
-@pytest.mark.parametrize("attack", ["far away", "just within", "sign flipped"])
-@pytest.mark.parametrize("identities", [1, 200])
+@pytest.mark.parametrize(
+    ("momentum", "attack", "identities"),
+    [
+        ("averaged", "far away", 1),
+        ("averaged", "just within", 200),
+        ("local", "just within", 1),
+        ("local", "sign flipped", 200),
+    ],
+)
 def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: str, identities: int) -> None:
     """Every other round hostile: no further from the stage peers than a few bounds, after 200 rounds as after 50."""
     generator = torch.Generator().manual_seed(5)

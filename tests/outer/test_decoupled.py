@@ -103,13 +103,14 @@ def test_a_sign_and_a_scale_hold_most_of_a_motion_whatever_it_is_like(kind: str)
 def test_nothing_waits_and_nothing_is_lost(codec: CodecName) -> None:
     """Each of four replicas has a constant and different Δ. The mean over replicas moves by all of it in every round,
     as without a codec, and the spread stays bounded."""
-    group = [replica_of(RULE, vectors(1, size=SIZE)[0], codec=codec) for _ in range(4)]
-    learnt = [0.01 * x for x in vectors(4, torch.float64, 77, SIZE)]
+    size, rounds = GROUP * BLOCK + 77, 60
+    group = [replica_of(RULE, vectors(1, size=size)[0], codec=codec) for _ in range(4)]
+    learnt = [0.01 * x for x in vectors(4, torch.float64, 77, size)]
     start = torch.stack([r.slow for r in group]).mean(0)
     generator = torch.Generator().manual_seed(3)
     mean, velocity = start.clone(), torch.zeros_like(start)
     late: list[float] = []
-    for number in range(100):
+    for number in range(rounds):
         for replica, delta in zip(group, learnt, strict=True):
             replica.snapshot.copy_(replica.slow + delta)
         order = torch.randperm(4, generator=generator).tolist()
@@ -119,9 +120,9 @@ def test_nothing_waits_and_nothing_is_lost(codec: CodecName) -> None:
         mean += velocity
         late.append(spread(group))
     assert float((torch.stack([r.slow for r in group]).mean(0) - mean).abs().max()) < 1e-9
-    alone = 100 * float(torch.stack(learnt).var(0).mean().sqrt())
-    assert max(late) < 0.35 * alone
-    assert late[-1] < 1.4 * late[50]
+    alone = rounds * float(torch.stack(learnt).var(0).mean().sqrt())
+    assert max(late) < 0.5 * alone
+    assert late[-1] < 1.6 * late[rounds // 2]
 
 
 PLAIN = OuterRule(0.0, 1.0, 1.0, "averaged")
@@ -165,12 +166,12 @@ def test_the_spread_shrinks_by_the_window_alone(codec: CodecName) -> None:
     for replica in group:
         replica.snapshot.copy_(replica.slow)
     before, generator = spread(group), torch.Generator().manual_seed(2)
-    for number in range(32):
+    for number in range(16):
         order = torch.randperm(8, generator=generator).tolist()
         for a, b in zip(order[::2], order[1::2], strict=True):
             step([group[a], group[b]], exchange=f"{number}/{a}")
-    expected = (1 - 4 / 7 / GROUP) ** 32  # c = 4/7 of a deviation's variance where two of eight meet
-    assert (spread(group) / before) ** 2 == pytest.approx(expected, rel=0.2)
+    expected = (1 - 4 / 7 / GROUP) ** 16  # c = 4/7 of a deviation's variance where two of eight meet
+    assert (spread(group) / before) ** 2 == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("name", BOTH)
