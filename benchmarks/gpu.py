@@ -27,14 +27,15 @@ from torch import Tensor
 
 from benchmarks.command import command, parser_of, positive, results_file, save, whole
 from benchmarks.gpu_trace import FRAGMENTS, Course, traced
-from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, finish, random_batch, waits, waits_of_stages
+from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, random_batch, waits, waits_of_stages
 from benchmarks.pipeline import STEPS_BEFORE_WINDOW, run_swarm, settings_of
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
+from noloco_node.sizing.devices import peak_of
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.training.compute_device import check_device, device_name, peak_flop_per_second, resolve_device
+from noloco_node.training.compute_device import check_device, device_name, finish, resolve_device
 from noloco_node.training.stage_trainer import StageTrainer
 
 NO_DEVICE = 3
@@ -168,7 +169,7 @@ def alone(options: argparse.Namespace, flop: float, reached: Reached) -> list[Al
             rate, seen[precision] = look(run, options.device, options.seconds)
             rates[precision].append(rate)
     return [
-        row_of(precision, taken, flop, peak_flop_per_second(options.device, precision), reached, seen[precision])
+        row_of(precision, taken, flop, peak_of(device_name(options.device), precision), reached, seen[precision])
         for precision, taken in rates.items()
     ]
 
@@ -252,7 +253,7 @@ def daemons(name: str, config: Config, rounds: int, reached: Reached) -> Layout:
     """A swarm on the one device, again and again."""
     rates = [float(cast(float, asyncio.run(run_swarm(config))["tokens_per_second"])) for _ in range(rounds)]
     precision, flop = config.run.inner.precision, sum(footprint_of(config.run).flop_per_token)
-    peak = peak_flop_per_second(config.node.device, precision)
+    peak = peak_of(device_name(config.node.device), precision)
     return layout_row(name, rates, flop, peak, reached[computed_in(precision)])
 
 

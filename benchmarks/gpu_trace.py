@@ -18,10 +18,11 @@ import torch
 from torch._C._profiler import _ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_waits import finish, random_batch
+from benchmarks.gpu_waits import random_batch
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
+from noloco_node.training.compute_device import finish
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.stage_worker import InnerReport, StageWorker, place_stage
 

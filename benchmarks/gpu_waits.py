@@ -31,12 +31,6 @@ def random_batch(run: RunSpec) -> tuple[Tensor, Tensor]:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def finish(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Reads(TorchDispatchMode):
     """Counts numbers that the host reads off tensors."""
 

@@ -83,7 +83,8 @@ class NodeSettings(Settings):
     """Port of the pages of this node, read only: `/` for a browser, `/metrics`, `/healthz`, `/readyz`, `/api/state`. 0
     lets the system choose; not set serves none."""
     device: str = "auto"
-    """Torch device of the stage: cpu, cuda, cuda:1; `auto` is CUDA where there is one, else the processor."""
+    """Torch device of the stage: cpu, cuda or cuda:1 (NVIDIA, AMD), xpu (Intel), mps (Apple); `auto` takes what there
+    is."""
     torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """CPU threads of the compute library."""
     compile: bool = False

@@ -38,7 +38,7 @@ from noloco_node.node.network import Entrance, entrance, out_of_reach
 from noloco_node.node.start_checks import check_reached, dialled_back, judge_peers, own_ports, relayed_instead
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.words import as_utc
-from noloco_node.training.compute_device import check_device, idle_gpu, resolve_device
+from noloco_node.training.compute_device import all_devices, check_device, idle_gpu, resolve_device
 from noloco_node.trust.admission import own_access
 
 ADDRESS_SECONDS = 5.0
@@ -98,9 +98,9 @@ def _machine(settings: NodeSettings) -> list[Check]:
 
 
 def _device(name: str) -> Check:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = all_devices()
     what = f"auto ({resolve_device(name)})" if name == "auto" else name
-    found = f"torch {torch.__version__}, node.device {what}, {gpus} CUDA device{'s' * (gpus != 1)}"
+    found = f"torch {torch.__version__}, node.device {what}, {len(gpus)} GPU{'s' * (len(gpus) != 1)}"
     try:
         check_device(name)
     except UserError as error:
@@ -109,7 +109,7 @@ def _device(name: str) -> Check:
         why, remedy = idle
         return Check("device", CheckOutcome.WARN, f"{found}; this machine's GPU lies idle: {why}", remedy)
     if gpus and name == "cpu":
-        return Check("device", CheckOutcome.WARN, found, "a GPU lies idle: --set node.device=cuda uses it")
+        return Check("device", CheckOutcome.WARN, found, f"a GPU lies idle: --set node.device={gpus[0]} uses it")
     return Check("device", CheckOutcome.PASS, found)
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
 from noloco_node.node.interrupts import heeded_signals
@@ -21,6 +19,7 @@ from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventReader, NodeStarted
 from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
+from noloco_node.training.compute_device import all_devices
 
 POLL_SECONDS = 0.2
 """The first daemon's event file, which cannot be awaited, is read every so many seconds until it is up."""
@@ -57,14 +56,14 @@ def devices_of(text: str) -> list[str]:
                 ExitCode.USAGE, f"--devices {text}: a name is missing", "for example --devices cuda:0,cuda:1"
             )
         return named
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
+    found = all_devices()
+    if not found:
         raise UserError(
             ExitCode.USAGE,
-            "--devices all: torch finds no CUDA device on this machine",
+            "--devices all: torch finds no GPU on this machine",
             "leave it out to train on the processor, or name devices: --devices cpu,cpu",
         )
-    return [f"cuda:{index}" for index in range(count)]
+    return found
 
 
 def members_of(devices: Sequence[str], settings: NodeSettings) -> list[Member]:

@@ -52,6 +52,7 @@ from noloco_node.node.network import Agree, Entrance, Network, network
 from noloco_node.node.pause import PauseSwitch
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_of
+from noloco_node.sizing.devices import peak_of
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
@@ -64,7 +65,6 @@ from noloco_node.training.compute_device import (
     device_name,
     free_cached_memory,
     idle_gpu,
-    peak_flop_per_second,
 )
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
@@ -561,6 +561,7 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
 
 def _started_event(place: _Place, stay: _Stay, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
     spec, daemon, stage = place.net.spec, place.net.daemon, stay.replica.stage
+    device = device_name(place.net.settings.device)
     return NodeStarted(
         peer_id=daemon.own_id,
         stage=stage,
@@ -574,8 +575,8 @@ def _started_event(place: _Place, stay: _Stay, origin: BeginsFrom, *, resumed: b
         parameters=stay.parameters,
         origin=origin,
         resumed=resumed,
-        device=device_name(place.net.settings.device),
-        peak_flop_per_second=peak_flop_per_second(place.net.settings.device, spec.inner.precision),
+        device=device,
+        peak_flop_per_second=peak_of(device, spec.inner.precision),
         flop_per_token=place.stays.flop_per_token(stage),
         codec=spec.outer.codec,
         invites=[join_line(spec, address) for address in daemon.visible_addresses()],

@@ -29,7 +29,7 @@ from noloco_node.node.checks import (
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import memory_of
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.training.compute_device import resolve_device
+from noloco_node.training.compute_device import has_own_memory
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
@@ -112,7 +112,7 @@ def for_a_stage(
     footprint = footprint_of(spec)
     parameters = footprint.parameters[stage]
     elsewhere = sum(footprint.parameters) - parameters if moves else 0
-    own_memory = resolve_device(settings.device).startswith("cuda")
+    own_memory = has_own_memory(settings.device)
     need = memory_of(spec, settings, footprint, spec.most_sharing)[stage]
     available, total = memory()
     return [

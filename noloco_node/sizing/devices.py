@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from noloco_node.config.run_spec import PrecisionName
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.training.compute_device import entry_of, peak_of
 
 REACHED = 0.4
 """Training on a device that never waits reaches this share of its maker's peak: 0.3 to 0.5 is usual."""
+
+PEAK_TFLOP_PER_SECOND = {
+    "B200": {"bf16": 2250.0, "fp32": 80.0},
+    "H200 NVL": {"bf16": 835.5, "fp32": 60.0},
+    "H200": {"bf16": 989.4, "fp32": 66.9},
+    "H100 PCIe": {"bf16": 756.5, "fp32": 51.2},
+    "H100 NVL": {"bf16": 835.5, "fp32": 60.0},
+    "H100": {"bf16": 989.4, "fp32": 66.9},
+    "A100": {"bf16": 312.0, "fp32": 19.5},
+    "A40": {"bf16": 149.7, "fp32": 37.4},
+    "A10G": {"bf16": 70.0, "fp32": 35.0},
+    "A10": {"bf16": 125.0, "fp32": 31.2},
+    "L40S": {"bf16": 362.0, "fp32": 91.6},
+    "L40": {"bf16": 181.0, "fp32": 90.5},
+    "L4": {"bf16": 121.0, "fp32": 30.3},
+    "RTX 6000 Ada": {"bf16": 364.2, "fp32": 91.1},
+    "RTX A6000": {"bf16": 154.8, "fp32": 38.7},
+    "RTX 5090": {"bf16": 209.5, "fp32": 104.8},
+    "RTX 4090": {"bf16": 165.2, "fp32": 82.6},
+    "RTX 4080 SUPER": {"bf16": 104.4, "fp32": 52.2},
+    "RTX 4080": {"bf16": 97.5, "fp32": 48.7},
+    "RTX 4070 Ti SUPER": {"bf16": 88.2, "fp32": 44.1},
+    "RTX 4070 Ti": {"bf16": 80.2, "fp32": 40.1},
+    "RTX 4070 SUPER": {"bf16": 71.0, "fp32": 35.5},
+    "RTX 4070": {"bf16": 58.3, "fp32": 29.1},
+    "RTX 4060 Ti": {"bf16": 44.1, "fp32": 22.1},
+    "RTX 4060": {"bf16": 30.2, "fp32": 15.1},
+    "RTX 3090 Ti": {"bf16": 80.0, "fp32": 40.0},
+    "RTX 3090": {"bf16": 71.0, "fp32": 35.6},
+    "RTX 3080 Ti": {"bf16": 68.2, "fp32": 34.1},
+    "RTX 3080": {"bf16": 59.5, "fp32": 29.8},
+    "RTX 3070 Ti": {"bf16": 43.5, "fp32": 21.7},
+    "RTX 3070": {"bf16": 40.6, "fp32": 20.3},
+    "RTX 3060 Ti": {"bf16": 32.4, "fp32": 16.2},
+    "RTX 3060": {"bf16": 25.5, "fp32": 12.7},
+    "V100 PCIe": {"fp32": 14.0},
+    "V100": {"fp32": 15.7},
+    "T4": {"fp32": 8.1},
+}
+"""By a part of the device's name, as its maker says: dense, without sparsity; fp32 without tensor cores, which torch
+leaves aside for it."""
+
+_KIN = frozenset(("ti", "super", "d", "nvl", "laptop", "mobile", "max"))
+"""Words by which a maker tells a device from another of the same number."""
+_A_PART = re.compile(r"mig|\d+[abcq]")
+"""Words by which a driver tells that a device is a part of one: MIG and virtual GPUs."""
 
 MEMORY_GIB = {
     "B200": 180,
@@ -81,6 +127,29 @@ def device_by_name(name: str, precision: PrecisionName) -> Device:
         )
     gib = MEMORY_GIB.get(entry_of(name, MEMORY_GIB) or "")
     return Device(name, REACHED * peak, None if gib is None else gib << 30)
+
+
+def peak_of(device: str, precision: str) -> float | None:
+    """FLOP/s of a device by its own name at a precision of `inner.precision`; None where that is not known. All
+    precisions that compute in bf16 have one peak."""
+    peaks = PEAK_TFLOP_PER_SECOND.get(entry_of(device, PEAK_TFLOP_PER_SECOND) or "", {})
+    peak = peaks.get(precision.partition("-")[0])
+    return None if peak is None else 1e12 * peak
+
+
+def entry_of(device: str, entries: Iterable[str]) -> str | None:
+    """Which of these devices one is, by its own name: the entry with most of its words. None where it is none of them,
+    or a kin of one, or a part of one."""
+    words = _words(device)
+    if any(_A_PART.fullmatch(word) for word in words):
+        return None
+    within = [entry for entry in entries if _words(entry) <= words]
+    longest = max(within, key=lambda entry: len(_words(entry)), default=None)
+    return None if longest is None or (words - _words(longest)) & _KIN else longest
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[\s-]+", name.casefold()))
 
 
 _RATES = {"bit": 0.125, "kbit": 125.0, "Mbit": 125e3, "Gbit": 125e6, "kB": 1e3, "MB": 1e6, "GB": 1e9}

@@ -9,14 +9,13 @@ import torch
 
 from noloco_node.address_space import address_space_left
 from noloco_node.sizing.memory import Memory
-from noloco_node.training.compute_device import resolve_device
+from noloco_node.training.compute_device import memory_of_device, resolve_device
 
 
 def free_memory(device: str) -> Memory:
     """Free bytes of `node.device` and of this machine, within what its container may take."""
-    own = torch.device(resolve_device(device))
-    on_device = torch.cuda.mem_get_info(own)[0] if own.type == "cuda" else 0
-    return Memory(on_device, _free_on_host())
+    own = memory_of_device(torch.device(resolve_device(device)))
+    return Memory(own.get("free", 0), _free_on_host())
 
 
 def _free_on_host() -> int:

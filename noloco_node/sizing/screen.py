@@ -8,7 +8,7 @@ from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName
 from noloco_node.sizing.advice import Expectation, loads_of, step_microbatches
-from noloco_node.sizing.devices import Device, device_by_name
+from noloco_node.sizing.devices import Device, device_by_name, peak_of
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import (
     COMPILER_BYTES,
@@ -22,7 +22,6 @@ from noloco_node.sizing.memory import (
 from noloco_node.sizing.traffic import rest_of_run
 from noloco_node.sizing.utilisation import Link
 from noloco_node.telemetry.words import as_bytes
-from noloco_node.training.compute_device import peak_of
 
 STAGES_SHOWN = 6
 DAY = 86400.0

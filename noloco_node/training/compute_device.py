@@ -1,31 +1,136 @@
-"""The device that a node computes on: what `node.device` names, or the one that is there."""
+"""The device that a node computes on: what `node.device` names, or the one that is there.
+
+This is the only file that knows one maker's devices from another's. All else asks here what a device has.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from noloco_node.errors import ExitCode, UserError
 
 AUTO = "auto"
-"""CUDA where there is a device of it, else the processor."""
+"""The first kind of `KINDS` of which there is a device, else the processor."""
+PROCESSOR = "cpu"
+LEAST_VRAM = 4 << 30
+"""AMD's processors show their graphics as a card, too. They set aside less of the machine's memory than this."""
+BUILT_IN = "0000:00:02.0"
+"""Intel's processors show their graphics at this place, and torch computes on few of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """A kind of device beside the processor, as torch names it, and what its devices have."""
+
+    torch_name: str
+    makers_name: str
+    own_memory: bool = True
+    """Else it shares the machine's, and what lies there is planned once."""
+    streams: bool = True
+    """Whether copies run beside the computing, by streams and by memory that is never paged out."""
+    waits_asleep: bool = True
+    """Whether an event can be waited for without a core that is kept busy."""
+
+    @property
+    def title(self) -> str:
+        """For a person. torch names AMD's devices as it names NVIDIA's."""
+        return "ROCm" if self is CUDA and torch.version.hip else self.makers_name
+
+    @property
+    def count(self) -> int:
+        """So many devices of it can be computed on."""
+        module = torch.get_device_module(self.torch_name)
+        return int(module.device_count()) if module.is_available() else 0
+
+
+CUDA = DeviceKind("cuda", "CUDA")
+XPU = DeviceKind("xpu", "XPU", waits_asleep=False)
+MPS = DeviceKind("mps", "MPS", own_memory=False, streams=False)
+KINDS = (CUDA, XPU, MPS)
+"""All kinds, in the order in which `auto` looks for them."""
+
+
+def device_kind(device: torch.device | str) -> DeviceKind | None:
+    """The kind of a device, or of what a setting names; None for the processor and for what torch has no such device
+    of."""
+    word = device.type if isinstance(device, torch.device) else resolve_device(device).partition(":")[0]
+    return next((kind for kind in KINDS if kind.torch_name == word), None)
 
 
 def resolve_device(name: str) -> str:
     """The name of a torch device for `node.device`: `auto` is settled by what torch finds, another name is itself."""
-    if name != AUTO:
-        return name
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() else "cpu"
+    return name if name != AUTO else next((kind.torch_name for kind in KINDS if kind.count), PROCESSOR)
+
+
+def all_devices() -> list[str]:
+    """The names of all devices of the kind that `auto` takes; none where that is the processor."""
+    kind = device_kind(AUTO)
+    return [] if kind is None else [f"{kind.torch_name}:{index}" for index in range(kind.count)]
+
+
+def device_name(name: str) -> str:
+    """What `node.device` comes to: `cpu`, or the name of the GPU."""
+    chosen, kind = torch.device(resolve_device(name)), device_kind(name)
+    if kind is MPS:
+        return f"Apple GPU ({platform.machine()})"
+    return chosen.type if kind is None else str(torch.get_device_module(chosen).get_device_name(chosen))
+
+
+def has_own_memory(name: str) -> bool:
+    """Whether what lies on `node.device` takes none of the machine's memory."""
+    kind = device_kind(name)
+    return kind is not None and kind.own_memory
+
+
+def memory_of_device(device: torch.device) -> dict[str, int]:
+    """Bytes of a device's memory: allocated and reserved by this process, free and total. Empty where it has none of
+    its own."""
+    kind = device_kind(device)
+    if kind is None or not kind.own_memory:
+        return {}
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    reserved, allocated = module.memory_reserved(device), module.memory_allocated(device)
+    return {"allocated": allocated, "reserved": reserved, "free": free, "total": total}
+
+
+def free_cached_memory(name: str) -> None:
+    """Give the memory that nothing on the device uses any more back to other programs."""
+    if device_kind(name) is not None:
+        torch.get_device_module(resolve_device(name)).empty_cache()
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device_kind(device) is not None:
+        module = torch.get_device_module(device)
+        module.synchronize(*(() if device.type == MPS.torch_name else (device,)))
+
+
+def streams_of(device: torch.device) -> Any:
+    """torch's module with the streams and events of such a device; None where copies run with the computing."""
+    kind = device_kind(device)
+    return torch.get_device_module(device) if kind is not None and kind.streams else None
+
+
+def new_event(streams: Any, device: torch.device, *, timed: bool = False) -> Any:
+    """An event of such a module, which threads wait for asleep where the device lets them."""
+    kind = device_kind(device)
+    asleep = {"blocking": True} if kind is None or kind.waits_asleep else {}
+    return streams.Event(enable_timing=timed, **asleep)
 
 
 def describe_device(name: str) -> str:
     """What `node.device` comes to on this machine, in one line."""
-    chosen = resolve_device(name)
-    if chosen.partition(":")[0] == "cuda":
-        return f"node.device {name}: {chosen}, {torch.cuda.get_device_name(torch.device(chosen))}"
+    if device_kind(name) is not None:
+        return f"node.device {name}: {resolve_device(name)}, {device_name(name)}"
     if name != AUTO:
         return f"node.device {name}"
     if torch.version.cuda is None and torch.version.hip is None:
@@ -33,22 +138,21 @@ def describe_device(name: str) -> str:
     return "node.device auto: cpu, since torch finds no CUDA device; in a container, --gpus all shows it the GPUs"
 
 
-def free_cached_memory(name: str) -> None:
-    """Give the memory that nothing on the device uses any more back to other programs."""
-    if resolve_device(name).partition(":")[0] == "cuda":
-        torch.cuda.empty_cache()
-
-
 def idle_gpu(name: str, root: Path = Path("/")) -> tuple[str, str] | None:
-    """Why `auto` computes on the processor of a machine that has an NVIDIA GPU, and what to do; None where it does not,
-    or where there is none to be seen. `root` of the system's files."""
-    if name != AUTO or resolve_device(name) != "cpu":
+    """Why `auto` computes on the processor of a machine that has a GPU, and what to do. None where it does not, or
+    where there is none to be seen. `root` of the system's files."""
+    if name != AUTO or resolve_device(name) != PROCESSOR:
         return None
+    looks: tuple[Callable[[Path], tuple[str, str] | None], ...] = (_idle_nvidia, _idle_amd, _idle_intel, _idle_apple)
+    return next((found for look in looks if (found := look(root))), None)
+
+
+def _idle_nvidia(root: Path) -> tuple[str, str] | None:
     shown = any(root.glob("dev/nvidia[0-9]*"))
     if not shown and not any(root.glob("proc/driver/nvidia/gpus/*")):
         return None
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA", "install a torch with CUDA"
+        return _built_without("CUDA")
     if not shown:
         return "it is not shown to this container", "start the container with --gpus all"
     built = f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
@@ -59,99 +163,63 @@ def idle_gpu(name: str, root: Path = Path("/")) -> tuple[str, str] | None:
     return built, "update the machine's driver, or install a torch that is built for an older CUDA"
 
 
-PEAK_TFLOP_PER_SECOND = {
-    "B200": {"bf16": 2250.0, "fp32": 80.0},
-    "H200 NVL": {"bf16": 835.5, "fp32": 60.0},
-    "H200": {"bf16": 989.4, "fp32": 66.9},
-    "H100 PCIe": {"bf16": 756.5, "fp32": 51.2},
-    "H100 NVL": {"bf16": 835.5, "fp32": 60.0},
-    "H100": {"bf16": 989.4, "fp32": 66.9},
-    "A100": {"bf16": 312.0, "fp32": 19.5},
-    "A40": {"bf16": 149.7, "fp32": 37.4},
-    "A10G": {"bf16": 70.0, "fp32": 35.0},
-    "A10": {"bf16": 125.0, "fp32": 31.2},
-    "L40S": {"bf16": 362.0, "fp32": 91.6},
-    "L40": {"bf16": 181.0, "fp32": 90.5},
-    "L4": {"bf16": 121.0, "fp32": 30.3},
-    "RTX 6000 Ada": {"bf16": 364.2, "fp32": 91.1},
-    "RTX A6000": {"bf16": 154.8, "fp32": 38.7},
-    "RTX 5090": {"bf16": 209.5, "fp32": 104.8},
-    "RTX 4090": {"bf16": 165.2, "fp32": 82.6},
-    "RTX 4080 SUPER": {"bf16": 104.4, "fp32": 52.2},
-    "RTX 4080": {"bf16": 97.5, "fp32": 48.7},
-    "RTX 4070 Ti SUPER": {"bf16": 88.2, "fp32": 44.1},
-    "RTX 4070 Ti": {"bf16": 80.2, "fp32": 40.1},
-    "RTX 4070 SUPER": {"bf16": 71.0, "fp32": 35.5},
-    "RTX 4070": {"bf16": 58.3, "fp32": 29.1},
-    "RTX 4060 Ti": {"bf16": 44.1, "fp32": 22.1},
-    "RTX 4060": {"bf16": 30.2, "fp32": 15.1},
-    "RTX 3090 Ti": {"bf16": 80.0, "fp32": 40.0},
-    "RTX 3090": {"bf16": 71.0, "fp32": 35.6},
-    "RTX 3080 Ti": {"bf16": 68.2, "fp32": 34.1},
-    "RTX 3080": {"bf16": 59.5, "fp32": 29.8},
-    "RTX 3070 Ti": {"bf16": 43.5, "fp32": 21.7},
-    "RTX 3070": {"bf16": 40.6, "fp32": 20.3},
-    "RTX 3060 Ti": {"bf16": 32.4, "fp32": 16.2},
-    "RTX 3060": {"bf16": 25.5, "fp32": 12.7},
-    "V100 PCIe": {"fp32": 14.0},
-    "V100": {"fp32": 15.7},
-    "T4": {"fp32": 8.1},
-}
-"""By a part of the device's name, as its maker says: dense, without sparsity; fp32 without tensor cores, which torch
-leaves aside for it."""
-
-_KIN = frozenset(("ti", "super", "d", "nvl", "laptop", "mobile", "max"))
-"""Words by which a maker tells a device from another of the same number."""
-_A_PART = re.compile(r"mig|\d+[abcq]")
-"""Words by which a driver tells that a device is a part of one: MIG and virtual GPUs."""
-
-
-def device_name(name: str) -> str:
-    """What `node.device` comes to: `cpu`, or the name of the GPU."""
-    chosen = torch.device(resolve_device(name))
-    return torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else chosen.type
-
-
-def peak_flop_per_second(name: str, precision: str) -> float | None:
-    """Of `node.device` at a precision of `inner.precision`; None where it is not known."""
-    return peak_of(device_name(name), precision)
-
-
-def peak_of(device: str, precision: str) -> float | None:
-    """The same by the device's own name. All precisions that compute in bf16 have one peak."""
-    peaks = PEAK_TFLOP_PER_SECOND.get(entry_of(device, PEAK_TFLOP_PER_SECOND) or "", {})
-    peak = peaks.get(precision.partition("-")[0])
-    return None if peak is None else 1e12 * peak
-
-
-def entry_of(device: str, entries: Iterable[str]) -> str | None:
-    """Which of these devices one is, by its own name: the entry with most of its words. None where it is none of them,
-    or a kin of one, or a part of one."""
-    words = _words(device)
-    if any(_A_PART.fullmatch(word) for word in words):
+def _idle_amd(root: Path) -> tuple[str, str] | None:
+    sizes = [_text(card / "mem_info_vram_total") for card in _cards(root, "0x1002")]
+    if not any(size.isdigit() and int(size) >= LEAST_VRAM for size in sizes):
         return None
-    within = [entry for entry in entries if _words(entry) <= words]
-    longest = max(within, key=lambda entry: len(_words(entry)), default=None)
-    return None if longest is None or (words - _words(longest)) & _KIN else longest
+    if torch.version.hip is None:
+        return _built_without("ROCm")
+    if not (root / "dev/kfd").exists():
+        return "it is not shown to this container", "start the container with --device /dev/kfd --device /dev/dri"
+    found = f"torch {torch.__version__} is built for ROCm {torch.version.hip} and finds no device of it"
+    return found, "add this user to the groups render and video, or install a torch for the ROCm of the driver"
 
 
-def _words(name: str) -> set[str]:
-    return set(re.split(r"[\s-]+", name.casefold()))
+def _idle_intel(root: Path) -> tuple[str, str] | None:
+    if all(card.resolve().name == BUILT_IN for card in _cards(root, "0x8086")):
+        return None
+    if torch.version.xpu is None:
+        return _built_without("XPU")
+    found = f"torch {torch.__version__} is built for XPU and finds no device of it"
+    return found, "install Intel's compute runtime (Level Zero), and add this user to the group render"
+
+
+def _idle_apple(_root: Path) -> tuple[str, str] | None:
+    if sys.platform != "darwin" or platform.machine() != "arm64":
+        return None
+    if not torch.backends.mps.is_built():
+        return _built_without("MPS")
+    return "torch finds no MPS device", "update macOS, and use a Python that is built for arm64"
+
+
+def _built_without(what: str) -> tuple[str, str]:
+    return f"torch {torch.__version__} is built without {what}", f"install a torch with {what} (pytorch.org says how)"
+
+
+def _cards(root: Path, vendor: str) -> Iterator[Path]:
+    """Where the system tells of each card of a vendor."""
+    devices = (card / "device" for card in sorted(root.glob("sys/class/drm/card*")))
+    return (device for device in devices if _text(device / "vendor") == vendor)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def check_device(name: str) -> None:
     """Raise UserError (CONFIG) where `node.device` is no device of this machine that torch can compute on."""
-    chosen = resolve_device(name)
     try:
-        device = torch.device(chosen)
+        device = torch.device(resolve_device(name))
     except RuntimeError:
         raise _no_device(name, "torch knows no such device") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise _no_device(name, "torch finds no CUDA device")
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise _no_device(name, f"this machine has CUDA devices 0 to {count - 1}")
+    if (kind := device_kind(device)) is not None:
+        if not kind.count:
+            raise _no_device(name, f"torch finds no {kind.title} device")
+        if (device.index or 0) >= kind.count:
+            raise _no_device(name, f"this machine has {kind.title} devices 0 to {kind.count - 1}")
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
@@ -163,5 +231,5 @@ def _no_device(name: str, reason: str) -> UserError:
     return UserError(
         ExitCode.CONFIG,
         f"node.device is '{name}', but {reason}",
-        "set node.device to auto, cpu, cuda, or cuda:N with the number of a GPU of this machine",
+        "set node.device to auto, cpu, cuda (NVIDIA or AMD), xpu (Intel), mps (Apple), or cuda:N with a GPU's number",
     )

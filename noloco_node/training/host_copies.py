@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.training.compute_device import new_event, streams_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +42,10 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device, *, apart: bool | None = None) -> None:
-        """`apart`: by pinned memory and a stream of copies; None: where the device is CUDA's."""
+        """`apart`: by pinned memory and a stream of copies; None: where the device has such."""
         self._device = device
-        self._streams: Any = None
-        if device.type == "cuda" if apart is None else apart:
-            self._streams = torch.get_device_module(device)
+        self._streams: Any = torch.get_device_module(device) if apart else streams_of(device)
+        if self._streams is not None:
             self._of_thread: Any = getattr(self._streams, "device", nullcontext)  # the processor is every thread's
             self._coming, self._going, self._long = (self._streams.Stream(device) for _ in range(3))
         self._ahead: dict[int, _OnItsWay] = {}
@@ -145,7 +145,7 @@ class HostCopies:
         """A piece of a long vector of the device on the host: itself where it is there. For any thread; nobody changes
         it meanwhile."""
         if self._streams is None:
-            return source
+            return source.to("cpu")
         room = self.room(source.shape, source.dtype)
         self._beside([(room, source)], self._long)()
         return room
@@ -184,7 +184,7 @@ class HostCopies:
         with self._on(stream):
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
-        done = self._streams.Event(blocking=True)
+        done = new_event(self._streams, self._device)
         done.record(stream)
         return done.synchronize
 
@@ -221,7 +221,7 @@ class DeviceWatch:
     def _moment(self) -> Any:
         if self._streams is None:
             return ambient.monotonic()
-        moment = self._streams.Event(enable_timing=True, blocking=True)  # see `_beside`
+        moment = new_event(self._streams, self._device, timed=True)  # see `_beside`
         moment.record(self._streams.current_stream(self._device))
         return moment
 

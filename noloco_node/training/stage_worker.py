@@ -21,6 +21,7 @@ from noloco_node.model.router import Router
 from noloco_node.model.stage import Stage
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.training.compiled_stage import CompileBackend
+from noloco_node.training.compute_device import memory_of_device
 from noloco_node.training.compute_thread import Compute, DeviceLoad, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.frozen_state import FrozenState, Sizes
@@ -220,12 +221,7 @@ class StageWorker:
     @property
     def device_memory(self) -> dict[str, int]:
         """Bytes of the GPU: allocated and reserved by this process, free and total; empty for the processor."""
-        device = self._trainer.device
-        if device.type != "cuda":
-            return {}
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        return {"allocated": torch.cuda.memory_allocated(device), "reserved": reserved, "free": free, "total": total}
+        return memory_of_device(self._trainer.device)
 
     @property
     def queued(self) -> int:

@@ -32,7 +32,7 @@ def test_all_means_every_gpu_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     assert devices_of("all") == ["cuda:0", "cuda:1", "cuda:2"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="no CUDA device") as caught:
+    with pytest.raises(UserError, match="finds no GPU") as caught:
         devices_of("all")
     assert "cpu" in caught.value.remedy
     assert devices_of("cuda:1, cuda:3") == ["cuda:1", "cuda:3"]

@@ -11,13 +11,19 @@ from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.in_flight import Rate, next_limit
 from noloco_node.sizing.advice import expect, fitting_rank, outlook_on, under_way
-from noloco_node.sizing.devices import MEMORY_GIB, REACHED, bytes_a_second, device_by_name, seconds
+from noloco_node.sizing.devices import (
+    MEMORY_GIB,
+    PEAK_TFLOP_PER_SECOND,
+    REACHED,
+    bytes_a_second,
+    device_by_name,
+    seconds,
+)
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import planned_memory
 from noloco_node.sizing.preflight import plan
 from noloco_node.sizing.screen import expectation_lines, memory_lines
 from noloco_node.sizing.utilisation import Link
-from noloco_node.training.compute_device import PEAK_TFLOP_PER_SECOND
 
 HOME = Link(2.5e6, 0.1)
 SPEED = 2e11
