@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from threading import active_count
+from typing import cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client import disable_created_metrics as without_time_of_creation
@@ -26,12 +28,10 @@ from noloco_node.telemetry.events import (
     NodeStarted,
     NodeStopped,
     OuterStep,
-    P2pdRestarted,
     StateDownload,
-    Warned,
 )
 from noloco_node.telemetry.memory_limit import MemoryUse
-from noloco_node.telemetry.metric_table import BLOCK_OUTCOMES, TABLE, Metric
+from noloco_node.telemetry.metric_table import TABLE, Metric
 from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.web import Page
 
@@ -85,7 +85,7 @@ class Metrics:
                 registry.register(self._hops)
             case "histogram":
                 self._histograms[name] = Histogram(name, text, labels, buckets=metric.buckets, registry=registry)
-            case "info":
+            case _:
                 self._info = Info(name.removesuffix("_info"), text, registry=registry)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
@@ -110,36 +110,50 @@ class Metrics:
 
     def observe(self, event: AnyEvent) -> None:
         """Take one event of this node in."""
+        if not (isinstance(event, OuterStep) and event.kind == "aborted"):
+            for metric, path in _FED_BY.get(event.event, ()):
+                self._feed(metric, attrgetter(path)(event) if path else 1, total=isinstance(event, Account))
         match event:
             case NodeStarted():
-                self._started(event)
+                self._set("noloco_up", 1)
+                self._resumed, self._codec = event.resumed, event.codec
+                self._identity = {"version": event.version, "run_id": event.run_id, "device": event.device}
+                self._utilization.peak = event.peak_flop_per_second
+                self._stands_at(event.stage, event.flop_per_token)
             case NodeMoved():
-                self._add("noloco_moves_total", 1, event.why)
-                self._stands_at(event.stage, event.parameters, event.flop_per_token)
+                self._stands_at(event.stage, event.flop_per_token)
             case InnerStep():
-                self._inner_step(event)
+                self._add("noloco_model_flop_total", self._utilization.step(event.tokens))
             case OuterStep():
                 self._outer_step(event)
             case Evaluation():
-                self._set("noloco_validation_loss", event.loss)
                 for each in event.sources:
                     self._set("noloco_validation_source_loss", each.loss, each.source)
             case Account():
                 self._account(event)
             case CheckpointTaken():
-                self._checkpoint(event)
+                self._add("noloco_checkpoints_total", 1, "failed" if event.error else "written")
+                self._add("noloco_checkpoint_held_seconds_total", event.held_seconds)
+                if not event.error:
+                    self._set("noloco_checkpoint_last_timestamp_seconds", event.time)
             case NodeStopped():
                 self._set("noloco_up", 0)
             case Doing():
                 self._doing_now(event)
-            case P2pdRestarted():
-                self._add("noloco_p2pd_restarts_total", 1, event.cause)
             case StateDownload():
                 self._set("noloco_state_download_ratio", event.received / event.total)
-            case Warned():
-                self._add("noloco_warnings_total", 1, event.what)
             case _:
                 pass
+
+    def _feed(self, metric: Metric, value: object, *, total: bool) -> None:
+        """Take a field of an event over, as the table says. Where it is a `total`, a counter takes the rise."""
+        name = metric.name
+        for key, label, number in _parts(value):
+            labels = [] if label is None else [label]
+            if metric.kind == "gauge":
+                self._set(name, number, *labels)
+            else:
+                self._add(name, self._last.rise(name, key, number) if total else number, *labels)
 
     def page(self, headers: Mapping[str, str]) -> Page:
         """All metrics, as the request asks for them."""
@@ -157,15 +171,7 @@ class Metrics:
         self._ask("noloco_memory_used_bytes", lambda: memory().used)
         self._ask("noloco_disk_free_bytes", free_disk)
 
-    def _started(self, event: NodeStarted) -> None:
-        self._set("noloco_up", 1)
-        self._resumed, self._codec = event.resumed, event.codec
-        self._identity = {"version": event.version, "run_id": event.run_id, "device": event.device}
-        self._utilization.peak = event.peak_flop_per_second
-        self._stands_at(event.stage, event.parameters, event.flop_per_token)
-
-    def _stands_at(self, stage: int, parameters: int, flop_per_token: float) -> None:
-        self._set("noloco_stage_parameters", parameters)
+    def _stands_at(self, stage: int, flop_per_token: float) -> None:
         self._utilization.flop_per_token = flop_per_token
         self._info.info({**self._identity, "stage": str(stage)})
 
@@ -176,63 +182,25 @@ class Metrics:
         self._waiting_since = event.since if event.what.startswith("waiting") else None
         self._utilization.doing = event.what
 
-    def _inner_step(self, event: InnerStep) -> None:
-        self._add("noloco_inner_steps_total", 1)
-        self._add("noloco_inner_steps_skipped_total", event.skipped)
-        self._add("noloco_tokens_total", event.tokens)
-        self._add("noloco_model_flop_total", self._utilization.step(event.tokens))
-        self._set("noloco_clock_tokens", event.clock)
-        self._set("noloco_training_loss", event.loss)
-        self._set("noloco_learning_rate", event.learning_rate)
-        self._set("noloco_gradient_norm", event.gradient_norm)
-
     def _outer_step(self, event: OuterStep) -> None:
         if event.kind == "aborted":
             self._add("noloco_outer_aborts_total", 1, _bounded(event.reason))
-            return
-        self._add("noloco_outer_rounds_total", 1, event.kind)
-        self._add("noloco_clipped_exchanges_total", event.clipped)
-        self._add("noloco_exchange_held_seconds_total", event.held_seconds)
-        self._set("noloco_outer_last_timestamp_seconds", event.time)
-        if event.kind == "paired":
+        elif event.kind == "paired":
             self._histograms["noloco_exchange_duration_seconds"].observe(event.seconds)
             payload = self._histograms["noloco_exchange_payload_bytes"]
             payload.labels(self._codec, "sent").observe(event.bytes_sent)
             payload.labels(self._codec, "received").observe(event.bytes_received)
-        if event.spread is not None:
-            self._set("noloco_spread", event.spread)
-        if event.difference_norm is not None:
-            self._set("noloco_difference_norm", event.difference_norm)
 
     def _account(self, event: Account) -> None:
-        self._set("noloco_clock_tokens", event.clock)
-        self._set("noloco_target_tokens", event.target)
-        self._set("noloco_microbatches_held", event.held_at_end)
-        self._set("noloco_microbatches_in_flight", event.in_hand)
-        self._set("noloco_device_queue", event.queued)
-        self._set("noloco_event_loop_lag_seconds", event.loop_lag_seconds)
-        self._set("noloco_directory_records", event.directory_records)
-        self._set("noloco_directory_age_seconds", event.directory_age_seconds)
-        self._set("noloco_banned_peers", event.strangers.banned_now)
-        self._set("noloco_set_aside_peers", event.strangers.set_aside_now)
-        for what, count in event.device_memory.items():
-            self._set("noloco_device_memory_bytes", count, what)
-        for stage, count in enumerate(event.nodes_per_stage):
-            self._set("noloco_live_replicas", count, str(stage))
+        for stage in range(len(event.nodes_per_stage)):
             self._set("noloco_stage_missing", stage in event.missing_stages, str(stage))
         self._hops.told = event.hop_seconds or self._hops.told
-        self._use_of_device(event)
-        self._counts(event)
-
-    def _use_of_device(self, event: Account) -> None:
-        """A node that moved has another replica's books, but the same compute thread."""
-        for work, seconds in event.busy_by_work.items():
-            self._add("noloco_device_busy_seconds_total", self._last.rise("busy", work, seconds), work)
         idle = self._utilization.account(event)
         if idle is not None:
             self._add("noloco_device_idle_seconds_total", idle.seconds, idle.reason)
         if self._utilization.ratio is not None:
             self._set("noloco_model_flop_utilization_ratio", self._utilization.ratio)
+        self._counts(event)
 
     def _counts(self, event: Account) -> None:
         rise = self._last.rise
@@ -242,31 +210,13 @@ class Metrics:
                 rise("microbatches", outcome, getattr(event, outcome))
         for outcome in MICROBATCH_OUTCOMES:
             self._add("noloco_microbatches_total", rise("microbatches", outcome, getattr(event, outcome)), outcome)
-        self._add("noloco_data_wait_seconds_total", rise("data", "", event.data_wait_seconds))
-        for outcome in BLOCK_OUTCOMES:
+        for outcome in TABLE["noloco_text_blocks_total"].known:
             self._add("noloco_text_blocks_total", rise("blocks", outcome, event.text_slots.get(outcome, 0)), outcome)
         repeated = event.text_slots.get("repeated", 0)
         self._add("noloco_text_repeated_windows_total", rise("blocks", "repeated", repeated))
-        strangers = event.strangers
-        for name, counts in (
-            ("noloco_refusals_total", event.refused),
-            ("noloco_offences_total", strangers.offences),
-            ("noloco_bans_total", strangers.bans),
-            ("noloco_audits_total", strangers.audits),
-            ("noloco_bounded_total", strangers.bounded),
-            ("noloco_directory_no_room_total", strangers.no_room),
-        ):
-            for reason, count in counts.items():
-                self._add(name, rise(name, reason, count), _bounded(reason))
         for direction, traffic in (("sent", event.bytes_sent), ("received", event.bytes_received)):
             for kind, count in traffic.items():
                 self._add("noloco_bytes_total", rise(direction, kind, count), kind, direction)
-
-    def _checkpoint(self, event: CheckpointTaken) -> None:
-        self._add("noloco_checkpoints_total", 1, "failed" if event.error else "written")
-        self._add("noloco_checkpoint_held_seconds_total", event.held_seconds)
-        if not event.error:
-            self._set("noloco_checkpoint_last_timestamp_seconds", event.time)
 
 
 class _Told:
@@ -284,6 +234,32 @@ class _Told:
         family = HistogramMetricFamily(self.metric.name, self.metric.help)
         family.add_metric([], list(zip(bounds, counts, strict=True)), told.sum)
         yield family
+
+
+def _parts(value: object) -> Iterator[tuple[str, str | None, float]]:
+    """The key, the label and the number of each series that a field of an event makes. A word counts once, a list is by
+    its places."""
+    if isinstance(value, str):
+        yield value, _bounded(value), 1.0
+    elif isinstance(value, Mapping):
+        yield from ((name, _bounded(name), float(one)) for name, one in cast("Mapping[str, float]", value).items())
+    elif isinstance(value, Sequence):
+        yield from ((str(at), str(at), float(one)) for at, one in enumerate(cast("Sequence[float]", value)))
+    elif value is not None:
+        yield "", None, float(cast("float", value))
+
+
+def _fed_by() -> dict[str, list[tuple[Metric, str]]]:
+    made: dict[str, list[tuple[Metric, str]]] = {}
+    for metric in TABLE.values():
+        for source in metric.sources:
+            event, _, path = source.partition(".")
+            made.setdefault(event, []).append((metric, path))
+    return made
+
+
+_FED_BY = _fed_by()
+"""By event: the metrics that are fields of it, and which."""
 
 
 def _bounded(reason: str) -> str:
