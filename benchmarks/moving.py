@@ -9,18 +9,18 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import Any
 
-WIDTH, HEIGHT = 860, 430
+WIDTH, HEIGHT = 860, 440
 RUN_SECONDS = 10.0
 """In which the run is played."""
 SECONDS = 17.0
 """Of the whole picture, which then begins anew; the text stands from the run's end on."""
 FLASH = 0.4
 """Seconds for which an averaging is shown."""
-PLOT = (400, 60, 830, 270)
+PLOT = (420, 56, 836, 262)
 """Left, top, right and bottom of the loss."""
-ROWS = {0: 110, 1: 220}
+ROWS = {0: 104, 1: 220}
 """Height of each stage's nodes."""
-LINE, TEXT_LINES = 100, 5
+LINE, TEXT_LINES = 84, 5
 """Letters in a line of text, and lines of it."""
 FONT = "font-family='DejaVu Sans,Verdana,sans-serif'"
 MONO = "font-family='DejaVu Sans Mono,Menlo,monospace'"
@@ -67,7 +67,7 @@ def _page(drawn: Iterator[str]) -> str:
     return "\n".join([head, back, *drawn, "</svg>"]) + "\n"
 
 
-def _words(x: float, y: float, text: str, *, size: int = 14, colour: str = "#1f2328", more: str = FONT) -> str:
+def _words(x: float, y: float, text: str, *, size: int = 17, colour: str = "#1f2328", more: str = FONT) -> str:
     place = f"x='{x:g}' y='{y:g}' font-size='{size}' fill='{colour}'"
     return f"<text {place} {more} xml:space='preserve'>{escape(text)}</text>"
 
@@ -78,7 +78,7 @@ def parts(made: dict[str, Any]) -> Iterator[Part]:
     pace = RUN_SECONDS / length
     deaths = {name: time * pace for time, name in made["deaths"]}
     places = _places(made["nodes"])
-    yield Part(_words(24, 34, "8 nodes, 2 pipeline stages, no coordinator", size=16))
+    yield Part(_words(24, 34, "8 nodes, 2 stages, no coordinator", size=20))
     for stage, y in ROWS.items():
         yield Part(_words(24, y - 32, f"stage {stage}", colour=COLOURS[stage]))
     yield from _pairs(made, pace, places)
@@ -86,7 +86,7 @@ def parts(made: dict[str, Any]) -> Iterator[Part]:
         alive = f"<circle cx='{x}' cy='{y}' r='20' fill='{COLOURS[made['nodes'][name]]}'/>"
         end = deaths.get(name, SECONDS)
         yield Part(alive, 0.0, end)
-        yield Part(_words(x - 19, y + 38, name, size=12, colour="#59636e"))
+        yield Part(_words(x - 24, y + 40, name, size=16, colour="#59636e"))
         if name in deaths:
             cross = f"<path d='M{x - 9} {y - 9}l18 18m0 -18l-18 18' stroke='#cf222e' stroke-width='4'/>"
             yield Part(f"<circle cx='{x}' cy='{y}' r='20' fill='#eaeef2' stroke='#cf222e'/>{cross}", end)
@@ -113,7 +113,7 @@ def _pairs(made: dict[str, Any], pace: float, places: dict[str, tuple[int, int]]
                 f"<path d='M{x} {y}Q{(x + to) / 2:g} {y - 46} {to} {y}' fill='none' stroke='#1a7f37' stroke-width='3'/>"
             )
             yield Part(arc, time * pace, time * pace + FLASH)
-    yield Part(_words(24, 285, "green: two replicas average their weights", size=12, colour="#1a7f37"))
+    yield Part(_words(24, 290, "green: two replicas average weights", size=16, colour="#1a7f37"))
 
 
 def _loss(made: dict[str, Any], pace: float, deaths: dict[str, float]) -> Iterator[Part]:
@@ -122,7 +122,7 @@ def _loss(made: dict[str, Any], pace: float, deaths: dict[str, float]) -> Iterat
     losses = [loss for _, _, loss in made["loss"]]
     high, low = max(losses), min(losses)
     yield Part(f"<path d='M{left} {top}V{bottom}H{right}' fill='none' stroke='#59636e'/>")
-    yield Part(_words(left, 34, f"training loss over {made['target']:,} tokens", size=16))
+    yield Part(_words(left, 34, f"training loss over {made['target']:,} tokens", size=20))
     points = [
         (
             time * pace,
@@ -136,21 +136,21 @@ def _loss(made: dict[str, Any], pace: float, deaths: dict[str, float]) -> Iterat
         yield Part(piece, moment)
     ends = [moment for moment, _, _ in points[1:]] + [SECONDS]
     for (moment, _, _), end, loss in zip(points, ends, losses, strict=True):
-        yield Part(_words(right - 60, top + 24, f"{loss:.2f}", size=24), moment if moment > points[0][0] else 0.0, end)
+        yield Part(_words(right - 90, top + 34, f"{loss:.2f}", size=36), moment if moment > points[0][0] else 0.0, end)
     for name, moment in deaths.items():
         _, x, _ = min(points, key=lambda point: abs(point[0] - moment))
         line = f"<path d='M{x:.1f} {top}V{bottom}' stroke='#cf222e' stroke-dasharray='4 4'/>"
-        yield Part(line + _words(x - 22, bottom + 18, "kill -9", size=12, colour="#cf222e"), moment)
-        yield Part(_words(x - 18, bottom + 32, name, size=12, colour="#cf222e"), moment)
+        yield Part(line + _words(x - 26, bottom + 20, "kill -9", size=16, colour="#cf222e"), moment)
+        yield Part(_words(x - 24, bottom + 38, name, size=16, colour="#cf222e"), moment)
 
 
 def _text(made: dict[str, Any]) -> Iterator[Part]:
     """What the merged model makes of a beginning that it has not seen."""
     prompt = made["prompt"].rstrip("\n").splitlines()[-1]
-    told = f"one model out of the five nodes left · held-out loss {made['merged_loss']:.2f} · "
+    told = f"one model of the five nodes left, held-out loss {made['merged_loss']:.2f}, "
     told += f"it goes on with “{prompt.strip()}”"
-    yield Part(_words(24, 330, told, size=13), RUN_SECONDS)
+    yield Part(_words(24, 332, told, size=16), RUN_SECONDS)
     pieces = (wrap(line, LINE, drop_whitespace=False) or [""] for line in made["text"].splitlines())
     lines = [line for piece in pieces for line in piece]
     for number, line in enumerate(lines[:TEXT_LINES]):
-        yield Part(_words(24, 352 + 16 * number, line, size=13, more=MONO), RUN_SECONDS + 0.4 * (number + 1))
+        yield Part(_words(24, 357 + 19 * number, line, size=16, more=MONO), RUN_SECONDS + 0.4 * (number + 1))

@@ -386,7 +386,9 @@ def test_a_joiner_sees_what_its_line_disk_and_device_would_give(capsys: pytest.C
     run = load_config(MICRO).run
     print_run(run, SwarmSummary(12_288.0, 49_152, (2, 1), 1_000.0), settings=NodeSettings(stage=1))
     own = capsys.readouterr().out
-    assert re.search(r"costs a node      stage 1: [\d.]+ MB up and [\d.]+ MB down, [\d.]+ and [\d.]+ Mbit/s; ", own)
+    assert re.search(
+        r"costs a node      stage 1: [\d.]+ MB up and [\d.]+ MB down to the run's end, [\d.]+ and [\d.]+ Mbit/s; ", own
+    )
     assert "GFLOP of work a second" in own
     assert "stage 0: " not in own.partition("costs a node")[2]
     assert "of the disk" in own

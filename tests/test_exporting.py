@@ -175,7 +175,9 @@ def test_eval_gives_the_loss_of_the_run_and_of_single_replicas(
     """The exported model's is the merged one's, by whichever way; each single replica stands beside it."""
     folders = [finished(tmp_path / name, stage, shift=0.05 * n) for n, (name, stage) in enumerate([("a", 0), ("b", 1)])]
     folders.append(finished(tmp_path / "c", 1, peer=BOB))
-    expected = merge_run(RUN, [folder / "final" for folder in folders], tmp_path / "merged").loss
+    told: list[str] = []
+    expected = merge_run(RUN, [folder / "final" for folder in folders], tmp_path / "merged", told.append).loss
+    assert [words.split(" ")[0] for words in told] == ["stage", "stage", "scoring", "writing", "letting"]
     card = (tmp_path / "merged" / "model" / "README.md").read_text(encoding="utf-8")
     assert f"held-out loss of this model | {expected:.4f} nats" in card
     capsys.readouterr()

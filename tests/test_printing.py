@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from noloco_node.cli.printing import print_finished, print_result
 from noloco_node.errors import ExitCode
 from noloco_node.laboratory.experiment import Finished
 from noloco_node.laboratory.result import Result
-from noloco_node.launch.local_run import SwarmResult
+from noloco_node.launch.local_run import MODEL, SwarmResult
 from noloco_node.telemetry.words import as_duration, as_lag
 from tests.telemetry import made_events as made
 
@@ -17,8 +19,9 @@ def test_the_speed_of_a_swarm_is_told_with_what_it_is_of(capsys: pytest.CaptureF
     """`61,440 tokens in 59 s, 1,033 tokens/s`: a division gives 1,041, since the first step's tokens are no part of
     it."""
     summary = made.summarize(made.whole_run())
-    print_result(SwarmResult(summary, ExitCode.OK, {}, {}))
+    print_result(SwarmResult(summary, ExitCode.OK, {MODEL: Path("runs/it/model")}, {}))
     printed = capsys.readouterr().out
+    assert printed.endswith("noloco-node generate runs/it/model --prompt TEXT\n")
     assert "61,440 tokens; from the first inner step on 1,033 tokens/s, over 59 s\n" in printed
     assert f"training loss, last 5 %        {summary.training_loss:.4f} nats per token" in printed
 

@@ -218,6 +218,7 @@ def print_finished(finished: Finished) -> None:
 
 def print_result(result: SwarmResult) -> None:
     """How a local swarm's run ended, and what it left where."""
+    from noloco_node.launch.local_run import MODEL
     from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
     from noloco_node.telemetry.words import as_bytes, as_long
 
@@ -241,6 +242,8 @@ def print_result(result: SwarmResult) -> None:
         print(f"{name:<30} {path}")
     parts = ", ".join(f"{name} {as_bytes(size)}" for name, size in result.disk.items() if size)
     print(f"{'on the disk':<30} {as_bytes(sum(result.disk.values()))} ({parts})")
+    if (model := result.files.get(MODEL)) is not None:
+        print(f"{'let it continue a text':<30} noloco-node generate {model} --prompt TEXT")
 
 
 def print_seed(

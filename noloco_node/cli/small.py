@@ -162,13 +162,16 @@ def _health(options: argparse.Namespace) -> int:
 
 def _init(options: argparse.Namespace) -> int:
     path = write_example(options.name, options.to)
+    check = (f"noloco-node config validate {path}", "checks it")
     if options.name.startswith("sim/"):
-        print(f"wrote {path}: edit it, then noloco-node simulate {path} --out results")
-        return int(ExitCode.OK)
-    then = f"noloco-node lab {path} --out results"
-    if not options.name.startswith("lab/"):
-        then = f"noloco-node swarm {path} on this machine, or noloco-node seed {path} for others to join"
-    print(f"wrote {path}: edit it, check it with noloco-node config validate {path}, then {then}")
+        then = [(f"noloco-node simulate {path} --out results", "runs it")]
+    elif options.name.startswith("lab/"):
+        then = [check, (f"noloco-node lab {path} --out results", "runs it")]
+    else:
+        here, others = f"noloco-node swarm {path}", f"noloco-node seed {path} --host 0.0.0.0 --port 31337"
+        then = [check, (here, "trains on this machine"), (others, "lets others join")]
+    width = max(len(command) for command, _ in then)
+    print("\n".join([f"wrote {path}: edit it, then", *(f"  {command:<{width}}  {what}" for command, what in then)]))
     return int(ExitCode.OK)
 
 

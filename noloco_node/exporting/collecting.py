@@ -26,7 +26,7 @@ from noloco_node.model.cut import cut_model
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.telemetry.words import as_bytes
+from noloco_node.telemetry.words import as_bytes, as_replicas
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class Collector:
         gathered = gather_folders(there, self._run)
         exported = export(gathered, self.model, "mean", lambda _: None)
         clocks = ", ".join(
-            f"stage {stage} of {len(used)} replicas at {max(one.clock for one in used):,.0f} tokens"
+            f"stage {stage} from {as_replicas(len(used))} at {max(one.clock for one in used):,.0f} tokens"
             for stage, used in sorted(exported.used.items())
         )
         logger.info("the model is in %s (%s): %s", self.model, as_bytes(4 * exported.parameters), clocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,17 +35,19 @@ class MergedModel:
     """On the run's held-out windows, nats per token."""
 
 
-def merge_run(run: RunSpec, saved: Sequence[Path], folder: Path) -> MergedModel:
+def merge_run(run: RunSpec, saved: Sequence[Path], folder: Path, tell: Callable[[str], None]) -> MergedModel:
     """Average the slow weights of each stage's replicas, and put the stages together to one model in `folder`.
 
-    `saved` are the folders that `save_stage` wrote; every stage needs one, and those `in_time` count.
+    `saved` are the folders that `save_stage` wrote; every stage needs one, and those `in_time` count. `tell`
+    is told what comes next, since each part takes many seconds.
     Raises UserError: RUN_FOLDER for a stage without weights and for damaged ones, DATA where the text of the run cannot
     be read.
     """
     model, sample = folder / "model", folder / "sample.txt"
     held_out = HeldOut(run)
-    exported = export(gather_folders(saved, run), model, "mean", lambda _: None, bench=Bench(run, held_out))
+    exported = export(gather_folders(saved, run), model, "mean", tell, bench=Bench(run, held_out))
     assert exported.score is not None
+    tell("letting it continue a text")
     sample.write_text(_samples(run, model, held_out.rows[:SAMPLES]), encoding="utf-8")
     return MergedModel(model, sample, exported.score.loss)
 

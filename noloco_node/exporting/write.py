@@ -76,6 +76,8 @@ def export(
         used, state = bench.best_of(kept, state, tell)
     parameters = sum(tensor.numel() for tensor in state.values())
     _check_room(out, sum(tensor.nbytes for tensor in state.values()))
+    if bench is not None:
+        tell("scoring the model on the held-out text")
     score = bench.score(state) if bench is not None else None
     texts = {CARD: model_card(gathered, used, parameters, run.name, score), RUN_FILE: run.agreed_json}
     tell(f"writing {as_bytes(4 * parameters)} to {out}")

@@ -30,6 +30,10 @@ DISK_SECONDS = 2.0
 """The launcher checks every so many seconds whether the disk still takes what is written."""
 
 
+MODEL = "model (Hugging Face folder)"
+"""What the model is called among the files of a result."""
+
+
 @dataclass(frozen=True, slots=True)
 class SwarmResult:
     """How a local swarm's run ended, and its figures."""
@@ -177,11 +181,10 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
     if lost:
         console.print(f"no model was exported: no replica of {as_stages(lost)} left its weights")
         return None
-    console.print("merging the replicas, evaluating and exporting the model")
     from noloco_node.exporting.finished import merge_run
 
-    merged = merge_run(swarm.config.run, list(saved), swarm.run_folder)
-    files["model (Hugging Face folder)"] = merged.model
+    merged = merge_run(swarm.config.run, list(saved), swarm.run_folder, console.print)
+    files[MODEL] = merged.model
     files["sample of its text"] = merged.sample
     return merged.loss
 

@@ -58,7 +58,8 @@ async def join_node(
             spec = await fetch(door, reads_text=False)
             if spec.stages == 1:
                 raise
-            logger.warning("stage 0 is left to others, since it reads the text: %s; %s", error.message, error.remedy)
+            remedy = error.remedy.partition(";")[0]
+            logger.warning("stage 0 is left to others: %s; to serve it, too, %s", error.message, remedy)
         spec = await ambient.elsewhere(with_own_weights, spec, own.model.from_pretrained)
         if reads_text and spec.data.is_here:
             await ambient.elsewhere(check_text_here, spec.data)  # before a stage is chosen, announced and built

@@ -132,8 +132,8 @@ def report(checks: Sequence[Check]) -> None:
 
 
 def say(check: Check) -> None:
-    """One line in the log: a warning with the remedy where the check did not pass."""
+    """One line in the log: a warning with the remedy where the check did not pass. `doctor` shows the others, too."""
     if check.outcome is CheckOutcome.PASS:
-        logger.info("checked %s: %s", check.name, check.found)
+        logger.debug("checked %s: %s", check.name, check.found)
     else:
         logger.warning("%s: %s; %s", check.name, check.found, check.remedy)

@@ -82,7 +82,7 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
     for stage in [node.stage] if isinstance(node.stage, int) else range(run.stages):
         shared = [count + (each == stage) for each, count in enumerate(replicas)]
         use = rest_of_run(run, footprint, tokens_left, shared)[stage]
-        words = f"{as_bytes(use.sent)} up and {as_bytes(use.received)} down"
+        words = f"{as_bytes(use.sent)} up and {as_bytes(use.received)} down to the run's end"
         if speed > 0.0 and tokens_left > 0.0:
             bits = 8e-6 * speed / tokens_left
             work = loads[stage].compute_seconds * speed / run.microbatch_tokens / max(1, shared[stage])

@@ -79,6 +79,11 @@ def as_stages(stages: Sequence[int]) -> str:
     return f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
 
 
+def as_replicas(count: int) -> str:
+    """`1 replica`, or `3 replicas`."""
+    return f"{count} replica{'' if count == 1 else 's'}"
+
+
 def as_trained(clock: float, target: int) -> str:
     """How far a run is: `12,288 of 49,152 tokens`. What its nodes train while they come to its end is told apart."""
     done = f"{min(clock, target):,.0f} of {target:,} tokens"

@@ -81,7 +81,7 @@ def test_a_model_of_ids_is_exported_and_what_it_cannot_do_is_said(
     assert main(["eval", str(out), "--set", f"run.data.path={rows}"]) == ExitCode.OK
     told = capsys.readouterr().out
     assert "bits a byte are not known" in told
-    merged = merge_run(run, [folder / "final" for folder in folders], tmp_path / "merged")
+    merged = merge_run(run, [folder / "final" for folder in folders], tmp_path / "merged", lambda _: None)
     assert f"{merged.loss:.4f}" in told
     assert [int(word) for word in merged.sample.read_text().splitlines()[1].split()]
     assert main(["generate", str(out), "--prompt", "def"]) == ExitCode.RUN_FOLDER
