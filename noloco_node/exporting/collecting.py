@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from noloco_node.model.cut import cut_model
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.telemetry.words import as_bytes, as_replicas
+from noloco_node.telemetry.words import as_bytes, as_replicas, as_stages
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 FIRST_SECONDS, LONGEST_SECONDS = 30.0, 600.0
 """The pause after the first collection, and the longest one, in seconds; it doubles in between."""
 SHARE = 20.0
-"""A pause lasts at least so many times as long as the collection before it."""
+"""A pause lasts at least so many times as long as nodes gave their weights before it. What the collector itself takes
+to load libraries and to write a model is no part of that: it made the pause ten minutes from the first one on."""
 FEW_REPLICAS = 3
 """So many replicas of each stage are asked while the run goes on: three voices show which one is not like the
 others."""
@@ -67,6 +68,8 @@ class Collector:
         self._spool = folder / "collecting"
         self._shapes: Shapes | None = None
         self._failed = ""
+        self._giving_seconds = 0.0
+        """For which nodes gave their weights, the last time that they were asked."""
 
     async def follow(self, over: Callable[[], bool]) -> None:
         """Collect now and then, and a few times as soon as nodes say that they are at the run's end, and after it.
@@ -77,17 +80,20 @@ class Collector:
         while not (over() and ended and (last >= LAST_COLLECTIONS or not self._there())):
             if over() and not ended:
                 ended, last = True, min(last, 1)
-            began = ambient.monotonic()
             if (ended or self._finishing()) and last < LAST_COLLECTIONS:
                 last += 1
                 await self.collect(MOST_REPLICAS, beside=last > 1)
-            elif began >= due and self._whole():
+            elif ambient.monotonic() >= due and self._whole():
                 # Early: nodes wait at the run's end for a peer that has collected before.
                 await self.collect(FEW_REPLICAS)
-                due = ambient.monotonic() + max(pause, SHARE * (ambient.monotonic() - began))
+                due = ambient.monotonic() + self.rest(pause)
                 pause, last = min(2.0 * pause, LONGEST_SECONDS), max(0, last - 1)
             await asyncio.sleep(LOOK_SECONDS)
             await self._directory.refresh()
+
+    def rest(self, least: float) -> float:
+        """How long nodes are left alone after the last collection: so many seconds at least."""
+        return max(least, SHARE * self._giving_seconds)
 
     async def collect(self, most: int, *, beside: bool = False) -> None:
         """Fetch the slow weights of up to `most` replicas of each stage, and make the model anew if any came. They take
@@ -100,7 +106,9 @@ class Collector:
             gatherer = Gatherer(
                 self._run, self._shapes, self._transport, self._directory, self._spool, _untold, most=most
             )
+            began = ambient.monotonic()
             found = {stage: replicas for stage, replicas in (await gatherer.found()).items() if replicas}
+            self._giving_seconds = ambient.monotonic() - began
             for stage, replicas in found.items():
                 await ambient.elsewhere(self._keep, stage, replicas, beside)
             if found:
@@ -157,11 +165,24 @@ class Collector:
             collected.keep_tokenizer_place(Path(self._run.data.tokenizer))
         gathered = gather_folders(there, self._run)
         exported = export(gathered, self.model, "mean", lambda _: None)
-        clocks = ", ".join(
-            f"stage {stage} from {as_replicas(len(used))} at {max(one.clock for one in used):,.0f} tokens"
-            for stage, used in sorted(exported.used.items())
+        clocks = {stage: max(one.clock for one in used) for stage, used in sorted(exported.used.items())}
+        words = ", ".join(
+            f"stage {stage} from {as_replicas(len(exported.used[stage]))} at {clock:,.0f} tokens"
+            for stage, clock in clocks.items()
         )
-        logger.info("the model is in %s (%s): %s", self.model, as_bytes(4 * exported.parameters), clocks)
+        logger.info("the model is in %s (%s): %s", self.model, as_bytes(4 * exported.parameters), words)
+        if late := far_behind(clocks, self._run.max_lag_tokens):
+            logger.warning(
+                "THE MODEL'S STAGES ARE OF DIFFERENT TIMES: %s lag far behind. Unless newer weights come, ask "
+                "volunteers for their run folders, and make the model of those with noloco-node export",
+                as_stages(late),
+            )
+
+
+def far_behind(clocks: Mapping[int, float], most: float) -> list[int]:
+    """Stages whose weights are more than `most` tokens older than those of the furthest: what is put together of them
+    is no model that was ever trained."""
+    return [stage for stage, clock in clocks.items() if max(clocks.values()) - clock > most]
 
 
 def _untold(_came: int, _wanted: int) -> None:

@@ -20,6 +20,9 @@ from noloco_node.placement.start_barrier import CommonStart, MissingStages
 logger = logging.getLogger(__name__)
 
 LAST_LOOK_SECONDS = 0.3
+COLLECTORS_GRACES = 3.0
+"""A peer that collects the run's model has so many grace times to begin with the last weights. After one, a seed on a
+busy machine found the last replica of a stage gone. Its model had that stage as it was at the run's begin."""
 
 
 async def nothing_to_hand_over(_seconds: float) -> None:
@@ -74,7 +77,7 @@ class ReplicaCourse:
             await self._end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
             await self._last_outer_step()
-            await self.hand_over(self._context.spec.limits.grace_seconds)
+            await self.hand_over(COLLECTORS_GRACES * self._context.spec.limits.grace_seconds)
 
     def run_goes_on(self) -> bool:
         """False once this replica leaves or the origins do: stages that empty at the run's end are not lost."""

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from noloco_node import ambient
 from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.exporting import collecting
-from noloco_node.exporting.collecting import Collector
+from noloco_node.exporting.collecting import Collector, far_behind
 from noloco_node.model.export import load_exported
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually
@@ -51,6 +52,32 @@ async def test_a_node_waits_at_its_end_for_a_collector_that_lacks_its_last_weigh
         assert not ends[0].done()
         await collector.collect(8)
         await asyncio.wait_for(ends[0], 20)
+
+
+def test_stages_of_different_times_are_told() -> None:
+    """A seed had one stage of the end beside one of the begin, and called that the run's model."""
+    assert far_behind({0: 253_952.0, 1: 8_192.0}, 65_536.0) == [1]
+    assert far_behind({0: 253_952.0, 1: 249_856.0}, 65_536.0) == []
+
+
+async def test_what_a_collector_does_by_itself_costs_nodes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that load for half a minute made the pause after it ten minutes long."""
+    now = 0.0
+    async with trained() as swarm:
+        collector = collector_of(swarm, tmp_path)
+
+        def written() -> None:
+            nonlocal now
+            now += 30.0
+
+        monkeypatch.setattr(collector, "_write", written)
+        clock = ambient.monotonic
+        monkeypatch.setattr(collecting.ambient, "monotonic", lambda: clock() + now)
+        await collector.collect(8)
+    assert now == 30.0
+    assert collector.rest(30.0) < 300.0
 
 
 async def test_one_record_that_says_the_end_has_come_asks_for_few_collections(
