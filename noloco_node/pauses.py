@@ -1,11 +1,20 @@
-"""How long to wait after something has failed again: twice as long each time."""
+"""The one moving average, the one rest and the one ban: what is usual, and how long to wait after a failure."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import NamedTuple
 
+LATEST = 1 / 8
+"""The latest value has this weight in a moving average. A liar's eight answers, or a bad minute, then move it by two
+thirds."""
 _MOST_DOUBLED = 64
+
+
+def moved(usual: float | None, latest: float, weight: float = LATEST) -> float:
+    """What is usual after the `latest` value; that value itself where there was none before."""
+    return latest if usual is None else usual + weight * (latest - usual)
 
 
 class Doubling(NamedTuple):
@@ -21,3 +30,33 @@ class Doubling(NamedTuple):
     def about(self, earlier: int, rng: random.Random) -> float:
         """That, by half shorter or longer: where many fail at once they do not all come back at once."""
         return self.after(earlier) * rng.uniform(0.5, 1.5)
+
+
+BANS = Doubling(60.0, 3600.0)
+"""Seconds for which a peer is shut out, one time after the other."""
+
+
+class Rest(NamedTuple):
+    """How often somebody failed in a row, and until when it is left alone. Times are seconds of one clock."""
+
+    times: int = 0
+    until: float = -math.inf
+
+    def holds(self, now: float) -> bool:
+        """Whether it lasts still."""
+        return now < self.until
+
+    def again(self, pauses: Doubling, now: float, *, at_least: float = 0.0) -> Rest:
+        """The rest after one more failure now, of `at_least` so many seconds."""
+        return Rest(self.times + 1, now + max(at_least, pauses.after(self.times)))
+
+    def ban(self, now: float) -> Rest:
+        """The rest of a peer that is shut out now, twice as long as the last time.
+
+        The count begins anew after a time without a ban as long as the longest.
+        """
+        return (Rest() if now - self.until >= BANS.longest else self).again(BANS, now)
+
+
+NO_REST = Rest()
+"""Of somebody that has not failed."""

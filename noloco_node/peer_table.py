@@ -6,8 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-MOST_PEERS = 1024
-"""A table has so many entries if it is told no other number."""
+MOST_PEERS = 4096
+"""A table has so many entries if it is told no other number: a key costs a stranger nothing."""
+FEW_PEERS = 128
+"""A table that is searched for each microbatch, or holds much for each peer, has so many."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -19,10 +21,10 @@ class PeerTable(OrderedDict[K, V]):
     It is read like any dictionary. What is in use without being set anew is kept by `move_to_end`.
     """
 
-    def __init__(self, most: int = MOST_PEERS, forgotten: Callable[[K, V], object] | None = None) -> None:
-        """`forgotten` is called with each entry that has to go."""
+    def __init__(self, most: int | None = None, forgotten: Callable[[K, V], object] | None = None) -> None:
+        """`most` is `MOST_PEERS` if it is None. `forgotten` is called with each entry that has to go."""
         super().__init__()
-        self._most = most
+        self._most = MOST_PEERS if most is None else most
         self._forgotten = forgotten
 
     def __setitem__(self, key: K, value: V) -> None:

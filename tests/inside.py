@@ -12,6 +12,7 @@ from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import Directory
 from noloco_node.identity.keys import Identity
 from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.peers.reputation import UNBLEMISHED
 from noloco_node.pipeline.ledger import Repeats
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.stage_worker import StageWorker
@@ -110,7 +111,9 @@ def remembered(repeats: Repeats) -> tuple[Sized, Sized, Any]:
 
 def reputes_of(book: object) -> Mapping[Any, Any]:
     """What audits have said, by peer."""
-    return cast("Any", book)._reputes
+    known = cast("Any", book)._book
+    hops = ((peer, known.of(peer).hop) for peer in (*known.workers, *known.met))
+    return {peer: hop.repute for peer, hop in hops if hop is not None and hop.repute != UNBLEMISHED}
 
 
 def audits_under_way(auditor: object) -> Sized:

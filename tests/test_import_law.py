@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "storage telemetry",
         "sizing",
         "identity",
+        "peers",
         "transport",
         "participant",
         "libp2p",

@@ -26,9 +26,9 @@ from noloco_node.accounting.statements import (
 from noloco_node.aio import Pulse, cancel_and_wait, run_to_end, some_at_a_time
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.pipeline.messages import PEERS_COUNTED, Ledger
+from noloco_node.pipeline.messages import Ledger
 from noloco_node.training.progress import Progress
-from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
+from noloco_node.transport.calls import ASKED_AT_ONCE, NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport, Withdraw
@@ -47,10 +47,6 @@ more than `TRIES` times for one."""
 LEAST_SECONDS = 5.0
 """In the long run two receipts of one peer are at least so many seconds apart. Two may come at once, and what comes
 more often is refused as `busy`."""
-CALL_SECONDS = 5.0
-CALLS_AT_ONCE = 32
-"""At most so many receipts are under way. In a large swarm hundreds of peers served within a minute, and each needs a
-link. Peers that answer come first."""
 LAST_SECONDS = 4.0
 """Seconds for the last receipts at a node's end; most have been sent when it began to leave."""
 LAST_PAUSE_SECONDS = 0.5
@@ -111,10 +107,10 @@ class Receipts:
         """One row of serial numbers for all peers: each sees it rise, and nothing is remembered of peers that are
         gone."""
         self._pending: dict[PeerId, _Pending] = {}
-        self._receipted = PeerTable[PeerId, tuple[float, float]](PEERS_COUNTED)
+        self._receipted = PeerTable[PeerId, tuple[float, float]]()
         """The times of each peer's first receipt and of its last. A peer beyond this number is taken for new: its
         receipts are then as frequent as the books by peer need that hold as many."""
-        self._filed = PeerTable[tuple[PeerId, str], int](PEERS_COUNTED)
+        self._filed = PeerTable[tuple[PeerId, str], int]()
         """The last serial number of each sender's session: what comes again comes soon."""
         self._settled = PeerTable[PeerId, float]()
         """When each peer would have sent as many receipts as it has, one in `LEAST_SECONDS`."""
@@ -175,7 +171,7 @@ class Receipts:
         await self._write_work()
         self._make_receipts(due_only=due_only)
         answers = self._transport.peer_stats.answers
-        await some_at_a_time(CALLS_AT_ONCE, sorted(self._pending, key=lambda peer: not answers(peer)), self._send)
+        await some_at_a_time(ASKED_AT_ONCE, sorted(self._pending, key=lambda peer: not answers(peer)), self._send)
 
     async def finish(self) -> None:
         """Settle a last time, within seconds; peers that are gone are not waited for."""
@@ -247,7 +243,7 @@ class Receipts:
         pending = self._pending[peer]
         pending.tries += 1
         try:
-            await call(self._transport, peer, RECEIPT, pending.header, seconds=CALL_SECONDS)
+            await call(self._transport, peer, RECEIPT, pending.header, seconds=QUESTION_SECONDS)
         except (Refused, TransportError) as error:
             logger.debug("receipt for %s came to nothing: %r", peer, error)
             final = isinstance(error, Refused) and error.reason is not Refusal.BUSY

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from noloco_node import ambient
 from noloco_node.aio import LoopLag
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.membership import Membership
@@ -12,13 +13,13 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.summary import node_seen
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
+from noloco_node.peers.stats import PeerStats
 from noloco_node.pipeline.participant import Pipeline
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, Warned
 from noloco_node.telemetry.node_state import MOST_PEERS, NodeSeen, Surroundings
 from noloco_node.transport.interface import DIRECTORY, RELAYED
-from noloco_node.transport.peer_stats import PeerStats
 
 
 class NodeStats:
@@ -128,7 +129,7 @@ def surroundings(
         under_way, load = book.burden_of(peer)
         own = {"together": known.of(peer).tokens, "under_way": under_way, "load": load}
         made = node_seen(record, clock=present, against=clock, answers=record.peer_id in answering)
-        return made.model_copy(update={**own, "passed_over": book.passed_over(peer)})
+        return made.model_copy(update={**own, "left_alone": known.of(peer).left_alone(ambient.monotonic())})
 
     peers = tuple(peer_of(record) for record in sorted(shown, key=lambda record: (record.stage, record.peer_id)))
     return Surroundings(peers, len(records), in_hand, queued)

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from noloco_node.aio import run_to_end
 from noloco_node.averaging.dialler import Dialler
 from noloco_node.averaging.engagement import Change, Phase
-from noloco_node.averaging.probation import ProbationStanding
 from noloco_node.averaging.responder import Responder
 from noloco_node.averaging.side import Side
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
+from noloco_node.peers.probation import ProbationStanding
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.interface import Withdraw
 

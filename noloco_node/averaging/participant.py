@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from noloco_node.averaging.exchange import Exchanger
-from noloco_node.averaging.probation import Ending, ProbationStanding
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.peers.probation import Ending, ProbationStanding
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.interface import Withdraw
 

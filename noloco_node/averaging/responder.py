@@ -102,19 +102,19 @@ class Responder:
         if engagement.phase not in (Phase.FREE, Phase.PROPOSING):
             raise Refused(Refusal.BUSY)
         now = ambient.monotonic()
-        if side.back_off.resting(peer, now):
+        if side.partners.resting(peer, now):
             raise Refused(Refusal.BUSY, "the last exchanges with you came to nothing")
         side.refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = side.worker.progress
         weightless = self._weightless(peer, proposal, progress.steps, now)
-        if not weightless and side.back_off.stays_far(peer, now):
+        if not weightless and side.partners.stays_far(peer, now):
             raise Refused(Refusal.BUSY, "your weights stay far from mine")
         refusal = answer_proposal(
             own=side.transport.peer_id,
             dialler=peer,
             dialling=engagement.session.partner if engagement.session else None,
             exchange_open=False,
-            too_often=not weightless and side.visits.too_many(*account_of(peer, side.transport, side.stage_peers)),
+            too_often=not weightless and side.partners.too_many(*account_of(peer, side.transport, side.stage_peers)),
             steps_since_outer=side.window.inner_steps if weightless else progress.steps_since(proposal.fragment),
             window=side.window,
             last_round=side.last_round,
@@ -134,7 +134,7 @@ class Responder:
             raise Refused(Refusal.ON_PROBATION)
         if not proposal.newcomer and side.standing.counts(peer, steps):
             return False
-        if not side.visits.may_give(now):
+        if not side.partners.may_give(now):
             raise Refused(Refusal.TOO_EARLY, "newcomers have had their part of my time for now")
         return True
 

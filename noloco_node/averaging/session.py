@@ -10,15 +10,14 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.averaging.backoff import BackOff
 from noloco_node.averaging.messages import LEAVE, Acceptance, LeaveExchange, Opening
-from noloco_node.averaging.visits import STRANGERS, Visits
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
 from noloco_node.outer.gauge import gauge_coordinates, spread
 from noloco_node.outer.replica import NotFinite, OuterReplica, Part
 from noloco_node.outer.update import token_weights
+from noloco_node.peers.partners import STRANGERS, Partners
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import Commit, Snapshot
@@ -226,28 +225,26 @@ def account_of(dialler: PeerId, transport: Transport, stage_peers: int) -> tuple
     return (dialler, stage_peers) if transport.peer_stats.has_worked(dialler) else (STRANGERS, 1)
 
 
-def remember(
-    session: Session, transport: Transport, back_off: BackOff, visits: Visits, stage_peers: int, *, committed: bool
-) -> None:
+def remember(session: Session, transport: Transport, partners: Partners, stage_peers: int, *, committed: bool) -> None:
     """What the end of an exchange or of a step alone says of the partner; `stage_peers` live beside this replica."""
     now = ambient.monotonic()
     seconds = now - session.started
     if session.gives_only:
-        visits.gave(seconds, now)
+        partners.gave(seconds, now)
     elif session.role == "dialled":
         for account, parts in {account_of(session.partner, transport, stage_peers), (session.partner, stage_peers)}:
-            visits.made(account, parts, seconds, committed=committed)
+            partners.made(account, parts, seconds, committed=committed)
     elif session.paired and committed:
-        visits.dialled(session.partner, stage_peers, seconds)
+        partners.dialled(session.partner, stage_peers, seconds)
     if committed and not session.gives_only:
-        visits.stepped(now)
+        partners.stepped(now)
     if not session.paired:
         return
     if not committed:
-        back_off.lost(session.partner, seconds, now)
+        partners.lost(session.partner, seconds, now)
         transport.peer_stats.idle(session.partner)
         return
-    back_off.committed(session.partner)
+    partners.committed(session.partner)
     if not session.gives_only:  # what was given shows work only of a newcomer in line: see `Side.measure`
         transport.peer_stats.worked(session.partner)
 

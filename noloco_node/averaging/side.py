@@ -11,10 +11,8 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.averaging.arithmetic import Arithmetic
-from noloco_node.averaging.backoff import BackOff
 from noloco_node.averaging.engagement import Change, Engagement, Phase
 from noloco_node.averaging.matchmaking import Window
-from noloco_node.averaging.probation import Meeting, ProbationStanding, in_line
 from noloco_node.averaging.session import (
     Session,
     abort_event,
@@ -24,12 +22,13 @@ from noloco_node.averaging.session import (
     opening_specs,
     remember,
 )
-from noloco_node.averaging.visits import Visits
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import Part
 from noloco_node.participant import ReplicaContext
+from noloco_node.peers.partners import Partners
+from noloco_node.peers.probation import Meeting, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import TensorSpec
@@ -62,8 +61,7 @@ class Side:
         self.arithmetic = Arithmetic(transport, worker)
         self.engagement = Engagement()
         self._applying: asyncio.Task[None] | None = None
-        self.back_off = BackOff()
-        self.visits = Visits()
+        self.partners = Partners(transport.peer_stats.book)
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
         self.accepting = accepting
         self.last_round = False
@@ -131,7 +129,7 @@ class Side:
     def begin_last_round(self) -> None:
         """From now on this replica takes its last outer step, and answers all stage peers that take theirs."""
         if not self.last_round:
-            self.visits.begin_last_round()
+            self.partners.begin_last_round()
         self.last_round = True
 
     def free_since(self, steps: int) -> None:
@@ -163,7 +161,7 @@ class Side:
         if session.paired:
             bound.accept(session.partner, judgement)
             if stage_peers > 1:
-                self.back_off.met(
+                self.partners.met(
                     session.partner, session.fragment, judgement.norm, judgement.bound, ambient.monotonic()
                 )
             largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
@@ -181,7 +179,7 @@ class Side:
         self.standing.measured(session.partner, meeting)
         if in_line(meeting):
             self.transport.peer_stats.worked(session.partner)
-        self.back_off.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
+        self.partners.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
         self.close(session)
 
@@ -196,7 +194,7 @@ class Side:
             return
         committed = self.engagement.phase is Phase.COMMITTING
         self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
-        remember(session, self.transport, self.back_off, self.visits, self.stage_peers, committed=committed)
+        remember(session, self.transport, self.partners, self.stage_peers, committed=committed)
         if session.paired:
             self.free_since(self.worker.progress.steps)
         self._moved.fire()

@@ -38,7 +38,7 @@ from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.peer_stats import PeerStats
+from noloco_node.peers.stats import PeerStats
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,6 @@ ALSO_ASKED = 8
 """So many peers that have answered this node are asked for records whatever their places. A stranger that took all
 places near a key then does not come between nodes that know each other."""
 MOST_ENTRANCES = 2
-MOST_IDS = 1024
-"""The names of so many keys are remembered."""
 LOOKED_AT = 4
 """For each record that is told, so many peers are examined and those that work are told first."""
 ALSO_TOLD = 3
@@ -103,7 +101,7 @@ class DhtDirectory:
         self._identity = identity
         self._run_id = run_id or ""
         self._stages = stages
-        self._ids = PeerTable[Place, Any](MOST_IDS)
+        self._ids = PeerTable[Place, Any]()
         self._peer_stats = peer_stats
         self._last_expiry: dict[int, float] = {}
         self._written: dict[Place, float] = {}

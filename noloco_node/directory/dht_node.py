@@ -39,7 +39,7 @@ from noloco_node.directory.dht_dictionary import (
 from noloco_node.directory.intake import Intake
 from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.rations import Budget, PeerBudgets
+from noloco_node.peers.rations import Budget, PeerBudgets
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
-from noloco_node.pauses import Doubling
+from noloco_node.pauses import NO_REST, Doubling, Rest
 from noloco_node.peer_table import PeerTable
 
 WALK_SECONDS = 5.0
@@ -31,7 +31,6 @@ MOST_INTRODUCED = 40
 MOST_BY_ONE = 8
 """One walk asks at most so many nodes on the word of one."""
 PAUSES = Doubling(5.0, 300.0)
-MOST_REMEMBERED = 1024
 GLANCED = 2
 """So many nodes are asked at once for one bucket."""
 SECOND_SECONDS = 0.5
@@ -47,15 +46,6 @@ others have come between."""
 RELIABLE_ASKED = 4
 """So many nodes that answered when they were last asked are drawn for each walk and asked whatever their places. A node
 that later takes the places near a key then does not take the others out of sight."""
-
-
-@dataclass(slots=True)
-class _Pause:
-    """A node that did not answer is not asked until `until`."""
-
-    until: float
-    earlier: int
-    """Pauses before this one since it last answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +181,9 @@ class Walker:
         self._rng = rng
         self._clock = clock
         self._asking: dict[Any, asyncio.Task[None]] = {}
-        self._pauses = PeerTable[Any, _Pause](MOST_REMEMBERED)
-        self._reliable = PeerTable[Any, None](MOST_REMEMBERED)
-        self._near = PeerTable[Any, _Near](MOST_REMEMBERED)
+        self._pauses = PeerTable[Any, Rest]()
+        self._reliable = PeerTable[Any, None]()
+        self._near = PeerTable[Any, _Near]()
         """By key; none where nobody answered."""
         self.life = math.inf
         """Seconds that records live, as far as this node knows."""
@@ -372,8 +362,7 @@ class Walker:
         ]
 
     def _ask(self, walk: _Walk, peer: Any, keys: list[Any]) -> None:
-        pause = self._pauses.get(peer)
-        if peer in self._asking or (pause is not None and self._clock() < pause.until):
+        if peer in self._asking or self._pauses.get(peer, NO_REST).holds(self._clock()):
             return
         walk.asked.add(peer)
         self._asking[peer] = asyncio.create_task(self._asked(walk, peer, keys), name="ask a node of the DHT")
@@ -418,9 +407,7 @@ class Walker:
             self._ask(walk, peer, keys)
 
     def _pause(self, peer: Any) -> None:
-        last = self._pauses.get(peer)
-        earlier = 0 if last is None else last.earlier + 1
-        self._pauses[peer] = _Pause(self._clock() + PAUSES.after(earlier), earlier)
+        self._pauses[peer] = self._pauses.get(peer, NO_REST).again(PAUSES, self._clock())
 
 
 def _by_peer(wanted: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:

@@ -23,14 +23,13 @@ from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.records_call import MANY, MOST_TOLD, few_told, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
+from noloco_node.peers.stats import ANSWER_SECONDS, PeerStats
+from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.peer_stats import ANSWER_SECONDS, PeerStats
 
 LOOK_SECONDS = 1.0
 """The longest time between two choices of peers to ask, in seconds."""
-CALL_SECONDS = 5.0
-"""The deadline of one call in seconds."""
 SWEEP_SECONDS = 10.0
 """A sweep asks all peers within so many seconds before something is decided."""
 STRANGERS_SECONDS = 3.0
@@ -42,8 +41,6 @@ MOST_ACQUAINTED = 64
 MOST_NAMED = 256
 CALLS_A_SECOND = 4.0
 """A node makes so many calls a second in the long run."""
-BURST = 16
-"""So many calls may be made at once after a quiet time, and so many may be under way."""
 ASK_AGAIN = 0.8
 """A peer that answers is asked again only after about so many record lives, unless it falls silent. It takes longer if
 the peer called or worked with this node meanwhile."""
@@ -142,7 +139,7 @@ class HealthChecks:
         self._near_in_a_row = 0
         self._knows_many = False
         """`MANY` of the introduced peers are there."""
-        self._allowance = float(BURST)
+        self._allowance = float(ASKED_AT_ONCE)
         self._allowed_at = 0.0
         self._earliest = -math.inf
         """Before this time nobody is due, unless a call came to nothing since `_silences` of them had."""
@@ -193,7 +190,7 @@ class HealthChecks:
             self._running = False
 
     async def sweep(self, seconds: float) -> None:
-        """Ask every introduced peer that is not known to serve its stage yet, `BURST` at a time.
+        """Ask every introduced peer that is not known to serve its stage yet, `ASKED_AT_ONCE` at a time.
 
         It returns when each has answered or fallen silent, or the time is up. While `run` runs, that asks, and this
         returns at once.
@@ -242,28 +239,28 @@ class HealthChecks:
         return asked is not None and not asked.under_way and not self._confirmed(peer)
 
     async def _ask_in_turn(self, peers: Sequence[PeerId], until: Callable[[], float]) -> None:
-        """All of them, `BURST` at a time; nobody any more once `until()` is over."""
+        """All of them, `ASKED_AT_ONCE` at a time; nobody any more once `until()` is over."""
         loop = asyncio.get_running_loop()
 
         async def ask(peer: PeerId) -> None:
             seconds = until() - loop.time()
             if seconds > 0.0 and (asked := self._asked.get(peer)) is not None:
-                await self._ask(peer, asked, min(CALL_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
+                await self._ask(peer, asked, min(QUESTION_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
                 self._found = self._found or (asked.record is not None and is_there(self._known, asked.record))
 
-        await some_at_a_time(BURST, peers, ask)
+        await some_at_a_time(ASKED_AT_ONCE, peers, ask)
 
     def _due(self, now: float) -> list[PeerId]:
         """The peers to ask now, within the allowance.
 
         No peer is considered before the earliest one is due, or a call has come to nothing.
         """
-        self._allowance = min(float(BURST), self._allowance + (now - self._allowed_at) * self._calls_a_second)
+        self._allowance = min(float(ASKED_AT_ONCE), self._allowance + (now - self._allowed_at) * self._calls_a_second)
         self._allowed_at = now
         if now < self._earliest and self._silences == self._known.silences_in_all:
             return []
         under_way = sum(asked.under_way for asked in self._asked.values())
-        most = min(int(self._allowance), BURST - under_way)
+        most = min(int(self._allowance), ASKED_AT_ONCE - under_way)
         if most <= 0:
             return []
         self._silences, self._earliest = self._known.silences_in_all, math.inf
@@ -310,7 +307,7 @@ class HealthChecks:
         near = [] if own is None else [stage for stage in stages if stage in (own, own + 1)]
         if kind is not PeerKind.INTRODUCED or not near or len(near) == len(stages):
             return stages
-        self._near_in_a_row = (self._near_in_a_row + 1) % (BURST + 1)
+        self._near_in_a_row = (self._near_in_a_row + 1) % (ASKED_AT_ONCE + 1)
         return near if self._near_in_a_row else [stage for stage in stages if stage not in near]
 
     def _is_due(self, peer: PeerId, asked: _Asked, now: float) -> bool:
@@ -357,7 +354,7 @@ class HealthChecks:
     def _until_told(self, now: float) -> float:
         return self._told_at + CHANGES_SECONDS * min(1.0, len(self._asked) / CROWD) - now
 
-    async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = CALL_SECONDS) -> None:
+    async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = QUESTION_SECONDS) -> None:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
             return
         before = self._known.answers(peer), self._known.of(peer).stage

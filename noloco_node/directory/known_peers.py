@@ -13,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn, Protocol
+from typing import Annotated, NoReturn, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,8 +23,9 @@ from noloco_node.directory.records import DirectoryView
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import Doubling
+from noloco_node.pauses import NO_REST, Doubling, Rest
 from noloco_node.storage import atomic
+from noloco_node.transport.calls import ASKED_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ PAUSES = Doubling(2.0, 30.0)
 """Seconds after which a peer's address is asked for again; a known one is asked for after the longest, since it may
 have moved."""
 LAST_LOOK_SECONDS = 3.0
-ASKED_AT_ONCE = 4
 MAX_FILE_BYTES = 256 * 1024
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
@@ -48,13 +48,6 @@ class Book(Protocol):
     async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
         """Where a peer listens."""
         ...
-
-
-class _Wait(NamedTuple):
-    """The look at which a live peer is asked for again, and how often it has been asked in vain."""
-
-    until: float = 0
-    in_vain: int = 0
 
 
 class HeldState(BaseModel):
@@ -149,18 +142,18 @@ class KnownPeers:
         Each address is learnt as soon as the peer is seen (a short run may be over before long) and again from time to
         time. If there are more peers than places, those of which this node knows most stay (`worth_keeping`).
         """
-        waits: dict[PeerId, _Wait] = {}
+        waits: dict[PeerId, Rest] = {}
+        """By looks: at which one each live peer is asked for again, and how often it was asked."""
         look = 0
         while True:
             before = dict(self.addresses)
-            waits = {peer: waits.get(peer, _Wait()) for peer in self.worth_keeping(live(), esteem)}
-            peers = [peer for peer, wait in waits.items() if wait.until <= look]
+            waits = {peer: waits.get(peer, NO_REST) for peer in self.worth_keeping(live(), esteem)}
+            peers = [peer for peer, wait in waits.items() if not wait.holds(look)]
             for first in range(0, len(peers), ASKED_AT_ONCE):
                 await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
             for peer in peers:
-                earlier = waits[peer].in_vain
-                pause = PAUSES.longest if peer in self.addresses else PAUSES.after(earlier)
-                waits[peer] = _Wait(look + pause, earlier + 1)
+                known = PAUSES.longest if peer in self.addresses else 0.0
+                waits[peer] = waits[peer].again(PAUSES, look, at_least=known)
             known = self.held.keys()
             self.worked_with(holders())
             grown = self.held.keys() != known or (self.held and look % PAUSES.longest == 0)

@@ -20,7 +20,7 @@ from noloco_node.directory.buckets import Estimate
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.peer_stats import WORK_AN_ASK, PeerStats
+from noloco_node.peers.stats import WORK_AN_ASK, PeerStats
 
 PRIOR = 3.0
 """So many stage peers are taken to have worked at a common start, before any has been asked."""
@@ -38,8 +38,6 @@ STILL_STEPS = 8
 STILL_PAUSES = 2.0
 """A clock must stand still for at least so many times its last pause between two moves. A stage peer that is so many
 times slower than this replica moves its clock as rarely."""
-FIRST_REMEMBERED = 4096
-"""So many stage peers are remembered to have come no later than this one, whether their records live or not."""
 
 
 @dataclass(slots=True)
@@ -119,7 +117,7 @@ class LiveReplicaEstimate:
         self._known = known
         self._clock = clock
         self._seen: dict[PeerId, _Seen] = {}
-        self._first = PeerTable[PeerId, None](FIRST_REMEMBERED)
+        self._first = PeerTable[PeerId, None]()
         """The peers that may have come together with this replica.
 
         They were introduced before work of a stage peer was seen, or while the stage was seen in part. Then a peer's

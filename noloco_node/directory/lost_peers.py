@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
-from noloco_node.peer_table import PeerTable
-from noloco_node.transport.peer_stats import PeerStats
+from noloco_node.peer_table import FEW_PEERS, PeerTable
+from noloco_node.peers.stats import PeerStats
 
-MOST_REMEMBERED = 64
 PAUSES = Doubling(5.0, 60.0)
 FORGET_SECONDS = 86_400.0
 
@@ -33,7 +32,7 @@ class _Lost:
 class LostPeers:
     """The missed peers; pure state, no clock of its own.
 
-    It holds at most `MOST_REMEMBERED`: first those that this node has seen work, then those that have answered it.
+    It holds at most `FEW_PEERS`: first those that this node has seen work, then those that have answered it.
     Chance decides among equals, so that the last lost has a place.
     """
 
@@ -41,7 +40,7 @@ class LostPeers:
         self._own = own
         self._rng = rng
         self._known = known
-        self._lost = PeerTable[PeerId, _Lost](MOST_REMEMBERED)
+        self._lost = PeerTable[PeerId, _Lost](FEW_PEERS)
 
     @property
     def missed(self) -> tuple[PeerId, ...]:
@@ -76,7 +75,7 @@ class LostPeers:
 
     def _make_room(self, worth: int) -> bool:
         """A crowd that leaves must not push out those that this node has worked with: halves come together by them."""
-        if len(self._lost) < MOST_REMEMBERED:
+        if len(self._lost) < FEW_PEERS:
             return True
         least = min(lost.worth for lost in self._lost.values())
         if worth < least:

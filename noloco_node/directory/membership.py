@@ -18,7 +18,7 @@ from noloco_node.directory.live_estimate import SAMPLE, LiveReplicaEstimate, is_
 from noloco_node.directory.records import NOTHING_SHOWN, SERVING, Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.peer_stats import PeerStats
+from noloco_node.peers.stats import PeerStats
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord,
 from noloco_node.directory.sampled_view import SampledView
 from noloco_node.directory.store import MOST_RECORDS, esteem_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.peer_stats import PeerStats
+from noloco_node.peers.stats import PeerStats
 
 
 class MemoryDirectoryHub:

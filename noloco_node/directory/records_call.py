@@ -20,12 +20,11 @@ from noloco_node.directory.records import Directory, SignedRecord
 from noloco_node.directory.validator import MAX_SIGNED_BYTES
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTimes
-from noloco_node.transport.calls import Method, call, on
+from noloco_node.transport.calls import QUESTION_SECONDS, Method, call, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_run
 from noloco_node.transport.interface import Transport, Withdraw
 
-TIMEOUT_SECONDS = 5.0
 MOST_TOLD = 12
 """A message tells at most so many records, the teller's own included: what a header holds, and few enough to check at
 once."""
@@ -140,7 +139,7 @@ async def tell(
     *,
     stage: int | None = None,
     most: int = MOST_TOLD,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float = QUESTION_SECONDS,
 ) -> ToldRecords:
     """Tell a peer this node's `stage`, its own record and others, and take in its answer within `timeout` seconds.
 

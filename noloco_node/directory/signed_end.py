@@ -22,7 +22,7 @@ from noloco_node.directory.records import Directory, LiveRecord, PeerRecord, Pee
 from noloco_node.errors import UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import EndWord, RunFolder
-from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, ask, on
+from noloco_node.transport.calls import ASKED_AT_ONCE, NOTHING, QUESTION_SECONDS, Method, Nothing, Reply, ask, on
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw
 
@@ -33,8 +33,6 @@ HALF_WAY = 0.5
 MOST_WORDS = 32
 """Words that are kept and handed on."""
 MAX_TEXT_BYTES = 160 * 1024
-ASK_SECONDS = 5.0
-ASKED_AT_ONCE = 8
 END = Method("hello.end", Nothing, Nothing, at_once=2, text_bytes=MAX_TEXT_BYTES)
 """The answer is a tensor u8 [bytes]: a list of `EndWord` in JSON."""
 _WORDS = TypeAdapter(list[EndWord])
@@ -181,7 +179,7 @@ class SignedEnd:
 
     async def _asked(self, peer: PeerId) -> list[EndWord]:
         try:
-            answer = await ask(self._transport, peer, END, NOTHING, seconds=ASK_SECONDS)
+            answer = await ask(self._transport, peer, END, NOTHING, seconds=QUESTION_SECONDS)
             return _WORDS.validate_json(answer.tensors[0].numpy().tobytes())[:MOST_WORDS]
         except (Refused, TransportError, ValidationError) as error:
             logger.debug("%s tells no words of the run's end: %r", peer, error)

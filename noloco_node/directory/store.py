@@ -20,7 +20,7 @@ from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.transport.peer_stats import SILENCES_TOLERATED, PeerStats
+from noloco_node.peers.stats import SILENCES_TOLERATED, PeerStats
 
 T = TypeVar("T")
 
@@ -32,8 +32,6 @@ MOST_HEARSAY_OF_A_BUCKET = CROWDED
 """One peer may bring so many records of others under a key that is known to be a bucket's. The bucket may be read from
 one of its holders alone, which brings as many as show that it is crowded. With fewer places a bucket of strangers would
 count for half of what it holds."""
-MOST_BUCKETS = 4096
-"""So many keys are remembered to be buckets'."""
 MOST_KEYS = 4096
 """A seed holds the records of so many stages of other people's runs."""
 MOST_KEYS_A_SIGNER = 8
@@ -140,7 +138,7 @@ class RecordStore:
         self._keys_of: Counter[PeerId] = Counter()
         self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
         """By key and bringer: the signers of records that were brought by other peers than their signers."""
-        self._buckets = PeerTable[bytes, None](MOST_BUCKETS)
+        self._buckets = PeerTable[bytes, None]()
         self.no_room = Counter[NoRoom]()
         """Records so far that were not taken in or gave way, by what had no room."""
         self._count = 0

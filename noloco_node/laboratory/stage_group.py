@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, Window, answer_proposal, decide
-from noloco_node.averaging.visits import Visits
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
@@ -24,6 +23,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.gauge import gauge_coordinates
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule, token_weights
+from noloco_node.peers.partners import Partners
 from noloco_node.training.progress import Progress
 
 DIALS_A_TICK = 6
@@ -113,7 +113,7 @@ class StageGroup:
             for row in stage.fast
         ]
         self._bounds = [[PartnerBound(run.outer.clip_multiple) for _ in range(fragments + 1)] for _ in self.replicas]
-        self._visits = [Visits() for _ in self.replicas]
+        self._visits = [Partners() for _ in self.replicas]
 
     def bytes_of(self, part: Part, partners: int) -> int:
         """What one member sends in an exchange of this part: payload, sketch and gauge to each partner."""

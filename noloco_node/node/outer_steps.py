@@ -13,14 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from noloco_node import ambient
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.averaging.participant import Averaging
-from noloco_node.averaging.probation import Ending
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
-from noloco_node.peer_table import PeerTable
-from noloco_node.pipeline.links import PeerWays
+from noloco_node.peers.probation import Ending
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.state_transfer.messages import StateManifest
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
@@ -55,13 +53,16 @@ class OuterSteps:
         self._copier = copier
         self._pace = pace
         self._behind = behind
-        self.partners = PeerTable[str, int]()
-        """The number of committed outer steps by partner, for the partners that were met last."""
         self.last_taken = False
         """The last outer step, of the whole stage, is done."""
         self.relayed: Callable[[], Collection[PeerId]] = frozenset
         """Peers that are connected through relays only, as of now."""
-        self._ways = PeerWays()
+        self._book = context.transport.peer_stats.book
+
+    @property
+    def partners(self) -> dict[str, int]:
+        """The number of committed outer steps by partner."""
+        return {peer: known.committed for peer, known in self._book.partners if known.committed}
 
     async def run(self) -> None:
         """Decide after every pulse, until cancelled."""
@@ -86,9 +87,9 @@ class OuterSteps:
         """Stage peers that are worth dialling now."""
         stage_peers, newcomers = self._membership.partners(*states), self._membership.newcomers()
         counting = self._standing.partners(stage_peers, newcomers, self._worker.progress.steps)
-        ready = self._exchanger.back_off.ready(counting, ambient.monotonic())
-        others, visits = self._exchanger.stage_peers, self._exchanger.visits
-        return [peer for peer in ready if not visits.too_slow(peer, others)]
+        ready = self._exchanger.partners.ready(counting, ambient.monotonic())
+        others, known = self._exchanger.stage_peers, self._exchanger.partners
+        return [peer for peer in ready if not known.too_slow(peer, others)]
 
     def pairing_state(self, next_try: float) -> PairingState:
         """What the next decision depends on; `next_try` in seconds of the event loop."""
@@ -107,7 +108,7 @@ class OuterSteps:
         )
 
     def _weights(self, stage_peers: Sequence[PeerId]) -> list[float]:
-        return self._ways.weights(stage_peers, self.relayed(), ambient.monotonic())
+        return self._exchanger.partners.weights(stage_peers, self.relayed(), ambient.monotonic())
 
     async def catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""
@@ -128,7 +129,7 @@ class OuterSteps:
 
     def begin_on_probation(self) -> None:
         """The state is a stage peer's copy."""
-        self._exchanger.back_off.forget_distances()
+        self._exchanger.partners.forget_distances()
         self._standing.begin(self._worker.progress.steps)
 
     def probation_ended(self, reason: Ending, steps: int) -> None:
@@ -140,9 +141,8 @@ class OuterSteps:
         if self._exchanger.last_round and event.kind != "aborted" and event.fragment is None:
             self.last_taken = True
         if event.kind == "paired" and event.partner is not None:
-            self.partners[event.partner] = self.partners.get(event.partner, 0) + 1
-            sent_and_received = event.bytes_sent + event.bytes_received
-            self._ways.exchanged(PeerId(event.partner), event.seconds, sent_and_received, ambient.monotonic())
+            carried, known = event.bytes_sent + event.bytes_received, self._exchanger.partners
+            known.exchanged(PeerId(event.partner), event.seconds, carried, ambient.monotonic())
         self._emit(event)
 
 

@@ -89,6 +89,7 @@ class Replica:
         self.membership = self._neighbourhood.membership
         self._clocks = self._make_clocks()
         self._behind = FarBehind(self._clocks)
+        context.transport.peer_stats.book.begin_stage()
         self.pipeline = Pipeline(context, stage, samples, ledger or Ledger(), self._behind)
         self.averaging = Averaging(
             context,

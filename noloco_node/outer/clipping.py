@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from noloco_node.outer.replica import OuterReplica
-from noloco_node.peer_table import PeerTable
+from noloco_node.peer_table import FEW_PEERS, PeerTable
 
-_PEERS_REMEMBERED = 64
-_NEAR_REMEMBERED = 4096
 _MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
 _GROSS = 10.0
@@ -47,8 +45,8 @@ class DifferenceBound:
 
     def __init__(self, multiple: float) -> None:
         self._multiple = multiple
-        self._latest = PeerTable[str, float](_PEERS_REMEMBERED)
-        self._near = PeerTable[str, None](_NEAR_REMEMBERED)
+        self._latest = PeerTable[str, float](FEW_PEERS)
+        self._near = PeerTable[str, None]()
         self._motions: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
     def bound(self, own_motion: float) -> float:
@@ -100,7 +98,7 @@ class Regress:
     """
 
     def __init__(self) -> None:
-        self._latest = PeerTable[str, float](_PEERS_REMEMBERED)
+        self._latest = PeerTable[str, float](FEW_PEERS)
         self._learnt: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
 
     def scale(self, peer: str, taken: float, learnt: float, own_motion: float, *, stage_peers: int) -> float:

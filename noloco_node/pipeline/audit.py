@@ -24,13 +24,13 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTimes
+from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.tensor_checks import INLINE_ELEMENTS
 from noloco_node.trust.leanings import Leanings
-from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
 
 logger = logging.getLogger(__name__)
 

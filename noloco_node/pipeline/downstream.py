@@ -23,9 +23,10 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
+from noloco_node.peers.latency import HANG_SECONDS, RequestOutcome
+from noloco_node.peers.stats import PeerStats
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.pipeline.circuit_breaker import CircuitBreaker
-from noloco_node.pipeline.latency import PASSED_UPWARD, RequestOutcome, outcome_of
 from noloco_node.pipeline.ledger import MicrobatchName, Repeats, content_of
 from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
@@ -61,7 +62,6 @@ from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, Tran
 from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.transport.tensor_checks import all_finite, scale_of
 from noloco_node.trust.sources_seen import OriginsSeen
 
@@ -79,6 +79,17 @@ SCALE_MULTIPLE = 16.0
 """Activations are refused if their root mean square is this many times the usual one."""
 
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
+PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
+"""A peer that gives one of these refusals says that others further on gave up."""
+
+
+def outcome_of(refusal: Refused, took: float) -> RequestOutcome:
+    """What a refusal that came after so many seconds says of its giver."""
+    if refusal.reason is Refusal.BUSY and took < HANG_SECONDS:
+        return RequestOutcome.UNTOLD
+    # A request may have waited behind others on this node's own link: every peer is late then, and none beside others.
+    excused = refusal.reason is Refusal.BUSY or refusal.reason in PASSED_UPWARD
+    return RequestOutcome.EXCUSED if excused else RequestOutcome.FAILED
 
 
 class Downstream:

@@ -15,6 +15,7 @@ from typing import Literal
 from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
+from noloco_node.pauses import moved
 
 FIRST = 2
 WINDOW = 12
@@ -27,8 +28,6 @@ ENOUGH_WAITING = 2.0
 MOST_WAITING = 3.0
 """If more own microbatches wait for devices, they take places from other origins. Nothing is won, since the others do
 the same."""
-LAST_ONE = 1 / 16
-"""The latest microbatch has this weight in the moving average of the waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class InFlight:
         one more fills what would be empty.
         """
         if seconds > 0.0:
-            self._waiting += LAST_ONE * ((waited + link_wait) / seconds - self._waiting)
+            self._waiting = moved(self._waiting, (waited + link_wait) / seconds)
         if not self._auto:
             return
         if self._passed_over < self._kept:  # drawn under another limit

@@ -22,7 +22,6 @@ from noloco_node.transport.frames import tensor_bytes
 
 ANSWERS_KEPT = 32
 KEPT_ANSWER_BYTES = 64 << 20
-MICROBATCHES_REMEMBERED = 4096
 INLINE_BYTES = 1 << 20
 """Checksums of up to so many bytes are taken on the event loop (0.15 ms)."""
 
@@ -51,7 +50,7 @@ class Repeats:
     """The books of one replica. Bounded in microbatches, answers and their bytes."""
 
     def __init__(self) -> None:
-        self._trained = PeerTable[MicrobatchName, None](MICROBATCHES_REMEMBERED, self._uncount)
+        self._trained = PeerTable[MicrobatchName, None](forgotten=self._uncount)
         self._ids: Counter[str] = Counter()
         self._answers: OrderedDict[MicrobatchName, Reply[MicrobatchAnswer]] = OrderedDict()
         self._kept_bytes = 0

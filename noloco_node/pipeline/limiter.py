@@ -7,24 +7,21 @@ from functools import partial
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import moved
 from noloco_node.peer_table import PeerTimes
+from noloco_node.peers.stats import WORK_SECONDS
 from noloco_node.training.compute_thread import DeviceLoad
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
 
 WANTED_SECONDS = 1.0
 """A refused peer is taken to want a place for so many seconds; it asks again within a fraction of that."""
-RELIABLE_SECONDS = 120.0
-"""A peer is taken to bring work for so many seconds after a place of it came to something."""
-PEERS_REMEMBERED = 1024
 AHEAD_SECONDS = 0.5
 """A microbatch is sent on to others if more than so many seconds of a device's work wait before it. To ask another peer
 takes about as long."""
 ASKS_TO_WAIT = 2
 """After so many asks that came to nothing, a microbatch may wait wherever there is a place. A sender that has asked all
 the peers it sees counts as many."""
-OF_A_MICROBATCH = 1 / 8
-"""The latest microbatch has this weight in the moving average of the time that one takes."""
 
 
 class MicrobatchLimiter:
@@ -54,7 +51,7 @@ class MicrobatchLimiter:
         self._count = 0
         self._answered: dict[PeerId, int] = {}
         """The number of a peer's places that were answered."""
-        self._reliable = PeerTimes[PeerId](PEERS_REMEMBERED)
+        self._reliable = PeerTimes[PeerId]()
         """The peers with a place that lately came to something, and until when that counts."""
         self._wanted = PeerTimes[PeerId](limit)
         """The peers that were refused lately, and until when each is taken to want a place."""
@@ -92,8 +89,8 @@ class MicrobatchLimiter:
         """A place of `peer` came to something: the answer to its microbatch is ready."""
         self._answered[peer] = self._answered.get(peer, 0) + 1
         before, self._busy = self._busy, self._load().busy_seconds
-        self._usual += (OF_A_MICROBATCH if self._usual else 1.0) * (self._busy - before - self._usual)
-        self._reliable[peer] = self._clock() + RELIABLE_SECONDS
+        self._usual = moved(self._usual or None, self._busy - before)
+        self._reliable[peer] = self._clock() + WORK_SECONDS
 
     def _release(self, peer: PeerId) -> None:
         if peer in self._answered:

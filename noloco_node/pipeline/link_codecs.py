@@ -19,20 +19,18 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import moved
 from noloco_node.peer_table import PeerTable
 from noloco_node.training.activation_codec import DTYPES, decode, encode
 
 CARRIED_SHARE = 1 / 4
 """A link is quick enough if carrying takes at most this share of the time that the work takes."""
-OF_A_MICROBATCH = 1 / 8
-"""The latest microbatch has this weight in the moving average of a link's times."""
 PROBES = 1 / 32
 """This share of microbatches goes by another codec than the link's own, to measure what that one takes now. They also
 hide which microbatches are copies for an audit, since those go by the codec of the first."""
 LONGER = 1 / 256
 """The least time of carrying grows by this part towards the latest time. A way that has become longer is believed after
 some hundreds of microbatches. A way that only has more traffic is found free now and then by that time."""
-LINKS_REMEMBERED = 1024
 INLINE_NUMBERS = 1 << 15
 """So many numbers are coded on the event loop (0.2 ms); more are coded beside it."""
 
@@ -52,7 +50,7 @@ class LinkCodecs:
         self._allowed = tuple(allowed)
         self._bytes: dict[ActivationCodec, int] = {codec: token_bytes(INT8_BLOCK, codec) for codec in self._allowed}
         self._rng = rng
-        self._links = PeerTable[PeerId, _Link](LINKS_REMEMBERED)
+        self._links = PeerTable[PeerId, _Link]()
 
     @property
     def widest(self) -> ActivationCodec:
@@ -79,9 +77,8 @@ class LinkCodecs:
         link = self._links[peer] = self._links.get(peer) or _Link()
         seconds, work = max(0.0, took - work), min(work, took)
         link.least[codec] = least_carrying(link.least.get(codec), seconds)
-        before = link.carrying.get(codec)
-        link.work = work if not link.carrying else link.work + OF_A_MICROBATCH * (work - link.work)
-        link.carrying[codec] = seconds if before is None else before + OF_A_MICROBATCH * (seconds - before)
+        link.work = moved(link.work if link.carrying else None, work)
+        link.carrying[codec] = moved(link.carrying.get(codec), seconds)
         return seconds - link.least[codec]
 
 
@@ -90,7 +87,7 @@ def least_carrying(before: float | None, seconds: float) -> float:
 
     `before` is None for the first one.
     """
-    return seconds if before is None else min(seconds, before + LONGER * (seconds - before))
+    return min(seconds, moved(before, seconds, LONGER))
 
 
 def codec_for(

@@ -40,9 +40,6 @@ from noloco_node.trust.sources_seen import DrawnBy
 
 COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
-PEERS_COUNTED = 1024
-"""The work of so many peers is counted one by one; of more, those seen last are kept."""
-
 Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=MAX_PARTS)]
 """The number of times that each expert of a mixture was chosen for the tokens of a microbatch."""
 
@@ -201,9 +198,9 @@ class Ledger:
     """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
     walk: Position = field(default_factory=SamplerPosition)
     """Where the next sample of its text comes from, once it has left stage 0."""
-    done_for: PeerTable[PeerId, Done] = field(default_factory=lambda: PeerTable(PEERS_COUNTED))
+    done_for: PeerTable[PeerId, Done] = field(default_factory=PeerTable[PeerId, Done])
     """What this node did for peers that have not receipted it yet."""
-    done_by: PeerTable[PeerId, Done] = field(default_factory=lambda: PeerTable(PEERS_COUNTED))
+    done_by: PeerTable[PeerId, Done] = field(default_factory=PeerTable[PeerId, Done])
     """What peers did for this node, and it has not receipted yet."""
 
     @property

@@ -31,7 +31,9 @@ class Pipeline(Participant):
         self._context = context
         self._samples = samples
         self.ledger = ledger
-        self.book = LoadBalancer(spec.pipeline.routing, context.rng, ambient.monotonic)
+        self.book = LoadBalancer(
+            spec.pipeline.routing, context.rng, ambient.monotonic, context.transport.peer_stats.book
+        )
         self.downstream = (
             None
             if context.cut.is_last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from itertools import islice
@@ -11,13 +12,12 @@ from typing import NamedTuple
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import Doubling
-from noloco_node.peer_table import PeerTable
-from noloco_node.pipeline.latency import FEW, LatencyTracker, RequestOutcome
+from noloco_node.pauses import NO_REST, Doubling
+from noloco_node.peers.latency import Bounds, RequestOutcome, after_request, bounds_of, weight_of, yields_little
+from noloco_node.peers.partners import share_of_relayed
+from noloco_node.peers.reputation import UNBLEMISHED, Reputation, Trust, after_audit, set_aside
+from noloco_node.peers.scorecard import Hop, PeerBook
 from noloco_node.pipeline.limiter import ASKS_TO_WAIT
-from noloco_node.pipeline.links import share_of_relayed
-from noloco_node.transport.bans import PEERS_REMEMBERED
-from noloco_node.trust.reputation import Reputation, Trust, after_audit, set_aside
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,11 @@ LOAD_LIFE_SECONDS = 3.0
 """A reported load counts for so many seconds. If it never aged, a peer that was busy once would never be asked again
 and could not correct its figure. Routes would lock in, and the mixing that the method rests on would end."""
 
+FEW = 8
+"""Of a larger stage so many peers are drawn and examined for each microbatch."""
+
 FULL = 1 << 20
 """This load, the largest there may be, marks a peer that refuses since it is full."""
-
-UNBLEMISHED = Reputation()
 
 
 class Candidate(NamedTuple):
@@ -119,22 +120,21 @@ def _burden(candidate: Candidate) -> tuple[int, int]:
 class LoadBalancer:
     """What this node knows of its next-stage peers: the live ones, requests under way, load, suspensions, audits."""
 
-    def __init__(self, strategy: RoutingName, rng: random.Random, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, strategy: RoutingName, rng: random.Random, clock: Callable[[], float], book: PeerBook | None = None
+    ) -> None:
         self._strategy: RoutingName = strategy
         self._rng = rng
         self._clock = clock
         self._peers: Sequence[PeerId] = ()
         self._in_order: tuple[PeerId, ...] = ()
         """The live peers sorted by their ids, for `fixed`."""
-        self._outstanding: dict[PeerId, int] = {}
-        self._load: dict[PeerId, tuple[int, float]] = {}
-        self._suspended: dict[PeerId, float] = {}
-        self._failures: dict[PeerId, int] = {}
-        self._paces = LatencyTracker(clock)
+        self._book = book or PeerBook()
+        self._any_came = False
+        """Whether any peer has brought what was asked for."""
+        self._bounds, self._bounded_at = Bounds(0.0, 1.0), -math.inf
         self._doubted: set[PeerId] = set()
-        self._reputes = PeerTable[PeerId, Reputation](PEERS_REMEMBERED, self._forget_repute)
-        self._unseen: dict[PeerId, float] = {}
-        """The time since which a doubted peer has not been live here, if its repute does not know it yet."""
+        """Peers on whose scorecards there may be a doubt."""
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
@@ -148,19 +148,10 @@ class LoadBalancer:
         if not same:
             self._peers = peers
             self._in_order = tuple(sorted(peers)) if self._strategy == "fixed" else ()
-            self._forget(peers)
             if self._doubted:
                 self._note_unseen(peers)
             self.changed.fire()
         self.own_rank = own_rank
-
-    def _forget(self, peers: Sequence[PeerId]) -> None:
-        """Drop loads that are too old, and all that is known of peers that are no longer live."""
-        now = self._clock()
-        self._load = {peer: load for peer, load in self._load.items() if now - load[1] < LOAD_LIFE_SECONDS}
-        for table in (self._load, self._suspended, self._failures):
-            for gone in table.keys() - peers if table else ():
-                del table[gone]
 
     def _note_unseen(self, peers: Sequence[PeerId]) -> None:
         """Stop the clock of doubted peers that this sender cannot choose now.
@@ -169,20 +160,14 @@ class LoadBalancer:
         time is over.
         """
         now, live = self._clock(), set(peers)
-        for peer in self._unseen.keys() & live:
-            self._reputes[peer] = self._seen_again(peer, now)
-            del self._unseen[peer]
-        for peer in self._doubted - live:
-            self._unseen.setdefault(peer, now)
-
-    def _seen_again(self, peer: PeerId, now: float) -> Reputation:
-        """A peer's repute without the time that it was not seen."""
-        repute, since = self._reputes.get(peer, UNBLEMISHED), self._unseen.get(peer)
-        return repute if since is None else repute.unseen(now - since)
-
-    def _forget_repute(self, peer: PeerId, _: Reputation) -> None:
-        self._doubted.discard(peer)
-        self._unseen.pop(peer, None)
+        for peer in list(self._doubted):
+            hop = self._book.of(peer).hop
+            if hop is None:
+                self._doubted.discard(peer)
+            elif peer in live:
+                hop.repute, hop.unseen_since = _seen_again(hop, now), None
+            elif hop.unseen_since is None:
+                hop.unseen_since = now
 
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
         """A peer for one microbatch, or None where nobody may be asked now. With `desperate`, peers on trial may be
@@ -215,20 +200,26 @@ class LoadBalancer:
         return [*[peer for peer in drawn if peer not in excluded][:FEW], *[peer for peer in some if peer in live]]
 
     def _described(self, peers: Sequence[PeerId], now: float) -> list[Candidate]:
-        relayed, weights = self.relayed(), self._paces.weights(peers, self._peers)
-        outstanding, suspended, reputes = self._outstanding, self._suspended, self._reputes
-        return [
-            Candidate(
-                peer,
-                outstanding.get(peer, 0),
-                self._load_of(peer, now) if peer in self._load else 0,
-                suspended.get(peer, 0.0),
-                reputes[peer].trust(now) if peer in reputes else Trust.ORDINARY,
-                weights.get(peer, 1.0),
-                peer in relayed,
-            )
-            for peer in peers
-        ]
+        relayed, described = self.relayed(), list[Candidate]()
+        hops = [self._book.of(peer).hop for peer in peers]
+        bounds = bounds_of(hops, now) if len(self._peers) <= FEW else self._bounds_of_all(now)
+        for peer, hop in zip(peers, hops, strict=True):
+            if hop is None:
+                described.append(Candidate(peer, 0, 0, relayed=peer in relayed))
+                continue
+            load = hop.load if now - hop.load_at < LOAD_LIFE_SECONDS else 0
+            trust = hop.repute.trust(now) if hop.repute is not UNBLEMISHED else Trust.ORDINARY
+            weight = weight_of(hop, bounds, now)
+            under_way, until = len(hop.under_way), hop.rest.until
+            described.append(Candidate(peer, under_way, load, until, trust, weight, peer in relayed))
+        return described
+
+    def _bounds_of_all(self, now: float) -> Bounds:
+        """What is quick is said by all stage peers, not by those that happen to be drawn; here as of a moment ago."""
+        if not 0.0 <= now - self._bounded_at < LOAD_LIFE_SECONDS:
+            self._bounds = bounds_of((self._book.of(peer).hop for peer in self._peers), now)
+            self._bounded_at = now
+        return self._bounds
 
     def _chosen(
         self, candidates: Sequence[Candidate], now: float, excluded: Collection[PeerId], *, desperate: bool
@@ -245,41 +236,43 @@ class LoadBalancer:
 
     def sent(self, peer: PeerId) -> float:
         """A request to `peer` is under way; what is returned names it to `done`."""
-        self._outstanding[peer] = self._outstanding.get(peer, 0) + 1
-        return self._paces.began(peer)
+        began = self._clock()
+        self._book.hop(peer).under_way.append(began)
+        return began
 
     def done(self, peer: PeerId, began: float, how: RequestOutcome) -> None:
         """The request that began then has ended."""
-        left = self._outstanding.get(peer, 0) - 1
-        if left > 0:
-            self._outstanding[peer] = left
-        else:
-            self._outstanding.pop(peer, None)
-        self._suspend(peer, self._paces.ended(peer, began, how))
+        hop, now = self._book.hop(peer), self._clock()
+        self._any_came |= how is RequestOutcome.CAME
+        seconds = after_request(hop, began, now, how, any_came=self._any_came)
+        if began in hop.under_way:  # else so many others were met meanwhile that the peer was forgotten
+            hop.under_way.remove(began)
+        if seconds > 0.0:
+            hop.rest = hop.rest._replace(until=max(hop.rest.until, now + seconds))
 
     def full(self, peer: PeerId) -> None:
         """`peer` has no place now: for a while it counts as the most loaded."""
-        self._load[peer] = (FULL, self._clock())
+        self._note_load(peer, FULL)
 
     def yields_little(self, peer: PeerId) -> bool:
         """Whether asking `peer` brings far less often what was asked for than asking its stage peers."""
-        return self._paces.yields_little(peer, self._peers)
+        hop = self._book.of(peer).hop
+        others = (self._book.of(each).hop for each in self._peers)
+        return hop is not None and yields_little(hop, others, self._clock())
 
     def reported(self, peer: PeerId, load: int) -> None:
         """`peer` said with its answer how many other microbatches it holds."""
-        self._load[peer] = (load, self._clock())
-        self._suspended.pop(peer, None)
-        self._failures.pop(peer, None)
+        self._note_load(peer, load).rest = NO_REST
+
+    def _note_load(self, peer: PeerId, load: int) -> Hop:
+        hop = self._book.hop(peer)
+        hop.load, hop.load_at = load, self._clock()
+        return hop
 
     def failed(self, peer: PeerId) -> None:
         """A stream to `peer` broke or timed out: pass it over for a while."""
-        earlier = self._failures.get(peer, 0)
-        self._failures[peer] = earlier + 1
-        self._suspend(peer, SUSPENSIONS.after(earlier))
-
-    def _suspend(self, peer: PeerId, seconds: float) -> None:
-        if seconds > 0.0:
-            self._suspended[peer] = max(self._suspended.get(peer, 0.0), self._clock() + seconds)
+        hop, now = self._book.hop(peer), self._clock()
+        hop.rest = hop.rest.again(SUSPENSIONS, now, at_least=hop.rest.until - now)
 
     def asks_for(self, peer: PeerId) -> int:
         """The number of asks that a sender counts before it asks `peer`.
@@ -287,8 +280,8 @@ class LoadBalancer:
         It is as many as are needed to wait there if the peer was busy a moment ago and was chosen all the same. It is
         as many if the strategy is not `balanced`. Otherwise it is 0.
         """
-        load, when = self._load.get(peer, (0, 0.0))
-        known_full = load == FULL and self._clock() - when < LOAD_LIFE_SECONDS
+        hop = self._book.of(peer).hop
+        known_full = hop is not None and hop.load == FULL and self._clock() - hop.load_at < LOAD_LIFE_SECONDS
         return ASKS_TO_WAIT if known_full or self._strategy != "balanced" else 0
 
     @property
@@ -301,20 +294,17 @@ class LoadBalancer:
 
         The second is None if it has not said so lately, or only that it is full.
         """
-        now = self._clock()
-        said, when = self._load.get(peer, (FULL, now))
-        known = said < FULL and now - when < LOAD_LIFE_SECONDS
-        return self._outstanding.get(peer, 0), said if known else None
-
-    def passed_over(self, peer: PeerId) -> bool:
-        """Whether a peer is asked for nothing now, since it failed or was slow."""
-        return self._suspended.get(peer, 0.0) > self._clock()
+        hop = self._book.of(peer).hop
+        if hop is None:
+            return 0, None
+        known = hop.load < FULL and self._clock() - hop.load_at < LOAD_LIFE_SECONDS
+        return len(hop.under_way), hop.load if known else None
 
     @property
     def doubted(self) -> set[PeerId]:
         """Live peers that audits have gone against, and not cleared since."""
         now = self._clock()
-        return {peer for peer in self._doubted.intersection(self._peers) if self._reputes[peer].doubt_at(now) > 0.0}
+        return {peer for peer in self._doubted.intersection(self._peers) if self.repute(peer).doubt_at(now) > 0.0}
 
     @property
     def set_aside_now(self) -> int:
@@ -323,7 +313,8 @@ class LoadBalancer:
 
     def repute(self, peer: PeerId) -> Reputation:
         """What audits have said of a peer."""
-        return self._seen_again(peer, self._clock())
+        hop = self._book.of(peer).hop
+        return UNBLEMISHED if hop is None else _seen_again(hop, self._clock())
 
     def trust(self, peer: PeerId) -> Trust:
         """Which microbatches a peer gets now."""
@@ -332,7 +323,7 @@ class LoadBalancer:
     def audited(self, peer: PeerId, *, against: bool | None, by_copy: bool) -> None:
         """An audit of a peer is over; see `after_audit`. It is remembered whatever the directory says meanwhile."""
         before, after = self._judged(peer, lambda repute, now: after_audit(repute, against, now, by_copy=by_copy))
-        if after.aside_until > before.aside_until:
+        if after.aside.until > before.aside.until:
             self._say_set_aside(peer, after, "its gradients contradict others' time and again")
         elif after.doubt > before.doubt:
             logger.info("%s is on trial: its gradient of a microbatch contradicts those of two others", peer)
@@ -345,18 +336,17 @@ class LoadBalancer:
 
     def _judged(self, peer: PeerId, judge: Callable[[Reputation, float], Reputation]) -> tuple[Reputation, Reputation]:
         """A peer's repute before and after a judgement, which is kept."""
-        now = self._clock()
-        before = self._seen_again(peer, now)
-        after = self._reputes[peer] = judge(before, now)
+        hop, now = self._book.hop(peer), self._clock()
+        before = _seen_again(hop, now)
+        after = hop.repute = judge(before, now)
         (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)
-        self._unseen.pop(peer, None)
-        if after.doubt > 0.0 and peer not in self._peers:
-            self._unseen[peer] = now
+        hop.unseen_since = now if after.doubt > 0.0 and peer not in self._peers else None
         return before, after
 
     def _say_set_aside(self, peer: PeerId, repute: Reputation, why: str) -> None:
-        logger.warning("%s gets no microbatch for %.0f s: %s", peer, repute.aside_until - self._clock(), why)
+        logger.warning("%s gets no microbatch for %.0f s: %s", peer, repute.aside.until - self._clock(), why)
 
-    def _load_of(self, peer: PeerId, now: float) -> int:
-        load, when = self._load.get(peer, (0, now))
-        return load if now - when < LOAD_LIFE_SECONDS else 0
+
+def _seen_again(hop: Hop, now: float) -> Reputation:
+    """A peer's repute without the time that it was not seen."""
+    return hop.repute if hop.unseen_since is None else hop.repute.unseen(now - hop.unseen_since)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
-from noloco_node.trust.sources_seen import QUIET_PAUSES, RECENT_MICROBATCHES, SENDERS_REMEMBERED, weighted_median
+from noloco_node.peer_table import FEW_PEERS, PeerTable
+from noloco_node.trust.sources_seen import QUIET_PAUSES, RECENT_MICROBATCHES, weighted_median
 
 MOST_TIMES_OTHERS = 2.0
 """A sender with losses unlike the others' keeps at most so many times the pace of the median other sender. Beside two
@@ -73,7 +73,7 @@ class SourceShares:
         """`losses_tell`: whether the model has learnt enough for losses to tell one text from another."""
         self._losses_tell = losses_tell
         self._now = now
-        self._senders = PeerTable[PeerId, _Sender](SENDERS_REMEMBERED)
+        self._senders = PeerTable[PeerId, _Sender](FEW_PEERS)
 
     def took_in(self, sender: PeerId, tokens: int, loss: float) -> None:
         """The gradient of so many tokens that `sender` sent, which lost `loss` nats a token, goes into a step."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
+from noloco_node.peers.rations import Budget, PeerBudgets
 from noloco_node.pipeline.messages import MicrobatchHeader
 from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
-from noloco_node.transport.rations import Budget, PeerBudgets
 
 STRANGERS_SHARE = 0.03
 """A node evaluates at most this share of the tokens that it trains for peers whose microbatches it has not trained.
@@ -21,7 +21,6 @@ Eight keys outside a run that asked for nothing else took its pace from 7,372 to
 SAVED_EVALUATIONS = 4
 """Strangers may have so many evaluations of one origin at once, since each origin evaluates before its first
 microbatch."""
-PEERS_REMEMBERED = 1024
 
 
 def turn_of(sender: PeerId, header: MicrobatchHeader, tokens: int) -> QueueTurn:
@@ -84,7 +83,7 @@ class EvaluationRations:
         """Tokens that one origin evaluates for each token of the clock."""
         self._worker = worker
         self._saved = 2 * one
-        self._accounts = PeerTable[PeerId, _Account](PEERS_REMEMBERED)
+        self._accounts = PeerTable[PeerId, _Account]()
         self._strangers = Rations(STRANGERS_SHARE, float(SAVED_EVALUATIONS * one), lambda: worker.last_trained.tokens)
 
     def worked(self, peer: PeerId, tokens: int) -> None:

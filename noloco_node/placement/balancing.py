@@ -19,7 +19,7 @@ from noloco_node.directory.live_estimate import WELCOME_SHARE, is_there, sampled
 from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.peer_stats import PeerStats
+from noloco_node.peers.stats import PeerStats
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 

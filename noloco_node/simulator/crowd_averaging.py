@@ -1,6 +1,6 @@
 """Inner and outer steps of a crowd.
 
-When and with which peer a node averages is its own decision (`matchmaking`, `Visits`, `schedule`). What an outer step
+When and with which peer a node averages is its own decision (`matchmaking`, `Partners`, `schedule`). What an outer step
 does to the weights is the node's own code, too (`outer.update`).
 """
 
@@ -22,9 +22,9 @@ from noloco_node.averaging.matchmaking import (
     decide,
     retry_delay,
 )
-from noloco_node.averaging.visits import Visits
 from noloco_node.directory.peer_clocks import laggard, lags
 from noloco_node.outer.update import OuterRule, contribution, step_
+from noloco_node.peers.partners import Partners
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
 from noloco_node.simulator.crowd_records import CrowdDirectory
 from noloco_node.training.progress import Progress, staggered
@@ -69,7 +69,7 @@ class CrowdAveraging:
         self._stepped_at: list[float] = []
         self._step_seconds: list[float] = []
         self._next_try: list[float] = []
-        self._visits: list[Visits] = []
+        self._visits: list[Partners] = []
         self._catch_up_from: list[int] = []
         """The peer whose state each is to take as soon as it is free, since it lags too far behind; -1 for none."""
         self._taking: list[bool] = []
@@ -103,7 +103,7 @@ class CrowdAveraging:
         self._stepped_at.append(self.agenda.now)
         self._step_seconds.append(1.0)
         self._next_try.append(0.0)
-        self._visits.append(Visits())
+        self._visits.append(Partners())
         self._catch_up_from.append(-1)
         self._taking.append(False)
 

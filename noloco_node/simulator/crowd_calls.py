@@ -15,11 +15,11 @@ from noloco_node.directory.health_checks import (
     ALL_TOLD,
     ASK_AGAIN,
     ASK_FOR_RECORD,
-    BURST,
     CALLS_A_SECOND,
     LONGEST_QUIET,
 )
 from noloco_node.directory.records_call import FEW_TOLD, FEWEST_TOLD, MANY, MOST_TOLD
+from noloco_node.transport.calls import ASKED_AT_ONCE
 
 MESSAGE_BYTES = 119.0
 """The bytes of a call or its answer without records."""
@@ -85,7 +85,7 @@ class HealthCheckTraffic:
         """The number of them that were never in view before."""
         self._met = np.zeros(most)
         """About how many living peers of its two stages each has ever had in view."""
-        self._allowance = np.full(most, float(BURST))
+        self._allowance = np.full(most, float(ASKED_AT_ONCE))
 
     def forget(self, i: int) -> None:
         """A node's view begins anew."""
@@ -105,7 +105,7 @@ class HealthCheckTraffic:
         waiting = np.minimum(self._waiting[who] + fresh, seen)
         strangers = np.minimum(self._strangers[who] + strange, waiting)
         due = seconds * self._due(sights, asks / seconds) * (1.0 - waiting / np.maximum(1.0, seen))
-        allowed = np.minimum(BURST, self._allowance[who]) + seconds * CALLS_A_SECOND
+        allowed = np.minimum(ASKED_AT_ONCE, self._allowance[who]) + seconds * CALLS_A_SECOND
         first = np.minimum(waiting, np.maximum(allowed / 2.0, allowed - due))
         again = np.minimum(due, allowed - first)
         to_strangers = first * strangers / np.maximum(1e-9, waiting)

@@ -16,9 +16,9 @@ from noloco_node.directory.validator import RecordValidator
 from noloco_node.errors import UserError
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import PeerStats
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.p2p import JoinedP2P, SimulatedP2P
-from noloco_node.transport.peer_stats import PeerStats
 
 MOST_ENTRANCES = 3
 JOIN_AGAIN_SECONDS = 5.0

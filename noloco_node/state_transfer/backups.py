@@ -33,12 +33,13 @@ from noloco_node.state_transfer.copy_manifest import (
     sign_copy,
     two_faced,
 )
-from noloco_node.state_transfer.given_copies import READING_SECONDS, GivenCopies
+from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, least_rate
+from noloco_node.state_transfer.readers import WHOLE_SECONDS
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
+from noloco_node.transport.calls import ASKED_AT_ONCE, CHUNK_ATTEMPTS, NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw
 
@@ -55,12 +56,9 @@ SPARE_GUARDS = 3
 one, there would be none more than a third of the time."""
 RETRY_SHARE = 0.1
 """After a failure a guard tries again in this share of the usual time."""
-RESTORE_ATTEMPTS = 3
-"""Each piece of a copy that a lost stage is brought back from is asked for so many times."""
 OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
 """An offer is asked for with this deadline in seconds, and so many times. One lost request must not decide what a stage
 goes on from."""
-HOLDERS_ASKED = 16
 COPIES_COMPARED = 3
 """So many strangers' copies are fetched to be compared."""
 EXPORT_FRESH_SECONDS = 30.0
@@ -99,7 +97,7 @@ class StageCopies:
         limits = spec.limits
         idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
         least = least_rate(limits, LEAST_OF_EXPORTS)
-        self.reading_seconds = max(READING_SECONDS, SLOWEST_SHARE * 4 * max(parameters, default=0) / least)
+        self.reading_seconds = max(WHOLE_SECONDS, SLOWEST_SHARE * 4 * max(parameters, default=0) / least)
         """A copy in full precision is held for its readers for at most so many seconds."""
         self._given: dict[CopyPrecision, GivenCopies] = {
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),
@@ -222,13 +220,13 @@ class StageCopies:
         holders = [PeerId(record.peer_id) for record in records if record.guards == stage]
         self._rng.shuffle(holders)
         holders.sort(key=self._transport.peer_stats.answers, reverse=True)
-        asked = holders[:HOLDERS_ASKED]
+        asked = holders[:ASKED_AT_ONCE]
         answers = await asyncio.gather(*(self._ask(peer, stage) for peer in asked))
         return [(manifest, peer) for manifest, peer in zip(answers, asked, strict=True) if manifest is not None]
 
     async def _take(self, peer: PeerId, manifest: CopyManifest) -> StageCopy | None:
         try:
-            return await self._fetch(peer, manifest.stage, idle_share=0.0, attempts=RESTORE_ATTEMPTS)
+            return await self._fetch(peer, manifest.stage, idle_share=0.0, attempts=CHUNK_ATTEMPTS)
         except (Refused, TransportError) as error:
             why = error or repr(error)
             logger.warning("could not take the copy of stage %d from %s: %s", manifest.stage, peer, why)

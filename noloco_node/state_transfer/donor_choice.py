@@ -25,21 +25,19 @@ from noloco_node.peer_table import PeerTimes
 from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow, floor_of
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
+from noloco_node.state_transfer.readers import WHOLE_SECONDS
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import call
+from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call
 from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
-ASKED_AT_ONCE = 16
-OFFER_SECONDS = 5.0
 RESUMES = 2
 """One donor is asked so many times in a row to go on after a broken stream, while nothing worth it comes."""
-RESUME_PAUSE_SECONDS = 0.5
 BUSY_PAUSE_SECONDS = (1.0, 4.0)
-BUSY_PATIENCE_SECONDS = 1800.0
+BUSY_PATIENCE_SECONDS = 2.0 * WHOLE_SECONDS
 AWAY_TRIES = 6
 """Donors are asked so many times in a row while none can be reached, is ready to give, or gives more than before."""
 AWAY_PAUSES = Doubling(0.25, 4.0)
@@ -232,7 +230,7 @@ class StateCopier:
     async def _ask(self, donor: PeerId) -> StateOffer:
         """What one donor can give. Raises Refused or TransportError."""
         request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
-        return await call(self._transport, donor, OFFER, request, seconds=OFFER_SECONDS)
+        return await call(self._transport, donor, OFFER, request, seconds=QUESTION_SECONDS)
 
     def _note_slow(self, search: _Search, donor: PeerId, error: TooSlow) -> None:
         if donor not in search.slow:
@@ -292,7 +290,7 @@ class StateCopier:
                     raise
                 resumes, stopped = resumes + 1, isinstance(error, DeadlinePassed)
                 logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
-                await asyncio.sleep(RESUME_PAUSE_SECONDS * self._rng.uniform(0.5, 1.5))
+                await asyncio.sleep(AWAY_PAUSES.about(1, self._rng))
 
 
 def _may_come_back(error: Refused | TransportError) -> bool:

@@ -24,13 +24,12 @@ from noloco_node.state_transfer.messages import (
 )
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import BadAnswer, ask, judging
+from noloco_node.transport.calls import CHUNK_ATTEMPTS, BadAnswer, ask, judging
 from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
 from noloco_node.transport.pieces import Width, side_by_side
 
-CHUNK_ATTEMPTS = 3
 MANIFEST_PATIENCE = 3
 """A donor has so many progress deadlines for its snapshot and the hashing of it."""
 

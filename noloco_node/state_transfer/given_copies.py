@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.copy_manifest import StageCopy
-
-MOST_READERS = 64
-READING_SECONDS = 900.0
-"""A copy that no longer goes to newcomers stays for at most so many seconds for its readers."""
+from noloco_node.state_transfer.readers import MOST_WAITING, WHOLE_SECONDS
 
 
 @dataclass(slots=True)
@@ -38,7 +35,7 @@ class GivenCopies:
     """
 
     def __init__(
-        self, fresh_seconds: float, idle_seconds: float, most: int = 2, reading_seconds: float = READING_SECONDS
+        self, fresh_seconds: float, idle_seconds: float, most: int = 2, reading_seconds: float = WHOLE_SECONDS
     ) -> None:
         self._fresh = fresh_seconds
         self._idle = idle_seconds
@@ -100,7 +97,7 @@ class GivenCopies:
         return None
 
     def _read(self, given: _Given, peer: PeerId, now: float) -> None:
-        if peer not in given.readers and len(given.readers) < MOST_READERS:
+        if peer not in given.readers and len(given.readers) < MOST_WAITING:
             given.readers[peer] = _Reader(now)
 
     def _is_read(self, given: _Given | None, now: float) -> bool:

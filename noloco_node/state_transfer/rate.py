@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import LimitsSpec
+from noloco_node.pauses import moved
 from noloco_node.training.fair_queue import FairQueue
 from noloco_node.training.progress import LastTrained
 
@@ -39,40 +40,20 @@ MOST_WINDOWS, MOST_SILENT = 2, 5
 microbatch."""
 OF_BEFORE = 0.1
 """At most this share of a pace's time may lie before its window."""
-QUIET_WEIGHT = 0.25
-"""A new window of silence has this weight in their mean."""
-REMEMBERED = 0.97
-"""A window of giving keeps this part of its weight when the next has come."""
-SURPRISE = 0.2
-"""Earlier windows are forgotten if a window loses more than they explain, by this share of the pace."""
 
 
-class Cost:
-    """What giving a byte a second costs, as a share of the undisturbed pace, by the windows of giving so far.
+def next_rate(
+    rate: float, given: float, lost: float, lowest: float, kept: float = KEPT_SHARE, *, fastest: float = FASTEST
+) -> float:
+    """Bytes a second at which the share `kept` of the pace would be left, reached in bounded steps from `rate`.
 
-    Least squares through the origin, older windows fading: a window at a high rate says more than one at a low rate.
-    What does not fit at all, as a line that others now fill, makes it begin anew.
+    Where `given` bytes a second went out, the share `lost` was missing. Never below `lowest`, or the joiner would take
+    the donor for dead.
     """
-
-    def __init__(self) -> None:
-        self._lost = self._given = 0.0
-
-    def note(self, given: float, lost: float) -> None:
-        """A window in which `given` bytes a second went out and the share `lost` of the pace was missing."""
-        if self._given > 0.0 and lost - given * self._lost / self._given > SURPRISE:
-            self._lost = self._given = 0.0
-        self._lost = REMEMBERED * self._lost + given * lost
-        self._given = REMEMBERED * self._given + given * given
-
-    def next_rate(self, rate: float, lowest: float, kept: float = KEPT_SHARE, *, fastest: float = FASTEST) -> float:
-        """Bytes a second at which the share `kept` of the pace would be left, reached in bounded steps from `rate`.
-
-        Never below `lowest`, or the joiner would take the donor for dead.
-        """
-        factor = fastest
-        if self._lost > 0.0:
-            factor = min(fastest, max(SLOWEST, (1.0 - kept) * self._given / self._lost / rate))
-        return max(lowest, min(HIGHEST_RATE, factor * rate))
+    factor = fastest
+    if lost > 0.0:
+        factor = min(fastest, max(SLOWEST, (1.0 - kept) * given / lost / rate))
+    return max(lowest, min(HIGHEST_RATE, factor * rate))
 
 
 class DonorRate:
@@ -99,7 +80,8 @@ class DonorRate:
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         self._giving = False
         """Somebody's turn has come, and is not over."""
-        self._cost = Cost()
+        self._lost = self._given = 0.0
+        """Moving averages over windows of giving: the share of the pace that was missing, and bytes a second."""
         self._climbing = True
         """Nothing has been lost yet."""
         self._quiet: float | None = None
@@ -200,19 +182,18 @@ class DonorRate:
             self._learn(given, 1.0 - pace / self._quiet)
         elif given:  # it has no work, or never was silent: silence will tell
             self._windows = GIVING_WINDOWS
-        elif pace is None or self._quiet is None:
-            self._quiet = pace
         else:
-            self._quiet += QUIET_WEIGHT * (pace - self._quiet)
+            self._quiet = None if pace is None else moved(self._quiet, pace)
 
     def _learn(self, given: float, lost: float) -> None:
-        self._cost.note(given, lost)
+        self._lost, self._given = moved(self._lost, lost), moved(self._given, given)
         kept, share = (KEPT_SHARE, 1.0) if self._hurried else (KEPT_BESIDE_EXPORTS, LEAST_OF_EXPORTS / LEAST_CHUNKS)
         lowest = share * self._lowest * max(1, min(self._places, len(self._read)))
         self._climbing = self._climbing and lost <= 1.0 - kept
-        rate = self._cost.next_rate(self.rate, lowest, kept, fastest=CLIMB if self._climbing else FASTEST)
+        fastest = CLIMB if self._climbing else FASTEST
+        rate = next_rate(self.rate, self._given, self._lost, lowest, kept, fastest=fastest)
         if rate < self.rate / 2.0:  # so far off that all was lost, perhaps at much less: it would say too little
-            self._cost = Cost()
+            self._lost = self._given = 0.0
         if rate < self.rate or self._windows >= GIVING_WINDOWS:  # down at once, up after a second look
             self.rate = rate
 

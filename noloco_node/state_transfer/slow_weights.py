@@ -11,10 +11,9 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.copy_fetch import OPEN_COPY, ask_for_copy, chunks_of_copy
 from noloco_node.state_transfer.copy_manifest import CopyManifest, distance
-from noloco_node.transport.calls import BadAnswer, judging
+from noloco_node.transport.calls import CHUNK_ATTEMPTS, BadAnswer, judging
 from noloco_node.transport.interface import Transport
 
-CHUNK_ATTEMPTS = 3
 PATIENCE = 4.0
 """A chunk has so many progress deadlines, since the donor's own training and the taking of the copy come before it."""
 TIMES_FURTHER = 2.0

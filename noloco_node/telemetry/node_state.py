@@ -85,8 +85,8 @@ class NodeSeen(_Said):
     """Own microbatches that it has now."""
     load: int | None = None
     """Others' microbatches that it held at its last answer; None where it has not said so lately."""
-    passed_over: bool = False
-    """It gets no microbatch for a while, since it failed or was slow."""
+    left_alone: str = ""
+    """Why this node leaves it alone now, and for how long; empty if it is chosen like any other."""
     seen_seconds: float = 0.0
     """For which an onlooker saw it train."""
 

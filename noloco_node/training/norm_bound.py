@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from statistics import median_low
 
-from noloco_node.peer_table import PeerTable
+from noloco_node.peer_table import FEW_PEERS, PeerTable
 
 NORMS_OF_A_SOURCE = 9
-SOURCES_REMEMBERED = 128
 FORGOTTEN_AFTER = 512
 """Norms after which a source that gave none of them has no say any more."""
 LARGEST_RISE = 1.05
@@ -29,7 +28,7 @@ class NormBound:
         assert multiple > 1.0
         self._multiple = multiple
         self._floor = floor
-        self._norms = PeerTable[str, tuple[deque[float], int]](SOURCES_REMEMBERED)
+        self._norms = PeerTable[str, tuple[deque[float], int]](FEW_PEERS)
         """Each source's last norms, and how many norms of all sources there were with its latest one."""
         self._count = 0
         self.usual = 0.0

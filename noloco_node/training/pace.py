@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMOOTHING = 0.1
+from noloco_node.pauses import LATEST, moved
+
 WINDOW_SECONDS = 1.0
 """Work of the device that is measured together: single operations are too uneven."""
 
@@ -29,9 +30,9 @@ class Pace:
         if self._last is not None:
             took = max(now - self._last, 1e-6)
             self._steps += 1
-            weight = max(SMOOTHING, 1 / self._steps)
-            self.step_seconds += weight * (took - self.step_seconds)
-            self.step_tokens += weight * (tokens - self.step_tokens)
+            weight = max(LATEST, 1 / self._steps)
+            self.step_seconds = moved(self.step_seconds, took, weight)
+            self.step_tokens = moved(self.step_tokens, tokens, weight)
         self._last = now
 
 
@@ -46,13 +47,15 @@ class Capacity:
     _seconds: float = 0.0
 
     def look(self, tokens: int, busy_seconds: float) -> float:
-        """Tokens per second, of about the last ten seconds of work; 0 before the first. Both arguments are totals, and
-        count from the first look on."""
+        """Tokens per second, of about the last eight seconds of work; 0 before the first.
+
+        Both arguments are totals, and count from the first look on.
+        """
         if self._tokens_before is None:
             self._tokens_before, self._busy_before = tokens, busy_seconds
         gained, worked = tokens - self._tokens_before, busy_seconds - self._busy_before
         if worked >= WINDOW_SECONDS and gained > 0:
-            fading = 0.0 if self._seconds == 0.0 else 1.0 - SMOOTHING
+            fading = 0.0 if self._seconds == 0.0 else 1.0 - LATEST
             self._tokens = fading * self._tokens + gained
             self._seconds = fading * self._seconds + worked
             self._tokens_before, self._busy_before = tokens, busy_seconds

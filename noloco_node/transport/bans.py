@@ -12,13 +12,10 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import Doubling
-from noloco_node.peer_table import PeerTable
+from noloco_node.peers.scorecard import BanRecord, Offence, PeerBook
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused
 
 logger = logging.getLogger(__name__)
@@ -27,25 +24,6 @@ TOLERATED = 10.0
 """A peer may have so many offences on its account; the next one brings a ban."""
 FORGIVEN_A_SECOND = 1.0 / 30.0
 """Each second takes so many offences off the account."""
-BAN_SECONDS = Doubling(60.0, 3600.0)
-"""Seconds of one peer's bans, one after the other. The count begins anew after a time without a ban as long as the
-longest."""
-PEERS_REMEMBERED = 4096
-
-
-class Offence(StrEnum):
-    """What a peer did wrong."""
-
-    MALFORMED = "malformed"
-    """Frames or messages that break the protocol: no frame, a wrong checksum, a wrong header, shape or precision."""
-    TOO_LARGE = "too_large"
-    """More than a limit allows that both sides know."""
-    NOT_FINITE = "not_finite"
-    """NaN or infinity."""
-    FORGED = "forged"
-    """A signature that does not hold."""
-    BAD_ANSWER = "bad_answer"
-    """An answer to this node's own request that breaks the protocol."""
 
 
 OFFENSIVE: Mapping[Refusal, Offence] = {
@@ -57,23 +35,6 @@ OFFENSIVE: Mapping[Refusal, Offence] = {
 """Refusals caused by an offence of the peer that was refused. All others are ordinary life."""
 
 
-@dataclass(frozen=True, slots=True)
-class BanRecord:
-    """One peer's account. Times are seconds on a clock that never goes back."""
-
-    offences: float = 0.0
-    """The number of offences as of `since`; time forgives."""
-    since: float = 0.0
-    bans: int = 0
-    banned_until: float = -math.inf
-    reason: Offence | None = None
-    """The offence that brought the last ban."""
-
-    def banned(self, now: float) -> bool:
-        """Whether a ban is in force."""
-        return now < self.banned_until
-
-
 def after_offence(standing: BanRecord, offence: Offence, now: float) -> BanRecord:
     """The account after one more offence; banned where it holds more than `TOLERATED`.
 
@@ -83,24 +44,16 @@ def after_offence(standing: BanRecord, offence: Offence, now: float) -> BanRecor
         return standing
     offences = max(0.0, standing.offences - (now - standing.since) * FORGIVEN_A_SECOND) + 1.0
     if offences <= TOLERATED:
-        return BanRecord(offences, now, standing.bans, standing.banned_until, standing.reason)
-    seconds, bans = ban_seconds(standing.bans, standing.banned_until, now)
-    return BanRecord(0.0, now, bans, now + seconds, offence)
-
-
-def ban_seconds(earlier: int, last_end: float, now: float) -> tuple[float, int]:
-    """How long to shut a peer out that was shut out `earlier` times, to `last_end`; and how many times that makes."""
-    if now - last_end >= BAN_SECONDS.longest:
-        earlier = 0
-    return BAN_SECONDS.after(earlier), earlier + 1
+        return BanRecord(offences, now, standing.ban, standing.reason)
+    return BanRecord(0.0, now, standing.ban.ban(now), offence)
 
 
 class Bans:
-    """The accounts of all peers that have offended, the worst forgotten last by time: at most `PEERS_REMEMBERED`."""
+    """The offences of peers on their scorecards, and the bans in force."""
 
-    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic, book: PeerBook | None = None) -> None:
         self.clock = clock
-        self._standings = PeerTable[PeerId, BanRecord](PEERS_REMEMBERED, self._forgotten)
+        self._book = book or PeerBook()
         self.offences: Counter[str] = Counter()
         """So far, by `Offence`."""
         self.bans: Counter[str] = Counter()
@@ -114,22 +67,20 @@ class Bans:
     def offended(self, peer: PeerId, offence: Offence, detail: str = "") -> None:
         """Count an offence of `peer`; a ban that follows is logged once, with its reason and its end."""
         now = self.clock()
-        before = self._standings.get(peer, BanRecord())
-        after = self._standings[peer] = after_offence(before, offence, now)
+        card = self._book.heard(peer)
+        before = card.conduct
+        after = card.conduct = after_offence(before, offence, now)
         self.offences[offence.value] += 1
         if not after.banned(now) or before.banned(now):
             return
         self.bans[offence.value] += 1
         self._end_bans()
         self._changes += 1
-        heapq.heappush(self._ends, after.banned_until)
-        seconds = after.banned_until - now
+        heapq.heappush(self._ends, after.ban.until)
+        seconds = after.ban.until - now
         logger.warning("%s is banned here for %.0f s: %s (%s)", peer, seconds, offence.value, detail[:200])
         if self.on_ban is not None:
             self.on_ban(peer)
-
-    def _forgotten(self, *_: object) -> None:
-        self._changes += 1
 
     def judge(self, peer: PeerId, error: Exception) -> None:
         """Count an answer of `peer` that broke the protocol; a link that failed says nothing against it."""
@@ -138,14 +89,13 @@ class Bans:
 
     def banned(self, peer: PeerId) -> bool:
         """Whether `peer` is banned now."""
-        standing = self._standings.get(peer)
-        return standing is not None and standing.banned(self.clock())
+        return self._book.of(peer).conduct.banned(self.clock())
 
     @property
     def changes(self) -> int:
         """How often `banned` may have changed its answer so far: bans that began, and that ended."""
         self._end_bans()
-        return self._changes
+        return self._changes + self._book.bans_forgotten
 
     def _end_bans(self) -> None:
         while self._ends and self._ends[0] <= self.clock():
@@ -160,11 +110,11 @@ class Bans:
     def banned_now(self) -> int:
         """Peers that are banned now."""
         now = self.clock()
-        return sum(standing.banned(now) for standing in self._standings.values())
+        return sum(card.conduct.banned(now) for card in self._book.cards)
 
     def refuse_banned(self, peer: PeerId) -> None:
         """Raise Refused (`banned`, with the reason and the seconds left) where `peer` is banned now."""
-        standing, now = self._standings.get(peer), self.clock()
-        if standing is not None and standing.banned(now):
-            left = standing.banned_until - now
+        standing, now = self._book.of(peer).conduct, self.clock()
+        if standing.banned(now):
+            left = standing.ban.until - now
             raise Refused(Refusal.BANNED, f"for {standing.reason}, {math.ceil(left)} s more")

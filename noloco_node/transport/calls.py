@@ -30,6 +30,15 @@ Q = TypeVar("Q", bound=WireModel)
 A = TypeVar("A", bound=WireModel)
 
 
+QUESTION_SECONDS = 5.0
+"""A small question has this deadline: a peer that is there answers within it, and a dead one holds nobody up for
+longer."""
+ASKED_AT_ONCE = 16
+"""So many peers are asked one thing at once: each needs a link, and in a large swarm hundreds may be due together."""
+CHUNK_ATTEMPTS = 3
+"""A chunk of a state or a copy is asked for so many times, for a stream may break."""
+
+
 class BadAnswer(ValueError):
     """An answer breaks the protocol. Raised inside `judging` only, which books it and turns it into a
     `ProtocolViolation`."""

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import PeerStats
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Admit, Gate, Handle, TrafficCount, Withdraw
 from noloco_node.transport.messages import Message
-from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.transport.server import OPEN_TO_ALL, RequestDesk, TransportLimits
 
 Introduce = Callable[[PeerId, float], Awaitable[None]]

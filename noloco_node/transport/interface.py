@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import PeerStats
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
-from noloco_node.transport.peer_stats import PeerStats
 
 DIRECTORY, RELAYED = "directory", "relayed"
 """Traffic is counted under these names that no method has."""

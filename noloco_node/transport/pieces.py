@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from noloco_node import ambient
 from noloco_node.aio import all_of
+from noloco_node.pauses import moved
 
 T = TypeVar("T")
 
@@ -22,8 +23,6 @@ no more than the second."""
 REST, MOST_REST = 4, 64
 """The looks between a trial that changed nothing and the next, at first and at most. The number doubles after each such
 trial."""
-NEWEST_WEIGHT = 0.25
-"""The newest look has this weight in the rate that the next trial is compared with."""
 
 
 class Width:
@@ -118,7 +117,7 @@ class Width:
                 self._rate = rate
                 self._try_more()
             else:
-                self._rate += NEWEST_WEIGHT * (rate - self._rate)
+                self._rate = moved(self._rate, rate)
                 if self._rested >= self._rest:
                     self._try_next()
             return

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from noloco_node.config.run_spec import MAX_BODY_BYTES
 from noloco_node.identity.addresses import shown
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import PeerStats
 from noloco_node.transport.bans import OFFENSIVE, Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import Envelope, check_sendable, encode_envelope
 from noloco_node.transport.interface import Admit, Admitted, Gate, Handle, Release, TrafficCount, Withdraw
 from noloco_node.transport.messages import Message, TensorSpec
-from noloco_node.transport.peer_stats import PeerStats
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class RequestDesk:
     def __init__(self, limits: TransportLimits) -> None:
         self.limits = limits
         self.traffic = TrafficCount()
-        self.conduct = Bans()
         self.peer_stats = PeerStats()
+        self.conduct = Bans(book=self.peer_stats.book)
         self.gate: Gate | None = None
         self._bytes_under_way: Counter[PeerId] = Counter()
         self._methods: dict[str, _Method] = {}

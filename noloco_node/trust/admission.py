@@ -19,17 +19,13 @@ from noloco_node.identity.invitations import Invitation, Proof, named_invitation
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.telemetry.words import as_utc
-from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
+from noloco_node.transport.calls import NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
-SHOW_SECONDS = 10.0
-GUESTS_REMEMBERED = 8192
-PROOFS_REMEMBERED = 8192
-"""For so many proofs it is known whether they hold: for others the signatures are checked again."""
 EXPIRED_AGAIN_SECONDS = 60.0
 
 
@@ -49,8 +45,8 @@ class Access:
         self._run = spec.run_id
         self._rule = spec.access
         self._now = now
-        self._checked = PeerTable[tuple[PeerId, Proof], bool](PROOFS_REMEMBERED)
-        self._until = PeerTable[PeerId, int](GUESTS_REMEMBERED, self._forgotten)
+        self._checked = PeerTable[tuple[PeerId, Proof], bool]()
+        self._until = PeerTable[PeerId, int](forgotten=self._forgotten)
         """Until when each guest is admitted. Only the owner's signature brings an entry in, while it holds."""
         self._changes = 0
         self._ends: list[int] = []
@@ -82,7 +78,7 @@ class Access:
             self._until[peer] = until
             self._changes += 1
             heapq.heappush(self._ends, until)
-            if len(self._ends) > 2 * GUESTS_REMEMBERED:  # of guests that were forgotten meanwhile
+            if len(self._ends) > 2 * len(self._until):  # of guests that were forgotten meanwhile
                 self._ends = sorted(self._until.values())
         return holds
 
@@ -134,7 +130,7 @@ class Introduction:
         """Show it to `peer` within `seconds`. Raises like `Transport.call`; that it has expired is also logged."""
         shown = ShownProof(proof=self._proof)
         try:
-            await call(self._transport, peer, ACCESS, shown, seconds=min(seconds, SHOW_SECONDS))
+            await call(self._transport, peer, ACCESS, shown, seconds=min(seconds, QUESTION_SECONDS))
         except Refused as refused:
             if refused.reason is Refusal.NOT_ADMITTED and ambient.monotonic() >= self._warn_again_at:
                 self._warn_again_at = ambient.monotonic() + EXPIRED_AGAIN_SECONDS

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from noloco_node.peer_table import PeerTable
+from noloco_node.peer_table import FEW_PEERS, PeerTable
 
 LOOKED_AT_EVERY = 4
 """Answers of a peer after which it is compared with others that gave at least that many."""
@@ -22,14 +22,13 @@ USUAL = 0.1
 """Squared distance between means that honest peers may have: their weights differ. Measured: 0.06 at most."""
 TIMES_CHANCE = 2.5
 """And so many times what chance brings on top of it. Measured between honest peers: 1.2 times, beside a liar."""
-PEERS_COMPARED = 128
 
 
 class Leanings:
     """The mean direction of what each peer's answers did, and whose lies apart from most others'."""
 
     def __init__(self) -> None:
-        self._sums = PeerTable[str, tuple[Tensor, int]](PEERS_COMPARED)
+        self._sums = PeerTable[str, tuple[Tensor, int]](FEW_PEERS)
         """Of each peer's directions, fp32 [n], and how many."""
         self._answers = 0
 

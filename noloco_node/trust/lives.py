@@ -23,12 +23,11 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_utc
+from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
-ASKED_AT_ONCE = 4
-"""So many peers of another life are asked at each look whether they are there: records of ghosts must not cost more."""
 MOST_TOLD = 3
 """So many other lives are named to a person in one life of a node: anybody can make up births."""
 

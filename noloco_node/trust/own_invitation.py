@@ -19,10 +19,10 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_long, as_utc
-from noloco_node.transport.calls import call
+from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
-from noloco_node.trust.admission import ACCESS, SHOW_SECONDS, Access, ShownProof
+from noloco_node.trust.admission import ACCESS, Access, ShownProof
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ LOOK_SECONDS = 5.0
 AGAIN_SECONDS, AGAIN_LATER_SECONDS = 1.0, 30.0
 """Seconds between two rounds of questions: in the first minute after the end, and later. In that minute the peers whose
 invitations end with this one leave."""
-MOST_ASKED = 8
 LET_IN_SECONDS = 60.0
 """The word of a peer that lets this node in counts for so many seconds. One that refuses it does not change its
 mind."""
@@ -133,7 +132,7 @@ class OwnInvitation:
     async def _ask(self, peer: PeerId) -> None:
         assert self._proof is not None
         try:
-            await call(self._transport, peer, ACCESS, ShownProof(proof=self._proof), seconds=SHOW_SECONDS)
+            await call(self._transport, peer, ACCESS, ShownProof(proof=self._proof), seconds=QUESTION_SECONDS)
             refused = False
         except Refused as answer:
             if answer.reason is not Refusal.NOT_ADMITTED:
@@ -155,4 +154,4 @@ class OwnInvitation:
         }
         members = [peer for peer, row in there.items() if access.deals(peer, row)]
         asked = sorted(members or (peer for peer, row in there.items() if access.has_let_in(peer, row)))
-        return self._chance.sample(asked, min(MOST_ASKED, len(asked)))
+        return self._chance.sample(asked, min(ASKED_AT_ONCE, len(asked)))

@@ -17,11 +17,8 @@ from typing import NamedTuple
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.peer_table import FEW_PEERS, PeerTable
 
-SENDERS_REMEMBERED = 256
-ORIGINS_OF_A_SENDER = 64
-"""So many origins of a sender are kept; of more, those heard of last."""
 RECENT_MICROBATCHES = 32
 """So many latest microbatches tell how far ahead the origins are. They are enough for a burst to be outvoted. They are
 few enough for a clock that follows them to be moved before it has run far."""
@@ -128,14 +125,14 @@ class OriginsSeen:
     def __init__(self, max_lag: float, now: Callable[[], float] = ambient.monotonic) -> None:
         self._quiet = QUIET_LAG * max_lag
         self._now = now
-        self._by_sender = PeerTable[PeerId, PeerTable[PeerId, OriginSeen]](SENDERS_REMEMBERED)
+        self._by_sender = PeerTable[PeerId, PeerTable[PeerId, OriginSeen]](FEW_PEERS)
         self._recent: deque[_Trained] = deque(maxlen=RECENT_MICROBATCHES)
 
     def saw(self, drawn: DrawnBy, sender: PeerId, *, tokens: int, own_clock: float) -> None:
         """A microbatch of so many tokens that `sender` sent was trained here; this stage's clock is `own_clock`
         (tokens) after it."""
         now = self._now()
-        heard = self._by_sender[sender] = self._by_sender.get(sender) or PeerTable(ORIGINS_OF_A_SENDER)
+        heard = self._by_sender[sender] = self._by_sender.get(sender) or PeerTable(FEW_PEERS)
         before = heard.get(drawn.origin)
         rose_at = now if before is None or drawn.clock > before.clock else before.rose_at
         in_all = tokens + (0 if before is None else before.tokens)

@@ -9,10 +9,11 @@ import random
 import numpy as np
 import pytest
 
-from noloco_node.directory.health_checks import ASK_AGAIN, BURST, CALLS_A_SECOND
+from noloco_node.directory.health_checks import ASK_AGAIN, CALLS_A_SECOND
 from noloco_node.directory.records_call import MOST_TOLD
 from noloco_node.simulator.crowd_calls import MESSAGE_BYTES, TOLD_BYTES, HealthCheckTraffic, Sights, asks_a_second
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.transport.calls import ASKED_AT_ONCE
 from tests.swarm.test_health_checks import LIFE, callers
 
 RECORD = 343.0
@@ -83,7 +84,7 @@ def test_nobody_calls_oftener_than_it_may_and_few_records_go_to_strangers_of_who
     assert sum(octets[:3]) > 2.0 * sum(octets[-3:]), "until it knows many it tells strangers all"
     calls_in_two_seconds = 10 * 2.0 * CALLS_A_SECOND
     assert calls_in_two_seconds * CALL < octets[-1] < 1.7 * calls_in_two_seconds * CALL
-    assert octets[0] <= 10 * (BURST + 2.0 * CALLS_A_SECOND) * MOST_TOLD * CALL
+    assert octets[0] <= 10 * (ASKED_AT_ONCE + 2.0 * CALLS_A_SECOND) * MOST_TOLD * CALL
 
 
 def test_whoever_was_in_view_before_is_told_few() -> None:

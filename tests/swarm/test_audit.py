@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from noloco_node import peer_table
 from noloco_node.aio import cancel_and_wait
 from noloco_node.config.run_spec import PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline import routing
+from noloco_node.pauses import BANS
+from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
 from noloco_node.pipeline.downstream import Downstream
 from noloco_node.pipeline.messages import MICROBATCH, Ledger, MicrobatchHeader, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.transport.bans import BAN_SECONDS
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
-from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
 from noloco_node.trust.sources_seen import DrawnBy
 from tests.inside import audits_under_way, reputes_of
 from tests.support import eventually
@@ -163,7 +163,7 @@ async def test_who_is_on_trial_is_only_compared_until_it_is_cleared_or_set_aside
     asked = [await stage.microbatch(suspect, size=3.0)] + [await stage.microbatch() for _ in range(3)]
     assert [len(some) for some in asked] == [2, 2, 2, 0]
     assert (stage.trust(0), stage.book.set_aside_now) == (Trust.SET_ASIDE, 1)
-    stage.now = BAN_SECONDS.first
+    stage.now = BANS.first
     assert (stage.trust(0), stage.book.set_aside_now) == (Trust.ON_TRIAL, 0)
     assert stage.served() == set(others)
     assert suspect in await stage.microbatch()
@@ -237,7 +237,7 @@ async def test_a_stage_in_which_most_were_doubted_is_audited_again_in_time() -> 
         stage.now += 1.0
         await stage.microbatch()
     assert stage.trust(0) is Trust.SET_ASIDE
-    assert stage.book.repute(stage.peers[1]).set_asides == stage.book.repute(stage.peers[2]).set_asides == 0
+    assert stage.book.repute(stage.peers[1]).aside.times == stage.book.repute(stage.peers[2]).aside.times == 0
 
 
 @pytest.mark.parametrize("same_lie", [True, False])
@@ -250,7 +250,7 @@ async def test_two_liars_of_twelve_are_found_and_clear_or_outvote_nobody(same_li
         stage.now += 0.1
         await stage.microbatch()
     assert [stage.trust(number) for number in range(12)] == [Trust.SET_ASIDE] * 2 + [Trust.ORDINARY] * 10
-    stage.now = max(stage.book.repute(peer).aside_until for peer in stage.peers) + 0.1
+    stage.now = max(stage.book.repute(peer).aside.until for peer in stage.peers) + 0.1
     for _ in range(100):
         await stage.microbatch()
     assert stage.served() == set(stage.peers[2:])
@@ -290,7 +290,7 @@ async def test_replicas_that_all_differ_cost_little_and_nobody_is_shut_out() -> 
 
 async def test_books_about_peers_do_not_grow_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those heard last are remembered."""
-    monkeypatch.setattr(routing, "PEERS_REMEMBERED", 4)
+    monkeypatch.setattr(peer_table, "MOST_PEERS", 4)
     stage = await Stage(12).known()
     assert len(reputes_of(stage.book)) == 4
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node import pauses
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ActivationCodec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
+from noloco_node.peers.reputation import SET_ASIDE_AT, Trust
 from noloco_node.pipeline.audit import Finding
 from noloco_node.pipeline.downstream import PipelineServer
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
@@ -26,9 +28,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.trainer import LossResult
-from noloco_node.transport import bans as conduct
 from noloco_node.transport.memory import Fault, FaultKind
-from noloco_node.trust.reputation import SET_ASIDE_AT, Trust
 from tests.inside import reputes_of
 from tests.support import eventually, last_account
 from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, trainer_of, world
@@ -93,7 +93,7 @@ async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(l
     heads, tails = accounts[:3], accounts[3:]
     check_books(made, heads, tails)
     for book, account in zip(books, heads, strict=True):
-        asides = {peer: repute.set_asides for peer, repute in reputes_of(book).items() if repute.set_asides}
+        asides = {peer: repute.aside.times for peer, repute in reputes_of(book).items() if repute.aside.times}
         assert asides == {peer_name(1, 0): 1}
         assert account.strangers.audits[Finding.CONTRADICTED] == SET_ASIDE_AT
     assert tails[0].served <= 3 * SET_ASIDE_AT + 6
@@ -114,7 +114,7 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
         made.replicas[1:3] = []
         await run_to_the_end(made)
     reputes = reputes_of(head.pipeline.book)
-    assert {peer for peer, repute in reputes.items() if repute.set_asides} == {peer_name(1, 0)}
+    assert {peer for peer, repute in reputes.items() if repute.aside.times} == {peer_name(1, 0)}
     account = last_account(made.events[0]).strangers
     assert account.audits[Finding.LEANT] >= 1
     assert account.audits[Finding.AGREED] > 0
@@ -202,7 +202,7 @@ def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_peer_an
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Honest, but useless until it has a good state again: it gets no work, lags, copies, and works as before."""
-    monkeypatch.setattr(conduct, "BAN_SECONDS", Doubling(4.0, 4.0))
+    monkeypatch.setattr(pauses, "BANS", Doubling(4.0, 4.0))
     in_virtual_time(_loses_its_weights, seed=1)
 
 

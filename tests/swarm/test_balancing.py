@@ -16,6 +16,7 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import IDLES_ALLOWED, PeerStats
 from noloco_node.placement.balancing import (
     Server,
     Supply,
@@ -31,7 +32,6 @@ from noloco_node.placement.balancing import (
 )
 from noloco_node.placement.migration import JOINER_PATIENCE, MigrationStanding, Move, Relocation
 from noloco_node.state_transfer.backups import guarded_stage
-from noloco_node.transport.peer_stats import IDLES_ALLOWED, PeerStats
 from tests.profiles import tries
 from tests.swarm.worlds import AllAnswer
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node import peer_table
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import BANS
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.bans import (
-    BAN_SECONDS,
     FORGIVEN_A_SECOND,
     OFFENSIVE,
     TOLERATED,
@@ -56,8 +57,8 @@ def test_a_few_offences_are_borne_and_one_more_brings_a_ban_with_a_reason_and_an
     assert not offended(int(TOLERATED)).banned(0.0)
     banned = offended(int(TOLERATED) + 1)
     assert banned.banned(0.0)
-    assert banned.banned(BAN_SECONDS.first - 1)
-    assert not banned.banned(BAN_SECONDS.first)
+    assert banned.banned(BANS.first - 1)
+    assert not banned.banned(BANS.first)
     assert banned.reason is Offence.MALFORMED
 
 
@@ -66,12 +67,12 @@ def test_each_ban_is_twice_as_long_up_to_an_hour_and_good_conduct_makes_it_short
     standing, now, lengths = BanRecord(), 0.0, []
     for _ in range(9):
         standing = offended(int(TOLERATED) + 1, now, standing)
-        lengths.append(standing.banned_until - now)
-        now = standing.banned_until
-    assert lengths[:3] == [BAN_SECONDS.first, 2 * BAN_SECONDS.first, 4 * BAN_SECONDS.first]
-    assert lengths[-1] == BAN_SECONDS.longest
-    now += BAN_SECONDS.longest
-    assert offended(int(TOLERATED) + 1, now, standing).banned_until - now == BAN_SECONDS.first
+        lengths.append(standing.ban.until - now)
+        now = standing.ban.until
+    assert lengths[:3] == [BANS.first, 2 * BANS.first, 4 * BANS.first]
+    assert lengths[-1] == BANS.longest
+    now += BANS.longest
+    assert offended(int(TOLERATED) + 1, now, standing).ban.until - now == BANS.first
 
 
 def test_time_forgives() -> None:
@@ -80,7 +81,7 @@ def test_time_forgives() -> None:
         standing = BanRecord()
         for number in range(1000):
             standing = after_offence(standing, Offence.MALFORMED, number * pace / FORGIVEN_A_SECOND)
-        assert (standing.bans > 0) is banned
+        assert (standing.ban.times > 0) is banned
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.sampled_from(list(Offence))), max_size=60))
@@ -89,8 +90,8 @@ def test_a_ban_is_never_shortened_and_never_longer_than_an_hour(course: list[tup
     standing = BanRecord()
     for now, offence in sorted(course, key=lambda entry: entry[0]):
         before, standing = standing, after_offence(standing, offence, now)
-        assert standing.banned_until >= before.banned_until
-        assert standing.banned_until <= now + BAN_SECONDS.longest
+        assert standing.ban.until >= before.ban.until
+        assert standing.ban.until <= now + BANS.longest
         assert 0.0 <= standing.offences <= TOLERATED
 
 
@@ -138,7 +139,7 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
     with pytest.raises(Refused, match="bad_answer, 40 s more") as refused:
         book.refuse_banned(PEER)
     assert refused.value.reason is Refusal.BANNED
-    clock.now = BAN_SECONDS.first
+    clock.now = BANS.first
     book.refuse_banned(PEER)
     assert not book.banned(PEER)
     assert book.banned_now == 0
@@ -146,7 +147,7 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
 
 def test_the_book_does_not_grow_with_new_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identities cost nothing: the accounts of the oldest offenders are forgotten."""
-    monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 8)
+    monkeypatch.setattr(peer_table, "MOST_PEERS", 8)
     monkeypatch.setattr(conduct, "TOLERATED", 1.5)
     book = Bans()
     strangers = [PeerId(f"stranger-{number}") for number in range(100)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.accounting import receipts as receipts_module
-from noloco_node.accounting.receipts import CALLS_AT_ONCE, RECEIPT, Receipts, open_receipts, pause_after
+from noloco_node.accounting.receipts import RECEIPT, Receipts, open_receipts, pause_after
 from noloco_node.accounting.statements import (
     ContributionFile,
     Entry,
@@ -27,8 +27,10 @@ from noloco_node.aio import Pulse
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.identity.signing import sign_statement, signed_by
-from noloco_node.pipeline.messages import PEERS_COUNTED, Ledger
+from noloco_node.peer_table import MOST_PEERS
+from noloco_node.pipeline.messages import Ledger
 from noloco_node.training.progress import Progress
+from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -485,7 +487,7 @@ async def test_of_many_receipts_some_are_under_way_and_those_that_answer_come_fi
     served = MemoryTransport(network, SERVED)
     keeper = await open_receipts(tmp_path / "served", RUN, 0, served, ledger, Progress)
     order, under_way, most = list[PeerId](), 0, 0
-    servers = [MemoryTransport(network, PeerId(f"server-{number:03}")) for number in range(3 * CALLS_AT_ONCE)]
+    servers = [MemoryTransport(network, PeerId(f"server-{number:03}")) for number in range(3 * ASKED_AT_ONCE)]
 
     for server in servers:
 
@@ -499,13 +501,13 @@ async def test_of_many_receipts_some_are_under_way_and_those_that_answer_come_fi
 
         server.serve(RECEIPT.name, lambda *_: None, handle, max_concurrent_per_peer=1)
         ledger.note_received(server.peer_id, 20)
-    answering = [server.peer_id for server in servers[-CALLS_AT_ONCE:]]
+    answering = [server.peer_id for server in servers[-ASKED_AT_ONCE:]]
     for peer in answering:
         served.peer_stats.answered(peer)
     await keeper.settle()
     assert len(order) == len(servers)
-    assert most <= CALLS_AT_ONCE
-    assert set(order[:CALLS_AT_ONCE]) == set(answering)
+    assert most <= ASKED_AT_ONCE
+    assert set(order[:ASKED_AT_ONCE]) == set(answering)
     for transport in (served, *servers):
         await transport.close()
 
@@ -534,10 +536,10 @@ async def test_own_work_is_written_as_increments(tmp_path: Path) -> None:
 def test_the_books_by_peer_are_bounded() -> None:
     """A crowd of names does not grow them without end."""
     ledger = Ledger()
-    for number in range(PEERS_COUNTED + 50):
+    for number in range(MOST_PEERS + 50):
         ledger.note_served(PeerId(f"peer-{number}"), 1)
-    assert len(ledger.done_for) == PEERS_COUNTED
-    assert ledger.served == PEERS_COUNTED + 50
+    assert len(ledger.done_for) == MOST_PEERS
+    assert ledger.served == MOST_PEERS + 50
 
 
 @pytest.mark.timeout(180)

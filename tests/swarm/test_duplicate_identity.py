@@ -8,7 +8,7 @@ from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.peer_stats import PeerStats
+from noloco_node.peers.stats import PeerStats
 
 COPIED, LIFE = PeerId("12D3KooW-of-a-copied-folder"), 60.0
 

@@ -15,6 +15,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.directory.signed_end import SignedEnd, end_word, near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import PeerStats
 from noloco_node.placement.run_end import (
     BEGINNING_SECONDS,
     HELD_UP_GRACES,
@@ -25,7 +26,6 @@ from noloco_node.placement.run_end import (
     verdict,
 )
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.support import eventually

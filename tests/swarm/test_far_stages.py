@@ -24,9 +24,9 @@ from noloco_node.directory.records import LiveRecord, PeerState
 from noloco_node.directory.sampled_view import WHOLE
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import PeerStats
 from noloco_node.placement.balancing import servers_of, supply_of
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport.peer_stats import PeerStats
 from tests.swarm.test_bucket_holders import Net, peers
 from tests.swarm.test_look_ups import KEY, fill, intake_of, members, node_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, OWN, Keys, Observer

@@ -14,13 +14,14 @@ import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory import health_checks
-from noloco_node.directory.health_checks import BURST, HealthChecks
+from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers import stats as peer_stats
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport import peer_stats
+from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.support import eventually
 
@@ -106,13 +107,13 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
         running = asyncio.create_task(made.checks.run())
         try:
             known = made.transport.peer_stats
-            await eventually(lambda: sum(known.of(PeerId(r.peer_id)).silences for r in made.records) >= BURST)
+            await eventually(lambda: sum(known.of(PeerId(r.peer_id)).silences for r in made.records) >= ASKED_AT_ONCE)
             newcomer = made.add("peer-newly-come")
             known.answered(PeerId("peer-newly-come"))
             made.checks.look()
             await eventually(lambda: made.there(newcomer), what="it is asked next")
             asked = sum(known.of(PeerId(r.peer_id)).silences for r in made.records)
-            assert asked <= BURST + 12
+            assert asked <= ASKED_AT_ONCE + 12
             await eventually(lambda: made.changes, what="whoever follows the health check is told")
         finally:
             running.cancel()
@@ -136,7 +137,7 @@ async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_
                 rows = enumerate(made.records)
                 return [n for n, r in rows if known.of(PeerId(r.peer_id)).drawn is not None]
 
-            await eventually(lambda: len(drawn()) >= BURST - 1 and made.there(presses))
+            await eventually(lambda: len(drawn()) >= ASKED_AT_ONCE - 1 and made.there(presses))
             assert known.of(PeerId("peer-that-presses")).drawn is None
             assert max(drawn()) < 401
             assert max(drawn()) > 100, "not by the order of the records"

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 
 from noloco_node.averaging.session import Session, floor_of, overdue, too_slow
-from noloco_node.averaging.visits import Visits
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import Part
 from noloco_node.outer.update import token_weights
+from noloco_node.peers.partners import Partners
 
 ONE, OTHER = PeerId("one"), PeerId("other")
 
@@ -42,7 +42,7 @@ def session_of() -> Session:
 def test_newcomers_together_have_a_twentieth_of_the_time_however_they_go_about_it() -> None:
     """Whether they come to the end or leave at once."""
     for each in (0.01, 3.0, 500.0):
-        visits, now, held = Visits(), 0.0, 0.0
+        visits, now, held = Partners(), 0.0, 0.0
         for _ in range(50):
             while not visits.may_give(now):
                 now += each / 10
@@ -53,7 +53,7 @@ def test_newcomers_together_have_a_twentieth_of_the_time_however_they_go_about_i
 
 def test_a_visit_that_takes_the_time_of_several_outer_steps_costs_as_many() -> None:
     """It costs as many as the whole time that goes by, not the slowest steps: the usual step is the median."""
-    visits, now = Visits(), 0.0
+    visits, now = Partners(), 0.0
     for took in (10.0, 10.0, 500.0, 10.0, 10.0, 10.0):
         now += took
         visits.stepped(now)
@@ -68,7 +68,7 @@ def test_a_visit_that_takes_the_time_of_several_outer_steps_costs_as_many() -> N
 
 def test_a_partner_that_takes_too_long_is_not_dialled_for_a_while() -> None:
     """What it cost beyond a usual step is made up for by steps with others, or alone."""
-    visits, now = Visits(), 0.0
+    visits, now = Partners(), 0.0
     for _ in range(4):
         now += 10.0
         visits.stepped(now)
@@ -85,7 +85,7 @@ def test_a_partner_that_takes_too_long_is_not_dialled_for_a_while() -> None:
 
 def test_in_the_last_round_all_may_come_and_only_their_time_counts() -> None:
     """No outer step follows by which a part could grow."""
-    visits = Visits()
+    visits = Partners()
     for number in range(4):
         visits.stepped(10.0 * number)
     visits.made(ONE, 5)

@@ -143,7 +143,7 @@ async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() 
         right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
         assert not right.averaging.exchanger.engaged
         before = await state_of(right)
-        right.averaging.exchanger.back_off.committed(STRANGER)
+        right.averaging.exchanger.partners.committed(STRANGER)
         await propose(right)
         for each in chunks:
             with pytest.raises(Refused) as refused:

@@ -41,7 +41,7 @@ from noloco_node.state_transfer.donor_choice import rank_donors
 from noloco_node.state_transfer.donor_pace import DonorPaces
 from noloco_node.state_transfer.fetch import Download
 from noloco_node.state_transfer.messages import SignedManifest, StateManifest, StateOffer
-from noloco_node.state_transfer.rate import HIGHEST_RATE, KEPT_SHARE, Cost, DonorRate
+from noloco_node.state_transfer.rate import HIGHEST_RATE, KEPT_SHARE, DonorRate, next_rate
 from noloco_node.state_transfer.readers import WAIT_SECONDS, Readers
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
@@ -427,7 +427,7 @@ def count_chunks(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Count
 
 async def test_a_broken_transfer_goes_on_where_it_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     """The donor still holds the snapshot: what has come need not come again, and the copy is of that one moment."""
-    monkeypatch.setattr(late_join, "RESUME_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(late_join, "AWAY_PAUSES", Doubling(0.01, 0.02))
     async with donors_and_joiner(1) as (made, joiner):
         came = count_chunks(joiner.context.transport, monkeypatch)
         fault = Fault(FaultKind.LOSE_ANSWER, target=FIRST, method=state_messages.CHUNK.name, times=0)
@@ -617,9 +617,7 @@ def test_the_fresh_come_before_the_stale_and_the_idle_before_the_busy() -> None:
 def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, lost: float) -> None:
     """Never below the least that keeps a transfer alive, never above the highest."""
     lowest = 0.5
-    cost = Cost()
-    cost.note(rate, lost)
-    after = cost.next_rate(rate, lowest)
+    after = next_rate(rate, rate, lost, lowest)
     assert lowest <= after <= HIGHEST_RATE
     if lost > 1.001 * (1.0 - KEPT_SHARE):
         assert after < rate

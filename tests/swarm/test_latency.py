@@ -10,7 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.latency import BOUNDS_SECONDS, HANG_SECONDS, LatencyTracker, RequestOutcome, outcome_of
+from noloco_node.peers.latency import HANG_SECONDS, RequestOutcome
+from noloco_node.peers.scorecard import PeerBook
+from noloco_node.pipeline.downstream import outcome_of
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.transport.errors import Refusal, Refused
 
@@ -128,45 +130,17 @@ def test_a_newcomer_that_is_late_with_every_word_for_its_first_minute_has_its_pa
         assert 0.4 < newcomer / (trained.total() / 3) < 1.0
 
 
-def test_a_peer_that_is_asked_for_the_first_time_counts_at_once_among_many() -> None:
-    """In a large stage only peers that were asked are considered, and it is one by then."""
-    now = 0.0
-    many = [PeerId(f"peer {number:03d}") for number in range(100)]
-    paces = LatencyTracker(lambda: now)
-    assert paces.weights(many) == {}
-    for number, peer in enumerate(many[:4]):
-        began = paces.began(peer)
-        now += 1.0 if number < 3 else 10.0
-        paces.ended(peer, began, RequestOutcome.CAME)
-    now += BOUNDS_SECONDS
-    weights = paces.weights(many)
-    assert set(weights) == {many[3]}  # a peer that is not named has 1
-
-
-def test_what_is_quick_among_many_is_looked_for_anew_when_an_eighth_has_answered() -> None:
-    """Where seconds lie between two answers each of them would have all peers looked at otherwise."""
-    now = 0.0
-    many = [PeerId(f"peer {number:03d}") for number in range(64)]
-    paces = LatencyTracker(lambda: now)
-
-    def answers(peer: PeerId, seconds: float) -> None:
-        nonlocal now
-        began = paces.began(peer)
-        now += seconds
-        paces.ended(peer, began, RequestOutcome.CAME)
-
+def test_a_slow_peer_is_asked_less_in_a_stage_of_many() -> None:
+    """Only a few drawn peers are examined for each microbatch; one that was asked once is judged beside them."""
+    now, many = 0.0, [PeerId(f"peer {number:03d}") for number in range(64)]
+    book = LoadBalancer("balanced", random.Random(1), lambda: now)
+    book.update(many, 0)
     for peer in many:
-        answers(peer, 1.0)
-    now += BOUNDS_SECONDS
-    assert paces.weights(many) == {}
-    for time in range(7):
-        for peer in many[:3]:  # a hundredth of what the others take
-            answers(peer, 0.01)
-        if time < 2:
-            now += BOUNDS_SECONDS
-            assert paces.weights(many) == {}
-    now += BOUNDS_SECONDS
-    assert set(paces.weights(many)) == set(many[3:])
+        began = book.sent(peer)
+        now += 10.0 if peer == many[3] else 1.0
+        book.done(peer, began, RequestOutcome.CAME)
+    chosen = Counter(book.choose() for _ in range(6400))
+    assert chosen[many[3]] < 0.2 * chosen.total() / 64
 
 
 @pytest.mark.parametrize(
@@ -177,7 +151,8 @@ def test_who_is_full_late_is_not_left_alone_as_who_hangs_is(reason: Refusal, sec
     """A request may wait on the sender's own link. One that never brought anything where others did has no such word
     taken."""
     now = 0.0
-    book = LoadBalancer("balanced", random.Random(1), lambda: now)
+    cards = PeerBook()
+    book = LoadBalancer("balanced", random.Random(1), lambda: now, cards)
     book.update(PEERS, 0)
 
     def ends(peer: PeerId, after: float, how: RequestOutcome) -> None:
@@ -192,5 +167,5 @@ def test_who_is_full_late_is_not_left_alone_as_who_hangs_is(reason: Refusal, sec
     for _ in range(3):
         ends(PeerId("a"), seconds, how)
         ends(PeerId("hostile"), seconds, how)
-    assert book.passed_over(PeerId("a")) == left_alone
-    assert book.passed_over(PeerId("hostile"))
+    assert bool(cards.of(PeerId("a")).left_alone(now)) == left_alone
+    assert cards.of(PeerId("hostile")).left_alone(now)

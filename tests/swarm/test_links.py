@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.links import LEAST_WEIGHT, RELAYED_WEIGHT, REMEMBERED_SECONDS, PeerWays, way_weights
+from noloco_node.peers.latency import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS
+from noloco_node.peers.partners import RELAYED_WEIGHT, Partners, way_weights
 from noloco_node.pipeline.routing import Candidate, LoadBalancer, choose_peer
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
@@ -70,15 +71,15 @@ def test_no_way_is_ever_given_up_and_the_best_is_never_held_back(ways: list[tupl
 
 
 def test_stage_peers_with_slow_or_relayed_ways_are_dialled_less_and_tried_anew_later() -> None:
-    """Ten times as slow: an eighth; relayed: a quarter. After a while a slow one counts as any other."""
-    ways = PeerWays()
+    """Ten times as slow: a sixteenth; relayed: a quarter. After a while a slow one counts as any other."""
+    ways = Partners()
     for peer, seconds in zip(PEERS, (1.0, 1.1, 10.0, 0.9), strict=True):
         ways.exchanged(peer, seconds, 1_000_000, 0.0)
     assert ways.weights(PEERS, (), 1.0) == [1.0, 1.0, LEAST_WEIGHT, 1.0]
     assert ways.weights(PEERS, {PEERS[0]}, 1.0) == [RELAYED_WEIGHT, 1.0, LEAST_WEIGHT, 1.0]
-    assert ways.weights(PEERS, (), REMEMBERED_SECONDS + 1.0) == [1.0] * 4
-    ways.exchanged(PEERS[2], 1.0, 1_000_000, REMEMBERED_SECONDS + 1.0)
-    assert ways.weights(PEERS, (), REMEMBERED_SECONDS + 2.0) == [1.0] * 4
+    assert ways.weights(PEERS, (), LONGEST_MEMORY_SECONDS + 1.0) == [1.0] * 4
+    ways.exchanged(PEERS[2], 1.0, 1_000_000, LONGEST_MEMORY_SECONDS + 1.0)
+    assert ways.weights(PEERS, (), LONGEST_MEMORY_SECONDS + 2.0) == [1.0] * 4
     rng, drawn = random.Random(2), Counter[PeerId]()
     for _ in range(3000):
         state = PairingState((10,), 10, lambda: PEERS, False, 0.0, weigh=lambda f: ways.weights(f, {PEERS[0]}, 5.0))

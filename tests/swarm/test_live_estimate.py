@@ -18,7 +18,7 @@ from noloco_node.directory.live_estimate import (
 )
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.peer_stats import (
+from noloco_node.peers.stats import (
     ANSWER_SECONDS,
     ASKS_ALLOWED,
     ASKS_TO_JUDGE,

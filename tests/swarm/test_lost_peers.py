@@ -10,13 +10,13 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.lost_peers import (
     FORGET_SECONDS,
-    MOST_REMEMBERED,
     PAUSES,
     LostPeers,
 )
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.peer_stats import PeerStats
+from noloco_node.peer_table import FEW_PEERS
+from noloco_node.peers.stats import PeerStats
 
 OWN = PeerId("own-peer-id")
 
@@ -88,9 +88,9 @@ def test_everyone_has_a_turn_and_the_list_is_bounded(lost: LostPeers) -> None:
     """A thousand peers that come and go leave no thousand questions."""
     for number in range(1000):
         lost.seen(view(f"peer-number-{number}"), view(), float(number))
-    assert len(lost.missed) == MOST_REMEMBERED
+    assert len(lost.missed) == FEW_PEERS
     assert lost.missed[-1] == "peer-number-999"
-    asked = [lost.due(2000.0) for _ in range(MOST_REMEMBERED + 1)]
+    asked = [lost.due(2000.0) for _ in range(FEW_PEERS + 1)]
     assert set(asked) == {*lost.missed, None}
 
 
@@ -107,7 +107,7 @@ def test_a_crowd_that_leaves_pushes_out_nobody_that_has_worked_here(lost: LostPe
     lost.seen(view(*workers[10:]), view(), 2.0)
     lost.seen(view("who-was-never-met"), view(), 3.0)
     assert set(lost.missed) >= set(workers)
-    assert len(lost.missed) == MOST_REMEMBERED
+    assert len(lost.missed) == FEW_PEERS
     assert "who-was-never-met" not in lost.missed
 
 

@@ -23,12 +23,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from noloco_node import peer_table
 from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import ContributionFile, Receipt, statement_text
-from noloco_node.averaging import backoff as patience
 from noloco_node.averaging import messages as exchange
 from noloco_node.averaging.engagement import Phase
-from noloco_node.averaging.visits import Visits
 from noloco_node.bootstrap import dial_back, spec_fetch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
@@ -41,6 +40,8 @@ from noloco_node.libp2p.start import running_p2p
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import Part
 from noloco_node.pauses import Doubling
+from noloco_node.peers import partners as patience
+from noloco_node.peers.partners import Partners
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import ledger as repeats
 from noloco_node.pipeline import messages as microbatch
@@ -215,7 +216,7 @@ class Target:
     async def settled(self) -> None:
         """An exchange that was complete is committed, an abandoned one given up, and the next may begin at once."""
         exchanger = self.replica.averaging.exchanger
-        exchanger.visits = Visits()
+        exchanger.partners = Partners()
         while (session := exchanger.engagement.session) is not None:
             exchanger.responder.give_up_if_stalled(-1.0)
             await eventually(
@@ -406,7 +407,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 def keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small books, so that their limits are reached."""
-    monkeypatch.setattr(repeats, "MICROBATCHES_REMEMBERED", IDS_KEPT)
+    monkeypatch.setattr(peer_table, "MOST_PEERS", IDS_KEPT)
     monkeypatch.setattr(repeats, "ANSWERS_KEPT", ANSWERS_KEPT)
     never_tire_of_strangers(monkeypatch)
 

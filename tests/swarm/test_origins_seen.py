@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import FEW_PEERS
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.messages import MicrobatchHeader
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.sources_seen import (
-    ORIGINS_OF_A_SENDER,
     QUIET_LAG,
     RECENT_MICROBATCHES,
-    SENDERS_REMEMBERED,
     DrawnBy,
     OriginsSeen,
     furthest_clock,
@@ -129,10 +128,10 @@ def test_the_book_is_bounded() -> None:
     book.hear("quiet sender", "origin", 1.0)
     for number in range(1000):
         book.hear("sender", f"origin {number}", 1.0)
-    assert len(book.latest()) == 1 + ORIGINS_OF_A_SENDER
+    assert len(book.latest()) == 1 + FEW_PEERS
     for number in range(1000):
         book.hear(f"sender {number}", "origin", 1.0)
-    assert len(book.latest()) == SENDERS_REMEMBERED
+    assert len(book.latest()) == FEW_PEERS
 
 
 async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(monkeypatch: pytest.MonkeyPatch) -> None:

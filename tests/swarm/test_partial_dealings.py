@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
+from noloco_node import PROTOCOL_VERSION, peer_table
 from noloco_node.accounting import receipts as receipts_module
 from noloco_node.accounting.receipts import open_receipts
 from noloco_node.accounting.statements import read_contribution
@@ -26,13 +26,13 @@ from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
+from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.audit import Auditor
 from noloco_node.pipeline.messages import Ledger, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.state_transfer.backups import guard_rank, guarded_stage
 from noloco_node.training.progress import Progress
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.trust.reputation import TRIAL_SECONDS, Trust
 from tests.inside import audits_under_way
 from tests.swarm.test_audit import BODY, GRADIENT
 from tests.swarm.test_known_peers import at
@@ -95,7 +95,7 @@ async def test_a_liar_gains_nothing_by_being_out_of_view_most_of_the_time() -> N
     assert not sender.strangers
     reputes = {peer: sender.book.repute(peer) for peer in replicas}
     assert sum(repute.audits > 0 for repute in reputes.values()) > 0.9 * MANY
-    assert sum(reputes[peer].set_asides > 0 for peer in sender.liars) >= 9
+    assert sum(reputes[peer].aside.times > 0 for peer in sender.liars) >= 9
     assert not any(reputes[peer].doubt for peer in set(replicas) - sender.liars)
 
 
@@ -206,7 +206,7 @@ async def test_receipts_count_for_whoever_worked_and_are_forgotten_without_losin
     """No directory is asked: 60 peers of which none is seen any more serve one node in turn and are receipted. So is a
     peer that comes again after all of them. Nothing in either's books grows with those that came by."""
     most = 16
-    monkeypatch.setattr(receipts_module, "PEERS_COUNTED", most)
+    monkeypatch.setattr(peer_table, "MOST_PEERS", most)
     monkeypatch.setattr(receipts_module, "LEAST_SECONDS", 0.0)
     network, ledger = MemoryNetwork(), Ledger()
     own = MemoryTransport(network, PeerId("served-of-stage-0"))

@@ -21,12 +21,12 @@ from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import PeerStats
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.backups import guard_rank, guarded_stage
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer

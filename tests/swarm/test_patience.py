@@ -7,21 +7,19 @@ import random
 import pytest
 import torch
 
-from noloco_node.averaging.backoff import (
-    FAR,
-    STAGE_PEERS_REMEMBERED,
-    BackOff,
-    Distance,
-    Rest,
-    after_lost_exchange,
-    after_meeting,
-)
-from noloco_node.averaging.visits import Visits
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import BLOCK
 from noloco_node.outer.update import OuterRule
-from noloco_node.transport.bans import BAN_SECONDS
+from noloco_node.pauses import BANS, Rest
+from noloco_node.peer_table import MOST_PEERS
+from noloco_node.peers.partners import (
+    FAR,
+    Partners,
+    after_lost_exchange,
+    after_meeting,
+)
+from noloco_node.peers.scorecard import Distance, PeerBook
 from tests.outer.groups import average, learn, replica_of
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
@@ -41,7 +39,7 @@ def test_one_stage_peer_costs_at_most_a_quarter_of_the_time_however_it_goes_abou
 
 def test_the_first_lost_exchange_in_a_row_brings_no_rest() -> None:
     """A stage peer that died and came back, or whose link broke once, may come again at once."""
-    patience = BackOff()
+    patience = Partners()
     patience.lost(ONE, 20.0, now=100.0)
     assert not patience.resting(ONE, 100.0)
     patience.lost(ONE, 20.0, now=120.0)
@@ -54,7 +52,7 @@ def test_the_first_lost_exchange_in_a_row_brings_no_rest() -> None:
 
 def test_who_rests_is_passed_over_unless_nobody_else_is_there() -> None:
     """A stage with a single troubled stage peer still dials it."""
-    patience = BackOff()
+    patience = Partners()
     for _ in range(2):
         patience.lost(ONE, 1.0, now=0.0)
     assert list(patience.ready([ONE, OTHER], 1.0)) == [OTHER]
@@ -66,11 +64,11 @@ def test_who_stays_far_away_is_left_alone_for_longer_each_time() -> None:
     """From the second meeting in a row on that brings it no nearer; an hour at most."""
     distance, now, rests = Distance(), 0.0, list[float]()
     for _ in range(9):
-        while distance.until <= now:
+        while distance.rest.until <= now:
             distance, now = after_meeting(distance, 30.0, 10.0, now), now + 1.0
-        rests.append(distance.until - now + 1.0)
-        now = distance.until
-    assert rests == [min(BAN_SECONDS.longest, BAN_SECONDS.first * 2**n) for n in range(9)]
+        rests.append(distance.rest.until - now + 1.0)
+        now = distance.rest.until
+    assert rests == [min(BANS.longest, BANS.first * 2**n) for n in range(9)]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,7 @@ def test_who_stays_far_away_is_left_alone_for_longer_each_time() -> None:
 )
 def test_who_comes_nearer_or_is_not_far_is_met_as_ever(norms: list[float]) -> None:
     """One far meeting says nothing, nor do later ones that are nearer each time, or interrupted by one that is not."""
-    patience = BackOff()
+    patience = Partners()
     for norm in norms:
         patience.met(ONE, None, norm, 10.0, now=5.0)
     patience.met(ONE, None, 99.0, 0.0, now=5.0)
@@ -87,16 +85,16 @@ def test_who_comes_nearer_or_is_not_far_is_met_as_ever(norms: list[float]) -> No
 
 def test_each_fragment_has_a_distance_of_its_own() -> None:
     """Their norms are not compared with each other; one that stays far away is enough to be left alone."""
-    patience = BackOff()
+    patience = Partners()
     patience.met(ONE, 0, 30.0, 10.0, now=0.0)
     patience.met(ONE, 1, 40.0, 10.0, now=0.0)
     assert not patience.stays_far(ONE, 0.0)
     patience.met(ONE, 0, 30.0, 10.0, now=0.0)
     patience.met(ONE, 1, 5.0, 10.0, now=0.0)
     patience.committed(ONE)
-    assert patience.stays_far(ONE, BAN_SECONDS.first - 1.0)
+    assert patience.stays_far(ONE, BANS.first - 1.0)
     assert list(patience.ready([ONE, OTHER], 1.0)) == [OTHER]
-    assert not patience.stays_far(ONE, BAN_SECONDS.first)
+    assert not patience.stays_far(ONE, BANS.first)
     patience.met(ONE, 0, 30.0, 10.0, now=100.0)
     assert patience.stays_far(ONE, 101.0)
     patience.met(ONE, 0, 10.0, 10.0, now=101.0)
@@ -116,7 +114,7 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
     generator, rng = torch.Generator().manual_seed(size), random.Random(size)
     group = [replica_of(RULE, torch.ones(BLOCK)) for _ in range(2 * size)]
     bounds = [PartnerBound(3.0) for _ in group]
-    patience = [BackOff() for _ in group]
+    patience = [Partners() for _ in group]
     ways = torch.randn(2, BLOCK, generator=generator) * 0.55 * 0.02
 
     def rounds(number: int) -> tuple[float, int]:
@@ -151,7 +149,7 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
 def test_nobody_dials_more_often_than_its_part_of_the_outer_steps() -> None:
     """A peer that comes whenever it may has a fifth of them among five stage peers. Of the others, which come at random
     and half as often, fewer than a tenth are refused."""
-    rng, visits = random.Random(2), Visits()
+    rng, visits = random.Random(2), Partners()
     others = [PeerId(name) for name in "abcd"]
     came, refused, tries = 0, 0, 0
     for _ in range(1000):
@@ -171,7 +169,7 @@ def test_nobody_dials_more_often_than_its_part_of_the_outer_steps() -> None:
 
 def test_a_single_stage_peer_may_always_come() -> None:
     """Its part is every step."""
-    visits = Visits()
+    visits = Partners()
     for _ in range(9):
         assert not visits.too_many(ONE, 1)
         visits.made(ONE, 1)
@@ -180,8 +178,9 @@ def test_a_single_stage_peer_may_always_come() -> None:
 
 def test_the_book_does_not_grow_with_new_stage_peers() -> None:
     """Those met last are remembered."""
-    patience, visits = BackOff(), Visits()
-    for number in range(STAGE_PEERS_REMEMBERED + 9):
+    book = PeerBook()
+    patience, visits = Partners(book), Partners(book)
+    for number in range(MOST_PEERS + 9):
         patience.met(PeerId(str(number)), None, 30.0, 10.0, now=0.0)
         visits.made(PeerId(str(number)), 9)
-    assert len(patience._distances) == len(visits._saved) == STAGE_PEERS_REMEMBERED
+    assert len(list(book.partners)) == MOST_PEERS

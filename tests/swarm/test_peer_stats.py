@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import pytest
 
+from noloco_node import peer_table
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport import peer_stats
-from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.transport.messages import Message
-from noloco_node.transport.peer_stats import (
+from noloco_node.peers.partners import Partners
+from noloco_node.peers.scorecard import Offence, PeerBook
+from noloco_node.peers.stats import (
     ANSWER_SECONDS,
     IDLES_ALLOWED,
     SILENCES_TOLERATED,
     WORK_SECONDS,
     PeerStats,
 )
+from noloco_node.pipeline.routing import LoadBalancer
+from noloco_node.transport.bans import TOLERATED, Bans
+from noloco_node.transport.errors import Refusal, Refused, TransportError
+from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import Message
 from tests.worlds import no_tensors
 
 PEER = PeerId("a-peer-of-ours")
@@ -72,7 +77,7 @@ def test_work_counts_for_longer_and_clears_what_came_to_nothing() -> None:
 
 
 def test_a_crowd_that_only_answers_never_drives_out_who_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_stats, "PEERS_REMEMBERED", 8)
+    monkeypatch.setattr(peer_table, "MOST_PEERS", 8)
     known = PeerStats(Clock())
     known.worked(PEER)
     for number in range(100):
@@ -134,3 +139,38 @@ def test_exchanges_that_broke_three_times_in_a_row_part_two_peers_for_a_while_on
     known.let_down(PEER)
     clock.now += 1e9
     assert known.failed(PEER)
+
+
+def test_a_scorecard_says_why_its_peer_is_left_alone_and_for_how_long() -> None:
+    """Whatever part of the node has found it out, and nothing once that is over."""
+    book, hour = PeerBook(), 3600.0
+    for _ in range(int(TOLERATED) + 1):
+        Bans(lambda: 0.0, book).offended(PEER, Offence.FORGED)
+    hops = LoadBalancer("balanced", random.Random(1), lambda: 0.0, book)
+    hops.failed(PEER)
+    hops.leant(PEER)
+    for norm in (30.0, 30.0):
+        Partners(book).met(PEER, None, norm, 10.0, now=0.0)
+    for _ in range(2):
+        Partners(book).lost(PEER, 10.0, now=0.0)
+    assert book.of(PEER).left_alone(0.0).split("; ") == [
+        "it is banned (forged), 60 s more",
+        "its gradients contradict those of others, 60 s more",
+        "a request to it failed, or it was slow, 5 s more",
+        "exchanges with it came to nothing, 30 s more",
+        "its weights stay far away, 60 s more",
+    ]
+    assert book.of(PEER).left_alone(hour) == book.of(PeerId("nobody")).left_alone(0.0) == ""
+
+
+def test_a_new_stage_begins_with_no_word_of_the_old_one_and_bans_and_work_stay() -> None:
+    """A node that moves has other neighbours; what it knows of a peer itself goes with it."""
+    known = PeerStats(lambda: 0.0)
+    known.worked(PEER, 8)
+    known.book.hop(PEER).load = 3
+    known.book.partner(PEER).committed = 2
+    Bans(lambda: 0.0, known.book).offended(PEER, Offence.FORGED)
+    known.book.begin_stage()
+    card = known.of(PEER)
+    assert (card.hop, card.partner) == (None, None)
+    assert (card.tokens, card.conduct.offences) == (8, 1.0)

@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node import ambient
-from noloco_node.averaging.probation import (
+from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.directory.records import PeerState
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node.first_state import become_current
+from noloco_node.node.replica import Replica
+from noloco_node.peer_table import MOST_PEERS
+from noloco_node.peers.probation import (
     LOSS_TOLERANCE,
-    PEERS_REMEMBERED,
     UNMET_FACTOR,
     Meeting,
     ProbationStanding,
     RecentLoss,
     in_line,
 )
-from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.directory.records import PeerState
-from noloco_node.identity.peer_id import PeerId
-from noloco_node.node.first_state import become_current
-from noloco_node.node.replica import Replica
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.errors import Refusal
 from tests.support import eventually, one_turn
@@ -147,11 +147,11 @@ def test_a_crowd_of_strangers_does_not_push_out_those_who_live() -> None:
     """Memory is bounded, and the peers seen last are forgotten last."""
     own, _ = standing()
     own.look([OLD], 0, outer_rounds=1)
-    for number in range(PEERS_REMEMBERED + 100):
+    for number in range(MOST_PEERS + 100):
         own.counts(PeerId(f"stranger-{number}"), 3)
         own.look([OLD], 3, outer_rounds=1)
     assert own.counts(OLD, 4)
-    assert len(own._since) <= PEERS_REMEMBERED
+    assert len(own._since) <= MOST_PEERS
 
 
 def test_whom_to_dial() -> None:
@@ -311,7 +311,7 @@ async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcome
         newcomer.averaging.standing.begin(4)
         assert not await newcomer.averaging.exchanger.dial(peer_name(0, 0))
         assert veteran.context.transport.refusals_given[Refusal.TOO_EARLY] == 1
-        await eventually(lambda: veteran.averaging.exchanger.visits.may_give(ambient.monotonic()))
+        await eventually(lambda: veteran.averaging.exchanger.partners.may_give(ambient.monotonic()))
         assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
 
 

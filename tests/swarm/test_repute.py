@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.transport.bans import BAN_SECONDS
-from noloco_node.trust.reputation import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Reputation, Trust, after_audit
+from noloco_node.pauses import BANS
+from noloco_node.peers.reputation import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Reputation, Trust, after_audit
 
 
 def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:
@@ -17,15 +17,15 @@ def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:
         contradictions = 0
         while repute.trust(now) is not Trust.SET_ASIDE:
             repute, contradictions = after_audit(repute, True, now), contradictions + 1
-        lengths.append(repute.aside_until - now)
+        lengths.append(repute.aside.until - now)
         assert contradictions == (1 if now else SET_ASIDE_AT)
-        now = repute.aside_until
+        now = repute.aside.until
         assert repute.trust(now) is Trust.ON_TRIAL
-    assert lengths == [min(BAN_SECONDS.longest, BAN_SECONDS.first * 2**n) for n in range(10)]
-    later = now + BAN_SECONDS.longest
+    assert lengths == [min(BANS.longest, BANS.first * 2**n) for n in range(10)]
+    later = now + BANS.longest
     while repute.trust(later) is not Trust.SET_ASIDE:
         repute = after_audit(repute, True, later)
-    assert repute.aside_until - later == BAN_SECONDS.first
+    assert repute.aside.until - later == BANS.first
 
 
 @pytest.mark.parametrize("against", [True, False, None])
@@ -35,7 +35,7 @@ def test_while_a_peer_is_set_aside_nothing_counts(against: bool | None) -> None:
     for _ in range(int(SET_ASIDE_AT)):
         repute = after_audit(repute, True, 5.0)
     after = after_audit(repute, against, 6.0)
-    assert (after.doubt, after.aside_until, after.trial_until) == (repute.doubt, repute.aside_until, repute.trial_until)
+    assert (after.doubt, after.aside.until, after.trial_until) == (repute.doubt, repute.aside.until, repute.trial_until)
 
 
 @pytest.mark.parametrize("verdict", [False, None])
@@ -84,4 +84,4 @@ def test_who_contradicts_in_more_than_every_ninth_audit_is_set_aside_in_the_end(
         owed += lies
         against = owed >= 1.0
         repute, owed = after_audit(repute, against, 0.0), owed - against
-    assert bool(repute.set_asides) is is_found
+    assert bool(repute.aside.times) is is_found

@@ -20,14 +20,15 @@ from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.limiter import RELIABLE_SECONDS, MicrobatchLimiter
+from noloco_node.peer_table import MOST_PEERS
+from noloco_node.peers.stats import WORK_SECONDS, PeerStats
+from noloco_node.pipeline.limiter import MicrobatchLimiter
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.frames import FrameKind, encode_envelope
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.transport.peer_stats import PEERS_REMEMBERED, PeerStats
 from noloco_node.transport.server import TransportLimits
 from noloco_node.transport.streams import FramedStream
 from tests.inside import incoming_streams_of
@@ -193,7 +194,7 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
         for number in range(2):  # the first brings no rest: a stage peer that died and came back must not wait
             await abandon(f"throw-away-key-{number}")
             await abandon("stage peer-at-work")
-            exchanger.back_off.committed(PeerId("stage peer-at-work"))
+            exchanger.partners.committed(PeerId("stage peer-at-work"))
         for name in ("throw-away-key-2", "stage peer-at-work"):
             with pytest.raises(Refused):
                 await abandon(name)
@@ -231,7 +232,7 @@ def test_throw_away_keys_whose_bodies_drip_leave_half_of_the_places_to_who_works
     with pytest.raises(Refused):
         places.take(honest)
     works(stage_peer)
-    now += RELIABLE_SECONDS + 1.0
+    now += WORK_SECONDS + 1.0
     assert len(drip()) == 4, "all places are taken"
 
 
@@ -239,7 +240,7 @@ def test_keys_without_number_that_call_do_not_make_a_node_forget_who_goes_on_ans
     """The first peer met was the first forgotten, however often it answered: a far stage was lost so."""
     known = PeerStats()
     known.said(FAR, 2)
-    for number in range(2 * PEERS_REMEMBERED):
+    for number in range(2 * MOST_PEERS):
         known.answered(PeerId(f"throw-away-{number}"))
         if number % 1000 == 0:
             known.answered(FAR)

@@ -18,11 +18,12 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
+from noloco_node.pauses import BANS, NO_REST
 from noloco_node.pipeline.messages import MicrobatchAnswer
 from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.metrics import Metrics
 from noloco_node.transport import bans as conduct
-from noloco_node.transport.bans import BAN_SECONDS, Offence
+from noloco_node.transport.bans import Offence
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (
@@ -116,7 +117,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
                 max_answer_bytes=0,
             )
         assert refused.value.reason is Refusal.BANNED
-        clock[0] = BAN_SECONDS.first
+        clock[0] = BANS.first
         assert head.membership.stage_peers() == [stage_peer]
 
 
@@ -175,7 +176,7 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
         assert head.pipeline.origin is not None
         async with asyncio.timeout(60):
             while not head.context.transport.conduct.banned(tail.context.transport.peer_id):
-                head.pipeline.book._suspended.clear()
+                head.context.transport.peer_stats.book.hop(tail.context.transport.peer_id).rest = NO_REST
                 assert not await head.pipeline.origin.train_one()
         assert 0 < poisoned <= int(conduct.TOLERATED) + 1
         assert head.context.transport.conduct.bans == {"bad_answer": 1}
@@ -338,7 +339,7 @@ def test_who_sends_broken_frames_is_banned_at_the_opening_of_a_stream(hostile: H
     assert run(hostile.hear()) == "banned"
     assert run(hostile.hear(whole)) == "banned"
     assert book.bans == {"malformed": 1}
-    clock[0] = BAN_SECONDS.first
+    clock[0] = BANS.first
     assert run(hostile.hear(whole)) == "answered"
 
 

@@ -15,6 +15,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import SILENCES_TOLERATED, PeerStats
 from noloco_node.placement.balancing import (
     RESCUE_SLOT_SECONDS,
     Server,
@@ -26,7 +27,6 @@ from noloco_node.placement.balancing import (
 )
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.placement.supply_history import SupplyHistory
-from noloco_node.transport.peer_stats import SILENCES_TOLERATED, PeerStats
 
 WORK = (1.0, 1.0, 1.0)
 OWN = PeerId("peer-own-00000")

@@ -22,6 +22,9 @@ async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
         for _ in range(4):
             assert await viewer.pipeline.origin.train_one()
         around = viewer.books.surroundings()
+        viewer.pipeline.book.failed(peer_name(1, 0))
+        failed = viewer.books.surroundings().peers[1]
+    assert "a request to it failed" in failed.left_alone
     assert (around.introduced, around.in_hand, around.queued) == (3, 0, 0)
     assert [(peer.stage, peer.peer_id) for peer in around.peers] == [
         (0, peer_name(0, 1)),
@@ -34,7 +37,7 @@ async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
     assert stage_peer.lag > 0.0, "it has trained nothing yet"
     assert sum(peer.together for peer in later) == 4 * MICROBATCH
     assert any(peer.load == 0 for peer in later)
-    assert not any(peer.under_way or peer.passed_over for peer in later)
+    assert not any(peer.under_way or peer.left_alone for peer in later)
 
 
 async def test_of_a_large_swarm_those_are_shown_that_answer() -> None:

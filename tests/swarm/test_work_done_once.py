@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hivemind.dht.routing import DHTID
 
-from noloco_node import PROTOCOL_VERSION, __version__
+from noloco_node import PROTOCOL_VERSION, __version__, peer_table
 from noloco_node.averaging.matchmaking import WAIT, PairingState, Window, decide
 from noloco_node.config import run_spec
 from noloco_node.config.canonical import canonical_json
@@ -22,11 +22,12 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.keys import verify as identity_verify
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.outer_steps import OuterSteps
+from noloco_node.pauses import BANS
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport import bans as conduct
-from noloco_node.transport.bans import BAN_SECONDS, Bans, Offence
+from noloco_node.transport.bans import Bans, Offence
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.worlds import micro_spec, run_to_the_end, world
@@ -96,7 +97,7 @@ async def test_a_view_is_screened_once_for_each_refresh_and_each_change_of_the_s
     for _ in range(5):
         assert set(directory.view.stages[0]) == set(PEERS[1:])
     assert book.asked == 2 * len(PEERS)
-    clock[0] = BAN_SECONDS.first
+    clock[0] = BANS.first
     for _ in range(5):
         assert set(directory.view.stages[0]) == set(PEERS)
     assert book.asked == 3 * len(PEERS)
@@ -107,7 +108,7 @@ async def test_a_view_is_screened_once_for_each_refresh_and_each_change_of_the_s
 
 async def test_a_ban_forgotten_for_others_ends_in_the_view_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accounts are bounded: a peer that drops out of them is dealt with again."""
-    monkeypatch.setattr(conduct, "PEERS_REMEMBERED", 1)
+    monkeypatch.setattr(peer_table, "MOST_PEERS", 1)
     hub, book = MemoryDirectoryHub(1), Bans()
     await crowded(hub)
     directory = ScreenedDirectory(MemoryDirectory(hub), book)

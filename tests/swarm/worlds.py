@@ -18,10 +18,10 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
+from noloco_node.peers.stats import PeerStats
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
-from noloco_node.transport.peer_stats import PeerStats
 from noloco_node.transport.server import TransportLimits
 
 LIMITS = TransportLimits(max_body_bytes=96 << 20, progress_seconds=2.0, idle_seconds=4.0)

@@ -51,7 +51,7 @@ def seen(**changes: Any) -> NodeSeen:
         "together": 4096,
         "under_way": 2,
         "load": 1,
-        "passed_over": False,
+        "left_alone": "",
     }
     return NodeSeen(**(values | changes))
 

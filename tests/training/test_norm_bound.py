@@ -8,6 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from noloco_node.peer_table import FEW_PEERS
 from noloco_node.training import norm_bound
 from noloco_node.training.norm_bound import LARGEST_RISE, NormBound
 
@@ -100,7 +101,7 @@ def test_it_remembers_a_bounded_number_of_sources_and_forgets_those_that_left() 
     bound = NormBound(MULTIPLE)
     for number in range(10_000):
         bound.factor(f"peer-{number}", 1.0)
-    assert len(bound._norms) == norm_bound.SOURCES_REMEMBERED
+    assert len(bound._norms) == FEW_PEERS
     left = NormBound(MULTIPLE)
     left.factor("gone", 1e-3)
     for _ in range(norm_bound.FORGOTTEN_AFTER + 200):

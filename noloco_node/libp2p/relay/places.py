@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import CIRCUIT, PeerAddress, dialable, parse_address
@@ -24,7 +23,7 @@ from noloco_node.libp2p.relay.messages import (
     write_message,
 )
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
-from noloco_node.pauses import Doubling
+from noloco_node.pauses import NO_REST, Doubling, Rest
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHost
 
@@ -120,7 +119,7 @@ def circuit_address(relay: PeerAddress) -> str:
 async def keep_places(host: RelayedHost) -> NoReturn:
     """Ask for the places again before they run out, whatever happens to the relays or to p2pd meanwhile. The relays may
     change, and there may be none."""
-    tried: dict[PeerId, Attempt] = {}
+    tried: dict[PeerId, Rest] = {}
     while True:
         try:
             relays = host.relays
@@ -158,14 +157,7 @@ async def _ask_again(host: RelayedHost, relay: PeerAddress) -> str | None:
     return failure[:200] if failure else await ask_for_place(host, relay.peer)
 
 
-class Attempt(NamedTuple):
-    """At a direct connection to one peer: how many there were, and when the next is due."""
-
-    made: int = 0
-    again_at: float = -math.inf
-
-
-async def _go_direct(host: RelayedHost, tried: dict[PeerId, Attempt]) -> None:
+async def _go_direct(host: RelayedHost, tried: dict[PeerId, Rest]) -> None:
     """Replace relayed connections to peers that this node can dial itself: they may have dialled first."""
     now = asyncio.get_running_loop().time()
     try:
@@ -174,15 +166,14 @@ async def _go_direct(host: RelayedHost, tried: dict[PeerId, Attempt]) -> None:
         return
     for gone in tried.keys() - connected.keys():
         del tried[gone]
-    before = {peer: tried.get(peer, Attempt()) for peer, ends in connected.items() if only_relayed(ends)}
-    relayed = [peer for peer, attempt in before.items() if attempt.again_at <= now]
+    before = {peer: tried.get(peer, NO_REST) for peer, ends in connected.items() if only_relayed(ends)}
+    relayed = [peer for peer, attempt in before.items() if not attempt.holds(now)]
     dialled = await asyncio.gather(*(_dial_directly(host, peer) for peer in relayed), return_exceptions=True)
     for peer, done in zip(relayed, dialled, strict=True):
         if isinstance(done, BaseException):
             logger.error("a direct connection to %s failed", peer, exc_info=done)
         if done is not False:
-            made = before[peer].made
-            tried[peer] = Attempt(made + 1, now + DIRECT_AGAIN.after(made))
+            tried[peer] = before[peer].again(DIRECT_AGAIN, now)
 
 
 async def _dial_directly(host: RelayedHost, peer: PeerId) -> bool:

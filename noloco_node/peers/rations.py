@@ -7,8 +7,6 @@ from collections.abc import Callable
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 
-PEERS_REMEMBERED = 1024
-
 
 class Budget:
     """`most` at once, refilled by `a_second`. The clock gives seconds, or what else a budget grows with, and never goes
@@ -32,11 +30,11 @@ class Budget:
 
 
 class PeerBudgets:
-    """One budget a peer; those used longest ago are forgotten beyond `PEERS_REMEMBERED`."""
+    """One budget a peer; those used longest ago are forgotten first."""
 
     def __init__(self, most: float, a_second: float, clock: Callable[[], float]) -> None:
         self._most, self._a_second, self._clock = most, a_second, clock
-        self._budgets = PeerTable[PeerId, Budget](PEERS_REMEMBERED)
+        self._budgets = PeerTable[PeerId, Budget]()
 
     def of(self, peer: PeerId) -> Budget:
         """The budget of `peer`, a full one where it was not met before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from noloco_node.transport.bans import ban_seconds
+from noloco_node.pauses import NO_REST, Rest
 
 SET_ASIDE_AT = 3.0
 """Doubt with which a peer gets no microbatch."""
@@ -36,8 +36,8 @@ class Reputation:
     doubt: float = 0.0
     """As it stood at `since`; see `doubt_at`."""
     since: float = 0.0
-    set_asides: int = 0
-    aside_until: float = 0.0
+    aside: Rest = NO_REST
+    """The last time that it got nothing, and how many there were in a row."""
     trial_until: float = 0.0
 
     def doubt_at(self, now: float) -> float:
@@ -51,15 +51,18 @@ class Reputation:
         return replace(
             self,
             since=self.since + seconds,
-            aside_until=self.aside_until + seconds,
+            aside=self.aside._replace(until=self.aside.until + seconds),
             trial_until=self.trial_until + seconds,
         )
 
     def trust(self, now: float) -> Trust:
         """What the peer may be given now."""
-        if now < self.aside_until:
+        if self.aside.holds(now):
             return Trust.SET_ASIDE
         return Trust.ON_TRIAL if now < self.trial_until and self.doubt_at(now) > 0.0 else Trust.ORDINARY
+
+
+UNBLEMISHED = Reputation()
 
 
 def after_audit(repute: Reputation, against: bool | None, now: float, *, by_copy: bool = False) -> Reputation:
@@ -71,7 +74,7 @@ def after_audit(repute: Reputation, against: bool | None, now: float, *, by_copy
     twice as long. While it is set aside nothing counts: what it still had in hand is neither a new lie nor a merit.
     """
     repute = replace(repute, audits=repute.audits + 1)
-    if now < repute.aside_until:
+    if repute.aside.holds(now):
         return repute
     if not against and by_copy:
         return replace(repute, trial_until=repute.trial_until - FORGIVEN * TRIAL_SECONDS)
@@ -85,8 +88,6 @@ def after_audit(repute: Reputation, against: bool | None, now: float, *, by_copy
 
 def set_aside(repute: Reputation, now: float) -> Reputation:
     """The repute of a peer that gets nothing for a while, and then comes back on trial."""
-    seconds, set_asides = ban_seconds(repute.set_asides, repute.aside_until, now)
-    until = now + seconds
-    return Reputation(
-        repute.audits, SET_ASIDE_AT - 1.0, until + TRIAL_SECONDS, set_asides, until, until + TRIAL_SECONDS
-    )
+    aside = repute.aside.ban(now)
+    trial = aside.until + TRIAL_SECONDS
+    return Reputation(repute.audits, SET_ASIDE_AT - 1.0, trial, aside, trial)

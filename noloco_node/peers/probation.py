@@ -27,7 +27,6 @@ as when it came."""
 LOSS_TOLERANCE = 1.1
 LOSS_STEPS = 16
 """A replica reports the mean loss of so many latest inner steps."""
-PEERS_REMEMBERED = 4096
 
 Ending = Literal["in_line", "time"]
 
@@ -93,7 +92,7 @@ class ProbationStanding:
         self.loss = RecentLoss()
         self._joined_at: int | None = None
         self._drawn = False
-        self._since = PeerTable[PeerId, int | None](PEERS_REMEMBERED)
+        self._since = PeerTable[PeerId, int | None]()
         self._settled = False
 
     def begin(self, steps: int) -> None:

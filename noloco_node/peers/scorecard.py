@@ -1,0 +1,231 @@
+"""The scorecard of a peer, and the book of all of them. Nobody's word enters here, and no protocol has other tables.
+
+A record in the directory costs its signer nothing, so it only introduces. An answer over an authenticated link shows
+that somebody is there, and only work shows a replica. Times are seconds on clocks that never go back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import NO_REST, Rest
+from noloco_node.peer_table import PeerTable
+from noloco_node.peers.reputation import UNBLEMISHED, Reputation
+
+
+class Offence(StrEnum):
+    """What a peer did wrong."""
+
+    MALFORMED = "malformed"
+    """Frames or messages that break the protocol: no frame, a wrong checksum, a wrong header, shape or precision."""
+    TOO_LARGE = "too_large"
+    """More than a limit allows that both sides know."""
+    NOT_FINITE = "not_finite"
+    """NaN or infinity."""
+    FORGED = "forged"
+    """A signature that does not hold."""
+    BAD_ANSWER = "bad_answer"
+    """An answer to this node's own request that breaks the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class BanRecord:
+    """One peer's offences, and what followed."""
+
+    offences: float = 0.0
+    """The number of offences as of `since`; time forgives."""
+    since: float = 0.0
+    ban: Rest = NO_REST
+    """The last one, and how many there were in a row."""
+    reason: Offence | None = None
+    """The offence that brought the last ban."""
+
+    def banned(self, now: float) -> bool:
+        """Whether a ban is in force."""
+        return self.ban.holds(now)
+
+
+CLEAN = BanRecord()
+
+
+@dataclass(slots=True)
+class Hop:
+    """A peer of the next stage: the microbatches sent to it."""
+
+    under_way: list[float] = field(default_factory=list[float])
+    """When each request to it began that has not ended."""
+    load: int = 0
+    """Microbatches that it held besides the answered one, as it said at `load_at`."""
+    load_at: float = -math.inf
+    rest: Rest = NO_REST
+    """Its streams that broke in a row, and until when it is passed over for them or for its slowness."""
+    hangs: Rest = NO_REST
+    """How often it held requests up for nothing, and until when that is remembered."""
+    seconds: float | None = None
+    """What an answer takes, as of `at`; None where there was none yet."""
+    came: float = 1.0
+    """Share of requests that brought what was asked for, as of `at`."""
+    at: float = -math.inf
+    repute: Reputation = UNBLEMISHED
+    """What audits have said of it."""
+    unseen_since: float | None = None
+    """When it left the view while it was doubted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far away a stage peer's weights were when they were last averaged, and whether it is left alone for it."""
+
+    norm: float = 0.0
+    """The norm of the difference between both weights if it was far, else 0."""
+    rest: Rest = NO_REST
+
+
+@dataclass(slots=True)
+class Partner:
+    """A peer of the own stage: the exchanges with it."""
+
+    lost: Rest = NO_REST
+    """Exchanges that came to nothing since the last that did not, and when it may be met again."""
+    distances: dict[int | None, Distance] = field(default_factory=dict[int | None, Distance])
+    """By fragment; None is the whole stage."""
+    saved: tuple[float, int] | None = None
+    """Visits that it might still make, after that many outer steps of this replica."""
+    late: tuple[float, int] | None = None
+    """Outer steps that exchanges dialled by this replica cost it beyond their own, after that many steps."""
+    seconds_per_byte: float | None = None
+    """What its line takes, as of `carried_at`."""
+    carried_at: float = -math.inf
+    committed: int = 0
+    """Outer steps taken with it."""
+
+
+@dataclass(slots=True)
+class Scorecard:
+    """All that this node has seen of one peer. -inf stands for never."""
+
+    answered_at: float = -math.inf
+    silences: int = 0
+    """Calls that the link lost since the last answer."""
+    worked_at: float = -math.inf
+    tokens: int = 0
+    """The tokens of the work that was seen, where it is counted in tokens."""
+    idles: int = 0
+    """How often it was asked for work and none came, since work of it was last seen."""
+    idle_since: float = math.inf
+    """The time of the first idle; +inf if there is none, -inf if the peer is let down for good."""
+    idle_at: float = -math.inf
+    """The time of the last idle."""
+    asks: int = 0
+    """How often this node asked it for work since work of it was last seen, each window counted once."""
+    asked_at: float = -math.inf
+    """When the last ask was that counts."""
+    asks_began_at: float = -math.inf
+    """The time of the first ask that counts."""
+    chances: int = 0
+    """How often all that it was asked came to nothing, since work of it was last seen."""
+    pending_ask: list[bool] | None = None
+    """The last ask after it had worked, while nothing has come of it."""
+    stage: int | None = None
+    """The stage of this node's run that it serves, as it said itself over its own link; None where it has not."""
+    drawn: bool | None = None
+    """Whether it answered, and served the stage of its record, when this node last drew it at random; None where it has
+    not been drawn."""
+    conduct: BanRecord = CLEAN
+    hop: Hop | None = None
+    partner: Partner | None = None
+
+    def left_alone(self, now: float) -> str:
+        """Why this node leaves the peer alone now, and for how long; empty if it is chosen like any other."""
+        reasons = [(self.conduct.ban.until, f"it is banned ({self.conduct.reason})")]
+        if self.hop is not None:
+            reasons.append((self.hop.repute.aside.until, "its gradients contradict those of others"))
+            reasons.append((self.hop.rest.until, "a request to it failed, or it was slow"))
+        if self.partner is not None:
+            reasons.append((self.partner.lost.until, "exchanges with it came to nothing"))
+            far = max((distance.rest.until for distance in self.partner.distances.values()), default=-math.inf)
+            reasons.append((far, "its weights stay far away"))
+        return "; ".join(f"{why}, {until - now:.0f} s more" for until, why in reasons if until > now)
+
+
+NOBODY = Scorecard()
+"""The scorecard of a peer that this node knows nothing of. Nobody writes on it."""
+
+
+class PeerBook:
+    """The scorecards of one node's peers, bounded in number.
+
+    Peers that have never worked are forgotten before peers that have, what was not heard of for longest first.
+    """
+
+    def __init__(self) -> None:
+        self.met = PeerTable[PeerId, Scorecard](forgotten=self._forget)
+        self.workers = PeerTable[PeerId, Scorecard](forgotten=self._forget)
+        self.bans_forgotten = 0
+        """Scorecards with a ban that had to go."""
+
+    def of(self, peer: PeerId) -> Scorecard:
+        """What is known of `peer`; to be read only."""
+        return self.workers.get(peer) or self.met.get(peer, NOBODY)
+
+    def card(self, peer: PeerId) -> Scorecard:
+        """The scorecard of `peer`, to be written on."""
+        known = self.workers.get(peer) or self.met.get(peer)
+        if known is None:
+            known = self.met[peer] = Scorecard()
+        return known
+
+    def worker(self, peer: PeerId) -> Scorecard:
+        """The scorecard of a peer of which work was just seen."""
+        known = self.workers.get(peer)
+        if known is None:
+            known = self.workers[peer] = self.met.pop(peer, None) or Scorecard()
+        else:
+            self.workers.move_to_end(peer)
+        return known
+
+    def heard(self, peer: PeerId) -> Scorecard:
+        """The scorecard of a peer that was just heard."""
+        known = self.card(peer)
+        if peer in self.met:
+            self.met.move_to_end(peer)
+        return known
+
+    def hop(self, peer: PeerId) -> Hop:
+        """What is known of `peer` as one of the next stage, to be written on."""
+        card = self.card(peer)
+        if card.hop is None:
+            card.hop = Hop()
+        return card.hop
+
+    def partner(self, peer: PeerId) -> Partner:
+        """What is known of `peer` as one of the own stage, to be written on."""
+        card = self.card(peer)
+        if card.partner is None:
+            card.partner = Partner()
+        return card.partner
+
+    @property
+    def cards(self) -> Iterator[Scorecard]:
+        """All of them."""
+        yield from self.workers.values()
+        yield from self.met.values()
+
+    @property
+    def partners(self) -> Iterator[tuple[PeerId, Partner]]:
+        """What is known of all peers as peers of the own stage."""
+        for peer, card in (*self.workers.items(), *self.met.items()):
+            if card.partner is not None:
+                yield peer, card.partner
+
+    def begin_stage(self) -> None:
+        """This node serves a stage from now on: who stood where in its former one says nothing."""
+        for card in self.cards:
+            card.hop = card.partner = None
+
+    def _forget(self, _peer: PeerId, card: Scorecard) -> None:
+        self.bans_forgotten += card.conduct.ban.times > 0
