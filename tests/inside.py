@@ -111,7 +111,7 @@ def remembered(repeats: Repeats) -> tuple[Sized, Sized, Any]:
 
 def reputes_of(book: object) -> Mapping[Any, Any]:
     """What audits have said, by peer."""
-    known = cast("Any", book)._book
+    known = cast("Any", book).cards
     hops = ((peer, known.of(peer).hop) for peer in (*known.workers, *known.met))
     return {peer: hop.repute for peer, hop in hops if hop is not None and hop.repute != UNBLEMISHED}
 

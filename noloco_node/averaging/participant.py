@@ -23,7 +23,9 @@ class Averaging(Participant):
         on_outer_step: Callable[[OuterStep], None],
         on_probation_end: Callable[[Ending, int], None],
     ) -> None:
-        self.standing = ProbationStanding(context.spec.outer.inner_steps, on_probation_end)
+        self.standing = ProbationStanding(
+            context.spec.outer.inner_steps, on_probation_end, context.transport.peer_stats.book
+        )
         self.exchanger = Exchanger(
             context,
             clocks=clocks,

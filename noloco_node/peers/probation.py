@@ -11,13 +11,14 @@ Probation shuts out what is broken. It does not stop a hostile and patient peer;
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.peers.scorecard import PeerBook
 
 PROBATION_ROUNDS = 4
 """Probation lasts at most so many outer rounds of H inner steps."""
@@ -86,13 +87,13 @@ class ProbationStanding:
     steps its own probation ended.
     """
 
-    def __init__(self, inner_steps: int, on_end: Callable[[Ending, int], None]) -> None:
+    def __init__(self, inner_steps: int, on_end: Callable[[Ending, int], None], book: PeerBook | None = None) -> None:
         self._on_end = on_end
         self.limit = PROBATION_ROUNDS * inner_steps
         self.loss = RecentLoss()
         self._joined_at: int | None = None
         self._drawn = False
-        self._since = PeerTable[PeerId, int | None]()
+        self._book = book or PeerBook()
         self._settled = False
 
     def begin(self, steps: int) -> None:
@@ -120,8 +121,9 @@ class ProbationStanding:
         """The directory was read. A peer is no newcomer if it is seen before this replica's own first outer round, or
         at the first look after it."""
         for peer in stage_peers:
-            self._know(peer, steps)
-            self._since.move_to_end(peer)  # the longest gone is forgotten first
+            known = self._book.partner(peer)
+            if known.came_at is None:
+                known.came_at = steps if self._settled else -math.inf
         self._settled = self._settled or outer_rounds > 0
 
     def counts(self, peer: PeerId, steps: int) -> bool:
@@ -130,15 +132,15 @@ class ProbationStanding:
         Time makes a peer count only if it was seen in the directory. A key that has merely asked stays new; otherwise
         one stranger could let many grow old at once.
         """
-        if peer not in self._since:
+        known = self._book.of(peer).partner
+        if known is None or known.came_at is None:
             return not self._settled
-        since = self._since[peer]
-        return since is None or steps - since >= self.limit
+        return steps - known.came_at >= self.limit
 
     def measured(self, peer: PeerId, meeting: Meeting) -> None:
         """A weightless exchange with `peer` is complete: it counts from the next one on if it was in line."""
         if in_line(meeting):
-            self._since[peer] = None
+            self._book.partner(peer).came_at = -math.inf
 
     def partners(self, stage_peers: Sequence[PeerId], declared: Collection[PeerId], steps: int) -> list[PeerId]:
         """Stage peers that are worth dialling: they do not declare themselves newcomers, and would move this replica.
@@ -146,9 +148,3 @@ class ProbationStanding:
         A newcomer is moved by every peer that counts itself.
         """
         return [peer for peer in stage_peers if peer not in declared and (self.newcomer or self.counts(peer, steps))]
-
-    def _know(self, peer: PeerId, steps: int) -> int | None:
-        """The step at which this peer came to be known as a newcomer; None for one that was there before."""
-        if peer not in self._since:
-            self._since[peer] = steps if self._settled else None
-        return self._since[peer]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import NO_REST, Rest
 from noloco_node.peer_table import PeerTable
@@ -74,6 +75,14 @@ class Hop:
     """What audits have said of it."""
     unseen_since: float | None = None
     """When it left the view while it was doubted."""
+    no_audit_until: float = -math.inf
+    """It did not answer an audit, and is asked again then: it must not hold the audits up."""
+    carrying: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
+    """The seconds that carrying a microbatch there and back takes, by codec."""
+    least: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
+    """The least seconds that it took of late."""
+    work: float = 0.0
+    """The seconds that its work on one takes, as it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,12 @@ class Partner:
     carried_at: float = -math.inf
     committed: int = 0
     """Outer steps taken with it."""
+    came_at: float | None = None
+    """This replica's inner steps when it came; -inf if it was there before or is in line, None if it was never seen."""
+    slow_rate: float | None = None
+    """The bytes a second that it gave as a state source, if it was left for its slowness."""
+    no_state_until: float = -math.inf
+    """It has only a relayed connection, and is not asked for its state before."""
 
 
 @dataclass(slots=True)
@@ -135,6 +150,10 @@ class Scorecard:
     drawn: bool | None = None
     """Whether it answered, and served the stage of its record, when this node last drew it at random; None where it has
     not been drawn."""
+    earned: int = 0
+    """Tokens that it sent and that were trained here."""
+    evaluated: int = 0
+    """Tokens that this node evaluated for it on that account."""
     conduct: BanRecord = CLEAN
     hop: Hop | None = None
     partner: Partner | None = None

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTimes
 from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
@@ -128,8 +127,6 @@ class Auditor:
         """Copies that may be asked for now without a doubt."""
         self._norms = NormBound(UNUSUAL)
         self._leanings = Leanings()
-        self._silent = PeerTimes[PeerId]()
-        """Doubted peers that did not answer, and when they are asked again: they must not hold the audits up."""
         self.findings: Counter[str] = Counter()
         """So far, by `Finding`."""
 
@@ -223,7 +220,7 @@ class Auditor:
         except (TransportError, TimeoutError) as error:
             why = repr(error)
         logger.debug("%s gave no answer to an audit: %s", peer, why)
-        self._silent[peer] = self._clock() + silent
+        self._book.cards.hop(peer).no_audit_until = self._clock() + silent
         return None
 
     def _next_juror(self, asked: Collection[PeerId]) -> PeerId | None:
@@ -236,7 +233,7 @@ class Auditor:
     def _to_be_heard(self) -> list[PeerId]:
         """Peers on trial that are worth asking now."""
         now, book = self._clock(), self._book
-        willing = (peer for peer in book.doubted if not self._silent.holds(peer, now))
+        willing = (peer for peer in book.doubted if now >= book.cards.hop(peer).no_audit_until)
         return sorted(peer for peer in willing if book.trust(peer) is Trust.ON_TRIAL)
 
 

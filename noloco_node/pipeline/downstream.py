@@ -119,7 +119,7 @@ class Downstream:
         """From sending a microbatch to one peer to its answer."""
         hops = spec.stages - 1
         share = share_of_a_hop(spec.pipeline.audit_share, hops)
-        self._codecs = LinkCodecs(spec.pipeline.activations, rng)
+        self._codecs = LinkCodecs(spec.pipeline.activations, rng, book.cards)
         self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
         """Runs beside the training (`Auditor.run`)."""
 
@@ -328,7 +328,7 @@ class PipelineServer:
         self._repeats = Repeats()
         self._places = MicrobatchLimiter(max_pending, load=lambda: worker.load)
         self._shares = SourceShares(lambda: worker.progress.clock >= spec.inner.warmup_tokens)
-        self.rations = EvaluationRations(spec, worker)
+        self.rations = EvaluationRations(spec, worker, peer_stats.book)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen(spec.max_lag_tokens)
         self.out_of_scale = 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import moved
-from noloco_node.peer_table import PeerTable
+from noloco_node.peers.scorecard import PeerBook
 from noloco_node.training.activation_codec import DTYPES, decode, encode
 
 CARRIED_SHARE = 1 / 4
@@ -35,22 +34,15 @@ INLINE_NUMBERS = 1 << 15
 """So many numbers are coded on the event loop (0.2 ms); more are coded beside it."""
 
 
-@dataclass(slots=True)
-class _Link:
-    carrying: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
-    least: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
-    work: float = 0.0
-
-
 class LinkCodecs:
     """One sender's view of its links to the next stage."""
 
-    def __init__(self, allowed: Sequence[ActivationCodec], rng: random.Random) -> None:
+    def __init__(self, allowed: Sequence[ActivationCodec], rng: random.Random, book: PeerBook | None = None) -> None:
         """`allowed`: from wide to narrow."""
         self._allowed = tuple(allowed)
         self._bytes: dict[ActivationCodec, int] = {codec: token_bytes(INT8_BLOCK, codec) for codec in self._allowed}
         self._rng = rng
-        self._links = PeerTable[PeerId, _Link]()
+        self._book = book or PeerBook()
 
     @property
     def widest(self) -> ActivationCodec:
@@ -63,8 +55,10 @@ class LinkCodecs:
             return self._allowed[0]
         if self._rng.random() < PROBES:
             return self._rng.choice(self._allowed)
-        link = self._links.get(peer)
-        return self._allowed[-1] if link is None else codec_for(self._bytes, link.carrying, link.work)
+        link = self._book.of(peer).hop
+        if link is None or not link.carrying:
+            return self._allowed[-1]
+        return codec_for(self._bytes, link.carrying, link.work)
 
     def carried(self, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> float:
         """A microbatch went to `peer` and its gradient came back after `took` seconds. Returns the seconds that it
@@ -74,7 +68,7 @@ class LinkCodecs:
         """
         if work is None:
             return 0.0
-        link = self._links[peer] = self._links.get(peer) or _Link()
+        link = self._book.hop(peer)
         seconds, work = max(0.0, took - work), min(work, took)
         link.least[codec] = least_carrying(link.least.get(codec), seconds)
         link.work = moved(link.work if link.carrying else None, work)

@@ -129,7 +129,7 @@ class LoadBalancer:
         self._peers: Sequence[PeerId] = ()
         self._in_order: tuple[PeerId, ...] = ()
         """The live peers sorted by their ids, for `fixed`."""
-        self._book = book or PeerBook()
+        self.cards = book or PeerBook()
         self._any_came = False
         """Whether any peer has brought what was asked for."""
         self._bounds, self._bounded_at = Bounds(0.0, 1.0), -math.inf
@@ -161,7 +161,7 @@ class LoadBalancer:
         """
         now, live = self._clock(), set(peers)
         for peer in list(self._doubted):
-            hop = self._book.of(peer).hop
+            hop = self.cards.of(peer).hop
             if hop is None:
                 self._doubted.discard(peer)
             elif peer in live:
@@ -201,7 +201,7 @@ class LoadBalancer:
 
     def _described(self, peers: Sequence[PeerId], now: float) -> list[Candidate]:
         relayed, described = self.relayed(), list[Candidate]()
-        hops = [self._book.of(peer).hop for peer in peers]
+        hops = [self.cards.of(peer).hop for peer in peers]
         bounds = bounds_of(hops, now) if len(self._peers) <= FEW else self._bounds_of_all(now)
         for peer, hop in zip(peers, hops, strict=True):
             if hop is None:
@@ -217,7 +217,7 @@ class LoadBalancer:
     def _bounds_of_all(self, now: float) -> Bounds:
         """What is quick is said by all stage peers, not by those that happen to be drawn; here as of a moment ago."""
         if not 0.0 <= now - self._bounded_at < LOAD_LIFE_SECONDS:
-            self._bounds = bounds_of((self._book.of(peer).hop for peer in self._peers), now)
+            self._bounds = bounds_of((self.cards.of(peer).hop for peer in self._peers), now)
             self._bounded_at = now
         return self._bounds
 
@@ -237,12 +237,12 @@ class LoadBalancer:
     def sent(self, peer: PeerId) -> float:
         """A request to `peer` is under way; what is returned names it to `done`."""
         began = self._clock()
-        self._book.hop(peer).under_way.append(began)
+        self.cards.hop(peer).under_way.append(began)
         return began
 
     def done(self, peer: PeerId, began: float, how: RequestOutcome) -> None:
         """The request that began then has ended."""
-        hop, now = self._book.hop(peer), self._clock()
+        hop, now = self.cards.hop(peer), self._clock()
         self._any_came |= how is RequestOutcome.CAME
         seconds = after_request(hop, began, now, how, any_came=self._any_came)
         if began in hop.under_way:  # else so many others were met meanwhile that the peer was forgotten
@@ -256,8 +256,8 @@ class LoadBalancer:
 
     def yields_little(self, peer: PeerId) -> bool:
         """Whether asking `peer` brings far less often what was asked for than asking its stage peers."""
-        hop = self._book.of(peer).hop
-        others = (self._book.of(each).hop for each in self._peers)
+        hop = self.cards.of(peer).hop
+        others = (self.cards.of(each).hop for each in self._peers)
         return hop is not None and yields_little(hop, others, self._clock())
 
     def reported(self, peer: PeerId, load: int) -> None:
@@ -265,13 +265,13 @@ class LoadBalancer:
         self._note_load(peer, load).rest = NO_REST
 
     def _note_load(self, peer: PeerId, load: int) -> Hop:
-        hop = self._book.hop(peer)
+        hop = self.cards.hop(peer)
         hop.load, hop.load_at = load, self._clock()
         return hop
 
     def failed(self, peer: PeerId) -> None:
         """A stream to `peer` broke or timed out: pass it over for a while."""
-        hop, now = self._book.hop(peer), self._clock()
+        hop, now = self.cards.hop(peer), self._clock()
         hop.rest = hop.rest.again(SUSPENSIONS, now, at_least=hop.rest.until - now)
 
     def asks_for(self, peer: PeerId) -> int:
@@ -280,7 +280,7 @@ class LoadBalancer:
         It is as many as are needed to wait there if the peer was busy a moment ago and was chosen all the same. It is
         as many if the strategy is not `balanced`. Otherwise it is 0.
         """
-        hop = self._book.of(peer).hop
+        hop = self.cards.of(peer).hop
         known_full = hop is not None and hop.load == FULL and self._clock() - hop.load_at < LOAD_LIFE_SECONDS
         return ASKS_TO_WAIT if known_full or self._strategy != "balanced" else 0
 
@@ -294,7 +294,7 @@ class LoadBalancer:
 
         The second is None if it has not said so lately, or only that it is full.
         """
-        hop = self._book.of(peer).hop
+        hop = self.cards.of(peer).hop
         if hop is None:
             return 0, None
         known = hop.load < FULL and self._clock() - hop.load_at < LOAD_LIFE_SECONDS
@@ -313,7 +313,7 @@ class LoadBalancer:
 
     def repute(self, peer: PeerId) -> Reputation:
         """What audits have said of a peer."""
-        hop = self._book.of(peer).hop
+        hop = self.cards.of(peer).hop
         return UNBLEMISHED if hop is None else _seen_again(hop, self._clock())
 
     def trust(self, peer: PeerId) -> Trust:
@@ -336,7 +336,7 @@ class LoadBalancer:
 
     def _judged(self, peer: PeerId, judge: Callable[[Reputation, float], Reputation]) -> tuple[Reputation, Reputation]:
         """A peer's repute before and after a judgement, which is kept."""
-        hop, now = self._book.hop(peer), self._clock()
+        hop, now = self.cards.hop(peer), self._clock()
         before = _seen_again(hop, now)
         after = hop.repute = judge(before, now)
         (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
 from noloco_node.peers.rations import Budget, PeerBudgets
+from noloco_node.peers.scorecard import PeerBook
 from noloco_node.pipeline.messages import MicrobatchHeader
 from noloco_node.training.fair_queue import QueueTurn
 from noloco_node.training.stage_worker import StageWorker
@@ -62,14 +61,6 @@ class Rations:
         return float(self._furthest)
 
 
-@dataclass(slots=True)
-class _Account:
-    """Tokens of one peer."""
-
-    trained: int = 0
-    evaluated: int = 0
-
-
 class EvaluationRations:
     """A ration of evaluations. A peer evaluates as much as it trains here, or twice what the run's evaluations take if
     that is more.
@@ -77,19 +68,18 @@ class EvaluationRations:
     It gives the device's time for it out of its own turns. All others share a ration.
     """
 
-    def __init__(self, spec: RunSpec, worker: StageWorker) -> None:
+    def __init__(self, spec: RunSpec, worker: StageWorker, book: PeerBook) -> None:
         one = spec.evaluation.windows * spec.data.sequence_length
         self._usual = one / spec.evaluation.every_tokens
         """Tokens that one origin evaluates for each token of the clock."""
         self._worker = worker
         self._saved = 2 * one
-        self._accounts = PeerTable[PeerId, _Account]()
+        self._book = book
         self._strangers = Rations(STRANGERS_SHARE, float(SAVED_EVALUATIONS * one), lambda: worker.last_trained.tokens)
 
     def worked(self, peer: PeerId, tokens: int) -> None:
         """So many tokens that `peer` sent were trained here."""
-        account = self._accounts[peer] = self._accounts.get(peer) or _Account()
-        account.trained += tokens
+        self._book.card(peer).earned += tokens
 
     def place(self, peer: PeerId, tokens: int, take: Callable[[], Release]) -> Release:
         """The place that `take` gives, with so many tokens to evaluate booked; 0 tokens if it is to be trained.
@@ -98,20 +88,14 @@ class EvaluationRations:
         """
         if not tokens:
             return take()
-        account = self._has_earned(peer, tokens)
-        if account is None:
+        card = self._book.of(peer)
+        share = max(1.0, 2.0 * self._usual * self._worker.live_replicas)
+        has_earned = card.earned > 0 and card.evaluated + tokens <= self._saved + share * card.earned
+        if not has_earned:
             self._strangers.check(peer, tokens)
         release = take()
-        if account is None:
-            self._strangers.spend(peer, tokens)
+        if has_earned:
+            card.evaluated += tokens
         else:
-            account.evaluated += tokens
+            self._strangers.spend(peer, tokens)
         return release
-
-    def _has_earned(self, peer: PeerId, tokens: int) -> _Account | None:
-        """The account of a peer that has worked enough here for so many more tokens, else None."""
-        account = self._accounts.get(peer)
-        share = max(1.0, 2.0 * self._usual * self._worker.live_replicas)
-        if account is None or account.evaluated + tokens > self._saved + share * account.trained:
-            return None
-        return account

@@ -21,7 +21,6 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
-from noloco_node.peer_table import PeerTimes
 from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow, floor_of
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
@@ -127,11 +126,10 @@ class StateCopier:
         self._believe = believe
         self._emit = emit
         self._rng = rng
-        self.resting = PeerTimes[PeerId]()
-        """Until when donors are not asked again to which there is only a relayed connection."""
+        self._book = transport.peer_stats.book
         self._relayed_told = False
         limits, size = spec.limits, packed_size(worker.state_sizes())
-        self._paces = DonorPaces(floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds))
+        self._paces = DonorPaces(floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds), self._book)
 
     async def copy_best(
         self, donors: Callable[[], Awaitable[Sequence[PeerId]]], patience: float = BUSY_PATIENCE_SECONDS
@@ -181,7 +179,7 @@ class StateCopier:
         """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
         the replica is unchanged then. One that gives nothing through a relay is asked every `RELAYED_REST_SECONDS` at
         most, and Refused for it between."""
-        if self.resting.holds(donor, ambient.monotonic()):
+        if ambient.monotonic() < self._book.partner(donor).no_state_until:
             raise Refused(Refusal.RELAYED, "it said so a moment ago")
         try:
             await self._ask(donor)  # there must be something to come before there is room made for it
@@ -195,7 +193,7 @@ class StateCopier:
         return manifest
 
     def _let_rest(self, donor: PeerId) -> None:
-        self.resting[donor] = ambient.monotonic() + RELAYED_REST_SECONDS
+        self._book.partner(donor).no_state_until = ambient.monotonic() + RELAYED_REST_SECONDS
         level = logging.DEBUG if self._relayed_told else logging.WARNING
         self._relayed_told = True
         logger.log(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.scorecard import PeerBook
 from noloco_node.transport.errors import TransportError
 
 USUAL_SECONDS = 600.0
@@ -30,37 +31,40 @@ class TooSlow(TransportError):
 class DonorPaces:
     """What slow donors were measured to give. `floor` in bytes per second."""
 
-    def __init__(self, floor: float) -> None:
+    def __init__(self, floor: float, book: PeerBook | None = None) -> None:
         self.floor = floor
-        self._slow: dict[PeerId, float] = {}
+        self._book = book or PeerBook()
 
     def goes_on(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
         """Whether to stay with `donor`, which gives `rate` bytes per second, while all of `offering` would give."""
-        self._slow.pop(donor, None)
-        if self.is_enough(donor, rate, offering):
-            return True
-        self._slow[donor] = rate
-        return False
+        enough = self.is_enough(donor, rate, offering)
+        self._book.partner(donor).slow_rate = None if enough else rate
+        return enough
 
     def is_enough(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
         """Whether nobody else of `offering` is known, or likely, to be faster than a donor that gives `rate`."""
         if rate >= self.floor:
             return True
         others = [peer for peer in offering if peer != donor]
-        tried = [self._slow[peer] for peer in others if peer in self._slow]
+        tried = [slow for slow in map(self._slow_rate, others) if slow is not None]
         return len(tried) >= min(len(others), MOST_TRIED - 1) and max(tried, default=0.0) <= MUCH_FASTER * rate
 
     def next(self, ranked: Collection[PeerId]) -> PeerId:
         """The next donor of `ranked`, the best first: one not known as slow, until a few are; then the fastest."""
-        untried = [peer for peer in ranked if peer not in self._slow]
-        slow = [peer for peer in ranked if peer in self._slow]
+        rates = {peer: self._slow_rate(peer) for peer in ranked}
+        untried = [peer for peer, rate in rates.items() if rate is None]
+        slow = {peer: rate for peer, rate in rates.items() if rate is not None}
         if untried and len(slow) < MOST_TRIED:
             return untried[0]
-        return max(slow, key=lambda peer: self._slow[peer])
+        return max(slow, key=lambda peer: slow[peer])
 
     def all_slow(self, donors: Collection[PeerId]) -> bool:
         """Whether all of them were measured and found slow."""
-        return all(donor in self._slow for donor in donors)
+        return all(self._slow_rate(donor) is not None for donor in donors)
+
+    def _slow_rate(self, donor: PeerId) -> float | None:
+        known = self._book.of(donor).partner
+        return None if known is None else known.slow_rate
 
 
 class DonorPace:

@@ -211,7 +211,7 @@ function about(node, v) {
   if (known(node.load)) lines.push(`${node.load} microbatches in hand`);
   if (node.under_way) lines.push(`${node.under_way} microbatches of this node under way to it`);
   if (node.newcomer) lines.push("a newcomer, not averaged with yet");
-  if (node.passed_over) lines.push("passed over for a while: it failed or was slow");
+  if (node.left_alone) lines.push("left alone: " + node.left_alone);
   return lines.join("\n");
 }
 function swarm(v, s, moves) {

@@ -397,7 +397,7 @@ async def test_a_laggard_that_only_relays_connect_says_so_once_and_rests(
             await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (1, 0)
         monkeypatch.setattr(late_join, "RELAYED_REST_SECONDS", 0.0)
-        laggard.state_transfer.copier.resting.clear()
+        laggard.context.transport.peer_stats.book.begin_stage()
         for _ in range(2):
             await laggard.outer_steps.catch_up(FIRST)
         assert (looks, rooms) == (3, 0)

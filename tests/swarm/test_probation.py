@@ -27,6 +27,7 @@ from noloco_node.peers.probation import (
     RecentLoss,
     in_line,
 )
+from noloco_node.peers.scorecard import PeerBook
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.errors import Refusal
 from tests.support import eventually, one_turn
@@ -145,13 +146,14 @@ def test_a_partition_makes_no_newcomers() -> None:
 
 def test_a_crowd_of_strangers_does_not_push_out_those_who_live() -> None:
     """Memory is bounded, and the peers seen last are forgotten last."""
-    own, _ = standing()
+    book = PeerBook()
+    own = ProbationStanding(10, lambda *_: None, book)
     own.look([OLD], 0, outer_rounds=1)
     for number in range(MOST_PEERS + 100):
         own.counts(PeerId(f"stranger-{number}"), 3)
         own.look([OLD], 3, outer_rounds=1)
     assert own.counts(OLD, 4)
-    assert len(own._since) <= MOST_PEERS
+    assert len(list(book.partners)) == 1
 
 
 def test_whom_to_dial() -> None:
