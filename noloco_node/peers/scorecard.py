@@ -228,6 +228,14 @@ class PeerBook:
             card.partner = Partner()
         return card.partner
 
+    def gives(self, peer: PeerId, rate: float | None) -> None:
+        """As a state source `peer` gives so many bytes a second, which is too slow; None where it is quick enough."""
+        self.partner(peer).slow_rate = rate
+
+    def gives_nothing(self, peer: PeerId, until: float) -> None:
+        """`peer` has only a relayed connection, and is not asked for its state until then."""
+        self.partner(peer).no_state_until = until
+
     @property
     def cards(self) -> Iterator[Scorecard]:
         """All of them."""

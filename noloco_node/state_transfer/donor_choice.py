@@ -193,7 +193,7 @@ class StateCopier:
         return manifest
 
     def _let_rest(self, donor: PeerId) -> None:
-        self._book.partner(donor).no_state_until = ambient.monotonic() + RELAYED_REST_SECONDS
+        self._book.gives_nothing(donor, ambient.monotonic() + RELAYED_REST_SECONDS)
         level = logging.DEBUG if self._relayed_told else logging.WARNING
         self._relayed_told = True
         logger.log(

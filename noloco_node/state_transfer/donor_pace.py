@@ -38,7 +38,7 @@ class DonorPaces:
     def goes_on(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
         """Whether to stay with `donor`, which gives `rate` bytes per second, while all of `offering` would give."""
         enough = self.is_enough(donor, rate, offering)
-        self._book.partner(donor).slow_rate = None if enough else rate
+        self._book.gives(donor, None if enough else rate)
         return enough
 
     def is_enough(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
