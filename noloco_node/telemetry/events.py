@@ -170,7 +170,7 @@ class Strangers(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     offences: dict[str, int] = {}
-    """By kind (`transport.bans.Offence`)."""
+    """By kind (`peers.scorecard.Offence`)."""
     bans: dict[str, int] = {}
     """By the offence that brought them."""
     banned_now: int = 0
