@@ -18,7 +18,7 @@ from noloco_node.pipeline.participant import Pipeline
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.start_barrier import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, Warned
-from noloco_node.telemetry.node_state import MOST_PEERS, NodeSeen, Surroundings
+from noloco_node.telemetry.node_state import MOST_NODES, NodeSeen, Surroundings
 from noloco_node.transport.interface import DIRECTORY, RELAYED
 
 
@@ -120,7 +120,7 @@ def surroundings(
     replicas = Counter(record.stage for record in there if record.state is PeerState.TRAINING)
     replicas[membership.stage] += membership.state is PeerState.TRAINING
     answering = {record.peer_id for record in there}
-    shown = [*there, *(record for record in records if record.peer_id not in answering)][:MOST_PEERS]
+    shown = [*there, *(record for record in records if record.peer_id not in answering)][:MOST_NODES]
 
     def peer_of(record: PeerRecord) -> NodeSeen:
         peer = PeerId(record.peer_id)

@@ -16,10 +16,9 @@ from rich.live import Live
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.telemetry.asking import Hangs, ask_page
 from noloco_node.telemetry.node_state import NodeState
-from noloco_node.telemetry.terminal import node_screen
+from noloco_node.telemetry.terminal import LOOK_SECONDS, node_screen
 from noloco_node.telemetry.words import as_clock_time
 
-LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 4.0
 MOST_BYTES = 4 << 20
 OF_A_SWARM = "nodes_answering"

@@ -22,9 +22,8 @@ from noloco_node.node.observing import looking_on
 from noloco_node.observer.onlooker import Onlooker
 from noloco_node.telemetry.logging import LogTail, NodeLog, configure_logging
 from noloco_node.telemetry.swarm_state import SwarmView, document
-from noloco_node.telemetry.terminal import WARNINGS_SHOWN, swarm_screen
+from noloco_node.telemetry.terminal import LOOK_SECONDS, WARNINGS_SHOWN, swarm_screen
 
-LOOK_SECONDS = 1.0
 _Serve = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 """A function that awaits something while the swarm is looked at."""
 

@@ -12,11 +12,9 @@ from noloco_node import __version__
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import believed, node_seen
-from noloco_node.telemetry.node_state import NodeSeen
+from noloco_node.telemetry.node_state import KEPT, MOST_NODES, NodeSeen
 from noloco_node.telemetry.swarm_state import (
-    HAPPENINGS,
     MOST_DEPARTED,
-    MOST_NODES,
     OTHER_VERSIONS,
     SERVING,
     STATES,
@@ -128,7 +126,7 @@ def view_swarm(
         left=earlier.left + seen["left"],
         lost=earlier.lost + seen["lost"],
         moves=earlier.moves + seen["moved"],
-        happenings=(*earlier.happenings, *(happened if earlier.time else ()))[-HAPPENINGS:],
+        happenings=(*earlier.happenings, *(happened if earlier.time else ()))[-KEPT:],
         over=over,
         departed=_departed(earlier, followed, time),
         followed=followed,

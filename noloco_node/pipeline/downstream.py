@@ -50,8 +50,7 @@ from noloco_node.pipeline.messages import (
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.pipeline.source_shares import SourceShares
 from noloco_node.pipeline.work_rations import EvaluationRations, turn_of
-from noloco_node.telemetry.meters import Meter
-from noloco_node.telemetry.metric_table import HOP_SECONDS
+from noloco_node.telemetry.metric_table import HOP_SECONDS, Meter
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.norm_bound import NormBound

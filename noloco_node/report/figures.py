@@ -11,6 +11,7 @@ from noloco_node.report.charts import Bars, ChartGraph, ChartLine, ChartMark, Ch
 from noloco_node.report.chronicle import Chronicle, Moment
 from noloco_node.report.folder import ReportedRun
 from noloco_node.telemetry.events import Account
+from noloco_node.telemetry.node_state import POINTS
 from noloco_node.telemetry.summary import (
     Microbatches,
     spread_curve,
@@ -25,7 +26,6 @@ NODES_DRAWN = 24
 """A graph of meetings draws at most so many nodes of a stage."""
 NAMED = 4
 """So many nodes are named behind a count."""
-RATES_DRAWN = 300
 GOOD_FINDINGS = ("agreed",)
 LETTERS = 300
 """So many letters are shown of a text that a peer may have written."""
@@ -124,7 +124,7 @@ def spread(told: ReportedRun) -> Curves:
     curve = sorted(spread_curve(histories), key=lambda point: point.clock)
     # A replica of a later stage has the learning rate of the same clock.
     steps = sorted((s for h in token_counters(histories) for s in h.inner), key=lambda s: s.clock)
-    steps = steps[:: max(1, len(steps) // RATES_DRAWN)]
+    steps = steps[:: max(1, len(steps) // POINTS)]
     lines = (
         ChartLine(
             "spread of the weights", "third", tuple((p.clock, p.spread) for p in curve if p.spread > 0.0), dots=True

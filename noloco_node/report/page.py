@@ -13,7 +13,7 @@ from pathlib import Path
 from noloco_node import __version__, ambient
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report import drawing, figures
-from noloco_node.report.chronicle import Chronicle
+from noloco_node.report.chronicle import MOST_MOMENTS, Chronicle
 from noloco_node.report.figures import words
 from noloco_node.report.folder import ReportedRun, read_folder
 from noloco_node.storage import atomic
@@ -23,7 +23,6 @@ from noloco_node.telemetry.words import as_bytes, as_long, as_loss
 
 PLACE = "report"
 """The report's folder within a run folder."""
-MOMENTS_SHOWN = 200
 NOBODY = '<p class="dim">nobody yet</p>'
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -187,7 +186,7 @@ def _faults(told: ReportedRun) -> str:
 
 def _moments(told: ReportedRun) -> str:
     rows = figures.moments(told)
-    shown = rows[-MOMENTS_SHOWN:]
+    shown = rows[-MOST_MOMENTS:]
     lines = "".join(
         f'<li class="{m.kind}"><time>{_day(m.time)}</time> <b>{escape(name)}</b> {escape(words(m.text))}</li>'
         for name, m in shown

@@ -8,10 +8,6 @@ OF_A_LIFE = 1.0 / 1800.0
 """Two accounts in a node's file lie this part of its life apart: within the first hour all are there."""
 AT_LAST_SECONDS = 60.0
 """Two accounts lie at most so many seconds apart. One in two seconds, as they are made, would be 41 MB a day."""
-CHANGED_SOONER = 6.0
-"""Accounts come so many times as often after the present peers have changed."""
-LONGEST_SECONDS = 60.0
-"""More seconds than this between two events count as no time: this machine's clock was set forward, or stood still."""
 
 
 class Diary:
@@ -20,15 +16,14 @@ class Diary:
 
     def __init__(self, file: EventFile) -> None:
         self._file = file
-        self._up = 0.0
-        self._time: float | None = None
+        self._began: float | None = None
         self._last: Account | None = None
         self._withheld: Account | None = None
 
     def write(self, event: AnyEvent) -> None:
         """Take in one event, in the order of their times."""
-        passed = 0.0 if self._time is None else event.time - self._time
-        self._time, self._up = event.time, self._up + min(max(0.0, passed), LONGEST_SECONDS)
+        if self._began is None:
+            self._began = event.time
         if isinstance(event, Account):
             self._withhold(event)
             if self._is_due(event):
@@ -53,9 +48,8 @@ class Diary:
         last = self._last
         if last is None or account.time < last.time:  # this machine's clock has been set back
             return True
-        changed = (account.nodes_per_stage, account.missing_stages) != (last.nodes_per_stage, last.missing_stages)
-        seconds = min(AT_LAST_SECONDS, OF_A_LIFE * self._up)
-        return account.time - last.time >= (seconds / CHANGED_SOONER if changed else seconds)
+        life = abs(account.time - (self._began or 0.0))
+        return account.time - last.time >= min(AT_LAST_SECONDS, OF_A_LIFE * life)
 
     def _write_withheld(self) -> None:
         if self._withheld is not None:

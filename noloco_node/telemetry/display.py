@@ -23,11 +23,9 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.node_state import NodeSeen, NodeState, NodeView
 from noloco_node.telemetry.swarm_state import STATES, Middle, StageSeen, SwarmView
-from noloco_node.telemetry.terminal import outer_steps, swarm_screen
+from noloco_node.telemetry.terminal import WARNINGS_SHOWN, outer_steps, swarm_screen
 from noloco_node.telemetry.words import as_clock_time, as_duration, as_loss, as_nodes, as_rate, as_scientific
 
-WARNINGS_SHOWN = 4
-PAIRS_SHOWN = 2
 PLAIN_INTERVAL = 5.0
 """Two plain lines are so many seconds apart."""
 
@@ -48,7 +46,7 @@ class LocalSwarmView:
         """The last ones, shown as long as the screen is."""
         self.trouble = ""
         """What is wrong now and makes the figures old; shown until it is over."""
-        self.last_pairs: deque[tuple[str, str]] = deque(maxlen=PAIRS_SHOWN)
+        self.last_pairs: deque[tuple[str, str]] = deque(maxlen=2)
         self._names: dict[str, str] = {}
 
     def observe(self, name: str, event: AnyEvent) -> None:

@@ -13,9 +13,22 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from noloco_node import ambient
 from noloco_node.plain_files import is_plain
-from noloco_node.telemetry.warning_kinds import WarningKind
 
 logger = logging.getLogger(__name__)
+
+WarningKind = Literal[
+    "checkpoints_unusable",
+    "stage_lost",
+    "state_elsewhere",
+    "last_of_stage",
+    "memory_short",
+    "text_damaged",
+    "invitation_ends",
+    "clock_wrong",
+    "identity_shared",
+    "another_life",
+]
+"""Warnings for the user that runs a node."""
 
 TAIL_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20

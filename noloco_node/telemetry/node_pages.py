@@ -15,7 +15,7 @@ from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.logging import LogTail
-from noloco_node.telemetry.node_state import NodeView, Surroundings
+from noloco_node.telemetry.node_state import POINTS, NodeView, Surroundings
 from noloco_node.telemetry.page import state_page
 from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer
 
@@ -25,8 +25,6 @@ CACHED_SECONDS = 1.0
 """The state is made at most once in so many seconds, however many ask for it."""
 LOOK_SECONDS = 0.2
 """The event loop has so many seconds to say which peers the node sees; else what it said last stands."""
-POINTS = 200
-"""Each curve has at most so many points, however long the node has lived."""
 
 Headers = Mapping[str, str]
 

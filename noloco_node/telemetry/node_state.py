@@ -38,11 +38,14 @@ LOSS_STEPS = 5
 """The shown training loss is the mean of so many inner steps."""
 STALL_STEPS = 3.0
 """After so many times the usual time without an inner step a node is slower than it was, and the shown speed sinks."""
-KEPT = 8
-"""The last outer steps and warnings that a state shows."""
+KEPT = 16
+"""So many of the last outer steps, warnings and happenings are shown."""
 LETTERS = 2000
 """A warning and a line of the log are cut between two words after so many letters. A node names its addresses there."""
-MOST_PEERS = 256
+MOST_NODES = 256
+"""So many nodes are named; all are counted."""
+POINTS = 200
+"""A curve has at most so many points."""
 
 
 class _Said(BaseModel):
@@ -205,7 +208,7 @@ class NodeState(_Said):
     queued: int = 0
     """Calls that wait for the device."""
     peers: tuple[NodeSeen, ...] = ()
-    """`MOST_PEERS` at most, those that answer first."""
+    """`MOST_NODES` at most, those that answer first."""
     log: tuple[LogLine, ...] = ()
 
     @property

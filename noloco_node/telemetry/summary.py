@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from noloco_node.config.data_spec import MOST_SOURCES
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.history import NodeHistory, summed
+from noloco_node.telemetry.node_state import POINTS
 
 TRAINING_LOSS_SHARE = 0.05
 """The reported training loss is the mean over this last share of the clock: one step alone is noise."""
-CURVE_POINTS = 200
 STEPS_A_POINT = 5
 """A point of the curve of speed covers at least so many steps. A single step says how long it took, not how fast the
 swarm is."""
@@ -196,14 +196,14 @@ def training_loss(heads: Sequence[NodeHistory]) -> float | None:
 
 
 def training_curve(heads: Sequence[NodeHistory]) -> list[LossPoint]:
-    """Training loss of all first-stage replicas along the clock, averaged by tokens within CURVE_POINTS equal bins."""
+    """Training loss of all first-stage replicas along the clock, averaged by tokens within POINTS equal bins."""
     steps = [s for history in heads for s in history.inner if isfinite(s.loss) and s.tokens > 0]
-    width = max((step.clock for step in steps), default=0.0) / CURVE_POINTS
+    width = max((step.clock for step in steps), default=0.0) / POINTS
     if width <= 0.0:
         return []
     bins: dict[int, list[InnerStep]] = {}
     for step in steps:
-        bins.setdefault(min(int(step.clock / width), CURVE_POINTS - 1), []).append(step)
+        bins.setdefault(min(int(step.clock / width), POINTS - 1), []).append(step)
     return [
         LossPoint(
             clock=fmean(step.clock for step in rows),

@@ -11,12 +11,9 @@ from noloco_node.telemetry.node_state import NodeSeen
 STATES = ("joining", "training", "finishing", "draining")
 """A node may say this of itself while it is there."""
 SERVING = ("training", "finishing")
-MOST_NODES = 256
-"""So many nodes are named; all are counted."""
 MOST_VERSIONS = 8
 """So many versions are counted by their names, this program's own among them."""
 OTHER_VERSIONS = "other"
-HAPPENINGS = 16
 MOST_DEPARTED = 64
 """So many nodes that have gone are still named: those that were seen at work for the longest time."""
 

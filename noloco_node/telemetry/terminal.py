@@ -40,6 +40,8 @@ OTHER_LINES = 20
 LAST_LINES = 8
 """A screen shows so many of the last lines of a log, or of the last things that happened in a swarm."""
 WARNINGS_SHOWN = 3
+LOOK_SECONDS = 1.0
+"""A screen is drawn anew every so many seconds."""
 NAME_WIDTH = 24
 WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "moved to"}
 
@@ -72,7 +74,7 @@ class NodeDisplay:
         if self._live is None and isinstance(event, NodeStarted | StateDownload):
             self._live = Live(
                 console=self._console,
-                refresh_per_second=1.0,
+                refresh_per_second=1.0 / LOOK_SECONDS,
                 get_renderable=lambda: node_screen(self._view.state(), "Ctrl-C leaves in order"),
                 redirect_stdout=sys.stdout.isatty(),
             )

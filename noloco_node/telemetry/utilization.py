@@ -6,9 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from noloco_node.telemetry.events import Account
-
-WINDOW_SECONDS = 60.0
-"""The utilization is counted over so many seconds."""
+from noloco_node.telemetry.node_state import RATE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class Utilization:
         """The idle time since the last account; None at the first."""
         before, self._busy = self._busy, (event.time, event.busy_seconds)
         self._work.append((event.time, self._flop))
-        while len(self._work) > 2 and self._work[1][0] <= event.time - WINDOW_SECONDS:
+        while len(self._work) > 2 and self._work[1][0] <= event.time - RATE_SECONDS:
             self._work.popleft()
         if before is None:
             return None

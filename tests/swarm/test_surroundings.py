@@ -5,7 +5,7 @@ from __future__ import annotations
 from noloco_node.accounting.stats import surroundings
 from noloco_node.directory.records import PeerState
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.telemetry.node_state import MOST_PEERS
+from noloco_node.telemetry.node_state import MOST_NODES
 from tests.worlds import MICROBATCH, micro_spec, peer_name, world
 
 
@@ -48,10 +48,10 @@ async def test_of_a_large_swarm_those_are_shown_that_answer() -> None:
         row = viewer.membership
         await row.refresh()
         real = row.others()[0]
-        ghosts = [real.model_copy(update={"peer_id": f"a-ghost-{n:04}"}) for n in range(2 * MOST_PEERS)]
+        ghosts = [real.model_copy(update={"peer_id": f"a-ghost-{n:04}"}) for n in range(2 * MOST_NODES)]
         row.others = lambda *_: [*ghosts, real]
         known, book = viewer.context.transport.peer_stats, viewer.pipeline.book
         assert isinstance(book, LoadBalancer)
         around = surroundings(row, known, book, 0.0, in_hand=0, queued=0)
-    assert (len(around.peers), around.introduced) == (MOST_PEERS, 2 * MOST_PEERS + 1)
+    assert (len(around.peers), around.introduced) == (MOST_NODES, 2 * MOST_NODES + 1)
     assert [peer.peer_id for peer in around.peers if peer.answers] == [real.peer_id]

@@ -20,8 +20,9 @@ from noloco_node.observer.onlooker import Onlooker
 from noloco_node.observer.swarm_view import nothing_seen, view_swarm
 from noloco_node.peers.stats import NOBODY
 from noloco_node.telemetry.metric_table import SEED_TABLE
+from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.swarm_metrics import rows_of
-from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_NODES, MOST_VERSIONS, Middle, SwarmView, document
+from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_VERSIONS, Middle, SwarmView, document
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually
 from tests.worlds import MICROBATCH, micro_spec, world

@@ -25,8 +25,8 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Doing, Warned
 from noloco_node.telemetry.logging import LogTail
 from noloco_node.telemetry.metrics import Metrics
-from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, POINTS, Curve, NodePages, early_pages
-from noloco_node.telemetry.node_state import LETTERS, MOST_PEERS, NodeSeen, NodeView, Surroundings
+from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, Curve, NodePages, early_pages
+from noloco_node.telemetry.node_state import LETTERS, MOST_NODES, POINTS, NodeSeen, NodeView, Surroundings
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.telemetry.web import WebServer
 from tests.telemetry import made_events as made
@@ -246,7 +246,7 @@ async def test_a_hundred_clients_at_once_are_all_answered_and_cost_the_node_one_
 
     def look() -> Surroundings:
         looks.append(time.monotonic())
-        return Surroundings(tuple(seen(peer_id=f"peer-{n:04}-{'x' * 40}") for n in range(MOST_PEERS)), MOST_PEERS, 0, 0)
+        return Surroundings(tuple(seen(peer_id=f"peer-{n:04}-{'x' * 40}") for n in range(MOST_NODES)), MOST_NODES, 0, 0)
 
     async with shown(tmp_path) as (telemetry, address):
         with telemetry.showing(look), ThreadPoolExecutor(100) as clients:
@@ -255,7 +255,7 @@ async def test_a_hundred_clients_at_once_are_all_answered_and_cost_the_node_one_
             def client() -> int:
                 gate.wait()
                 status, body, _ = get(address, "/api/state")
-                return status if len(json.loads(body)["peers"]) == MOST_PEERS else 0
+                return status if len(json.loads(body)["peers"]) == MOST_NODES else 0
 
             loop = asyncio.get_running_loop()
             began = time.monotonic()
