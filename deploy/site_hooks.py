@@ -6,8 +6,11 @@ from typing import Any
 
 SHIM = "https://unpkg.com/iframe-worker/shim"
 """What mkdocs-material's offline plugin has a page load, for the search in a page that is opened as a file."""
+COUNTS = ' data-md-component="source"'
+"""The theme asks GitHub for a repository's stars and forks where a link to it is marked so."""
 
 
 def on_post_page(output: str, page: Any, **_: object) -> str:
-    """The page with the copy in docs/assets in its place, wherever in the site the page is."""
-    return output.replace(SHIM, "../" * page.url.count("/") + "assets/iframe-worker.js")
+    """The page with the copy in docs/assets in its place, wherever in the site the page is. It asks for no counts."""
+    own = output.replace(SHIM, "../" * page.url.count("/") + "assets/iframe-worker.js")
+    return own.replace(COUNTS, "")

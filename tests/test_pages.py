@@ -14,7 +14,7 @@ import yaml
 
 from benchmarks.moving import RUN_SECONDS, still, svg
 from deploy.reference import pages
-from deploy.site_hooks import SHIM, on_post_page
+from deploy.site_hooks import COUNTS, SHIM, on_post_page
 from noloco_node.cli.commands import parser
 from noloco_node.errors import ExitCode
 
@@ -152,9 +152,10 @@ def test_the_picture_is_what_its_recording_makes_and_shows_each_death() -> None:
 
 
 def test_a_page_of_the_site_loads_its_search_from_beside_it() -> None:
-    """The plugin's own address is elsewhere, and a folder that was opened as a file has no search without it."""
+    """The plugin's own address is elsewhere, and a folder that was opened as a file has no search without it. The theme
+    had every reader's browser ask GitHub for the repository's stars."""
     page = SimpleNamespace(url="results/first/table.html")
-    made = on_post_page(f'<script src="{SHIM}"></script>', page, config=None)
-    assert made == '<script src="../../assets/iframe-worker.js"></script>'
+    made = on_post_page(f'<a{COUNTS} href="x"></a><script src="{SHIM}"></script>', page, config=None)
+    assert made == '<a href="x"></a><script src="../../assets/iframe-worker.js"></script>'
     assert (DOCS / "assets/iframe-worker.js").stat().st_size > 1000
     assert "deploy/site_hooks.py" in yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["hooks"]
