@@ -59,6 +59,7 @@ def test_who_came_late_to_its_stage_waits_no_hour_for_origins_that_are_gone() ->
     assert outcome.seconds < 600.0
 
 
+@pytest.mark.long
 def test_origins_that_come_back_from_old_checkpoints_take_later_stages_past_the_target_within_the_lag() -> None:
     """Two of three origins die late and come back 0.18 and 0.44 of the target behind. Later stages, which go half as
     fast meanwhile, end at 1.25 to 1.31 of it (seed 1015)."""
@@ -176,6 +177,7 @@ def test_a_stage_is_brought_back_from_the_copy_of_a_stranger_who_is_no_fault(cap
     assert "STAGE 2 IS TAKEN FROM A STRANGER'S COPY ALONE" in caplog.text
 
 
+@pytest.mark.long
 def test_origins_owe_no_end_where_all_of_the_next_stage_turn_hostile() -> None:
     """Both replicas of stage 1 answer busy to all in the end, and an origin stands at 756 of 768. That is near enough
     to leave by rule, and no nearer is to be had (found as seed 211)."""

@@ -24,8 +24,8 @@ from noloco_node.simulator.hunting import command_of, go_hunting, schedules_of
 from noloco_node.simulator.invariants import Run
 from tests.profiles import tries
 
-SEEDS = tries(200, one_of=20)
-EACH = 5
+SEEDS = tries(198, one_of=33)
+EACH = 3
 
 
 def carried_out(first: int, count: int) -> list[HuntOutcome]:
@@ -129,11 +129,8 @@ def test_what_cannot_be_hunted_is_refused(override: str, said: str) -> None:
 
 @pytest.mark.parametrize("schedule", [draw(4), draw(0, 4, 4, ("crash",))], ids=["swarm", "with checkpoints"])
 def test_one_seed_is_one_course(schedule: Schedule) -> None:
-    """A schedule gives the same trace, bit for bit, wherever its checkpoints lie; without its faults it gives
-    another."""
-    first = carry_out(schedule)
-    assert first == carry_out(Schedule.model_validate_json(schedule.model_dump_json()))
-    assert first.trace != carry_out(schedule.with_faults(())).trace
+    """A schedule gives the same trace, bit for bit, wherever its checkpoints lie."""
+    assert carry_out(schedule) == carry_out(Schedule.model_validate_json(schedule.model_dump_json()))
 
 
 def test_schedules_are_drawn_alike_and_each_kind_often() -> None:
