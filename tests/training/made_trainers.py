@@ -8,22 +8,23 @@ from contextlib import asynccontextmanager
 import torch
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.model.stage import Stage, build_stage
+from noloco_node.model.stage import Stage
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.outer_state import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import CheckpointState, InnerReport, StageWorker
+from tests.worlds import fresh_stage
 
 
 def make_trainer(spec: RunSpec, stage: int) -> StageTrainer:
     """The trainer of one stage, fp32 on the wire."""
-    return StageTrainer(build_stage(spec.model, stage), spec.inner, device="cpu", wire_dtype=torch.float32)
+    return StageTrainer(fresh_stage(spec.model, stage), spec.inner, device="cpu", wire_dtype=torch.float32)
 
 
 def stage_with_weights(spec: RunSpec, stage: int, trainer: StageTrainer, flat: torch.Tensor) -> Stage:
     """An ordinary module with the weights that `flat` holds: for plain autograd."""
-    module = build_stage(spec.model, stage)
+    module = fresh_stage(spec.model, stage)
     views = trainer.layout.views(flat)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
