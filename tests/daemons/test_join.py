@@ -162,8 +162,11 @@ async def test_a_stranger_whom_nobody_answers_is_told_why(tmp_path: Path, tempor
     assert any("remedy" in line for line in lines)
 
 
-async def test_a_node_comes_back_without_an_address_by_the_peers_that_it_met(tmp_path: Path, temporary: Path) -> None:
+async def test_a_node_comes_back_without_an_address_by_the_peers_that_it_met(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The node that it once joined by is gone for good: the file in its run folder has another door."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.08")
     founder, second, third = tmp_path / "founder", tmp_path / "second", tmp_path / "third"
     patient = ["--set", ENDLESS, "--set", "run.limits.grace_seconds=60"]
     async with contextlib.AsyncExitStack() as others:

@@ -8,7 +8,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -31,6 +30,8 @@ from noloco_node.telemetry.events import (
     NodeStarted,
     NodeStopped,
 )
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import program
 from tests.support import eventually
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
@@ -43,9 +44,9 @@ E = TypeVar("E", NodeStarted, InnerStep, Evaluation, Account, CheckpointTaken, N
 
 
 def command(folder: Path, *arguments: str, settings: tuple[str, ...]) -> list[str]:
-    """`noloco-node run` in this folder."""
+    """`noloco-node run` in this folder. A device of a set speed where OPERATION_SECONDS is in the environment."""
     overrides = [part for setting in settings for part in ("--set", setting)]
-    return [sys.executable, "-m", "noloco_node", "run", str(MICRO), *arguments, "--run-folder", str(folder), *overrides]
+    return [*program(), "run", str(MICRO), *arguments, "--run-folder", str(folder), *overrides]
 
 
 @contextlib.asynccontextmanager
@@ -79,11 +80,12 @@ def of(kind: type[E], events: Sequence[AnyEvent]) -> list[E]:
 
 
 async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_goes_on(
-    tmp_path: Path, temporary: Path
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It trains on while the disk refuses its checkpoints, and says so; on SIGTERM it leaves a checkpoint whose account
     closes, and says goodbye. Started again it goes on from there: clock, counts, text, identity. Another run in its
     folder is refused."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.01")  # it trains for as long as others take to look
     folder = tmp_path / "node"
     alone = command(folder, settings=("run.model.stages=1", ENDLESS, *OFTEN))
     folder.mkdir()

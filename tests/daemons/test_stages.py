@@ -102,6 +102,7 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
     return move, before, after
 
 
+@pytest.mark.long
 async def test_a_stage_without_a_copy_starts_again_from_the_seed_and_says_so_loudly(
     tmp_path: Path, temporary: Path
 ) -> None:

@@ -16,7 +16,7 @@ from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.trainer import LossResult
 from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, trainer_of, window_batch, world
 
-REPLICAS = 4
+REPLICAS = 3
 
 
 def spec(steps: int) -> RunSpec:
