@@ -142,15 +142,17 @@ async def test_who_trains_knows_that_the_run_goes_on_and_nobody_else_does() -> N
     the run is over, so that the seed, which did, was no majority, and both began the run again."""
     async with world(micro_spec(stages=1)) as made:
         stays, replica = stays_in(made, NodeSettings()), made.replicas[0]
-        assert not stays.trains()
+        assert stays.over is None
         beside = asyncio.create_task(stays.accompany(replica))
         await one_turn()
         for state in (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING):
             await replica.membership.announce(state)
-            assert stays.trains() is (state is PeerState.TRAINING)
+            assert stays.over is (False if state is PeerState.TRAINING else None)
         await replica.membership.announce(PeerState.TRAINING)
         await cancel_and_wait([beside])
-        assert not stays.trains()
+        assert stays.over is None
+        stays.signed.ended = True
+        assert stays.over
 
 
 async def test_a_look_ends_with_the_first_other_node_and_the_own_former_record_is_none() -> None:

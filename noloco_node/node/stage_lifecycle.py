@@ -87,8 +87,8 @@ class StageLifecycle:
         self.near = False
         """The run was near its end as its latest stay ended."""
         self.signed = SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
-        self.trains = _not_yet
-        """Whether this node trains now."""
+        self._replica: Replica | None = None
+        """What trains here now."""
         self.emit: Callable[[Warned], None] = lambda warning: logger.warning(warning.detail)
         """Takes warnings for the user that runs the node."""
 
@@ -179,7 +179,8 @@ class StageLifecycle:
     def over(self) -> bool | None:
         """Whether the run is over; None where this node cannot know, since it does not train. Those that come home
         together would else outvote the seed that knows of the end."""
-        return not self.trains() and (bool(self.signed.known) or None)
+        trains = self._replica is not None and self._replica.membership.state is PeerState.TRAINING
+        return not trains and (bool(self.signed.known) or None)
 
     @property
     def moving(self) -> Move | None:
@@ -232,14 +233,14 @@ class StageLifecycle:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
         replica.course.hand_over = self.copies.hand_over
         keep = self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take_patiently)
-        self.trains = lambda: replica.membership.state is PeerState.TRAINING
+        self._replica = replica
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(keep)
                 if self.may_move:
                     group.create_task(self._watch(replica))
         finally:
-            self.trains = _not_yet  # and lets go of the replica
+            self._replica = None
             self.near = replica.end.look().near
             self.met_under_way |= replica.end.begun
 
@@ -322,10 +323,6 @@ async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, 
     """Count the run's stages, off the event loop, and prepare for the first stay."""
     footprint = await ambient.elsewhere(footprint_of, spec)
     return StageLifecycle(spec, settings, footprint, transport, directory)
-
-
-def _not_yet() -> bool:
-    return False
 
 
 def _is_under_way(answering: Iterable[PeerRecord]) -> bool:

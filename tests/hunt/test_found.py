@@ -291,13 +291,13 @@ def test_who_joins_after_a_partition_has_ended_is_on_nobodys_other_side(schedule
 
 
 def test_who_is_between_two_stages_when_the_others_leave_begins_no_stage_anew() -> None:
-    """They had said that the run was over, and that they leave; their last records were taken for them. It may now be
-    at its end before it sets out for the second time."""
+    """They had said that the run was over, and that they leave; their last records were taken for them. It sets out
+    early enough to come: at 0.888 it was still on its way, at the target, when it was to go back."""
     faults = (
         Relocate(at=0.666, node=2, stage=0),
-        Relocate(at=0.888, node=0, stage=1),
+        Relocate(at=0.8, node=0, stage=1),
         Relocate(at=1.0, node=0, stage=0),
     )
     outcome = carry_out(Schedule(seed=61055, replicas=(2, 3), faults=faults))
-    assert outcome.fired[:2] == (True, True)
+    assert all(outcome.fired)
     assert outcome.breaches == ()
