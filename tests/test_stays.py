@@ -328,11 +328,12 @@ async def test_who_joined_a_run_that_was_under_way_and_finds_nobody_any_more_kno
 async def test_whose_way_to_another_stage_is_as_long_as_the_run_ends_in_order(
     share: float, checkpoints: CheckpointFolder
 ) -> None:
-    """Where it had left near the end itself; else a record's word, which costs nothing, only sends it back."""
+    """Where it had left near the end itself; else its knowledge of the end sends it back."""
     async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
         stays, (mover, other) = stays_in(made, NodeSettings()), made.replicas[:2]
         await leave(stays, mover, share * mover.context.spec.inner.target_tokens)
         assert stays.departs() == 1
+        mover.signed.ended = True
         for state in (PeerState.FINISHING, PeerState.GONE):
             await other.membership.announce(state)
         ends = pytest.raises(RunHasEnded) if share > 0.9 else contextlib.nullcontext()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -157,10 +157,11 @@ async def check_same_run(transport: Transport, spec: RunSpec, joined: Sequence[s
     )
 
 
-def said_to_be_over(hellos: Collection[Hello]) -> bool:
-    """Tell whether most of these peers say that the run has come to its end, of the peers that can know."""
-    words = [hello.over for hello in hellos if hello.over is not None]
-    return 2 * sum(words) > len(words)
+def said_to_be_over(words: Iterable[bool | None]) -> bool:
+    """Tell whether most of these peers say that the run has come to its end, by `Hello.over`, of those that can
+    know."""
+    known = [word for word in words if word is not None]
+    return 2 * sum(known) > len(known)
 
 
 def other_protocol(hello: Hello) -> UserError:

@@ -78,7 +78,7 @@ async def fetch_run_spec(
             failures[address] = _reason(error, hello)
         else:
             log_passed_over(failures)
-            if not brings_state and said_to_be_over(hellos.values()):
+            if not brings_state and said_to_be_over(hello.over for hello in hellos.values()):
                 raise run_has_ended(spec, "so say most of the peers that were named")
             return with_own_data(spec, own, reads_text=reads_text)
     lines = "".join(f"\n  {address}: {shown(why)}" for address, why in failures.items())

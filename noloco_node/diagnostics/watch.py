@@ -61,7 +61,7 @@ async def _is_over(door: Entrance, spec: RunSpec) -> bool:
     """Whether most of the peers that were named remember the run's end, when its nodes have long left."""
     peers = [parse_address(address).peer for address in door.daemon.joined_peers]
     asked = await asyncio.gather(*(measure_hello(door.transport, peer) for peer in peers))
-    return said_to_be_over([told.hello for told in asked if told is not None and told.hello.run == spec.run_id])
+    return said_to_be_over(told.hello.over for told in asked if told is not None and told.hello.run == spec.run_id)
 
 
 async def _live(onlooker: Onlooker, console: Console, log: LogTail) -> None:

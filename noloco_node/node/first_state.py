@@ -227,11 +227,6 @@ class FirstState:
             self._spec.max_lag_tokens,
             joined=joined,
             entrances=self._entrances,
-            finished=self._said_to_be_over(),
-            entrance_finished=any(
-                r.finished and r.peer_id in self._entrances for r in self._membership.others(*PeerState)
-            ),
-            unrecorded=bool(self._membership.unrecorded()),
             over=over,
         )
         if begin.source == "nowhere":
@@ -260,17 +255,18 @@ class FirstState:
     async def _why_over(self) -> str:
         """How this node knows that the run has come to its end; empty where it does not."""
         signed = self._replica.signed
+        signed.look(lambda _record: False)
         await signed.ask(self._entrances)
         if why := signed.known:
             return why
-        if signed.may_be and said_to_be_over(await self._told()):
+        if signed.may_be and said_to_be_over(await self._words_of_entrances()):
             return "so say most of the peers that this node was told to join"
         return ""
 
     async def _who_answers(self) -> list[PeerRecord]:
         """Records of the nodes that answer. Where records show some and none answers, they are asked again for a while:
-        one lost request must not decide where a node begins. Longer still where a ghost's word would, or where one
-        that answers serves the run and has told no record yet."""
+        one lost request must not decide where a node begins. Longer still where one that answers serves the run and
+        has told no record yet."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
@@ -279,8 +275,7 @@ class FirstState:
             unrecorded = bool(self._membership.unrecorded())
             if there or not self._joined or not (unrecorded or self._membership.others(*HEARD)):
                 return there
-            doubt = unrecorded or self._said_to_be_over()
-            if loop.time() >= began + (DOUBT_SECONDS if doubt else ASK_SECONDS):
+            if loop.time() >= began + (DOUBT_SECONDS if unrecorded else ASK_SECONDS):
                 return there
             # Nothing tells that a peer can be reached again: asking is the only way.
             await asyncio.sleep(LOOK_AGAIN_SECONDS)
@@ -288,17 +283,21 @@ class FirstState:
     async def _is_the_first(self) -> bool:
         """Tell whether it came in only by seeds of this run that have seen no node at work in it. A run that is begun
         beside a seed begins like this."""
-        told = await self._told()
+        told = (await self._told()).values()
         return bool(told) and all(hello.stage is None and hello.over is None for hello in told)
 
-    async def _told(self) -> list[Hello]:
+    async def _told(self) -> dict[PeerId, Hello]:
         """The hellos of its entrances that answer and are of this run."""
         transport = self._replica.context.transport
         told = await asyncio.gather(*(hello_or_none(transport, peer) for peer in self._entrances))
-        return [hello for hello in told if hello is not None and hello.run == self._spec.run_id]
+        pairs = zip(self._entrances, told, strict=True)
+        return {peer: hello for peer, hello in pairs if hello is not None and hello.run == self._spec.run_id}
 
-    def _said_to_be_over(self) -> bool:
-        return any(record.finished for record in self._membership.others(*PeerState))
+    async def _words_of_entrances(self) -> list[bool | None]:
+        """Whether the run is over, say its entrances. The last record speaks for one that answers no more."""
+        told = await self._told()
+        left = [r for r in self._membership.others(*PeerState) if r.peer_id in self._entrances and r.finished]
+        return [*(hello.over for hello in told.values()), *(True for r in left if PeerId(r.peer_id) not in told)]
 
     async def _copy_a_stage_peer(self, patience: float) -> PeerId:
         """Become a copy of a stage peer; busy ones are waited for `patience` seconds. Raises NoDonor."""

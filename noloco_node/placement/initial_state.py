@@ -20,8 +20,8 @@ BEGINNINGS = {
 ASK_SECONDS = 10.0
 """Nodes that the directory shows are asked again for so many seconds while none of them answers."""
 DOUBT_SECONDS = 30.0
-"""They are asked for so many seconds in case of doubt. There is doubt if the record of a silent node says that the run
-is over. There is doubt, too, if a serving node answers and its record is missing."""
+"""They are asked for so many seconds in case of doubt: a serving node answers and its record is missing, or most that
+have a say are not past the first outer round."""
 HEARD = (*SERVING, PeerState.JOINING)
 """Nodes in these states have a say if they answer."""
 
@@ -46,9 +46,6 @@ def where_to_begin(
     *,
     joined: bool = True,
     entrances: Collection[str] = (),
-    finished: bool = False,
-    entrance_finished: bool = False,
-    unrecorded: bool = False,
     over: str = "",
 ) -> Beginning:
     """The precedence: the own checkpoint, unless the swarm is more than `max_lag` tokens beyond it; then a stage peer's
@@ -59,11 +56,8 @@ def where_to_begin(
     that it is over. `entrances`: the peers that it was told to join. Those of them that serve a stage say whether the
     run has just begun. Anybody else may answer under as many keys as it likes.
 
-    `finished`: a record says that the run has come to its end, and nobody answers for it. `entrance_finished`: that of
-    an entrance does. If then no entrance answers, others that came as late as this node are no beginning. `unrecorded`:
-    a node that serves the run answers, and no record of it was found; then no record's word ends it. `over` says how
-    this node knows that the run has come to its end, if it does. Then it begins only beside others that go on all the
-    same. A node that only joins does not: several that come home at once would begin it again together.
+    `over` says how this node knows that the run has come to its end, if it does. Then it begins only beside others that
+    go on all the same. Those that only join do not: several that come home at once would begin it again together.
 
     How far the swarm is, is the median of the stage peers' recorded clocks, or of all clocks if no stage peer lives.
     """
@@ -72,9 +66,10 @@ def where_to_begin(
     if over and joined and all(record.finished or record.state is PeerState.FINISHING for record in serving):
         return Beginning("nowhere", f"{over}, and nobody that answers trains any more")
     if not any(record.outer_rounds > 0 for record in serving):
-        left = entrance_finished and not any(record.peer_id in entrances for record in others)
-        ended = joined and not unrecorded and (left or (finished and not others))
-        return _before_the_first_round(own_clock, others, ended=ended)
+        nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer round"
+        if own_clock is not None:
+            return Beginning("checkpoint", nobody)
+        return Beginning("seed", f"there is no checkpoint here, and {nobody}")
     asked = [record for record in serving if record.peer_id in entrances] or serving
     doubtful = not joined or 2 * sum(record.outer_rounds > 0 for record in asked) <= len(asked)
     stage_peers = [record.clock for record in serving if record.stage == stage]
@@ -98,15 +93,6 @@ def is_left_behind(own_clock: float, others: Sequence[PeerRecord], stage: int, m
     if not any(record.outer_rounds > 0 for record in serving) or any(record.stage == stage for record in serving):
         return False
     return median_low(record.clock for record in serving) - own_clock > max_lag
-
-
-def _before_the_first_round(own_clock: float | None, others: Sequence[PeerRecord], *, ended: bool) -> Beginning:
-    nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer round"
-    if own_clock is not None:
-        return Beginning("checkpoint", nobody)
-    if ended:
-        return Beginning("nowhere", f"records say that the run has come to its end, and {nobody}")
-    return Beginning("seed", f"there is no checkpoint here, and {nobody}")
 
 
 def lacks_first_weights(spec: RunSpec) -> bool:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.directory.membership import Membership, too_few
-from noloco_node.directory.records import PeerState
+from noloco_node.directory.records import NOT_GONE, PeerState
 from noloco_node.directory.signed_end import SignedEnd, near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
@@ -184,8 +184,14 @@ class EndOfRun:
         return max(self._clock(), furthest_clock(seen, self._max_lag) or 0.0)
 
     def _is_near(self, furthest: float) -> bool:
-        """In a short run clocks may be apart by half of it. Then the last tenth counts, or the word of a peer."""
-        return furthest > self._near_from and (bool(self._finished) or furthest > NEAR_TARGET * self._target)
+        """In a short run clocks may be apart by half of it. Then the last tenth counts, or the word of a peer, or that
+        all have left while this machine slept."""
+        if furthest <= self._near_from:
+            return False
+        return bool(self._finished) or furthest > NEAR_TARGET * self._target or self._woke_alone()
+
+    def _woke_alone(self) -> bool:
+        return self._woke_at > self._last_trained() and not self._membership.others(*NOT_GONE)
 
     def _patience(self, near: bool, held_up: bool, now: float) -> float:
         if not self.begun:

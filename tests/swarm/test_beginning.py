@@ -60,24 +60,6 @@ def test_where_to_begin(own: float | None, others: list[PeerRecord], source: str
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "joined", "source"),
-    [
-        (None, [], True, "nowhere"),
-        (None, [], False, "seed"),
-        (5000.0, [], True, "checkpoint"),
-        (None, [record(0, 0.0, J, rounds=0)], True, "seed"),
-        (None, [record(0, 0.0, rounds=0)], True, "seed"),
-        (None, [record(0, 5000.0)], True, "peer"),
-    ],
-)
-def test_where_to_begin_beside_records_that_say_finished_and_do_not_answer(
-    own: float | None, others: list[PeerRecord], joined: bool, source: str
-) -> None:
-    """They count only for a node that has joined others and finds nobody."""
-    assert where_to_begin(own, others, 0, MAX_LAG, joined=joined, finished=True).source == source
-
-
-@pytest.mark.parametrize(
     ("own", "others", "source"),
     [
         (5000.0, [], "nowhere"),
@@ -97,32 +79,6 @@ def test_who_knows_that_the_run_is_over_begins_only_beside_others_that_go_on(
     those that remembered the end forget it. So did two that came home at once, by what each said of the other."""
     assert where_to_begin(own, others, 0, MAX_LAG, over="so it is").source == source
     assert where_to_begin(own, others, 0, MAX_LAG, joined=False, over="so it is").source != "nowhere"
-
-
-LATE = record(0, 0.0, J, rounds=0, name="late-joiner")
-DOOR = record(1, 0.0, rounds=0, name="entrance-1")
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "joined", "source"),
-    [
-        (None, [LATE], True, "nowhere"),
-        (None, [LATE, record(1, 0.0, rounds=0)], True, "nowhere"),
-        (None, [LATE, DOOR], True, "seed"),
-        (None, [LATE], False, "seed"),
-        (5000.0, [LATE], True, "checkpoint"),
-        (None, [LATE, record(0, 5000.0)], True, "peer"),
-    ],
-)
-def test_where_to_begin_when_those_whom_one_was_told_to_join_have_finished_and_left(
-    own: float | None, others: list[PeerRecord], joined: bool, source: str
-) -> None:
-    """Others that came as late as this node are no beginning; one that is past the first round is, and so is an
-    entrance."""
-    found = where_to_begin(
-        own, others, 0, MAX_LAG, joined=joined, entrances=[DOOR.peer_id], finished=True, entrance_finished=True
-    )
-    assert found.source == source
 
 
 def test_one_of_several_that_claims_to_be_ahead_is_doubted() -> None:

@@ -424,6 +424,22 @@ async def test_a_laptop_that_slept_through_the_end_learns_it_from_any_peer_as_it
     assert await swarm.verdict(1.5) is found
 
 
+@pytest.mark.parametrize(("share", "slept", "found"), [(0.6, True, OVER), (0.6, False, ON), (0.4, True, ON)])
+async def test_who_wakes_near_the_end_of_a_short_run_and_finds_nobody_ends_in_order(
+    share: float, slept: bool, found: RunVerdict
+) -> None:
+    """All had left while it slept, and nobody was there to ask. It waited an hour, and failed (hunt seed 5100)."""
+    swarm = Swarm(stage=0, clock=share * TARGET, max_lag=TARGET)
+    await swarm.say(A, PeerState.TRAINING)
+    swarm.peer_stats.worked(A)
+    swarm.trained = swarm.time()
+    assert await swarm.verdict() is ON
+    swarm.hub.rows[0].pop(A)
+    swarm.time.now += 38 * GRACE if slept else 0.0
+    swarm.held_up = True
+    assert await swarm.verdict(IDLE_GRACES + 1) is found
+
+
 async def test_orphans_end_near_the_target_and_complain_far_from_it() -> None:
     """Their origin was stopped before the run's end, or hangs while its records say that it trains."""
     for clock, course, graces, found in (

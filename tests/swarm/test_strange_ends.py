@@ -198,15 +198,24 @@ async def test_a_first_node_begins_whatever_ghosts_say() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It finds records of nodes that have left, and nobody: it neither starts from the seed nor waits for ever."""
+    """It finds the last record of the node that it was told to join, and nobody. It neither starts from the seed nor
+    waits for ever."""
     monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
     async with world(short_run(), settings=JOINS) as made:
-        await haunt(made, PeerState.GONE, finished=True)
+        await haunt(made, PeerState.GONE, name=parse_address(NAMED).peer, finished=True)
         with pytest.raises(UserError) as raised:
             await become_current(made.replicas[stage])
         assert raised.value.exit_code is ExitCode.NO_DONOR
         assert "end" in raised.value.message
         assert "initial peers" in raised.value.remedy
+
+
+async def test_a_ghost_that_says_it_has_finished_keeps_no_run_from_being_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One record of a free key turned everybody away that joined a new run by its seed alone."""
+    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
+    async with world(short_run(), settings=JOINS) as made:
+        await haunt(made, PeerState.GONE, finished=True)
+        assert await become_current(made.replicas[0]) is None
 
 
 async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,21 +241,6 @@ async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> N
         await past_the_first_round(veteran)
         await veteran.membership.announce(PeerState.TRAINING)
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), times=lost))
-        assert await become_current(joiner) == peer_name(0, 0)
-
-
-async def test_a_ghosts_word_that_the_run_is_over_waits_for_those_that_are_slow_to_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first calls to the only stage peer are lost for longer than a node asks without a ghost's word."""
-    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
-    limits = LIMITS.model_copy(update={"record_seconds": 20.0})
-    async with world(short_run(stages=1, limits=limits), replicas=2, settings=JOINS) as made:
-        veteran, joiner = made.replicas
-        await past_the_first_round(veteran)
-        await haunt(made, PeerState.FINISHING, finished=True)
-        await veteran.membership.announce(PeerState.TRAINING)
-        made.network.inject(Fault(FaultKind.LOSE_REQUEST, source=peer_name(0, 1), method="records", times=6))
         assert await become_current(joiner) == peer_name(0, 0)
 
 
