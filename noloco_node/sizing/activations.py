@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 FP32 = 4
 HEAD_TENSORS = 3
-"""So many fp32 tensors are beside the logits: their log softmax, the gradient of that, and the gradient of the
-logits."""
+"""So many fp32 tensors have the size of the logits: their log softmax, the gradient of that, and the gradient of the
+logits. The logits themselves are gone by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def graph_of(
     return ActivationGraph(
         layers=tuple(layers),
         head=shape.norm(hidden, 1, on_stream) + element * hidden,
-        logits=float(vocabulary * (element + HEAD_TENSORS * FP32)),
+        logits=float(vocabulary * HEAD_TENSORS * FP32),
         entry=float((FP32 if autocast else element) * hidden),
         peak=float(element * (3 * shape.inner + 2 * hidden)),
     )

@@ -29,6 +29,9 @@ ID_BYTES = 4
 """The bytes of a token's number, or of a label."""
 GUARD_BYTES = 2
 """The bytes of a parameter in a copy of a stage, which is half precision."""
+BESIDE_A_LAYER = 6
+"""So many tensors of the size of a microbatch's activations lie beside a layer's backward: inputs, outputs, the
+gradient that was given, that of the residual stream, and a norm's, which is fp32 and counts twice."""
 PROGRAM_BYTES = 480 << 20
 """The bytes of the program before any weight. Python, torch, transformers and hivemind take 466 MiB, as
 `benchmarks.memory` measured it on the processor. CUDA's own memory is not in it."""
@@ -67,7 +70,8 @@ class StageMemory:
     held: int
     """What microbatches under way leave between forward and backward, but for the one that is worked on."""
     at_work: int
-    """The graph of the one that is worked on with its logits, or the gradient of all parameters that it gives."""
+    """The graph of the one that is worked on with its logits; or, at the end of its backward, the gradient of all
+    parameters beside one layer's graph."""
     ahead: int
     """The bytes of inputs of calls that were sent to the device before their turn. The host needs as much again, which
     is never paged out. This is only for a device with memory of its own."""
@@ -170,11 +174,13 @@ def _stage_memory(
     count, precision, codec = footprint.parameters[stage], PRECISIONS[run.inner.precision], CODECS[run.outer.codec]
     held = held_microbatches(node, most, stage, run.stages)
     versions = 1 + math.ceil(held / run.microbatches_a_step(replicas))
-    left, worked_on = _microbatch(run, footprint, stage)
+    left, worked_on, at_the_end = _microbatch(run, footprint, stage)
     if precision.autocast:  # the graph holds the weights that it has cast
         cast = CAST_BYTES * count
         left += cast if run.inner.backward == "keep" else 0
-        worked_on += cast // footprint.layers[stage] if run.inner.backward == "checkpoint" else cast
+        of_a_layer = cast // footprint.layers[stage]
+        worked_on += of_a_layer if run.inner.backward == "checkpoint" else cast
+        at_the_end += of_a_layer
     beside = (1 if run.outer.alpha else 0) + (1 if codec.trails else 0)
     moments = footprint.moments[stage]
     given = FP32 * ((GIVEN_VECTORS + beside) * count + moments)
@@ -190,7 +196,7 @@ def _stage_memory(
         + CAST_BYTES * footprint.fixed * precision.autocast
         + footprint.fixed_bytes,
         held=max(0, held - 1) * left,
-        at_work=max(worked_on, precision.published.itemsize * count),
+        at_work=max(worked_on, at_the_end + precision.published.itemsize * count),
         ahead=MOST_AHEAD * _inputs(run, footprint, stage),
         correction=FP32 * math.ceil(count / run.outer.fragments),
         rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,
@@ -211,13 +217,15 @@ def _inputs(run: RunSpec, footprint: Footprint, stage: int) -> int:
     return run.microbatch_tokens * (activations + (ID_BYTES if stage == run.stages - 1 else 0))
 
 
-def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, int]:
-    """Bytes that one leaves between forward and backward, and that it takes while it is worked on."""
+def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, int, int]:
+    """Bytes that one leaves between forward and backward, that it takes while it is worked on, and that it takes beside
+    the gradients at the end of its backward."""
     tokens, graph = run.microbatch_tokens, footprint.graph
     first = sum(footprint.layers[:stage])
     layers = graph.layers[first : first + footprint.layers[stage]]
     last = stage == run.stages - 1
-    rest = graph.entry + (graph.head + graph.logits if last else graph.entry + graph.peak)
+    in_a_layer = BESIDE_A_LAYER * graph.entry + graph.peak
+    rest = graph.entry + (graph.head + graph.logits if last else in_a_layer)
     inputs = len(layers) * graph.entry
     match run.inner.backward:
         case "keep":
@@ -225,5 +233,6 @@ def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, in
         case "recompute":
             left, whole = graph.entry, sum(layers) + rest
         case "checkpoint":
-            left, whole = inputs + 2 * graph.entry, inputs + max(layers) + rest
-    return math.ceil(tokens * left), math.ceil(tokens * whole)
+            left, whole = inputs + 2 * graph.entry, inputs + max(max(layers) + graph.entry + in_a_layer, rest)
+    at_the_end = max(layers) + graph.entry + in_a_layer
+    return math.ceil(tokens * left), math.ceil(tokens * whole), math.ceil(tokens * at_the_end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
@@ -23,13 +24,14 @@ class GradientSigns:
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
         """The indices lie on the `device`, or each look would wait for them."""
         chance = ambient.chance()
-        drawn = torch.tensor(sorted(chance.randrange(layout.size) for _ in range(PLACES)))
+        drawn = sorted(chance.randrange(layout.size) for _ in range(PLACES))
         self._places: list[tuple[int, tuple[Tensor, ...]]] = []
         """Parameters by their number in the layout, and indices into each."""
         for number, entry in enumerate(layout.entries):
-            own = drawn[(drawn >= entry.offset) & (drawn < entry.end)] - entry.offset
-            if own.numel():
-                self._places.append((number, tuple(at.to(device) for at in torch.unravel_index(own, entry.shape))))
+            own = drawn[bisect_left(drawn, entry.offset) : bisect_left(drawn, entry.end)]
+            if own:
+                places = torch.unravel_index(torch.tensor(own) - entry.offset, entry.shape)
+                self._places.append((number, tuple(at.to(device) for at in places)))
 
     def of(self, gradients: Sequence[Tensor]) -> Tensor:
         """The signs, int8 [PLACES] on the device, of one gradient for each parameter in the layout's order."""

@@ -177,6 +177,7 @@ class StageTrainer(Trainer):
         try:
             leaf, logits, routed = self._forward_with_graph(passage, self._to_device(inputs))
             loss = _summed_loss(logits, self.copies.to_device(labels, labels.dtype))
+            del logits  # the graph does without it, and it would lie beside all of the backward
             total = self._added(chosen, routed)
             found = self._differentiate(passage, leaf, (loss, None), self._router_loss(routed, total, tokens))
             beside = () if total is None else (total,)

@@ -1,0 +1,177 @@
+"""A device that is none: neither the host nor torch's meta device, and it counts the memory that lives on it.
+
+    python -m tests.training.fake_device '[["consumer-24gb", 0, []]]'
+
+Each case is a configuration, a stage and changes of settings; each gives a line of JSON. torch knows one such device a
+process, so tests start a process for it. Tensors have shapes and devices and no numbers: a stage of billions of weights
+takes milliseconds. Two devices in one operation are an error, as on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import backend_registration as backends
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from noloco_node.config.load import load_config
+from noloco_node.model.stage import stage_without_weights
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.memory import memory_of
+from noloco_node.training import stage_trainer
+from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.frozen_state import FrozenState
+from noloco_node.training.host_copies import HostCopies
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import ForwardContext
+
+NAME = "fakegpu"
+ALIGNED = 512
+"""Bytes of which an allocator gives out multiples."""
+READ = 4096
+"""What the host reads of the device up to so many numbers are ones; the rest has no numbers."""
+
+
+class Living(TorchDispatchMode):
+    """Bytes of the storages that live on the device, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, FakeTensor):
+                leaf.constant = None  # else the device would be asked for this number
+                if leaf.device.type == NAME:
+                    self._count(leaf.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, -(-storage.nbytes() // ALIGNED) * ALIGNED
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
+    """Attention as a GPU has it: no table of all pairs is held. In fp32 it is the memory-efficient one."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
+    if query.dtype == torch.float32:
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, None, True, 0.0, True, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=scale)[0]
+
+
+def read(copies: HostCopies, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """In place of `HostCopies.to_host`."""
+    copies.waits += 1
+    assert {tensor.device.type for tensor in tensors} == {NAME}
+    with unset_fake_temporarily():
+        return tuple(torch.ones(each.shape if each.numel() <= READ else 0, dtype=each.dtype) for each in tensors)
+
+
+def put(stage: nn.Module, device: torch.device | str) -> nn.Module:
+    """As `Module.to` does, which cannot with such tensors: one after the other, and shared ones stay shared."""
+    made: dict[Tensor, Tensor] = {}
+    for module in stage.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is not None and old not in made:
+                    there = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    made[old] = nn.Parameter(there) if isinstance(old, nn.Parameter) else there
+                tensors[name] = None if old is None else made[old]  # pyright: ignore[reportArgumentType]
+    return stage
+
+
+def set_up() -> None:
+    """Once a process."""
+    module = backends._DummyBackendModule()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # pyright: ignore
+    backends._setup_privateuseone_for_python_backend(NAME, backend_module=module)
+    F.scaled_dot_product_attention = flash  # pyright: ignore
+    HostCopies.to_host = read
+    nn.Module.to = put  # pyright: ignore
+    stage_trainer.positions_of = lambda _labels: None  # pyright: ignore
+
+
+def refuses_to_mix() -> None:
+    """As a GPU does: else nothing that passes here would say anything."""
+    try:
+        torch.ones(4, device=NAME) + torch.ones(4)
+    except RuntimeError:
+        return
+    raise AssertionError("two devices meet in an operation")
+
+
+def case(name: str, index: int, changes: list[str]) -> dict[str, Any]:
+    """A microbatch and an inner step; then a state is read and loaded, an evaluation, and a correction is added."""
+    config = load_config(Path(name), changes)
+    run = config.run
+    need = memory_of(run, config.node, footprint_of(run), run.most_sharing)[index]
+    stage = put(stage_without_weights(run.model, index), "cpu")
+    wire = carried_dtype(run.pipeline.activations)
+    shape = (run.inner.microbatch_windows, run.data.sequence_length)
+    ids, carried = torch.zeros(shape, dtype=torch.int64), torch.zeros(*shape, stage.cut_width, dtype=wire)
+    inputs = ids if stage.cut.is_first else carried
+    later = None if stage.cut.is_first or stage.subspace is None else ids
+    with Living() as living:
+        refuses_to_mix()
+        trainer = StageTrainer(stage, run.inner, device=f"{NAME}:0", wire_dtype=wire)
+
+        def microbatch() -> None:
+            if stage.cut.is_last:
+                trainer.loss(inputs, ids, later)
+                return
+            passage = ForwardContext(ids=later)
+            trainer.forward(inputs, passage)
+            trainer.backward(passage, carried, 1.0, ids.numel())
+
+        built = living.most = living.now
+        microbatch()
+        trainer.step(1e-4)
+        peak = living.most
+        frozen = FrozenState()
+        frozen.freeze(trainer.state_vectors(), trainer.copies.piece_to_host)
+        room = frozen.collect()
+        assert {tensor.device.type for tensor in room.values()} == {"cpu"}
+        trainer.add_to_weights(trainer.bring(room["fast"]), slice(None))
+        trainer.load(room["fast"], trainer.optimizer_state())
+        if stage.cut.is_last:
+            trainer.evaluate_loss(inputs, ids, later)
+        else:
+            trainer.evaluate(inputs, ids=later)
+    one_version = trainer.versions.current.flat.nbytes
+    beside = need.versions % one_version  # what is fixed
+    at_once = need.weights + need.gradient + need.moments + one_version + beside + need.at_work
+    return {"config": name, "stage": index, "built": built, "peak": peak, "planned": at_once}
+
+
+def main(cases: list[tuple[str, int, list[str]]]) -> None:
+    """All of them."""
+    set_up()
+    for each in cases:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            print(json.dumps(case(*each)), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
