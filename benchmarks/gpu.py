@@ -1,11 +1,12 @@
-"""A stage on a GPU: tokens a second and how much of the device that is, by precision; the moments at which the host
-waits for it; copies beside computing; and two stages of daemons on one device, with and without exchanges.
+"""A stage on a GPU, in the order in which a short loan of one answers most: whether it is right, tokens a second beside
+a plain loop of the same model, the moments at which the host waits, copies beside computing, and daemons on one device.
 
-    python -m benchmarks.gpu --out gpu.json --trace gpu-trace.json
-    python -m benchmarks.gpu --device cpu --hidden 128 --layers 2 --length 64 --windows 2 --seconds 1 --no-daemons
+    python -m benchmarks.gpu --out gpu.jsonl --trace gpu-trace.json
+    python -m benchmarks.gpu --device cpu --hidden 128 --layers 2 --length 64 --windows 2 --seconds 1 --only exact alone
 
-Runs by itself; without the device it says so in one line and ends with exit code 3. The same code runs on the
-processor, where nothing is copied and a wait is a number that the host reads.
+Each step has a process and a time of its own. One that takes longer, or dies, is put down as cut, and the next one
+begins. Every figure is a line of JSON as soon as it is known, and on the disk. Without the device one line says so,
+with exit code 3. The same code runs on the processor, where a wait is a number that the host reads.
 """
 
 from __future__ import annotations
@@ -13,30 +14,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.command import command, parser_of, positive, results_file, save, whole
-from benchmarks.gpu_trace import FRAGMENTS, Course, traced
+from benchmarks.command import command, parser_of, positive, results_file, whole
+from benchmarks.gpu_checks import Say, exact, trainer_of, without_memory
+from benchmarks.gpu_trace import FRAGMENTS, traced
 from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, random_batch, waits, waits_of_stages
 from benchmarks.pipeline import STEPS_BEFORE_WINDOW, run_swarm, settings_of
 from noloco_node.config.load import Config, load_config
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.devices import peak_of
 from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.memory import memory_of
 from noloco_node.training.compute_device import check_device, device_name, finish, resolve_device
-from noloco_node.training.stage_trainer import StageTrainer
 
 NO_DEVICE = 3
 """Exit code where the device is not there."""
@@ -65,8 +72,12 @@ class Alone:
     """Of the maker's peak; None where that is not known."""
     of_a_product: float
     """Of what one large product of matrices reaches here."""
+    of_a_plain_loop: float
+    """Of what a plain loop of torch reaches with the same model, computed in the same type."""
     memory: int
     """Bytes of the device at the most; 0 on the processor."""
+    planned: int
+    """Bytes that the plan has for it."""
     waits_a_microbatch: float
     """For the device: copies to the host, and numbers that it reads otherwise."""
     waits_a_step: float
@@ -93,7 +104,7 @@ def config_of(options: argparse.Namespace, *overrides: str) -> Config:
         CONFIG,
         [
             f"run.model.config.hidden_size={options.hidden}",
-            f"run.model.config.intermediate_size={options.hidden * 8 // 3}",
+            f"run.model.config.intermediate_size={max(1, options.hidden * 8 // 3 // 64) * 64}",
             f"run.model.config.num_hidden_layers={options.layers}",
             f"run.model.config.num_attention_heads={heads}",
             f"run.model.config.num_key_value_heads={heads}",
@@ -111,7 +122,7 @@ class Trained:
 
     def __init__(self, run: RunSpec, device: str) -> None:
         self.device = torch.device(device)
-        self.trainer = StageTrainer(build_stage(run.model, 0), run.inner, device=device, wire_dtype=torch.float32)
+        self.trainer = trainer_of(run, 0, device)
         self._inputs, self._labels = random_batch(run)
         self.tokens = self._labels.numel()
 
@@ -124,7 +135,31 @@ class Trained:
         self.trainer.step(1e-4)
 
 
-def rate_of(trained: Trained, seconds: float) -> float:
+class Plain:
+    """The same model in a loop as anybody writes it: no versions, no bounds, nothing crosses but a batch."""
+
+    def __init__(self, run: RunSpec, device: str) -> None:
+        self.device = torch.device(device)
+        kept = torch.bfloat16 if run.inner.precision in ("bf16", "bf16-pure") else torch.float32
+        self._stage = build_stage(run.model, 0).to(self.device, kept)
+        self._computing = torch.autocast(self.device.type, torch.bfloat16, run.inner.precision == "bf16-mixed")
+        self._optimizer = torch.optim.AdamW(self._stage.parameters(), lr=1e-4, fused=True)
+        self._inputs, self._labels = random_batch(run)
+        self.tokens = self._labels.numel()
+
+    def microbatch(self) -> None:
+        """Forward, loss and backward."""
+        with self._computing:
+            logits = cast(Tensor, self._stage(self._inputs.to(self.device)))
+        F.cross_entropy(logits.float().flatten(0, 1), self._labels.to(self.device).flatten()).backward()  # pyright: ignore
+
+    def step(self) -> None:
+        """The optimizer's step."""
+        self._optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        self._optimizer.zero_grad()
+
+
+def rate_of(trained: Trained | Plain, seconds: float) -> float:
     """Tokens a second."""
     for _ in range(WARM_UP):
         trained.microbatch()
@@ -159,19 +194,13 @@ def one_stage(options: argparse.Namespace, precision: PrecisionName, *overrides:
     return config_of(options, "run.model.stages=1", f"run.inner.precision={precision}", *overrides).run
 
 
-def alone(options: argparse.Namespace, flop: float, reached: Reached) -> list[Alone]:
-    """Every precision in turn, again and again; `flop` of a token."""
-    runs = {precision: one_stage(options, precision) for precision in options.precisions}
-    rates: dict[str, list[float]] = {precision: [] for precision in runs}
-    seen: dict[str, tuple[float, float, int]] = {}
-    for _ in range(options.rounds):
-        for precision, run in runs.items():
-            rate, seen[precision] = look(run, options.device, options.seconds)
-            rates[precision].append(rate)
-    return [
-        row_of(precision, taken, flop, peak_of(device_name(options.device), precision), reached, seen[precision])
-        for precision, taken in rates.items()
-    ]
+def alone(options: argparse.Namespace, reached: Reached, say: Say) -> None:
+    """Every precision in turn, each beside a plain loop."""
+    for precision in options.precisions:
+        run = one_stage(options, precision)
+        looks = [look(run, options.device, options.seconds) for _ in range(options.rounds)]
+        plain = rate_of(Plain(run, options.device), options.seconds)
+        say("alone", **asdict(row_of(run, looks, plain, options.device, reached)))
 
 
 def look(run: RunSpec, device: str, seconds: float) -> tuple[float, tuple[float, float, int]]:
@@ -190,27 +219,26 @@ def look(run: RunSpec, device: str, seconds: float) -> tuple[float, tuple[float,
 
 
 def row_of(
-    precision: str,
-    rates: Sequence[float],
-    flop: float,
-    peak: float | None,
-    reached: Reached,
-    seen: tuple[float, float, int],
+    run: RunSpec, looks: Sequence[tuple[float, tuple[float, float, int]]], plain: float, device: str, reached: Reached
 ) -> Alone:
-    """What some rounds come to; `flop` for a token, `peak` and `reached` a second."""
-    rate = statistics.median(rates)
-    product = reached[computed_in(precision)]
-    mfu = None if peak is None else rate * flop / peak
-    a_microbatch, a_step, memory = seen
+    """What some rounds come to beside a plain loop's tokens a second."""
+    precision, footprint = run.inner.precision, footprint_of(run)
+    rates = [rate for rate, _ in looks]
+    rate, flop = statistics.median(rates), sum(footprint.flop_per_token)
+    peak = peak_of(device_name(device), precision)
+    a_microbatch, a_step, memory = looks[-1][1]
+    need = memory_of(run, NodeSettings(in_flight=1), footprint, 1)[0]
     return Alone(
         precision,
         rate,
         min(rates),
         max(rates),
         rate * flop,
-        mfu,
-        rate * flop / product,
+        None if peak is None else rate * flop / peak,
+        rate * flop / reached[computed_in(precision)],
+        rate / plain,
         memory,
+        need.on_device - need.arriving,
         a_microbatch,
         a_step,
     )
@@ -229,14 +257,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 
 def layouts_of(options: argparse.Namespace, precision: PrecisionName) -> dict[str, Config]:
-    """The swarms that are measured; none where none is wanted. UserError (USAGE) where they would end too soon."""
-    if options.no_daemons:
-        return {}
+    """The swarms that are measured. UserError (USAGE) where they would end too soon."""
     if options.daemon_steps < LEAST_DAEMON_STEPS:
         raise UserError(
             ExitCode.USAGE,
             f"--daemon-steps is {options.daemon_steps}, and such a swarm ends before it is measured",
-            f"name {LEAST_DAEMON_STEPS} or more, or --no-daemons",
+            f"name {LEAST_DAEMON_STEPS} or more, or leave it out",
         )
     tokens = options.windows * options.length * STEP_EVERY * options.daemon_steps
     settings = [
@@ -264,41 +290,6 @@ def layout_row(name: str, rates: Sequence[float], flop: float, peak: float | Non
     return Layout(name, rate, min(rates), max(rates), rate * flop, mfu, rate * flop / product)
 
 
-def table(rows: Sequence[Alone]) -> str:
-    """A row for each precision."""
-    lines = [
-        "| precision | tokens/s (range) | TFLOP/s | MFU | of a product | memory, MB | waits a microbatch | a step |",
-        "|---" * 8 + "|",
-    ]
-    for row in rows:
-        mfu = "–" if row.mfu is None else f"{row.mfu:.3f}"
-        lines.append(
-            f"| {row.precision} | {row.tokens_per_second:,.0f} ({row.slowest:,.0f} to {row.fastest:,.0f}) "
-            f"| {row.flop_per_second / 1e12:.3f} | {mfu} | {row.of_a_product:.3f} | {row.memory / 1e6:.0f} "
-            f"| {row.waits_a_microbatch:.2f} | {row.waits_a_step:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def layout_line(row: Layout) -> str:
-    """For a person."""
-    share = "" if row.mfu is None else f"MFU {row.mfu:.3f}, "
-    return (
-        f"{row.layout}: {row.tokens_per_second:,.0f} tokens/s ({row.slowest:,.0f} to {row.fastest:,.0f}), "
-        f"{share}{row.of_a_product:.3f} of a product"
-    )
-
-
-def trace_line(shares: Mapping[str, float | None], course: Course) -> str:
-    """For a person."""
-    told = ", ".join(f"{what} {'–' if share is None else f'{share:.1%}'}" for what, share in shares.items())
-    return (
-        f"of the time of {course.microbatches} microbatches, {course.inner_steps} inner steps and "
-        f"{course.outer_steps} outer step: {told}; the outer step kept training waiting for "
-        f"{1e3 * course.held_seconds:.1f} ms"
-    )
-
-
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """What was asked for."""
     parser = parser_of(__doc__)
@@ -308,16 +299,97 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=whole, default=16)
     parser.add_argument("--length", type=whole, default=1024, help="tokens of a window")
     parser.add_argument("--windows", type=whole, default=8, help="of a microbatch")
-    parser.add_argument("--seconds", type=positive, default=8.0, help="for which each precision trains in each round")
-    parser.add_argument("--rounds", type=whole, default=3)
+    parser.add_argument("--seconds", type=positive, default=4.0, help="for which each precision trains in each round")
+    parser.add_argument("--rounds", type=whole, default=1)
+    parser.add_argument("--total", type=positive, default=480.0, help="seconds for all steps together")
+    parser.add_argument("--only", nargs="+", default=list(STEPS), choices=list(STEPS), help="these steps")
+    parser.add_argument("--step", choices=list(STEPS), help="this one, in this process")
     parser.add_argument("--daemon-steps", type=whole, default=120, help="inner steps of each swarm of daemons")
-    parser.add_argument("--no-daemons", action="store_true")
     parser.add_argument("--trace", type=results_file, help="where the profiler's trace goes, for chrome://tracing")
     return parser.parse_args(arguments)
 
 
+def _exact(options: argparse.Namespace, say: Say) -> None:
+    small = argparse.Namespace(**vars(options))
+    small.hidden, small.layers, small.length = min(256, options.hidden), 2, min(64, options.length)
+    exact(lambda *settings: config_of(small, *settings).run, options.device, say)
+
+
+def _oom(options: argparse.Namespace, say: Say) -> None:
+    without_memory(one_stage(options, "bf16"), options.device, say)
+
+
+def _reached(options: argparse.Namespace) -> dict[torch.dtype, float]:
+    where = torch.device(options.device)
+    return {of: product_flop_per_second(where, of, options.seconds / 4) for of in (torch.bfloat16, torch.float32)}
+
+
+def _machine(options: argparse.Namespace, say: Say) -> None:
+    for dtype, reached in _reached(options).items():
+        say("product", dtype=str(dtype), flop_per_second=reached)
+
+
+def _alone(options: argparse.Namespace, say: Say) -> None:
+    alone(options, _reached(options), say)
+
+
+def _waits(options: argparse.Namespace, say: Say) -> None:
+    run = config_of(options, f"run.model.stages={min(MOST_STAGES, options.layers)}").run
+    for call, count in waits_of_stages(run, options.device).items():
+        say("waits", call=call, count=count)
+
+
+def _trace(options: argparse.Namespace, say: Say) -> None:
+    run = one_stage(options, options.precisions[0], f"run.outer.fragments={FRAGMENTS}")
+    shares, course = asyncio.run(traced(run, options.device, options.trace))
+    say("shares", **shares, course=asdict(course))
+
+
+def _daemons(options: argparse.Namespace, say: Say) -> None:
+    reached = _reached(options)
+    for layout, config in layouts_of(options, options.precisions[0]).items():
+        say("daemons", **asdict(daemons(layout, config, options.rounds, reached)))
+
+
+STEPS: dict[str, tuple[float, Callable[[argparse.Namespace, Say], None]]] = {
+    "exact": (75.0, _exact),
+    "oom": (40.0, _oom),
+    "machine": (30.0, _machine),
+    "alone": (120.0, _alone),
+    "daemons": (170.0, _daemons),
+    "waits": (40.0, _waits),
+    "trace": (60.0, _trace),
+}
+"""By name in their order: seconds that a step may take at the most, and the step. What is right comes first, then the
+figures that decide."""
+
+
+def write_down(out: Path | None, step: str, what: str, **figures: object) -> None:
+    """A figure's line: printed, and on the disk before anything else is done."""
+    line = json.dumps({"step": step, "what": what, **figures}, default=str)
+    print(line, flush=True)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def carried_out(command: Sequence[str], seconds: float) -> str:
+    """Run a step's process, with all that it starts, for so many seconds at the most. Why it was cut; nothing where it
+    came to its end."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"longer than {seconds:.0f} s"
+    return "" if code == 0 else f"its process ended with {code}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print what is found as it comes, and write the figures so far."""
+    """Every step in turn, or the one that is asked for. The figures that are known stay, whatever becomes of others."""
     options = options_of(arguments)
     try:
         check_device(options.device)
@@ -325,37 +397,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.gpu: {error.message}; --device cpu runs the same small", file=sys.stderr)
         return NO_DEVICE
     options.device = resolve_device(options.device)
-    layouts = layouts_of(options, options.precisions[0])
-    stages = config_of(options, f"run.model.stages={min(MOST_STAGES, options.layers)}").run
-    looked_into = one_stage(options, options.precisions[-1], f"run.outer.fragments={FRAGMENTS}")
-    flop = [sum(footprint_of(run).flop_per_token) for run in (looked_into, stages, *(c.run for c in layouts.values()))]
     torch.set_num_threads(1)
-    name = device_name(options.device)
+    if options.step is not None:
+        STEPS[options.step][1](options, lambda what, **found: write_down(options.out, options.step, what, **found))
+        return 0
+    if "daemons" in options.only:
+        for config in layouts_of(options, options.precisions[0]).values():
+            footprint_of(config.run)
+    if options.out is not None:
+        options.out.unlink(missing_ok=True)
     settings = {key: str(value) for key, value in vars(options).items()}
-    found: dict[str, Any] = {"device": name, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    found |= {"torch": torch.__version__, "settings": settings}
-
-    def keep(what: str, figures: object) -> None:
-        found[what] = figures
-        save(options.out, found)
-
-    device, seconds = torch.device(options.device), options.seconds / 4
-    reached = {dtype: product_flop_per_second(device, dtype, seconds) for dtype in (torch.float32, torch.bfloat16)}
-    rows = alone(options, flop[0], reached)
-    keep("alone", [asdict(row) for row in rows])
-    print(f"{name}\n\n{table(rows)}\n", flush=True)
-    calls = waits_of_stages(stages, options.device)
-    keep("waits", calls)
-    print("waits a call: " + ", ".join(f"{call} {count:.2f}" for call, count in calls.items()), flush=True)
-    shares, course = asyncio.run(traced(looked_into, options.device, options.trace))
-    keep("trace", {**shares, "course": asdict(course)})
-    print(trace_line(shares, course), flush=True)
-    swarms: list[Layout] = []
-    for layout, config in layouts.items():
-        swarms.append(daemons(layout, config, options.rounds, reached))
-        keep("daemons", [asdict(row) for row in swarms])
-        print(layout_line(swarms[-1]), flush=True)
-    return 0
+    found = {"device": device_name(options.device), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    write_down(options.out, "env", "machine", **found, torch=torch.__version__, settings=settings)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    began, ended = time.monotonic(), 0
+    for step in (step for step in STEPS if step in options.only):
+        left = options.total - (time.monotonic() - began)
+        itself = [sys.executable, "-m", "benchmarks.gpu", *given, "--step", step]
+        why = carried_out(itself, min(left, STEPS[step][0])) if left > 0 else "no time was left"
+        if why:
+            ended = int(ExitCode.FAILURE)
+            write_down(options.out, step, "cut", why=why, ok=False)
+    return ended
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import warnings
 import weakref
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.gpu import NO_DEVICE, layout_line, layout_row, main
+from benchmarks import gpu, gpu_checks
+from benchmarks.gpu import NO_DEVICE, layout_row, main
 from benchmarks.gpu_trace import UNDER_WAY, length_of, shares_of, traced
 from benchmarks.gpu_waits import waits, waits_of_stages
 from noloco_node.config.run_spec import RunSpec
@@ -27,26 +28,88 @@ from tests.training.late_streams import late_copies
 SMALL = ("--hidden", "64", "--layers", "1", "--length", "16", "--windows", "1", "--seconds", "0.01", "--rounds", "1")
 
 
-def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rates, waits and a trace; nothing is said of a device that is not there."""
-    out, trace = tmp_path / "gpu.json", tmp_path / "trace.json"
-    asked = ("--device", "cpu", *SMALL, "--precisions", "fp32", "bf16", "--no-daemons")
-    assert main([*asked, "--out", str(out), "--trace", str(trace)]) == 0
-    found = json.loads(out.read_text(encoding="utf-8"))
+def test_the_same_code_runs_small_on_the_processor(tmp_path: Path) -> None:
+    """Every step but the daemons, each figure a line; nothing is said of a device that is not there."""
+    out, trace = tmp_path / "gpu.jsonl", tmp_path / "trace.json"
+    asked = ("--device", "cpu", *SMALL, "--layers", "2", "--precisions", "fp32", "bf16", "--out", str(out))
+    for step in ("exact", "oom", "machine", "alone", "waits", "trace"):
+        assert main([*asked, "--trace", str(trace), "--step", step]) == 0
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    found = {step: [row for row in rows if row["step"] == step] for step in gpu.STEPS}
+    assert [row["what"] for row in found["exact"]] == ["keep", "recompute", "checkpoint", "two stages"]
+    assert all(row["ok"] for row in found["exact"])
+    assert "no memory of its own" in found["oom"][0]["left_out"]
+    assert all(row["flop_per_second"] > 0.0 for row in found["machine"])
     assert [row["precision"] for row in found["alone"]] == ["fp32", "bf16"]
     for row in found["alone"]:
         assert row["tokens_per_second"] > 0.0
+        assert row["of_a_plain_loop"] > 0.0
+        assert row["planned"] > 0
         assert row["mfu"] is None
         assert 0 < row["waits_a_microbatch"] <= 4
         assert row["waits_a_step"] == 1
-    course = found["trace"].pop("course")
-    assert set(found["trace"].values()) == {None}
+    assert len(found["waits"]) == 3
+    [shares] = found["trace"]
+    course = shares["course"]
+    assert shares["computing"] is None
     assert course["outer_steps"] == 1
     assert course["inner_steps"] >= 1
     assert course["fewest_waiting"] >= 1, "the device was kept at work; on a busy machine its callers come late"
     drawn = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert len({each["tid"] for each in drawn if each["name"] == "aten::mm"}) >= 1, "the device's thread is in it"
-    assert "| fp32 |" in capsys.readouterr().out
+
+
+def test_a_device_that_is_full_refuses_a_microbatch_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told of by its figures: what is kept, and whether it goes on."""
+    refuses = {"now": False}
+    memory = {"free": 1 << 20, "allocated": 0}
+    monkeypatch.setattr(gpu_checks, "memory_of_device", lambda _device: memory)
+    empty = torch.empty
+    rows: list[dict[str, Any]] = []
+    monkeypatch.setattr(gpu_checks.StageTrainer, "loss", lambda *_: refuse(refuses))
+
+    def filled(*size: Any, **kind: Any) -> torch.Tensor:
+        refuses["now"] = kind.get("dtype") is torch.uint8
+        return empty(*size, **kind)
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+    def say(_what: str, **found: object) -> None:
+        rows.append(found)
+
+    gpu_checks.without_memory(small_run("run.model.stages=1"), "cpu", say, iter([1 << 10]))
+    assert rows == [{"left": 1 << 10, "refused": "NoMemory", "kept_bytes": 0, "goes_on": True, "ok": True}]
+
+
+def refuse(refuses: dict[str, bool]) -> None:
+    """Once, after the device was filled."""
+    if refuses["now"]:
+        refuses["now"] = False
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_step_that_takes_too_long_or_dies_costs_no_other_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is put down as cut, and the next one begins; a time that is over begins no more."""
+    sleeping = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    assert gpu.carried_out(sleeping, 0.05) == "longer than 0 s"
+    assert gpu.carried_out([sys.executable, "-S", "-c", "raise SystemExit(3)"], 30.0) == "its process ended with 3"
+    assert gpu.carried_out([sys.executable, "-S", "-c", ""], 30.0) == ""
+    asked: list[tuple[str, float]] = []
+
+    def carried(command: list[str], seconds: float) -> str:
+        asked.append((command[-1], seconds))
+        return "" if command[-1] != "oom" else "its process ended with -9"
+
+    monkeypatch.setattr(gpu, "carried_out", carried)
+    out = tmp_path / "gpu.jsonl"
+    assert main(["--device", "auto", *SMALL, "--out", str(out), "--only", "oom", "exact", "--total", "60"]) != 0
+    assert [step for step, _ in asked] == ["exact", "oom"]
+    assert all(seconds <= 60.0 for _, seconds in asked)
+    env, cut = (json.loads(line) for line in out.read_text(encoding="utf-8").splitlines())
+    assert env["device"] == ("cpu" if not torch.cuda.is_available() else env["device"])
+    assert (cut["step"], cut["what"], cut["why"]) == ("oom", "cut", "its process ended with -9")
 
 
 def test_waits_for_copies_are_counted_beside_those_that_torch_warns_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +197,7 @@ def test_nothing_of_an_earlier_look_is_left_when_the_next_begins(monkeypatch: py
 
     monkeypatch.setattr(gpu, "Trained", Watched)
     options = gpu.options_of(["--device", "cpu", *SMALL, "--rounds", "2", "--precisions", "fp32", "bf16"])
-    gpu.alone(options, 1.0, dict.fromkeys((torch.float32, torch.bfloat16), 1.0))
+    gpu.alone(options, dict.fromkeys((torch.float32, torch.bfloat16), 1.0), lambda *_, **__: None)
     assert alive == [0, 0, 0, 0]
 
 
@@ -157,8 +220,7 @@ def test_daemons_on_one_device_are_held_against_its_peak() -> None:
     """All of them together; without a peak only against a product."""
     row = layout_row("two", [90.0, 100.0, 120.0], 2e6, 1e9, 4e8)
     assert (row.tokens_per_second, row.mfu, row.of_a_product) == (100.0, pytest.approx(0.2), pytest.approx(0.5))
-    assert layout_line(row) == "two: 100 tokens/s (90 to 120), MFU 0.200, 0.500 of a product"
-    assert "MFU" not in layout_line(layout_row("two", [1.0], 2e6, None, 4e8))
+    assert layout_row("two", [1.0], 2e6, None, 4e8).mfu is None
 
 
 @pytest.mark.parametrize(
@@ -173,7 +235,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
     arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its name."""
-    monkeypatch.setattr(gpu, "product_flop_per_second", lambda *_: pytest.fail("it has begun"))
+    monkeypatch.setattr(gpu, "carried_out", lambda *_: pytest.fail("it has begun"))
     with pytest.raises(UserError) as refused:
         main(["--device", "cpu", *SMALL, *arguments])
     assert words in refused.value.message
@@ -184,14 +246,6 @@ def test_few_steps_of_daemons_need_no_other_warm_up() -> None:
     options = gpu.options_of(["--device", "cpu", *SMALL, "--layers", "2", "--daemon-steps", "12"])
     for config in gpu.layouts_of(options, "fp32").values():
         assert config.run.inner.warmup_tokens < config.run.inner.target_tokens == 12 * 8 * 16
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here is one")
-def test_auto_is_whatever_device_there_is(tmp_path: Path) -> None:
-    """As `node.device` takes it."""
-    out = tmp_path / "gpu.json"
-    assert main(["--device", "auto", *SMALL, "--precisions", "fp32", "--no-daemons", "--out", str(out)]) == 0
-    assert json.loads(out.read_text(encoding="utf-8"))["device"] == "cpu"
 
 
 def test_a_trace_that_could_not_be_written_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
