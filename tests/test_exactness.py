@@ -13,7 +13,7 @@ from noloco_node.telemetry.events import InnerStep
 from tests.reference import train
 from tests.worlds import Swarm, micro_spec, run_to_the_end, window_batch, world
 
-STEPS = 50
+STEPS = 20
 TOLERANCE = 1e-6
 _TRAINED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ async def final_weights(made: Swarm) -> dict[str, torch.Tensor]:
 
 
 async def run_and_compare(
-    made: Swarm, spec: RunSpec, steps: int = STEPS, learnt: float = 0.5, tolerance: float = TOLERANCE
+    made: Swarm, spec: RunSpec, steps: int = STEPS, learnt: float = 0.1, tolerance: float = TOLERANCE
 ) -> None:
     """Run to the end; every loss and every weight must be that close to ordinary training on the same samples."""
     await run_to_the_end(made)
@@ -59,22 +59,21 @@ async def run_and_compare(
     assert worst < tolerance, worst
 
 
-@pytest.mark.parametrize("backward", ["keep", "recompute"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("stages", "backward"), [(1, "keep"), (2, "recompute"), (4, "keep")])
 async def test_losses_and_weights_equal_single_process_training(stages: int, backward: str) -> None:
-    """Fifty inner steps in fp32, whatever the cut."""
+    """Twenty inner steps in fp32, whatever the cut."""
     spec = micro_spec(stages=stages, steps=STEPS, inner={"backward": backward})
     async with world(spec) as made:
         await run_and_compare(made, spec)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 4])
 async def test_muon_and_rates_by_kind_equal_single_process_training(stages: int) -> None:
     """Whatever the cut: a matrix lies in one stage as a whole."""
     rates = {"optimizer": "muon", "embedding_rate": 4.0, "head_rate": 2.0, "norm_rate": 3.0}
-    spec = micro_spec(stages=stages, steps=20, inner=rates)
+    spec = micro_spec(stages=stages, steps=STEPS, inner=rates)
     async with world(spec) as made:
-        await run_and_compare(made, spec, steps=20, learnt=0.3, tolerance=1e-4)
+        await run_and_compare(made, spec, tolerance=1e-4)
 
 
 @pytest.mark.parametrize(

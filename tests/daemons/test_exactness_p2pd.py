@@ -22,7 +22,7 @@ def traceless(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.daemons
 async def test_two_stages_over_p2pd_equal_single_process_training(traceless: Path) -> None:
-    """Fifty inner steps in fp32 over real streams, the stages having found each other through the DHT."""
+    """Twenty inner steps in fp32 over real streams, the stages having found each other through the DHT."""
     spec = micro_spec(stages=2, steps=STEPS)
     async with libp2p_world(spec, traceless) as made:
         assert len(p2pd_children()) >= 2

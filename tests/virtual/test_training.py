@@ -71,11 +71,11 @@ def test_everyone_averaging_every_step_with_a_linear_optimizer_is_data_parallel(
     assert abs(losses[False, "diloco"] - losses[False, "data_parallel"]) > 3e-3
 
 
-@pytest.mark.parametrize(("fragments", "codec"), [(1, "fp32"), (2, "fp32"), (1, "int8")])
+@pytest.mark.parametrize(("fragments", "codec"), [(1, "fp32"), (2, "int8")])
 def test_the_spread_falls_as_the_theory_says_and_the_mean_stays(
     fragments: int, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """32 replicas, hardly any learning, a disturbed start: the variance falls by the predicted factor a round."""
+    """16 replicas, hardly any learning, a disturbed start: the variance falls by the predicted factor a round."""
     # A replica that does not move of its own takes every partner for an outlier.
     monkeypatch.setattr(PartnerBound, "judge", lambda *_, **__: Judgement(0.0, 0.0, 1.0))
     run = spec(
@@ -86,7 +86,7 @@ def test_the_spread_falls_as_the_theory_says_and_the_mean_stays(
         f"run.outer.codec={codec}",
         f"run.outer.fragments={fragments}",
     )
-    training = Training(run, WorldSpec(initial_spread=0.01), "noloco", 32, seed=1)
+    training = Training(run, WorldSpec(initial_spread=0.01), "noloco", 16, seed=1)
     mean = training.merged_weights()
     training.run_to_the_end(evaluations=1, spread_points=STEPS)
     result = training.measured(seconds=1.0)
@@ -98,7 +98,7 @@ def test_the_spread_falls_as_the_theory_says_and_the_mean_stays(
     assert last > 0
     rounds = result.outer_rounds / fragments
     assert rounds > 6
-    predicted = contraction_factor(0.0, 1.0, group_size=2, replicas=32, momentum="averaged")
+    predicted = contraction_factor(0.0, 1.0, group_size=2, replicas=16, momentum="averaged")
     assert math.log(last / 1e-4) / rounds == pytest.approx(math.log(predicted), rel=0.25)
 
 
