@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BEGINS = 1 << 30
 """This bit is set in a token id, int32 or int64, that is the first of its document; it is above every id. In labels it
@@ -18,6 +20,8 @@ def without_marks(ids: Tensor) -> Tensor:
 def positions_of(marked: Tensor) -> Tensor | None:
     """Each token's place in its document, int64 [B, T], of ids or labels [B, T] with marks. A row begins with a place 0
     whatever it says. None if no document begins within a row: places then count from its beginning."""
+    import torch  # it takes seconds, and a process that only prepares a text needs none of it
+
     begins = (marked & BEGINS) != 0
     begins[:, 0] = True
     if int(begins.sum()) == len(begins):
