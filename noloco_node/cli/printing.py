@@ -203,7 +203,7 @@ def print_lab_plan(config: Config) -> None:
 
 def print_finished(finished: Finished) -> None:
     """One training of an experiment."""
-    from noloco_node.telemetry.words import as_duration
+    from noloco_node.telemetry.words import as_long
 
     result = finished.result
     loss = "diverged" if result.validation_loss is None else f"loss {result.validation_loss:.4f}"
@@ -211,7 +211,7 @@ def print_finished(finished: Finished) -> None:
     print(
         f"{finished.done} of {finished.total}: {result.variant}{options}, {result.replicas} replicas, "
         f"{result.tokens:,} tokens, seed {result.seed} ({result.purpose}): {loss}, {result.seconds:,.0f} s; "
-        f"about {as_duration(finished.seconds_left)} left",
+        f"about {as_long(finished.seconds_left)} left",
         flush=True,
     )
 

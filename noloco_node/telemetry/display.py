@@ -24,7 +24,7 @@ from noloco_node.telemetry.events import (
 from noloco_node.telemetry.node_state import NodeSeen, NodeState, NodeView
 from noloco_node.telemetry.swarm_state import STATES, Middle, StageSeen, SwarmView
 from noloco_node.telemetry.terminal import WARNINGS_SHOWN, outer_steps, swarm_screen
-from noloco_node.telemetry.words import as_clock_time, as_duration, as_loss, as_nodes, as_rate, as_scientific
+from noloco_node.telemetry.words import as_clock_time, as_long, as_loss, as_nodes, as_rate, as_scientific
 
 PLAIN_INTERVAL = 5.0
 """Two plain lines are so many seconds apart."""
@@ -196,7 +196,7 @@ def plain_line(view: LocalSwarmView, now: float) -> str:
         f"step {view.step(now)} · {swarm.clock:,.0f}/{swarm.target:,} tokens ({share:.0f} %)"
         f" · loss {as_loss(loss)} · validation {as_loss(held_out)} · {as_rate(swarm.tokens_per_second)} tokens/s"
         f" · nodes {as_nodes([stage.present for stage in swarm.stages])} · outer steps {view.outer_steps(now)}"
-        f" · spread {as_scientific(spread)} · {as_duration(swarm.seconds_left)} left"
+        f" · spread {as_scientific(spread)} · {as_long(swarm.seconds_left)} left"
     )
 
 

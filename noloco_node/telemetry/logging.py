@@ -27,7 +27,7 @@ from noloco_node.telemetry.events import (
     Warned,
 )
 from noloco_node.telemetry.node_state import LETTERS, LogLine, NodeState, NodeView
-from noloco_node.telemetry.words import as_duration, as_loss, shortened
+from noloco_node.telemetry.words import as_long, as_loss, shortened
 
 LOGGER_NAME = "noloco_node"
 TAIL_LINES = 60
@@ -152,7 +152,7 @@ def progress_words(state: NodeState) -> str:
     if state.training_loss is not None:
         parts.append(f"loss {as_loss(state.training_loss)}")
     if state.seconds_left is not None:
-        parts.append(f"{as_duration(state.seconds_left)} left")
+        parts.append(f"{as_long(state.seconds_left)} left")
     return "".join(f" · {part}" for part in parts)
 
 

@@ -21,7 +21,6 @@ from noloco_node.telemetry.words import (
     an_hour,
     as_bytes,
     as_clock_time,
-    as_duration,
     as_lag,
     as_long,
     as_loss,
@@ -188,20 +187,20 @@ def _troubles_of_node(state: NodeState, trouble: str) -> Iterator[str]:
 
 def _doing(state: NodeState) -> Text:
     style = "bold green" if state.state == "training" else "bold" if state.state == "ended" else "bold yellow"
-    since = "" if state.state == "ended" else f", for {as_duration(max(0.0, state.time - state.since))}"
+    since = "" if state.state == "ended" else f", for {as_long(max(0.0, state.time - state.since))}"
     return Text(f"{printable(state.detail)}{since}", style=style)
 
 
 def _progress_of_node(state: NodeState) -> Iterator[RenderableType]:
     if state.target:
         done = state.clock or 0.0
-        left = "done" if done >= state.target else f"{as_duration(state.seconds_left)} left"
+        left = "done" if done >= state.target else f"{as_long(state.seconds_left)} left"
         yield _progress(done, state.target, left)
     copying = state.download
     if copying is not None and copying.total:
         rest = copying.seconds * (copying.total - copying.received) / copying.received if copying.received else None
         words = f"{copying.received / 1e6:,.1f} of {copying.total / 1e6:,.1f} MB of …{printable(copying.donor)[-6:]}"
-        yield _progress(copying.received, copying.total, f"{as_duration(rest)} left", what=words)
+        yield _progress(copying.received, copying.total, f"{as_long(rest)} left", what=words)
 
 
 def _figures_of_node(state: NodeState) -> Figures:
@@ -286,7 +285,7 @@ def _troubles_of_swarm(view: SwarmView) -> Iterator[str]:
 
 
 def _progress_of_swarm(view: SwarmView) -> RenderableType:
-    left = "the run is over" if view.over else f"{as_duration(view.seconds_left)} left"
+    left = "the run is over" if view.over else f"{as_long(view.seconds_left)} left"
     return _progress(float(view.target) if view.over else view.clock, view.target, left)
 
 

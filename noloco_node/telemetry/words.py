@@ -31,19 +31,10 @@ def as_lag(tokens: float | None) -> str:
     return f"{-tokens:,.0f} ahead" if tokens <= -0.5 else f"{abs(tokens):,.0f}"
 
 
-def as_duration(seconds: float | None) -> str:
-    """`4 s`, `1:05 min`, or `2 h 05 min`; a question mark where it is not known."""
+def as_long(seconds: float | None) -> str:
+    """A time of seconds to weeks, roughly: `40 s`, `12 min`, `3.5 h`; a question mark where it is not known."""
     if seconds is None:
         return "?"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    if not minutes:
-        return f"{rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02} min"
-
-
-def as_long(seconds: float) -> str:
-    """A time of seconds to weeks, roughly: `40 s`, `12 min`, `3.5 h`."""
     if seconds < 120.0:
         return f"{max(0.0, seconds):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200.0 else f"{seconds / 3600:,.1f} h"

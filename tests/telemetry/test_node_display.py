@@ -90,7 +90,7 @@ def test_the_screen_shows_what_the_owner_of_a_node_wants_to_know(monkeypatch: py
     for words in (
         *("made-up · stage 0 of 2", "30,720 of 61,440 tokens", "30 s left", "1,024", "512", "outer steps"),
         *("training loss", "stage 0: 2, stage 1: 2", "with …-s0-r1", "the stage begins anew"),
-        "waiting for a replica of stage 1: none is known, for 1:05 min",
+        "waiting for a replica of stage 1: none is known, for 65 s",
     ):
         assert words in text
     assert len(text.splitlines()) <= 18
