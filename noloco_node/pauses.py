@@ -9,6 +9,10 @@ from typing import NamedTuple
 LATEST = 1 / 8
 """The latest value has this weight in a moving average. A liar's eight answers, or a bad minute, then move it by two
 thirds."""
+RECENT = 16
+"""So many latest values are kept of what has a usual value. A few odd ones cannot move their median or mean far."""
+QUIET_PAUSES = 2.0
+"""Somebody has fallen silent after so many times its usual pause: by chance one pause is longer than the last."""
 _MOST_DOUBLED = 64
 
 

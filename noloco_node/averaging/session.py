@@ -35,11 +35,6 @@ from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
 
-CHUNKS_A_DEADLINE = 2.0
-"""An exchange moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that is 0.84
-Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""
-MOST_SECONDS = 600.0
-"""An exchange takes at most so many seconds, however large the stage is: at 20 Mbit/s each way that is 1.5 GB."""
 DEADLINES_OF_GRACE = 2.0
 """An exchange has so many progress deadlines besides, for the wait for the device, its arithmetic, and a late start."""
 STALE_SECONDS, STALE_WINDOWS = 5.0, 1
@@ -159,11 +154,6 @@ def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
     On a slow link they share its bandwidth, and each must be there within `limit` seconds: half of that is used.
     """
     return max(1, min(most, int(limit / 2 / max(chunk_seconds, 1e-3))))
-
-
-def floor_of(size: int, chunk: int, limit: float) -> float:
-    """Bytes per second that an exchange of `size` bytes, in chunks of at most `chunk`, moves each way at least."""
-    return max(CHUNKS_A_DEADLINE * chunk / limit, size / MOST_SECONDS)
 
 
 def too_slow(session: Session, now: float, limit: float, floor: float) -> str | None:

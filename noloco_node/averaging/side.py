@@ -18,7 +18,6 @@ from noloco_node.averaging.session import (
     abort_event,
     begin,
     commit_event,
-    floor_of,
     opening_specs,
     remember,
 )
@@ -30,6 +29,7 @@ from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import Partners
 from noloco_node.peers.probation import Meeting, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
+from noloco_node.transport.calls import floor_of
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import TensorSpec
 

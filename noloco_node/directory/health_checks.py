@@ -23,6 +23,7 @@ from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.records_call import MANY, MOST_TOLD, few_told, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
+from noloco_node.peer_table import FEW_PEERS
 from noloco_node.peers.stats import ANSWER_SECONDS, PeerStats
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS
 from noloco_node.transport.errors import Refused, TransportError
@@ -36,9 +37,6 @@ STRANGERS_SECONDS = 3.0
 """A sweep waits at most so many seconds for peers it knows nothing of, once somebody is there. A crowd of ghosts must
 not hold up a start."""
 SHORTEST_CALL_SECONDS = 1.0
-MOST_ACQUAINTED = 64
-"""A sweep first asks up to so many peers that have answered this node, then those that are named and introduced."""
-MOST_NAMED = 256
 CALLS_A_SECOND = 4.0
 """A node makes so many calls a second in the long run."""
 ASK_AGAIN = 0.8
@@ -46,10 +44,9 @@ ASK_AGAIN = 0.8
 the peer called or worked with this node meanwhile."""
 LONGEST_QUIET = 0.6 * ANSWER_SECONDS
 """A peer that answers is asked again after at most so many seconds, or its answer would no longer count."""
-OLD = 0.3
-"""A peer is asked for a newer record if less than this share of its record's life is left: the DHT brings none."""
 ASK_FOR_RECORD = 0.3
-"""The part of a record's life between two such calls, and between calls to a peer that answers and has no record."""
+"""A peer is asked for a newer record if less than this part of its record's life is left, since the DHT brings none. It
+is also the part of a life between two such calls, and between calls to a peer that answers and has no record."""
 ALL_TOLD = 1.0 / 16.0
 """A node that knows `MANY` peers tells a full message in this share of its calls to strangers, else its own record
 alone. A node of a large swarm meets a stranger a second for as long as it runs, by the directory. A peer whose record
@@ -164,7 +161,7 @@ class HealthChecks:
             if moved and self._known.answers(peer):
                 asked.next_try = now
             row = stages[record.stage].get(peer) if record.stage < len(stages) else None
-            asked.record, asked.old = record, row is not None and row.expires - dht_time < OLD * self._life
+            asked.record, asked.old = record, row is not None and row.expires - dht_time < ASK_FOR_RECORD * self._life
             if asked.old and not asked.in_vain:  # a silent peer has no newer one to give
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
         self._knows_many = sum(map(self._confirmed, records)) >= MANY
@@ -232,7 +229,7 @@ class HealthChecks:
         entrances = [peer for peer in self._entrances if (asked := self._asked.get(peer)) is None or not asked.has_told]
         answering = [peer for peer in self._known.answering() if peer not in self._entrances]
         seen = [peer for peer in answering if self._unsure(peer) or not self._known.takes_part(peer)]
-        return [*entrances, *seen[-MOST_ACQUAINTED:]]
+        return [*entrances, *seen[-FEW_PEERS:]]
 
     def _unsure(self, peer: PeerId) -> bool:
         asked = self._asked.get(peer)
@@ -402,7 +399,7 @@ class HealthChecks:
             told = await tell(self._transport, peer, self._run, self._directory, stage=own, most=most, timeout=timeout)
             asked.has_told |= told.stage is not None
             if not self._running:
-                self._named.update(dict.fromkeys(told.named[: MOST_NAMED - len(self._named)]))
+                self._named.update(dict.fromkeys(told.named[: FEW_PEERS - len(self._named)]))
             return told.answered
         try:
             hello = await ask_hello(self._transport, peer, timeout)

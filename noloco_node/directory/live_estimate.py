@@ -19,25 +19,16 @@ from noloco_node import ambient
 from noloco_node.directory.buckets import Estimate
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import QUIET_PAUSES
 from noloco_node.peer_table import PeerTable
-from noloco_node.peers.stats import WORK_AN_ASK, PeerStats
+from noloco_node.peers.stats import SAMPLE, WORK_AN_ASK, PeerStats, safe_share
 
 PRIOR = 3.0
 """So many stage peers are taken to have worked at a common start, before any has been asked."""
-PRIOR_ASKS = 16
-"""After so many asks nothing of that assumption is left."""
 WELCOME_SHARE = 0.25
 """Newcomers that answer count at once up to this share of the peers that have shown work, and at least one."""
-SAMPLE = 16
-"""So many peers must have been called before anything is said of the others."""
-SAMPLE_DOUBT = 2.0
-"""A sample's share is lowered by so many standard deviations: four of a crowd that answer by chance say nothing of its
-rest."""
 STILL_STEPS = 8
 """A stage peer whose clock stands still for so many inner steps of this replica does not train."""
-STILL_PAUSES = 2.0
-"""A clock must stand still for at least so many times its last pause between two moves. A stage peer that is so many
-times slower than this replica moves its clock as rarely."""
 
 
 @dataclass(slots=True)
@@ -69,7 +60,7 @@ def welcome_share(asks: int, worked: int, *, from_the_start: bool, work_an_ask: 
     It follows from so many `asks` for work of their like, of which so many `worked`; of honest ones at least
     `work_an_ask` do.
     """
-    prior = PRIOR * max(0.0, 1.0 - asks / PRIOR_ASKS) if from_the_start else 0.0
+    prior = PRIOR * max(0.0, 1.0 - asks / SAMPLE) if from_the_start else 0.0
     doubt = 0.0 if from_the_start else 1.0
     expected = max(float(worked), work_an_ask * asks)
     return (worked + prior) / (expected + prior + doubt) if worked + prior else 0.0
@@ -80,10 +71,7 @@ def sampled_share(drawn: int, there: int) -> float:
 
     Of `drawn` others, taken at random, so many are `there`.
     """
-    if drawn < SAMPLE:
-        return 0.0
-    share = there / drawn
-    return max(0.0, share - SAMPLE_DOUBT * math.sqrt(share * (1.0 - share) / drawn))
+    return 0.0 if drawn < SAMPLE else safe_share(there, drawn)
 
 
 def unasked_share(asked: int, there: int) -> float:
@@ -229,7 +217,7 @@ class LiveReplicaEstimate:
 
     def _stands_still(self, seen: _Seen) -> bool:
         paused = self._looked_at - seen.moved_at
-        return paused >= STILL_PAUSES * seen.pause and self._has_had_time(seen.moved_at, seen.moved_step)
+        return paused >= QUIET_PAUSES * seen.pause and self._has_had_time(seen.moved_at, seen.moved_step)
 
     def _has_had_time(self, since: float, step: int) -> bool:
         """Tell whether its clock had time to move since then and since this inner step of this replica, as of the last

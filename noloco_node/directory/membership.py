@@ -14,11 +14,11 @@ from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
 from noloco_node.directory.duplicate_identity import DuplicateIdentityWatch
 from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
-from noloco_node.directory.live_estimate import SAMPLE, LiveReplicaEstimate, is_there, share_error, unasked_share
+from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, share_error, unasked_share
 from noloco_node.directory.records import NOTHING_SHOWN, SERVING, Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.stats import SAMPLE, PeerStats
 
 logger = logging.getLogger(__name__)
 

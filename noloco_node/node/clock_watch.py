@@ -15,6 +15,7 @@ from noloco_node.bootstrap.hello import measure_hello
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checks import CLOCK_LIMIT_SECONDS, Check, CheckOutcome, check_clock
 from noloco_node.telemetry.events import Warned
+from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,6 @@ AGAIN_SECONDS = 30.0
 STEP_SECONDS = 1.0
 """If the wall's clock moves by so many seconds more or less than the monotonic one, it was set, or the machine
 slept."""
-MOST_ASKED = 8
 
 
 class ClockWatch:
@@ -64,7 +64,7 @@ class ClockWatch:
             logger.warning("this machine's clock is right again: %s", check.found)
 
     async def _compare(self, answering: Sequence[PeerId]) -> Check | None:
-        asked = self._chance.sample(answering, min(MOST_ASKED, len(answering)))
+        asked = self._chance.sample(answering, min(ASKED_AT_ONCE, len(answering)))
         answers = await asyncio.gather(*(measure_hello(self._transport, peer) for peer in asked))
         skews = [(each.skew, each.doubt) for each in answers if each is not None and each.skew is not None]
         return check_clock(skews) if skews else None

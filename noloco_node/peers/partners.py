@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import NO_REST, Doubling, Rest, moved
+from noloco_node.pauses import NO_REST, RECENT, Doubling, Rest, moved
 from noloco_node.peers.latency import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS, slowness
 from noloco_node.peers.scorecard import Distance, Partner, PeerBook
 
@@ -31,9 +31,6 @@ VISITS_SAVED = 2.0
 """A stage peer may make so many visits one after the other, since partners meet by chance."""
 REST_PER_SECOND_GIVEN = 19.0
 """Newcomers that held this replica for a second rest for so many: together they take a twentieth of its time."""
-INTERVALS_REMEMBERED = 16
-"""So many latest times between two outer steps are kept. Their median is the usual one; a few slow partners cannot make
-it longer."""
 STRANGERS = PeerId("")
 """One account for all peers that this replica has seen no work of: a new key costs such a peer nothing."""
 RELAYED_WEIGHT = 1 / 4
@@ -75,7 +72,7 @@ class Partners:
         self._book = book or PeerBook()
         self._steps = 0
         self._stepped_at: float | None = None
-        self._intervals = deque[float](maxlen=INTERVALS_REMEMBERED)
+        self._intervals = deque[float](maxlen=RECENT)
         self._gives_again = 0.0
         self._free = 0.0
         """Visits that a committed exchange costs less than it would."""

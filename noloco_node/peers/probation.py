@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import RECENT
 from noloco_node.peers.scorecard import PeerBook
 
 PROBATION_ROUNDS = 4
@@ -26,8 +27,6 @@ UNMET_FACTOR = 4
 """A newcomer that no stage peer had time for stays on probation for so many times the usual bound. Its copy is as old
 as when it came."""
 LOSS_TOLERANCE = 1.1
-LOSS_STEPS = 16
-"""A replica reports the mean loss of so many latest inner steps."""
 
 Ending = Literal["in_line", "time"]
 
@@ -66,7 +65,7 @@ class RecentLoss:
     """The mean training loss over the last inner steps, by tokens."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=LOSS_STEPS)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def add(self, loss: float, tokens: int) -> None:
         """One more inner step."""

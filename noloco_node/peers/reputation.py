@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from noloco_node.pauses import NO_REST, Rest
+from noloco_node.pauses import BANS, NO_REST, Rest
 
 SET_ASIDE_AT = 3.0
 """Doubt with which a peer gets no microbatch."""
@@ -13,7 +13,7 @@ FORGIVEN = 1 / 8
 """Doubt that an audit of a peer's ordinary answer takes off if it is not decided against it: who lies in more than
 every ninth of them is set aside in the end, however it spreads its lies. Also the share of a trial that a copy takes
 off, and the doubt that goes with each `TRIAL_SECONDS` once a trial is over."""
-TRIAL_SECONDS = 60.0
+TRIAL_SECONDS = BANS.first
 """How long after a contradiction a peer gets no ordinary microbatch, if no audits clear it before. Bounded, since where
 too few others are left nobody can clear it."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import Doubling
+from noloco_node.pauses import BANS, Doubling
 from noloco_node.peers.scorecard import PeerBook, Scorecard
 
 ANSWER_SECONDS = 60.0
@@ -25,25 +25,27 @@ ASKS_REMEMBERED = 64
 """So many latest asks for work are remembered of peers without work so far, and as many of others."""
 IDLES_ALLOWED = 2
 """Work that a peer was given may come to nothing so many times in a row; with the next one it has had its chance."""
-IDLE_REST_SECONDS = 60.0
-"""A peer that let this node down rests for so many seconds, or for as long as finding out took if that is more. The
-rest doubles after each further time. A bad line breaks three exchanges in a row now and then, at both ends at once, and
-none would begin another."""
 ASKS_ALLOWED = 4
 """A peer may refuse in at least so many windows without any work from it in between."""
-MOST_ASKS_ALLOWED = 64
-ASKS_TO_JUDGE = 16
-"""After so many asks of peers that had worked before, these asks say how often a working peer refuses."""
+SAMPLE = 16
+"""So many peers must have been asked before their answers say anything of others."""
+DOUBT = 2.0
+"""A sample's share is lowered by so many standard deviations: four of a crowd that answer by chance say nothing of its
+rest."""
 WORK_AN_ASK = 0.25
 """This share of honest peers comes to work in the window in which they are asked, while nothing else is known."""
 LEAST_WORK_AN_ASK, MOST_WORK_AN_ASK = 0.125, 0.5
-SHARE_DOUBT = 1.0
-"""The share that those asks show is lowered by so many standard deviations."""
 MISTAKEN = 0.001
 """This share of working peers may by mistake be taken for peers that never work again."""
 REST_AN_ASK = 0.25
 """A peer rests for this part of the time that it was asked in vain, before it has a new chance. The rest doubles with
 each failed chance."""
+
+
+def safe_share(some: int, of: int) -> float:
+    """A safe lower estimate of the share that `some` of so many drawn ones show."""
+    share = some / of
+    return max(0.0, share - DOUBT * math.sqrt(share * (1.0 - share) / of))
 
 
 def coming_share(asks: int, came: int) -> float:
@@ -52,20 +54,17 @@ def coming_share(asks: int, came: int) -> float:
     It is `WORK_AN_ASK` if the asks are too few. Peers that all work refuse a replica four times out of five if it is a
     fast one among slow ones. They do so too if its exchanges take as long as the steps in between.
     """
-    if asks < ASKS_TO_JUDGE:
-        return WORK_AN_ASK
-    share = came / asks
-    return share - SHARE_DOUBT * math.sqrt(share * (1.0 - share) / asks)
+    return WORK_AN_ASK if asks < SAMPLE else safe_share(came, asks)
 
 
 def asks_allowed(asks: int, came: int) -> int:
     """How often in a row a peer may be asked in vain that works as others do: of so many `asks` so many `came`."""
     share = coming_share(asks, came)
-    if asks < ASKS_TO_JUDGE or share >= 1.0:
+    if asks < SAMPLE or share >= 1.0:
         return ASKS_ALLOWED
     if share <= 0.0:
-        return MOST_ASKS_ALLOWED
-    return min(MOST_ASKS_ALLOWED, max(ASKS_ALLOWED, math.ceil(math.log(MISTAKEN) / math.log(1.0 - share))))
+        return ASKS_REMEMBERED
+    return min(ASKS_REMEMBERED, max(ASKS_ALLOWED, math.ceil(math.log(MISTAKEN) / math.log(1.0 - share))))
 
 
 class PeerStats:
@@ -158,11 +157,15 @@ class PeerStats:
         return self._clock() - known.asked_at < rest.after(known.chances)
 
     def _is_let_down(self, known: Scorecard) -> bool:
-        """Whether what a peer was given came to nothing too often, and it is still left alone for it."""
+        """Whether what a peer was given came to nothing too often, and it is still left alone for it.
+
+        It rests for as long as finding out took, or as a banned peer if that is more. A bad line breaks three exchanges
+        in a row now and then, at both ends at once, and none would begin another.
+        """
         over = known.idles - IDLES_ALLOWED - 1
         if over < 0:
             return False
-        rest = Doubling(max(IDLE_REST_SECONDS, known.idle_at - known.idle_since), math.inf)
+        rest = Doubling(max(BANS.first, known.idle_at - known.idle_since), math.inf)
         return self._clock() - known.idle_at < rest.after(over)
 
     def asks_since(self, then: float) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
+from noloco_node.pipeline.limiter import WANTED_SECONDS
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.training.norm_bound import NormBound
@@ -45,7 +46,6 @@ MOST_FAILURES = 3
 """Undoubted peers that may fail to answer before an audit is given up."""
 PATIENCE = 4.0
 """Times what the first answer took, and a second, that a juror has: one that stalls must not hold the audits up."""
-BUSY_SECONDS = 1.0
 """After which a doubted peer that is busy or about to leave is asked again; who breaks off waits for a whole trial."""
 
 
@@ -216,7 +216,7 @@ class Auditor:
                 return (await self.train_again(peer, case.outgoing, case.budget)).gradient
         except Refused as refusal:
             why = str(refusal)
-            silent = BUSY_SECONDS if refusal.reason in COME_BACK else TRIAL_SECONDS
+            silent = WANTED_SECONDS if refusal.reason in COME_BACK else TRIAL_SECONDS
         except (TransportError, TimeoutError) as error:
             why = repr(error)
         logger.debug("%s gave no answer to an audit: %s", peer, why)

@@ -10,11 +10,10 @@ import math
 from collections.abc import Callable
 
 from noloco_node import ambient
+from noloco_node.peers.stats import ANSWER_SECONDS
 
 TRIES = 8
 """A stage is judged only after so many attempts in a row have come to nothing."""
-RECENT_SECONDS = 60.0
-"""The last failed attempt must be at most so many seconds old; otherwise nothing is being sent now."""
 LIVES = 5.0
 """Nothing must have come through for so many lives of a directory record."""
 BUDGETS = 2.0
@@ -52,4 +51,4 @@ class CircuitBreaker:
     def lasts(self, seconds: float) -> bool:
         """Whether nothing has got through for so long although it was tried again and again until now."""
         now = self._clock()
-        return self._tries >= TRIES and now - self._since >= seconds and now - self._last <= RECENT_SECONDS
+        return self._tries >= TRIES and now - self._since >= seconds and now - self._last <= ANSWER_SECONDS

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import QUIET_PAUSES
 from noloco_node.peer_table import FEW_PEERS, PeerTable
-from noloco_node.trust.sources_seen import QUIET_PAUSES, RECENT_MICROBATCHES, weighted_median
+from noloco_node.trust.sources_seen import RECENT_MICROBATCHES, weighted_median
 
 MOST_TIMES_OTHERS = 2.0
 """A sender with losses unlike the others' keeps at most so many times the pace of the median other sender. Beside two

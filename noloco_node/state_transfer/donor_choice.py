@@ -21,13 +21,13 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
-from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow, floor_of
+from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
 from noloco_node.state_transfer.readers import WHOLE_SECONDS
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call
+from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call, floor_of
 from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 
@@ -44,8 +44,6 @@ AWAY_PAUSES = Doubling(0.25, 4.0)
 NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL)
 """A donor with one of these refusals may give its state a moment later: it has just come, or its snapshot has been
 replaced."""
-RELAYED_TRIES = 4
-"""A donor with only a relayed connection is asked so many times: a direct one may be under way."""
 RELAYED_REST_SECONDS = 30.0
 """A laggard waits so many seconds between two such tries; it trains meanwhile."""
 TOLD_EVERY_SECONDS = 1.0
@@ -239,7 +237,7 @@ class StateCopier:
         reason = str(error) or repr(error)
         relayed = isinstance(error, Refused) and error.reason is Refusal.RELAYED
         search.relayed[donor] += relayed
-        again = relayed and search.relayed[donor] < RELAYED_TRIES
+        again = relayed and search.relayed[donor] < AWAY_TRIES
         if again or (isinstance(error, Refused) and error.reason is Refusal.BUSY):
             search.busy[donor] = reason
             logger.debug("donor %s is busy: %s", donor, reason)

@@ -15,10 +15,6 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.transport.errors import TransportError
 
-USUAL_SECONDS = 600.0
-"""If a state takes more seconds than this, another donor is worth trying."""
-CHUNKS_A_WINDOW = 2.0
-"""An honest donor gives each reader at least twice so many chunks in a progress deadline (`StateDonor`)."""
 MOST_TRIED = 3
 """So many donors are tried for a window each before the fastest is kept."""
 MUCH_FASTER = 2.0
@@ -101,9 +97,3 @@ class DonorPace:
             self._began, self._had = now, received
             if not self._paces.goes_on(self._donor, rate, self._offering):
                 raise TooSlow(f"it gives {rate / 1e3:.1f} kB/s: another may be faster")
-
-
-def floor_of(size: int, chunk: int, patience: float) -> float:
-    """Another donor is tried if this one gives fewer bytes per second than this. The state has `size` bytes in chunks
-    of `chunk`, and no part of it may take longer than `patience` seconds."""
-    return max(CHUNKS_A_WINDOW * chunk / patience, size / USUAL_SECONDS)

@@ -35,6 +35,11 @@ QUESTION_SECONDS = 5.0
 longer."""
 ASKED_AT_ONCE = 16
 """So many peers are asked one thing at once: each needs a link, and in a large swarm hundreds may be due together."""
+CHUNKS_A_DEADLINE = 2.0
+"""A transfer moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that is 0.84
+Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""
+MOST_SECONDS = 600.0
+"""A transfer takes at most so many seconds, however large it is: at 20 Mbit/s each way that is 1.5 GB."""
 CHUNK_ATTEMPTS = 3
 """A chunk of a state or a copy is asked for so many times, for a stream may break."""
 
@@ -49,6 +54,14 @@ class Nothing(WireModel):
 
 
 NOTHING = Nothing()
+
+
+def floor_of(size: int, chunk: int, limit: float) -> float:
+    """Bytes per second that a transfer of `size` bytes moves at least, in chunks of at most `chunk` bytes.
+
+    No chunk may take longer than `limit` seconds. A peer that moves less holds others up.
+    """
+    return max(CHUNKS_A_DEADLINE * chunk / limit, size / MOST_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pauses import QUIET_PAUSES
 from noloco_node.peer_table import FEW_PEERS, PeerTable
 
 RECENT_MICROBATCHES = 32
@@ -25,9 +26,6 @@ few enough for a clock that follows them to be moved before it has run far."""
 QUIET_LAG = 0.25
 """An origin says nothing any more after the own clock has run this part of the allowed lag without a word of it. It has
 come to its end or stands still, and how far ahead it was is no news."""
-QUIET_PAUSES = 2.0
-"""It must also have been silent for so many times its usual pause, in microbatches trained here. In a short window a
-quarter of the lag is three microbatches, and by chance these may all be others'."""
 
 
 @dataclass(frozen=True, slots=True)

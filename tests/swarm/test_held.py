@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.averaging.session import Session, floor_of, overdue, too_slow
+from noloco_node.averaging.session import Session, overdue, too_slow
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import Part
 from noloco_node.outer.update import token_weights
 from noloco_node.peers.partners import Partners
+from noloco_node.transport.calls import floor_of
 
 ONE, OTHER = PeerId("one"), PeerId("other")
 

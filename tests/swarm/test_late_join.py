@@ -357,14 +357,14 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
 
     async with donors_and_joiner(1) as (made, joiner):
         made.replicas[0].state_transfer.donor.relayed = relayed
-        if relayed_looks < late_join.RELAYED_TRIES:
+        if relayed_looks < late_join.AWAY_TRIES:
             assert await become_current(joiner) == FIRST
             return
         with pytest.raises(UserError) as error:
             await become_current(joiner)
         assert error.value.exit_code is ExitCode.NO_DONOR
         assert "a state is not sent through a relay" in error.value.message
-        assert looks == late_join.RELAYED_TRIES
+        assert looks == late_join.AWAY_TRIES
         with pytest.raises(Refused, match="through a relay"):
             await joiner.context.transport.call(
                 FIRST, state_messages.OPEN.name, request_of(joiner), timeout=5, progress=5, max_answer_bytes=1 << 20
