@@ -27,6 +27,8 @@ STAGES_SHOWN = 6
 DAY = 86400.0
 KNOWN_DEVICE = "RTX 4090"
 """A node's work is told in shares of this device, if the user has named no other."""
+WORTH_A_PRECISION = 1.5
+"""bf16 is named where a device's peak in it is so many times that of the run's precision."""
 MUCH = 0.2
 """Muon may cost this share of a step before a remedy is named."""
 PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "arriving")
@@ -100,6 +102,14 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
     ]
 
 
+def _precision_line(device: Device, precision: PrecisionName) -> list[str]:
+    """What bf16 would reach on a device that computes in fp32 here."""
+    now, then = peak_of(device.name, precision), peak_of(device.name, "bf16")
+    if now is None or then is None or then < WORTH_A_PRECISION * now:
+        return []
+    return [f"  precision         {precision}; run.inner.precision=bf16 has {then / now:.0f} times the peak of it here"]
+
+
 def _of_a_known_device(work: float, precision: PrecisionName) -> str:
     if peak_of(KNOWN_DEVICE, precision) is None:
         return ""
@@ -151,7 +161,7 @@ def expectation_lines(
         + ("" if out.inner_steps <= run.outer.inner_steps else f": H = {run.outer.inner_steps} is not kept"),
         f"  whole run         {_seconds(run.inner.target_tokens / (tokens * config.local_swarm.replicas))}",
     ]
-    lines += _fits(device, needs)
+    lines += [*_precision_line(device, run.inner.precision), *_fits(device, needs)]
     for suggestion in found.suggestions:
         more = suggestion.more_memory
         memory = "" if abs(more) < GIB / 100 else f", {abs(more) / GIB:.2f} GiB {'more' if more > 0 else 'less'}"

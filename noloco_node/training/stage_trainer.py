@@ -93,6 +93,11 @@ class StageTrainer(Trainer):
         for positions in (None, starts) if documents else (None,):
             trying(lambda positions=positions: self._there_and_back(shape, positions))
 
+    def try_out(self) -> None:
+        """Take one token there and back. A GPU's libraries take memory at the first product, and a first microbatch
+        that finds none left for them fails as if the device were broken."""
+        self._there_and_back((1, 1), None)
+
     def _there_and_back(self, shape: tuple[int, int], positions: Tensor | None) -> None:
         """All kinds of calls that training makes, so that none is compiled while others wait; nothing accumulates."""
         ids = None if self._is_first or self._stage.subspace is None else torch.zeros(shape)

@@ -21,7 +21,7 @@ from noloco_node.model.router import Router
 from noloco_node.model.stage import Stage
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.training.compiled_stage import CompileBackend
-from noloco_node.training.compute_device import memory_of_device
+from noloco_node.training.compute_device import device_kind, memory_of_device, use_tensor_cores
 from noloco_node.training.compute_thread import Compute, DeviceLoad, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.frozen_state import FrozenState, Sizes
@@ -127,6 +127,9 @@ async def place_stage(
         if backend is not None:
             shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
             trainer.compile_for(shape, documents=spec.data.attention == "document", backend=backend)
+        if device_kind(trainer.device) is not None:
+            use_tensor_cores(trainer.device)
+            trainer.try_out()
         return PlacedStage(stage, trainer, outer_of(spec, trainer))
 
     return await thread.run(Priority.STEP, work)

@@ -29,6 +29,13 @@ def test_every_file_for_nodes_fits_together(name: str) -> None:
     assert plan(config).parameters > 0
 
 
+@pytest.mark.parametrize("name", [name for name in shipped_configs() if name.startswith(("consumer", "paper", "own"))])
+def test_products_are_as_wide_as_tensor_cores_want_them(name: str) -> None:
+    """A width that is no multiple of 64 leaves a part of a GPU idle in each product."""
+    model = load_config(Path(name)).run.model.config
+    assert [size for size in ("hidden_size", "intermediate_size", "vocab_size") if int(str(model[size])) % 64] == []
+
+
 @pytest.mark.parametrize("size", PAPER)
 def test_the_papers_models_have_its_sizes_and_settings(size: str) -> None:
     """Parameters of all stages, both tables of tokens among them, within 1 % of the name's figure."""

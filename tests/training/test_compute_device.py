@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from noloco_node.errors import UserError
+from noloco_node.model.stage import Stage, build_stage
 from noloco_node.sizing.machine import free_memory
-from noloco_node.training import compute_device
+from noloco_node.training import compute_device, stage_worker
 from noloco_node.training.compute_device import (
     CUDA,
     KINDS,
@@ -34,8 +35,11 @@ from noloco_node.training.compute_device import (
     resolve_device,
     streams_of,
 )
+from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.host_copies import HostCopies
+from noloco_node.training.stage_worker import place_stage
 from tests.sources import nodes_of
+from tests.worlds import micro_spec
 
 PACKAGE = Path(compute_device.__file__).parent.parent
 KNOWS = Path(compute_device.__file__)
@@ -218,3 +222,30 @@ def test_amds_devices_are_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None
     assert (CUDA.title, XPU.title) == ("CUDA", "XPU")
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert (CUDA.title, XPU.title) == ("ROCm", "XPU")
+
+
+@pytest.mark.parametrize("there", [True, False])
+async def test_a_gpu_is_tried_out_before_any_microbatch(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its libraries take their memory while there is some, and its tensor cores take fp32, too. Nothing gathers, and
+    the processor's setting stays."""
+    monkeypatch.setattr(stage_worker, "device_kind", lambda _device: MPS if there else None)
+    monkeypatch.setattr(compute_device, "device_kind", lambda _device: MPS if there else None)
+    set_to: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
+    shapes: list[tuple[int, ...]] = []
+    forward = Stage.forward
+
+    def seen(stage: Stage, inputs: torch.Tensor, *given: object, **more: object) -> object:
+        shapes.append(tuple(inputs.shape))
+        return forward(stage, inputs, *given, **more)  # pyright: ignore
+
+    monkeypatch.setattr(Stage, "forward", seen)
+    run, thread = micro_spec(stages=2), ComputeThread()
+    for index in (0, 1):
+        stage = build_stage(run.model, index)
+        placed = await place_stage(run, stage, thread, device="cpu", wire_dtype=torch.float32)
+        assert not placed.trainer.gradient.any()
+        assert placed.trainer.tokens_accumulated == 0
+    await thread.close()
+    assert [shape[:2] for shape in shapes] == [(1, 1)] * (2 * there)
+    assert set_to == ["high"] * (2 * there)
