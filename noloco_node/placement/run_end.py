@@ -108,7 +108,8 @@ class EndOfRun:
         self._now = now
         self._idle_since = self._looked = now()
         self._was_held_up = False
-        self._awake_at, self._woke_at, self._asked_at = membership.now(), -float("inf"), now()
+        self._awake_at, self._asked_at = membership.now(), now()
+        self._fell_asleep_at = self._woke_at = -float("inf")
         self._clocks = PeerTable[PeerId, float]()
         """By the records of origins that it has worked for, or that answer."""
         self._moved_at = -float("inf")
@@ -172,12 +173,12 @@ class EndOfRun:
         waits for long: others may go on. A later stage goes by the work that was trained here."""
         if self._origins is not None and self.begun:
             return False
-        away = not self.begun or self._woke_at > self._last_trained()
+        away = not self.begun or self._slept
         return idle > (1 if away else IDLE_GRACES) * self._grace and bool(self._signed.known)
 
     def _seen(self) -> Sequence[OriginSeen]:
         """Origins count for twice the time that a node waits without work, of which its sleep is no part."""
-        slept = self._now() - self._last_trained() if self._woke_at > self._last_trained() else 0.0
+        slept = self._now() - self._fell_asleep_at if self._slept else 0.0
         return [] if self._origins is None else self._origins.latest(2 * IDLE_GRACES * self._grace + slept)
 
     def _furthest(self, seen: Sequence[OriginSeen]) -> float:
@@ -188,10 +189,13 @@ class EndOfRun:
         all have left while this machine slept."""
         if furthest <= self._near_from:
             return False
-        return bool(self._finished) or furthest > NEAR_TARGET * self._target or self._woke_alone()
+        alone = self._slept and not self._membership.others(*NOT_GONE)
+        return bool(self._finished) or furthest > NEAR_TARGET * self._target or alone
 
-    def _woke_alone(self) -> bool:
-        return self._woke_at > self._last_trained() and not self._membership.others(*NOT_GONE)
+    @property
+    def _slept(self) -> bool:
+        """Whether it has got no work since this machine slept. What it trains as it wakes was under way before."""
+        return self._last_trained() <= self._woke_at + self._grace
 
     def _patience(self, near: bool, held_up: bool, now: float) -> float:
         if not self.begun:
@@ -207,11 +211,11 @@ class EndOfRun:
             self._idle_since = min(now, self._idle_since + pause)
         if self._was_held_up and not held_up:
             self._idle_since = now
-        self._was_held_up, self._looked = held_up, now
         time = self._membership.now()  # that of the machine goes on while it sleeps
         if time - self._awake_at > self._grace:
-            self._woke_at = now
+            self._fell_asleep_at, self._woke_at = self._looked, now
         self._awake_at = time
+        self._was_held_up, self._looked = held_up, now
         return now - self._idle_since
 
     def _hear(self, seen: Sequence[OriginSeen], now: float) -> None:

@@ -204,7 +204,7 @@ def test_who_sleeps_through_the_end_leaves_in_order_when_it_wakes() -> None:
     outcome = carry_out(Schedule(seed=5100, replicas=(4, 4), faults=(Freeze(at=1.0, node=3, seconds=38.2),)))
     assert outcome.fired == (True,)
     assert outcome.breaches == ()
-    assert outcome.seconds < 300.0
+    assert outcome.seconds < 600.0
 
 
 @pytest.mark.long

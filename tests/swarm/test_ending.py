@@ -436,6 +436,7 @@ async def test_who_wakes_near_the_end_of_a_short_run_and_finds_nobody_ends_in_or
     assert await swarm.verdict() is ON
     swarm.hub.rows[0].pop(A)
     swarm.time.now += 38 * GRACE if slept else 0.0
+    swarm.trained = swarm.time()  # what was under way before
     swarm.held_up = True
     assert await swarm.verdict(IDLE_GRACES + 1) is found
 
