@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Generator, Mapping
 from http import HTTPStatus
+from typing import Any
 
 from noloco_node import ambient
 from noloco_node.aio import Heartbeat
@@ -56,6 +57,22 @@ class Curve:
         return [(round(when, 1), float(f"{value:.5g}")) for when, value in (*points, *last)]
 
 
+class StatePage:
+    """A state as JSON, with curves of its figures over wall time; on the thread of `WebServer`."""
+
+    def __init__(self, *curves: str) -> None:
+        self.curves = {name: Curve() for name in curves}
+        self.made: tuple[float, Page] | None = None
+
+    def page(self, state: Callable[[], dict[str, Any]]) -> Page:
+        """The state as it is now, or was within `CACHED_SECONDS`."""
+        now = ambient.monotonic()
+        if self.made is None or now - self.made[0] >= CACHED_SECONDS:
+            said = state() | {"curves": {name: curve.points() for name, curve in self.curves.items()}}
+            self.made = now, Page(json.dumps(said, separators=(",", ":"), allow_nan=False).encode(), JSON)
+        return self.made[1]
+
+
 class NodePages:
     """Answers for `WebServer`, on its thread. The node's own loop is asked for nothing while nobody looks.
 
@@ -70,14 +87,13 @@ class NodePages:
         self._loop = asyncio.get_running_loop() if heartbeat else None
         self._around: Surroundings | None = None
         names = ("loss", "validation_loss", "spread", "learning_rate", "tokens_per_second", "swarm_tokens_per_second")
-        self._curves = {name: Curve() for name in names}
-        self.made: tuple[float, Page] | None = None
+        self.shown = StatePage(*names)
         self.look: Callable[[], Surroundings] | None = None
         """The surroundings that the node sees now; called on its own loop. None while it has no stage."""
 
     def observe(self, event: AnyEvent) -> None:
         """Take in one event of this node, which its view has seen."""
-        curves, when = self._curves, event.time
+        curves, when = self.shown.curves, event.time
         match event:
             case InnerStep():
                 curves["loss"].add(when, event.loss)
@@ -101,7 +117,7 @@ class NodePages:
             "/metrics": self._metrics,
             "/healthz": liveness(self._heartbeat),
             "/readyz": self._readiness,
-            "/api/state": self._state_page,
+            "/api/state": lambda _: self.shown.page(self._state),
         }
 
     def _readiness(self, headers: Headers) -> Page:
@@ -110,15 +126,11 @@ class NodePages:
             return _unavailable(state.detail)
         return Page(b"training\n") if alive.status is HTTPStatus.OK else alive
 
-    def _state_page(self, _: Headers) -> Page:
-        now = ambient.monotonic()
-        if self.made is None or now - self.made[0] >= CACHED_SECONDS:
-            lag = self._heartbeat.age if self._heartbeat else 0.0
-            state = self._view.state(around=self._look_around(), lag=lag)
-            said = json.loads(state.model_copy(update={"log": self._log.lines()}).model_dump_json())
-            said["curves"] = {name: curve.points() for name, curve in self._curves.items()}
-            self.made = now, Page(json.dumps(said, separators=(",", ":"), allow_nan=False).encode(), JSON)
-        return self.made[1]
+    def _state(self) -> dict[str, Any]:
+        lag = self._heartbeat.age if self._heartbeat else 0.0
+        state = self._view.state(around=self._look_around(), lag=lag)
+        said: dict[str, Any] = json.loads(state.model_copy(update={"log": self._log.lines()}).model_dump_json())
+        return said
 
     def _look_around(self) -> Surroundings | None:
         look, loop = self.look, self._loop

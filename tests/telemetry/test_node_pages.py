@@ -100,7 +100,7 @@ async def test_readiness_follows_a_node_from_its_start_to_its_end(tmp_path: Path
         async def state() -> tuple[int, str, str]:
             assert await ask(address, "/healthz") == (200, b"ok\n")
             status, line = await ask(address, "/readyz")
-            telemetry.pages.made = None
+            telemetry.pages.shown.made = None
             return status, line.decode().strip(), json.loads((await ask(address, "/api/state"))[1])["state"]
 
         assert await state() == (503, "starting: not in the swarm yet", "starting")
@@ -153,7 +153,7 @@ async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeyp
     assert len(json.loads(first.body)["peers"]) == 1
     later = time.monotonic() + BEATEN_WITHIN_SECONDS
     monkeypatch.setattr(ambient, "monotonic", lambda: later)
-    pages.made, began = None, time.monotonic()
+    pages.shown.made, began = None, time.monotonic()
     hung = [answers[path]({}) for path in ("/healthz", "/readyz")]  # on the loop's own thread: it cannot come round
     assert [page.status for page in hung] == [503, 503]
     assert all(page.body.startswith(b"the event loop has not come round for 10 s") for page in hung)

@@ -57,7 +57,7 @@ async def test_a_seed_says_what_it_sees_and_a_scraper_reads_every_metric_of_the_
         assert (await scraped(address)).keys() == {"noloco_seed_info", "noloco_seed_records"}
         pages.records = lambda: 7
         pages.saw(swarm())
-        pages.made = None
+        pages.shown.made = None
         told = json.loads((await ask(address, "/api/state"))[1])
         assert (told["state"], told["missing_stages"], told["nodes_answering"]) == ("missing_stage", [1], 2)
         assert told["departures"] == {"left": 0, "lost": 1}
