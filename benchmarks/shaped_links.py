@@ -24,6 +24,8 @@ class Uplink:
     bytes_per_second: float
     delay: float
     """Seconds one way."""
+    piece_bytes: int = PIECE_BYTES
+    """So much of a connection goes before the next connection has its turn."""
     sent: int = 0
     free_at: float = 0.0
 
@@ -66,7 +68,7 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, upl
 
     async def take() -> None:
         while True:
-            data = await reader.read(PIECE_BYTES)
+            data = await reader.read(uplink.piece_bytes)
             left = uplink.take(len(data), loop.time())
             await pieces.put((left + uplink.delay, data))
             if not data:

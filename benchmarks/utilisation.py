@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -26,9 +27,9 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -38,6 +39,7 @@ from benchmarks.command import command, parser_of, positive, save, whole
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
+from noloco_node.config.shipped import find_config
 from noloco_node.config.sim_spec import SimSpec
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
@@ -46,12 +48,15 @@ from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.report import table_of
 from noloco_node.simulator.world import World
+from noloco_node.sizing.devices import bytes_a_second, device_by_name
+from noloco_node.sizing.devices import seconds as seconds_of
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 from noloco_node.telemetry.events import Account, AnyEvent
 from noloco_node.training.compute_thread import Priority
-from tests.chaos.swarm import CONFIG, Swarm, behind
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import CONFIG, Place, Swarm, behind
 from tests.support import free_port
 
 REPLICAS = 2
@@ -190,30 +195,15 @@ def outlook(point: Point, in_flight: int) -> UtilisationOutlook:
 
 async def measured(point: Point, seconds: float) -> dict[str, float]:
     """The share of the first stage's devices, and what went over its uplinks in Mbit a second."""
-    overrides = overrides_of(point)
-    ports = [free_port() for _ in LAYOUT]
     uplinks = [Uplink(point.mbit * 125e3, point.round_trip / 2) for _ in LAYOUT]
-    daemons: dict[int, Uplink] = {}
-    unshaped = Uplink(1e12, 0.0)
-    with tempfile.TemporaryDirectory() as folder:
-        swarm = Swarm(Path(folder), overrides, point.operation)
-
-        def caller(port: int) -> Uplink:
-            daemons.update({node.pid: uplink for node, uplink in zip(swarm.nodes, uplinks, strict=False)})
-            return owner_of(port, daemons, unshaped)
-
-        async with doors(ports, uplinks, caller) as made:
-            try:
-                await swarm.start(LAYOUT, lambda number: behind(ports[number], made[number].port))
-                await swarm.until_training(steps=2)
-                await swarm.rest(seconds / 4, 60.0)
-                first, sent = _accounts(swarm), sum(uplink.sent for uplink in uplinks)
-                began = time.monotonic()
-                await swarm.rest(seconds, 60.0)
-                last, took = _accounts(swarm), time.monotonic() - began
-                sent = sum(uplink.sent for uplink in uplinks) - sent
-            finally:
-                await swarm.stop()
+    async with shaped_swarm(LAYOUT, overrides_of(point), uplinks, [str(point.operation)] * 2) as (swarm, unshaped):
+        await swarm.until_training(steps=2)
+        await swarm.rest(seconds / 4, 60.0)
+        first, sent = _accounts(swarm), sum(uplink.sent for uplink in uplinks)
+        began = time.monotonic()
+        await swarm.rest(seconds, 60.0)
+        last, took = _accounts(swarm), time.monotonic() - began
+        sent = sum(uplink.sent for uplink in uplinks) - sent
     return {
         "device_share": _share(first, last),
         "mbit_a_node": 8e-6 * sent / took / len(LAYOUT),
@@ -222,11 +212,44 @@ async def measured(point: Point, seconds: float) -> dict[str, float]:
     }
 
 
+@contextlib.asynccontextmanager
+async def shaped_swarm(
+    layout: Sequence[int],
+    overrides: Sequence[str],
+    uplinks: list[Uplink],
+    operations: Sequence[str],
+    config: Path = CONFIG,
+) -> AsyncIterator[tuple[Swarm, Uplink]]:
+    """Daemons that are up, each behind its own uplink, and what went past all of them. `operations` says for each stage
+    how long its device works (`tests.chaos.paced_node`)."""
+    ports = [free_port() for _ in layout]
+    daemons: dict[int, Uplink] = {}
+    unshaped = Uplink(1e12, 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        swarm = Swarm(Path(folder), overrides, 0.0, config)
+
+        def caller(port: int) -> Uplink:
+            daemons.update({node.pid: uplink for node, uplink in zip(swarm.nodes, uplinks, strict=False)})
+            return owner_of(port, daemons, unshaped)
+
+        async with doors(ports, uplinks, caller) as made:
+
+            def place(number: int) -> Place:
+                behind_door = behind(ports[number], made[number].port)
+                return replace(behind_door, environment={OPERATION_SECONDS: operations[layout[number]]})
+
+            try:
+                await swarm.start(layout, place)
+                yield swarm, unshaped
+            finally:
+                await swarm.stop()
+
+
 def _accounts(swarm: Swarm) -> list[Account]:
-    return [_last_account(node.events) for node in swarm.of_stage(0)]
+    return [last_account(node.events) for node in swarm.of_stage(0)]
 
 
-def _last_account(events: Sequence[AnyEvent]) -> Account:
+def last_account(events: Sequence[AnyEvent]) -> Account:
     return next(event for event in reversed(events) if isinstance(event, Account))
 
 
@@ -267,7 +290,7 @@ async def _simulated(point: Point, seconds: float, seed: int) -> float:
             world.start(stage)
 
         def accounts() -> list[Account]:
-            return [_last_account(world.events[number]) for number, stage in enumerate(LAYOUT) if stage == 0]
+            return [last_account(world.events[number]) for number, stage in enumerate(LAYOUT) if stage == 0]
 
         await asyncio.sleep(AUTO_SETTLING_SECONDS if point.in_flight is None else SETTLING_SECONDS)
         first = accounts()
@@ -349,13 +372,44 @@ def main() -> None:
     which.add_argument("--grid", action="store_true", help="the whole grid, no daemons")
     which.add_argument("--dozen", action="store_true", help="of the grid, by daemons")
     parser.add_argument("--jobs", type=whole, default=1, help="processes that simulate the grid")
+    home = parser.add_argument_group("a run at home (`benchmarks.home_line`)")
+    home.add_argument("--config", type=Path, help="such as consumer-24gb: its settings on a scale for this machine")
+    home.add_argument("--device", default="RTX 4090", help="that each node has")
+    home.add_argument("--uplink", default="20Mbit")
+    home.add_argument("--round-trip", default="100ms")
+    home.add_argument("--plain", nargs="*", default=["bf16", "int8", "int4"], help="codecs without the file's subspace")
+    home.add_argument("--without-file", action="store_true", help="only those")
+    home.add_argument("--stretch", type=positive, default=5.0, help="seconds here for a second there")
+    home.add_argument("--settle", type=positive, default=60.0, help="seconds before anything is counted")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if options.config is not None:
+        at_home(options)
+        return
     for row in grid_rows(options.seconds, options.jobs) if options.grid else chosen_rows(options):
         rows.append(row)
         print(json.dumps(row), flush=True)
     print(grid_tables(rows) if options.grid else table(rows))
     save(options.out, rows)
+
+
+def at_home(options: argparse.Namespace) -> None:
+    """A consumer file as it stands, and without its subspace, each measured, printed and written."""
+    from benchmarks import home_line
+
+    config = find_config(options.config)
+    device = device_by_name(options.device, load_config(config).run.inner.precision)
+    link = Link(bytes_a_second(options.uplink), seconds_of(options.round_trip))
+    rows: list[dict[str, Any]] = []
+    for plain in (*(() if options.without_file else (None,)), *options.plain):
+        home = home_line.Home(config, plain, link, device.flop_per_second, options.stretch)
+        found = None
+        if not options.simulated:
+            found = asyncio.run(home_line.measured(home, options.settle, options.seconds))
+        rows.append(home_line.row_of(home, found))
+        print(json.dumps(rows[-1]), flush=True)
+        save(options.out, rows)
+    print(home_line.table(rows))
 
 
 def chosen_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,8 @@
 """A real daemon whose device has a speed of its own: every forward and backward takes a set time and no processor.
 
+The environment gives one number of seconds for both, or two with a comma between: a forward's and a backward's. The
+last stage does its whole work on a microbatch in what counts as a forward.
+
 On one machine the replicas of a plain swarm share its cores, so killing one makes the others faster. With a paced
 device a replica's speed is its own, as on machines of their own, and ratios of throughput mean something.
 Run as `python -m tests.chaos.paced_node run ...`; the time comes from the environment.
@@ -36,7 +39,8 @@ class PacedThread(ComputeThread):
         ahead: Ahead | None = None,
     ) -> T:
         """See `ComputeThread.run`."""
-        seconds = float(os.environ[OPERATION_SECONDS])
+        forward, _, backward = os.environ[OPERATION_SECONDS].partition(",")
+        seconds = float(backward if backward and priority is Priority.BACKWARD else forward)
 
         def paced() -> T:
             due = time.monotonic() + seconds

@@ -84,8 +84,9 @@ def behind(port: int, shown: int) -> Place:
 class Swarm:
     """Daemons that know each other only through the swarm. Made by `running_swarm`, which ends them all."""
 
-    def __init__(self, folder: Path, overrides: Sequence[str], operation_seconds: float) -> None:
+    def __init__(self, folder: Path, overrides: Sequence[str], operation_seconds: float, config: Path = CONFIG) -> None:
         self.folder = folder
+        self._config = config
         self.nodes: list[Node] = []
         self._overrides = [part for override in overrides for part in ("--set", override)]
         self._operation_seconds = operation_seconds
@@ -118,7 +119,7 @@ class Swarm:
         introducers = [other.started.addresses[0] for other in self.live if other.started][-INTRODUCERS:]
         with node.log.open("wb") as log:
             node.process = await asyncio.create_subprocess_exec(
-                *(*place.prefix, *place.command, "run", str(CONFIG), *self._overrides, "--stage", str(stage)),
+                *(*place.prefix, *place.command, "run", str(self._config), *self._overrides, "--stage", str(stage)),
                 *("--run-folder", str(node.folder), "--metrics-port", "0", "--end-with-stdin"),
                 *place.options,
                 *(("--initial-peers", *introducers) if introducers else ()),
