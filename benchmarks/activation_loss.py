@@ -33,9 +33,9 @@ Losses = dict[int, dict[str, dict[int, float]]]
 """Nats a token by stages, codec and seed."""
 
 
-def loss_of(config: Path, stages: int, codec: str, seed: int) -> float:
-    """Held-out loss of one training, nats a token. ArithmeticError where it diverged."""
-    changes = (*CHANGES, f"run.model.stages={stages}", f"run.pipeline.activations={codec}")
+def loss_of(config: Path, more: Sequence[str], stages: int, codec: str, seed: int) -> float:
+    """Held-out loss of one training, nats a token, with `more` settings. ArithmeticError where it diverged."""
+    changes = (*CHANGES, *more, f"run.model.stages={stages}", f"run.pipeline.activations={codec}")
     run = load_config(config, changes).run
     measured = simulate(run, WorldSpec(), "noloco", replicas=REPLICAS, seed=seed, evaluations=1, spread_points=2)
     if measured.validation_loss is None:
@@ -56,13 +56,15 @@ def row_of(stages: int, losses: dict[str, dict[int, float]]) -> str:
     return f"| {stages} | {' | '.join(cells)} |"
 
 
-def measure(config: Path, stages: Sequence[int], codecs: Sequence[str], seeds: Sequence[int]) -> Losses:
+def measure(
+    config: Path, more: Sequence[str], stages: Sequence[int], codecs: Sequence[str], seeds: Sequence[int]
+) -> Losses:
     """All of it; a row is printed when it is done."""
     found: Losses = {}
     print(f"| stages | {REFERENCE} | {' | '.join(codecs)} |")
     for count in stages:
         found[count] = {
-            codec: {seed: loss_of(config, count, codec, seed) for seed in seeds} for codec in (REFERENCE, *codecs)
+            codec: {seed: loss_of(config, more, count, codec, seed) for seed in seeds} for codec in (REFERENCE, *codecs)
         }
         print(row_of(count, found[count]), flush=True)
     return found
@@ -77,9 +79,10 @@ def main() -> None:
         "--codecs", nargs="+", default=["bf16", "int8", "int4"], choices=["bf16", "fp16", "int8", "int4"]
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE", help="of a subspace, for example")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    losses = measure(options.config, options.stages, options.codecs, options.seeds)
+    losses = measure(options.config, options.set, options.stages, options.codecs, options.seeds)
     save(options.out, losses)
 
 

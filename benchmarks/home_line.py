@@ -1,6 +1,6 @@
 """A run of the consumer files at home, on a scale that this machine bears: `benchmarks.utilisation --config NAME`.
 
-Two stages × four daemons with the file's own settings train a model of an eighth of its width. Bytes shrink and
+Two stages × four daemons with the file's own settings train a model of a quarter of its width. Bytes shrink and
 time is stretched by factors that keep the ratio of line, round trip and device: a paced device holds a microbatch for
 as long as the planner gives the real device, times the stretch. An outer step keeps its share of a microbatch's bytes.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +23,10 @@ from benchmarks.shaped_links import Uplink
 from benchmarks.utilisation import last_account, shaped_swarm
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.run_spec import ActivationCodec
+from noloco_node.model.cut import build_config
 from noloco_node.simulator.report import table_of
 from noloco_node.sizing.advice import loads_of, outlook_on, step_microbatches
-from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 from noloco_node.telemetry.events import Account
 from tests.chaos.swarm import Swarm
@@ -40,7 +41,12 @@ OUTER_CODEC = "fp16"
 """The few weights of a small model are sent so widely that an outer step takes far longer than a round trip."""
 FORWARD_PART = 0.25
 """Of the work of a stage that makes its layers' graphs anew for the backward: forward, forward again, backward."""
+CHUNK_BYTES = 1 << 16
+"""Of weights on the wire, a sixteenth of what runs have, as a microbatch has about a fifteenth of its bytes."""
+HELD_SECONDS = 0.1
+"""Of the real line, that a connection's buffer holds before it."""
 PACKET_BYTES = 1448
+START_SECONDS = 400.0
 WINDOWS = 4
 """Parts of the measured time, of which the range is told."""
 SMALL = (
@@ -62,6 +68,7 @@ SMALL = (
     "run.inner.backward=keep",
     "run.evaluation.windows=2",
     "run.guard_copies=0",
+    f"run.limits.chunk_bytes={CHUNK_BYTES}",
     f"run.outer.codec={OUTER_CODEC}",
     f"local_swarm.replicas={REPLICAS}",
 )
@@ -96,15 +103,37 @@ class Home:
         return load_config(self.config, self.own)
 
     @cached_property
+    def as_filed(self) -> Home:
+        """The file as it stands: it sets the scale."""
+        return self if self.plain is None else replace(self, plain=None)
+
+    @cached_property
+    def full_footprint(self) -> Footprint:
+        """Of the full size."""
+        return footprint_of(self.full.run)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Of the scaled run."""
+        return footprint_of(load_config(self.config, self.overrides).run)
+
+    @cached_property
     def full_loads(self) -> list[StageLoad]:
         """What a microbatch asks of the real devices and lines."""
-        return loads_of(self.full.run, footprint_of(self.full.run), self.flop_per_second, step_microbatches(self.full))
+        return loads_of(self.full.run, self.full_footprint, self.flop_per_second, step_microbatches(self.full))
+
+    @cached_property
+    def small_loads(self) -> list[StageLoad]:
+        """The bytes of the scaled run; its seconds are of no device."""
+        config = load_config(self.config, self.overrides)
+        return loads_of(config.run, self.footprint, 1.0, STEP_MICROBATCHES)
 
     @cached_property
     def overrides(self) -> tuple[str, ...]:
-        """Of the scaled run. The file as it stands sets the scale, also of the lines without its subspace."""
+        """Of the scaled run, but for H."""
         file = load_config(self.config).run
-        small = (*SMALL, f"run.model.config.hidden_size={int(file.model.config['hidden_size']) // WIDTH_PART}")
+        hidden = int(build_config(file.model).hidden_size) // WIDTH_PART
+        small = (*SMALL, f"run.model.config.hidden_size={hidden}")
         if file.model.subspace_rank is not None and self.plain is None:
             small += (f"run.model.subspace_rank={file.model.subspace_rank // WIDTH_PART}",)
         tokens = STEP_MICROBATCHES * REPLICAS * WINDOW_TOKENS * file.inner.microbatch_windows
@@ -112,10 +141,12 @@ class Home:
         return (
             *small,
             *self.own,
+            *(() if self.plain is None else (f"node.uplink_mbit={8e-6 * self.line.uplink:.4f}",)),
             f"run.inner.global_batch_tokens={tokens}",
             f"run.pipeline.budget_seconds={self.stretch * pipeline.budget_seconds:g}",
             f"run.pipeline.progress_seconds={self.stretch * pipeline.progress_seconds:g}",
             f"run.limits.exchange_progress_seconds={self.stretch * limits.exchange_progress_seconds:g}",
+            f"run.limits.record_seconds={self.stretch * limits.record_seconds:g}",
         )
 
     @cached_property
@@ -125,29 +156,24 @@ class Home:
 
     @cached_property
     def steps(self) -> tuple[str, ...]:
-        """The setting of H: chosen by the file as it stands."""
-        as_filed = Home(self.config, None, self.link, self.flop_per_second, self.stretch)
-        full = outer_share(as_filed.full_loads, as_filed.full)
-        config = load_config(self.config, (*as_filed.overrides, "run.outer.inner_steps=1"))
-        loads = loads_of(config.run, footprint_of(config.run), 1.0, STEP_MICROBATCHES)
-        return (f"run.outer.inner_steps={max(1, round(outer_share(loads, config) / full))}",)
+        """The setting of H: an outer step keeps its share of the bytes of the file as it stands."""
+        file = self.as_filed
+        full = outer_share(file.full_loads, file.full.run.outer.inner_steps * step_microbatches(file.full))
+        return (f"run.outer.inner_steps={max(1, round(outer_share(file.small_loads, STEP_MICROBATCHES) / full))}",)
 
     @cached_property
     def line(self) -> Link:
         """The scaled one: a microbatch of the file as it stands takes as long of it, times the stretch."""
-        as_filed = Home(self.config, None, self.link, self.flop_per_second, self.stretch)
-        config = as_filed.scaled
-        small = loads_of(config.run, footprint_of(config.run), 1.0, STEP_MICROBATCHES)
-        part = sum(small[0].sends) / sum(as_filed.full_loads[0].sends)
+        file = self.as_filed
+        part = sum(file.small_loads[0].sends) / sum(file.full_loads[0].sends)
         return Link(self.link.uplink * part / self.stretch, self.link.round_trip * self.stretch)
 
     @cached_property
     def loads(self) -> list[StageLoad]:
         """What a microbatch asks of the paced devices and scaled lines."""
-        small = loads_of(self.scaled.run, footprint_of(self.scaled.run), 1.0, STEP_MICROBATCHES)
         return [
-            StageLoad(self.stretch * full.compute_seconds, own.sends, own.outer_bytes, own.outer_arithmetic)
-            for full, own in zip(self.full_loads, small, strict=True)
+            replace(small, compute_seconds=self.stretch * full.compute_seconds)
+            for full, small in zip(self.full_loads, self.small_loads, strict=True)
         ]
 
     @property
@@ -165,25 +191,27 @@ class Home:
 
     def planned_in_full(self) -> UtilisationOutlook:
         """What it says of the real ones, as `config validate` prints it."""
-        return outlook_on(self.full, footprint_of(self.full.run), self.link, self.flop_per_second)
+        return outlook_on(self.full, self.full_footprint, self.link, self.flop_per_second)
 
 
-def outer_share(loads: Sequence[StageLoad], config: Config) -> float:
-    """Bytes of outer steps for each byte of a microbatch, where that is most."""
-    between = config.run.outer.inner_steps * step_microbatches(config)
+def outer_share(loads: Sequence[StageLoad], between: int) -> float:
+    """Bytes of outer steps for each byte of a microbatch, where that is most; so many microbatches are between two."""
     return max(load.outer_bytes / between / sum(load.sends) for load in loads)
 
 
 async def measured(home: Home, settle: float, seconds: float) -> dict[str, Any]:
     """Shares of the devices, tokens a second, bytes and processor of daemons that train so."""
     layout = (0, 1) * REPLICAS
-    uplinks = [Uplink(home.line.uplink, home.line.round_trip / 2, piece_bytes=PACKET_BYTES) for _ in layout]
+    held = int(HELD_SECONDS * home.stretch * home.line.uplink)
+    delay = home.line.round_trip / 2
+    uplinks = [Uplink(home.line.uplink, delay, piece_bytes=PACKET_BYTES, held_bytes=held) for _ in layout]
     overrides = (*home.overrides, *home.steps, "run.inner.target_tokens=1_000_000_000")
-    async with shaped_swarm(layout, overrides, uplinks, home.operations, home.config) as (swarm, unshaped):
+    async with shaped_swarm(layout, overrides, uplinks, home.operations, home.config, home.stretch) as (
+        swarm,
+        unshaped,
+    ):
         started = time.monotonic()
-        await swarm.until(
-            lambda: all(last_account(node.events).trained for node in swarm.of_stage(0)), 600.0, "a microbatch each"
-        )
+        await swarm.until(lambda: _all_train(swarm), START_SECONDS, "each replica has trained a microbatch")
         await swarm.rest(settle)
         marks = [_Mark(swarm, uplinks)]
         for _ in range(WINDOWS):
@@ -193,15 +221,17 @@ async def measured(home: Home, settle: float, seconds: float) -> dict[str, Any]:
         settled = marks[0].at - started
     first, last = marks[0], marks[-1]
     took = last.at - first.at
-    per_window = [_shares(before, after, 0) for before, after in pairwise(marks)]
+    loads = [load.compute_seconds for load in home.loads]
+    per_window = [_shares(before, after, 0, loads) for before, after in pairwise(marks)]
     trained = sum(_grown(first, last, 0, "trained"))
     tokens = trained * home.full.run.microbatch_tokens * home.stretch / took
     kinds = {kind for account in last.accounts for kind in account.bytes_sent}
     return {
-        "device_share": fmean(_shares(first, last, 0)),
-        "last_stage_share": fmean(_shares(first, last, 1)),
+        "device_share": fmean(_shares(first, last, 0, loads)),
+        "last_stage_share": fmean(_shares(first, last, 1, loads)),
+        "busy_share": fmean(_busy(first, last, 0)),
         "share_of_windows": [fmean(each) for each in per_window],
-        "share_of_nodes": _shares(first, last, 0),
+        "share_of_nodes": _shares(first, last, 0, loads),
         "tokens_per_second": tokens,
         "microbatches": trained,
         "inner_steps": trained / REPLICAS / STEP_MICROBATCHES,
@@ -216,6 +246,9 @@ async def measured(home: Home, settle: float, seconds: float) -> dict[str, Any]:
             for kind in sorted(kinds)
         },
         "put_back": sum(_grown(first, last, 0, "put_back")),
+        "retried": sum(_grown(first, last, 0, "retried")),
+        "served": sum(_grown(first, last, 1, "served")),
+        "refused": [account.refused for account in last.accounts],
         "passed_unshaped": unshaped_bytes,
         "cpu_share": (last.cpu - first.cpu) / took / (os.cpu_count() or 1),
         "machine_cpu_share": 1.0 - (last.idle - first.idle) / took / (os.cpu_count() or 1),
@@ -223,6 +256,13 @@ async def measured(home: Home, settle: float, seconds: float) -> dict[str, Any]:
         "seconds": took,
         "load": os.getloadavg()[0],
     }
+
+
+def _all_train(swarm: Swarm) -> bool:
+    """Each node has written its books, and those of the first stage have trained."""
+    books = [[event for event in node.events if isinstance(event, Account)] for node in swarm.nodes]
+    pairs = zip(swarm.nodes, books, strict=True)
+    return all(own and (node.stage > 0 or own[-1].trained > 0) for node, own in pairs)
 
 
 class _Mark:
@@ -254,8 +294,15 @@ def _grown(first: _Mark, last: _Mark, stage: int, what: str) -> list[int]:
     return [getattr(after, what) - getattr(before, what) for before, after in _pairs(first, last, stage)]
 
 
-def _shares(first: _Mark, last: _Mark, stage: int) -> list[float]:
-    """Of the time, that each device of a stage worked."""
+def _shares(first: _Mark, last: _Mark, stage: int, seconds: Sequence[float]) -> list[float]:
+    """Of the time, that each device of a stage worked: by what a microbatch takes of it. What a busy machine adds to
+    that is no work of a device's."""
+    done = _grown(first, last, stage, "served" if stage else "trained")
+    return [count * seconds[stage] / (last.at - first.at) for count in done]
+
+
+def _busy(first: _Mark, last: _Mark, stage: int) -> list[float]:
+    """Of the time, that each compute thread was held."""
     return [
         (after.busy_seconds - before.busy_seconds) / (after.time - before.time)
         for before, after in _pairs(first, last, stage)
@@ -274,7 +321,6 @@ def row_of(home: Home, found: dict[str, Any] | None) -> dict[str, Any]:
         "operations": home.operations,
         "microbatch_bytes": [list(load.sends) for load in home.loads],
         "outer_bytes": [load.outer_bytes for load in home.loads],
-        "outer_share": [outer_share(home.full_loads, home.full), outer_share(home.loads, home.scaled)],
         "planned_in_full": home.planned_in_full().share,
         "planned": plan.device_share[0],
         "planned_uplink": list(plan.uplink_share),

@@ -26,6 +26,8 @@ class Uplink:
     """Seconds one way."""
     piece_bytes: int = PIECE_BYTES
     """So much of a connection goes before the next connection has its turn."""
+    held_bytes: int | None = None
+    """See `Proxy`."""
     sent: int = 0
     free_at: float = 0.0
 
@@ -46,7 +48,7 @@ class Door(Proxy):
     """Listens before one node and carries both ways, each over the uplink of who sends."""
 
     def __init__(self, target: int, own: Uplink, caller: Callable[[int], Uplink]) -> None:
-        super().__init__(target)
+        super().__init__(target, own.held_bytes)
         self._own, self._caller = own, caller
 
     def _carriers(self, caller: int) -> tuple[Carry, Carry]:

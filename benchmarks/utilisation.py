@@ -55,7 +55,7 @@ from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 from noloco_node.telemetry.events import Account, AnyEvent
 from noloco_node.training.compute_thread import Priority
-from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.paced_node import OPERATION_SECONDS, STRETCH
 from tests.chaos.swarm import CONFIG, Place, Swarm, behind
 from tests.support import free_port
 
@@ -219,9 +219,10 @@ async def shaped_swarm(
     uplinks: list[Uplink],
     operations: Sequence[str],
     config: Path = CONFIG,
+    stretch: float = 1.0,
 ) -> AsyncIterator[tuple[Swarm, Uplink]]:
     """Daemons that are up, each behind its own uplink, and what went past all of them. `operations` says for each stage
-    how long its device works (`tests.chaos.paced_node`)."""
+    how long its device works, and `stretch` what of the routing's seconds (`tests.chaos.paced_node`)."""
     ports = [free_port() for _ in layout]
     daemons: dict[int, Uplink] = {}
     unshaped = Uplink(1e12, 0.0)
@@ -236,7 +237,8 @@ async def shaped_swarm(
 
             def place(number: int) -> Place:
                 behind_door = behind(ports[number], made[number].port)
-                return replace(behind_door, environment={OPERATION_SECONDS: operations[layout[number]]})
+                pace = {OPERATION_SECONDS: operations[layout[number]], STRETCH: str(stretch)}
+                return replace(behind_door, environment=pace)
 
             try:
                 await swarm.start(layout, place)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import crowds, hop, pipeline, utilisation
+from benchmarks import crowds, home_line, hop, pipeline, utilisation
 from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole, whole_or_none
 from noloco_node.config.load import load_config
+from noloco_node.config.shipped import find_config
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.sizing.utilisation import Link
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,20 @@ def test_utilisation_prints_the_table_that_its_page_shows() -> None:
         "| 100 Mbit/s, 400 ms, 1 | 0.344 | 0.342 | 0.99 | 0.345 | 1.00 |",
         "| 5 Mbit/s, 100 ms, 3, H 2, F 1 | 0.344 | – | – | 0.345 | 1.00 |",
     ]
+
+
+def test_a_run_at_home_keeps_the_ratio_of_line_and_device_on_its_scale() -> None:
+    """The planner says the same of both, so that what is measured tells of the real ones."""
+    home = home_line.Home(find_config(Path("consumer-24gb")), None, Link(2.5e6, 0.1), 66e12, stretch=5.0)
+    full, scaled = home.planned_in_full(), home.planned()
+    assert scaled.share == pytest.approx(full.share, rel=0.03)
+    assert scaled.limit == full.limit
+    assert scaled.cycle_seconds == pytest.approx(5.0 * full.cycle_seconds, rel=0.03)
+    assert home.line.round_trip == 0.5
+    forward, backward = map(float, home.operations[0].split(","))
+    assert forward + backward == pytest.approx(5.0 * home.full_loads[0].compute_seconds, abs=2e-4)
+    row = {**home_line.row_of(home, None), "planned_in_full": 0.7617, "planned": 0.7699}
+    assert home_line.table([row]).splitlines()[2].startswith("| as the file has it | 0.762 | 0.770 | – |")
 
 
 def test_each_row_of_the_tables_of_crowds_has_as_many_cells_as_the_head(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A real daemon whose device has a speed of its own: every forward and backward takes a set time and no processor.
 
 The environment gives one number of seconds for both, or two with a comma between: a forward's and a backward's. The
-last stage does its whole work on a microbatch in what counts as a forward.
+last stage does its whole work on a microbatch in what counts as a forward. Where the device stands for a quicker one,
+the environment names that stretch of time too, and what the routing counts in seconds is as many times as long.
 
 On one machine the replicas of a plain swarm share its cores, so killing one makes the others faster. With a paced
 device a replica's speed is its own, as on machines of their own, and ratios of throughput mean something.
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 from noloco_node.cli import main as cli
 from noloco_node.node import journey as node
+from noloco_node.pipeline import limiter, routing
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.host_copies import Ahead
@@ -25,6 +27,7 @@ from noloco_node.training.host_copies import Ahead
 T = TypeVar("T")
 
 OPERATION_SECONDS = "NOLOCO_CHAOS_OPERATION_SECONDS"
+STRETCH = "NOLOCO_CHAOS_STRETCH"
 
 
 class PacedThread(ComputeThread):
@@ -54,6 +57,9 @@ class PacedThread(ComputeThread):
 def main() -> None:
     """The command line of `noloco-node`, on a paced device."""
     node.ComputeThread = PacedThread
+    stretch = float(os.environ.get(STRETCH, "1"))
+    limiter.AHEAD_SECONDS *= stretch
+    routing.LOAD_LIFE_SECONDS *= stretch
     cli.entry()
 
 

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import math
 import random
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 
 PACKET_BYTES = 1448
 PIECE_BYTES = 16 * 1024
+READ_AHEAD_BYTES = 64 * 1024
 MOST_QUEUED = 64
 LARGEST_QUEUE = 4096
 GRAIN_SECONDS = 0.002
@@ -56,15 +58,20 @@ Carry = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[None, N
 class Proxy(ABC):
     """Listens on a port of this machine and connects its callers with `target`."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int, held_bytes: int | None = None) -> None:
+        """`held_bytes` wait at most in a buffer before this proxy, about; None: as many as the system likes. It likes
+        megabytes on a machine's own addresses, which a slow line takes minutes for."""
         self.port = 0
         self._target = target
+        self._held_bytes = held_bytes
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Listen on a free port from now on."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        listening = self._socket()
+        listening.bind(("127.0.0.1", 0))
+        self._server = await asyncio.start_server(self._serve, sock=listening, limit=self._limit)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -74,6 +81,20 @@ class Proxy(ABC):
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+
+    @property
+    def _limit(self) -> int:
+        return READ_AHEAD_BYTES if self._held_bytes is None else self._held_bytes
+
+    def _socket(self) -> socket.socket:
+        made = socket.socket()
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self._held_bytes is not None:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._held_bytes)
+            # The other side's buffer has room for some packets, and those of a machine's own addresses are large.
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, PACKET_BYTES)
+        return made
 
     @abstractmethod
     def _carriers(self, caller: int) -> tuple[Carry, Carry]:
@@ -86,7 +107,9 @@ class Proxy(ABC):
         far_writer: asyncio.StreamWriter | None = None
         try:
             there, back = self._carriers(writer.get_extra_info("peername")[1])
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+            far = self._socket()
+            await asyncio.get_running_loop().sock_connect(far, ("127.0.0.1", self._target))
+            far_reader, far_writer = await asyncio.open_connection(sock=far, limit=self._limit)
             async with asyncio.TaskGroup() as group:
                 group.create_task(there(reader, far_writer))
                 group.create_task(back(far_reader, writer))

@@ -14,7 +14,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import TAKES_SUBSPACE, build_config, cut_model
 from noloco_node.model.export import evaluate_model, export_model, load_exported, merge_replicas
 from noloco_node.model.stage import Stage, build_stage, stage_without_weights
-from noloco_node.model.subspace import WRITTEN, basis_of, dense_state
+from noloco_node.model.subspace import WRITTEN, Subspace, basis_of, dense_state
 from noloco_node.model.weights_check import pretrained_lines
 from tests.model.families import FAMILIES, LAYERS, build_all, parameters_by_full_name, spec_of, token_ids
 from tests.model.test_pretrained import run_of, saved
@@ -85,11 +85,12 @@ def test_stages_in_a_subspace_are_the_ordinary_model_in_outputs_and_gradients(
         assert torch.allclose(weight.grad, wanted[name], rtol=0, atol=1e-5), name
 
 
-def test_first_weights_are_of_the_size_that_the_architecture_draws() -> None:
+@pytest.mark.parametrize(("family", "written"), [("llama", "down_proj.weight"), ("qwen3_moe", "experts.down_proj")])
+def test_first_weights_are_of_the_size_that_the_architecture_draws(family: str, written: str) -> None:
     """Multiplied out, projections have the plain ones' spread, and the embedding is its fixed part."""
-    spec = in_subspace("llama", 2, rank=16)
+    spec = in_subspace(family, 2, rank=16)
     state = dense_state(spec, merge_replicas([parameters_by_full_name(build_all(spec))]))
-    assert float(state["model.layers.0.mlp.down_proj.weight"].std()) == pytest.approx(0.02, rel=0.15)
+    assert float(state[f"model.layers.0.mlp.{written}"].std()) == pytest.approx(0.02, rel=0.15)
     table = state["model.embed_tokens.weight"]
     assert set(table.unique().tolist()) == {-0.30078125, 0.30078125}
     assert len(table.unique(dim=0)) == len(table)
@@ -106,6 +107,18 @@ def test_the_basis_is_what_every_machine_draws() -> None:
     """A change of these numbers parts a run's nodes from those of the version before."""
     basis = basis_of(3, 32, 8)
     assert basis[0, :4].tolist() == pytest.approx([-0.2270026, 0.2637607, 0.0702152, 0.2375033], abs=1e-6)
+
+
+def test_products_in_bf16_round_nothing_at_a_cut() -> None:
+    """What crosses it stays fp32, and comes back as it went; the layers' products have their basis ready in bf16."""
+    subspace = Subspace(32, RANK, 256)
+    subspace.fill(3, 0.3)
+    subspace.hold_in(torch.float32, torch.bfloat16)
+    assert (subspace.basis.dtype, subspace.factor.dtype) == (torch.float32, torch.bfloat16)
+    own, ids = torch.randn(2, 16, RANK, generator=torch.Generator().manual_seed(1)), token_ids()
+    with torch.autocast("cpu", torch.bfloat16):
+        back = subspace.leave(subspace.enter(own, ids), ids)
+    assert torch.allclose(back, own, rtol=0, atol=1e-5)
 
 
 def test_without_weights_names_and_shapes_are_the_same() -> None:
