@@ -49,6 +49,9 @@ PEAK_TFLOP_PER_SECOND = {
     "V100 PCIe": {"fp32": 14.0},
     "V100": {"fp32": 15.7},
     "T4": {"fp32": 8.1},
+    "MI300X": {"bf16": 1307.4, "fp32": 163.4},
+    "RX 7900 XTX": {"bf16": 122.8, "fp32": 61.4},
+    "RX 7900 XT": {"bf16": 103.0, "fp32": 51.5},
 }
 """By a part of the device's name, as its maker says: dense, without sparsity; fp32 without tensor cores, which torch
 leaves aside for it."""
@@ -93,6 +96,9 @@ MEMORY_GIB = {
     "RTX 3060": 12,
     "V100": 16,
     "T4": 16,
+    "MI300X": 192,
+    "RX 7900 XTX": 24,
+    "RX 7900 XT": 20,
 }
 """The least memory that is sold under that name, in GiB."""
 

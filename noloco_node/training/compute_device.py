@@ -140,9 +140,12 @@ def describe_device(name: str) -> str:
         return f"node.device {name}: {resolve_device(name)}, {device_name(name)}"
     if name != AUTO:
         return f"node.device {name}"
-    if torch.version.cuda is None and torch.version.hip is None:
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
+    found = next((title for title, version in built.items() if version is not None), None)
+    if found is None:
         return "node.device auto: cpu, since this torch is built without CUDA; for a GPU install a torch with CUDA"
-    return "node.device auto: cpu, since torch finds no CUDA device; in a container, --gpus all shows it the GPUs"
+    remedy = "in a container, --gpus all shows it the GPUs" if found == "CUDA" else "noloco-node doctor says why"
+    return f"node.device auto: cpu, since torch finds no {found} device; {remedy}"
 
 
 def idle_gpu(name: str, root: Path = Path("/")) -> tuple[str, str] | None:

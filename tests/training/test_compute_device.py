@@ -24,6 +24,7 @@ from noloco_node.training.compute_device import (
     XPU,
     all_devices,
     check_device,
+    describe_device,
     device_kind,
     device_name,
     finish,
@@ -214,6 +215,19 @@ def test_a_mac_whose_torch_has_no_mps_is_told_of(tmp_path: Path, monkeypatch: py
     assert idle_gpu("auto", tmp_path) == (
         "torch finds no MPS device",
         "update macOS, and use a Python that is built for arm64",
+    )
+
+
+@pytest.mark.parametrize(("built", "title"), [("hip", "ROCm"), ("xpu", "XPU")])
+def test_a_torch_for_other_makers_is_not_told_to_have_no_cuda(
+    built: str, title: str, machine: dict[str, Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has none, and needs none."""
+    assert resolve_device("auto") == "cpu", f"no device among {list(machine)}"
+    for name in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, name, "1" if name == built else None)
+    assert describe_device("auto") == (
+        f"node.device auto: cpu, since torch finds no {title} device; noloco-node doctor says why"
     )
 
 
