@@ -36,7 +36,6 @@ SWEEP_SECONDS = 10.0
 STRANGERS_SECONDS = 3.0
 """A sweep waits at most so many seconds for peers it knows nothing of, once somebody is there. A crowd of ghosts must
 not hold up a start."""
-SHORTEST_CALL_SECONDS = 1.0
 CALLS_A_SECOND = 4.0
 """A node makes so many calls a second in the long run."""
 ASK_AGAIN = 0.8
@@ -242,7 +241,7 @@ class HealthChecks:
         async def ask(peer: PeerId) -> None:
             seconds = until() - loop.time()
             if seconds > 0.0 and (asked := self._asked.get(peer)) is not None:
-                await self._ask(peer, asked, min(QUESTION_SECONDS, max(SHORTEST_CALL_SECONDS, seconds)))
+                await self._ask(peer, asked, min(QUESTION_SECONDS, max(LOOK_SECONDS, seconds)))
                 self._found = self._found or (asked.record is not None and is_there(self._known, asked.record))
 
         await some_at_a_time(ASKED_AT_ONCE, peers, ask)

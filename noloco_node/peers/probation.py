@@ -22,10 +22,8 @@ from noloco_node.pauses import RECENT
 from noloco_node.peers.scorecard import PeerBook
 
 PROBATION_ROUNDS = 4
-"""Probation lasts at most so many outer rounds of H inner steps."""
-UNMET_FACTOR = 4
-"""A newcomer that no stage peer had time for stays on probation for so many times the usual bound. Its copy is as old
-as when it came."""
+"""Probation lasts at most so many outer rounds of H inner steps. A newcomer that no stage peer had time for stays on
+probation for so many times that bound, since its copy is as old as when it came."""
 LOSS_TOLERANCE = 1.1
 
 Ending = Literal["in_line", "time"]
@@ -112,7 +110,7 @@ class ProbationStanding:
         self._drawn |= meeting is not None
         lasted = steps - self._joined_at
         aligned = meeting is not None and in_line(meeting)
-        if aligned or lasted >= self.limit * (1 if self._drawn else UNMET_FACTOR):
+        if aligned or lasted >= self.limit * (1 if self._drawn else PROBATION_ROUNDS):
             self._joined_at = None
             self._on_end("in_line" if aligned else "time", lasted)
 

@@ -21,6 +21,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import build_config, cut_width
 from noloco_node.peer_table import PeerTimes
+from noloco_node.peers.stats import ANSWER_SECONDS
 from noloco_node.pipeline.inference import FORWARD, ForwardHeader, window_specs
 from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import (
@@ -44,9 +45,6 @@ PATIENCE_SECONDS = 120.0
 NOBODY_SECONDS = 30.0
 """The text ends after so many seconds if the directory shows nobody at the stage at all."""
 WORTH_SAYING_SECONDS = 5.0
-SILENT_SECONDS = 60.0
-"""A silent peer is asked again before so many seconds only if nobody else is there. Full peers beside it do not change
-that."""
 FOR_GOOD = frozenset(
     {Refusal.UNKNOWN_METHOD, Refusal.NOT_ADMITTED, Refusal.WRONG_PROTOCOL, Refusal.WRONG_RUN, Refusal.BANNED}
 )
@@ -158,7 +156,8 @@ class LiveModel:
             return
         self.replaced += 1
         if isinstance(error, TransportError):
-            self._silent[peer] = ambient.monotonic() + SILENT_SECONDS
+            # Before that it is asked again only if nobody else is there; full peers beside it do not change that.
+            self._silent[peer] = ambient.monotonic() + ANSWER_SECONDS
 
     async def _look(self) -> None:
         await self._directory.refresh()

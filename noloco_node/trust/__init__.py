@@ -1,5 +1,4 @@
-"""The peers that this node deals with: the admitted ones, what audits have said of them, and the work it has seen of
-them.
+"""The peers that this node deals with: the admitted ones, those of its life of the run, and the origins it has seen.
 
 May import `directory` and below. Bans for broken messages are the transport's own.
 """

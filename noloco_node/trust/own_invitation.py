@@ -17,6 +17,7 @@ from noloco_node import ambient
 from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.stats import ANSWER_SECONDS
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_long, as_utc
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call
@@ -31,9 +32,6 @@ LOOK_SECONDS = 5.0
 AGAIN_SECONDS, AGAIN_LATER_SECONDS = 1.0, 30.0
 """Seconds between two rounds of questions: in the first minute after the end, and later. In that minute the peers whose
 invitations end with this one leave."""
-LET_IN_SECONDS = 60.0
-"""The word of a peer that lets this node in counts for so many seconds. One that refuses it does not change its
-mind."""
 RENEW = "ask the owner of the run for a new one, and start this node again with the same command and --invitation FILE"
 
 
@@ -107,7 +105,7 @@ class OwnInvitation:
         left = self.expires - self._now()
         if left > 0.0:
             return min(left, LOOK_SECONDS)
-        return AGAIN_SECONDS if left > -LET_IN_SECONDS else AGAIN_LATER_SECONDS
+        return AGAIN_SECONDS if left > -ANSWER_SECONDS else AGAIN_LATER_SECONDS
 
     def _say_what_is_due(self, now: float) -> None:
         passed = 0 if self._proof is None else marks_passed(self.expires, self._since, now)
@@ -126,7 +124,7 @@ class OwnInvitation:
         meanwhile is not asked again, and its refusal counts: all guests may leave in the same moment."""
         await asyncio.gather(*map(self._ask, self._whom_to_ask()))
         now = ambient.monotonic()
-        counting = [refuse for refuse, at in self._words.values() if refuse or now - at <= LET_IN_SECONDS]
+        counting = [refuse for refuse, at in self._words.values() if refuse or now - at <= ANSWER_SECONDS]
         return 2 * sum(counting) > len(counting)
 
     async def _ask(self, peer: PeerId) -> None:

@@ -21,7 +21,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.peer_table import MOST_PEERS
 from noloco_node.peers.probation import (
     LOSS_TOLERANCE,
-    UNMET_FACTOR,
+    PROBATION_ROUNDS,
     Meeting,
     ProbationStanding,
     RecentLoss,
@@ -100,10 +100,10 @@ def test_time_ends_no_probation_soon_that_no_stage_peer_had_time_for() -> None:
     may be newcomers. One meeting, and the usual time is enough."""
     own, endings = standing(inner_steps=5)
     own.begin(100)
-    for step in range(101, 100 + UNMET_FACTOR * own.limit):
+    for step in range(101, 100 + PROBATION_ROUNDS * own.limit):
         own.met(None, step)
         assert own.newcomer
-    own.met(None, 100 + UNMET_FACTOR * own.limit)
+    own.met(None, 100 + PROBATION_ROUNDS * own.limit)
     assert endings == [("time", 80)]
     own.begin(500)
     own.met(None, 500 + 2 * own.limit)
@@ -340,7 +340,7 @@ async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> Non
         )
         tasks.append(group.create_task(joiner.run()))
         ended = await eventually(lambda: [e for e in made.events[2] if isinstance(e, ProbationEnded)], 60, "it counts")
-        assert ended[0].steps <= UNMET_FACTOR * joiner.averaging.standing.limit
+        assert ended[0].steps <= PROBATION_ROUNDS * joiner.averaging.standing.limit
 
         def met_by_veterans() -> bool:
             steps = [e for events in made.events[:2] for e in events if isinstance(e, OuterStep)]
