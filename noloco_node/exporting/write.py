@@ -15,7 +15,7 @@ from noloco_node.exporting.card import model_card
 from noloco_node.exporting.evaluation import Bench, Score
 from noloco_node.exporting.gathered import Gathered, chosen
 from noloco_node.exporting.merge import RUN_FILE, SavedReplica, mean_of, write_model
-from noloco_node.model.export import SHARD_BYTES
+from noloco_node.model.export import SHARD_BYTES, parameters_of
 from noloco_node.node.checks import free_disk
 from noloco_node.telemetry.words import as_bytes
 
@@ -74,8 +74,8 @@ def export(
         if bench is None:
             raise ValueError("the best replicas cannot be told without a bench")
         used, state = bench.best_of(kept, state, tell)
-    parameters = sum(tensor.numel() for tensor in state.values())
-    _check_room(out, sum(tensor.nbytes for tensor in state.values()))
+    parameters = parameters_of(run.model)
+    _check_room(out, 4 * parameters)
     if bench is not None:
         tell("scoring the model on the held-out text")
     score = bench.score(state) if bench is not None else None

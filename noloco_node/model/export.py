@@ -77,6 +77,11 @@ def export_model(
         shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody but the owner read what it writes
 
 
+def parameters_of(spec: ModelSpec) -> int:
+    """Parameters of the exported model: more than are trained in a subspace, since factors are multiplied out."""
+    return sum(parameter.numel() for parameter in build_on_meta(build_config(spec)).parameters())
+
+
 def load_exported(folder: Path) -> PreTrainedModel:
     """The model of an exported folder, fp32, in evaluation mode."""
     from transformers import AutoModelForCausalLM

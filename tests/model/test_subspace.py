@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import TAKES_SUBSPACE, build_config, cut_model
-from noloco_node.model.export import evaluate_model, export_model, load_exported, merge_replicas
+from noloco_node.model.export import evaluate_model, export_model, load_exported, merge_replicas, parameters_of
 from noloco_node.model.stage import Stage, build_stage, stage_without_weights
 from noloco_node.model.subspace import WRITTEN, Subspace, basis_of, dense_state
 from noloco_node.model.weights_check import pretrained_lines
@@ -119,6 +119,15 @@ def test_products_in_bf16_round_nothing_at_a_cut() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         back = subspace.leave(subspace.enter(own, ids), ids)
     assert torch.allclose(back, own, rtol=0, atol=1e-5)
+
+
+def test_an_export_has_as_many_parameters_as_it_is_said_to_have(tmp_path: Path) -> None:
+    """The card of one in a subspace told those that were trained, and the disk was asked for their room alone."""
+    spec = in_subspace("llama", 2, vocab_size=256)
+    state = merge_replicas([parameters_by_full_name(build_all(spec))])
+    export_model(spec, state, tmp_path / "out", "bytes")
+    made = sum(value.numel() for value in load_exported(tmp_path / "out").parameters())
+    assert parameters_of(spec) == made > sum(value.numel() for value in state.values())
 
 
 def test_without_weights_names_and_shapes_are_the_same() -> None:
