@@ -108,7 +108,7 @@ def set_up() -> None:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # pyright: ignore
     backends._setup_privateuseone_for_python_backend(NAME, backend_module=module)
     F.scaled_dot_product_attention = flash  # pyright: ignore
-    HostCopies.to_host = read
+    HostCopies.to_host = read  # pyright: ignore[reportAttributeAccessIssue]
     nn.Module.to = put  # pyright: ignore
     stage_trainer.positions_of = lambda _labels: None  # pyright: ignore
 
@@ -116,7 +116,7 @@ def set_up() -> None:
 def refuses_to_mix() -> None:
     """As a GPU does: else nothing that passes here would say anything."""
     try:
-        torch.ones(4, device=NAME) + torch.ones(4)
+        torch.add(torch.ones(4, device=NAME), torch.ones(4))
     except RuntimeError:
         return
     raise AssertionError("two devices meet in an operation")
@@ -127,7 +127,8 @@ def case(name: str, index: int, changes: list[str]) -> dict[str, Any]:
     config = load_config(Path(name), changes)
     run = config.run
     need = memory_of(run, config.node, footprint_of(run), run.most_sharing)[index]
-    stage = put(stage_without_weights(run.model, index), "cpu")
+    stage = stage_without_weights(run.model, index)
+    put(stage, "cpu")
     wire = carried_dtype(run.pipeline.activations)
     shape = (run.inner.microbatch_windows, run.data.sequence_length)
     ids, carried = torch.zeros(shape, dtype=torch.int64), torch.zeros(*shape, stage.cut_width, dtype=wire)
