@@ -108,7 +108,7 @@ function chart(id, lines) {
   // What spans decades is drawn by its order of magnitude.
   const steep = low > 0 && peak / low > 30, scale = steep ? Math.log10 : v => v, back = steep ? v => 10 ** v : v => v;
   low = scale(low); peak = scale(peak);
-  if (peak - low < 1e-9 * Math.abs(peak) || peak === low) { low -= Math.abs(low) * .1 || .5; peak += Math.abs(peak) * .1 || .5; }
+  if (peak - low < 1e-9 * Math.abs(peak) || peak === low) { low -= Math.abs(low) * .1; peak += Math.abs(peak) * .1 || 1; }
   const x = t => left + (wide - left - 8) * (t - from) / (until - from), y = v => top + (high - top - bottom) * (1 - (scale(v) - low) / (peak - low));
   for (const share of [0, .5, 1]) {
     const value = back(low + share * (peak - low));
@@ -198,7 +198,7 @@ function header(v, s) {
   if (!v.tiles) return;
   const share = s.target ? Math.min(1, s.clock / s.target) : 0;
   $("bar").value = v.share === null ? share : v.share;
-  tell("how-far", v.far !== null ? v.far : s.target ? `${whole(s.clock)} of ${whole(s.target)} tokens (${(100 * share).toFixed(1)} %)` +
+  tell("how-far", v.far !== null ? v.far : s.target && !(s.state === "over" && !s.clock) ? `${whole(s.clock)} of ${whole(s.target)} tokens (${(100 * share).toFixed(1)} %)` +
     (s.seconds_left === null ? "" : ` · about ${lasting(s.seconds_left)} left`) : "");
   $("tiles").replaceChildren(...v.tiles.map(([label, value]) => element("div", "", element("b", "", value), element("span", "dim", label))));
 }
