@@ -127,7 +127,7 @@ def record(folder: Path) -> Recording:
     asyncio.run(train(swarm))
     ended = [(node, node.stopped.final_weights) for node in swarm.nodes if node.stopped]
     saved = [node.folder / weights for node, weights in ended if weights]
-    merged = merge_run(config.run, saved, swarm.run_folder)
+    merged = merge_run(config.run, saved, swarm.run_folder, print)
     start = min(step.time for step in killer.steps)
     names = {node.started.peer_id: node.name for node in swarm.nodes if node.started}
     sample = merged.sample.read_text(encoding="utf-8")

@@ -153,12 +153,12 @@ def test_a_configuration_that_comes_along_is_known_by_its_name(tmp_path: Path, m
 
 
 def test_every_configuration_lies_in_the_wheel() -> None:
-    """The patterns of the package's data find them all, what the pages are made of, and what the advice is drawn from.
-    The repository's folder is the same one."""
+    """The patterns of the package's data find them all, what the pages are made of, and the table of metrics. The
+    repository's folder is the same one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["noloco_node"]
     found = {path for pattern in patterns for path in (ROOT / "noloco_node").glob(pattern)}
-    pages = {path for path in (ROOT / "noloco_node").rglob("*") if path.suffix in (".html", ".css", ".js")}
+    pages = {path for path in (ROOT / "noloco_node").rglob("*") if path.suffix in (".html", ".css", ".js", ".md")}
     assert found == {*shipped_configs().values(), *pages}
     assert {"tiny", "own-text", "lab/first"} <= shipped_configs().keys()
     assert (ROOT / "configs").resolve() == ROOT / "noloco_node" / "configs"
