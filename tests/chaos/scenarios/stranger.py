@@ -99,7 +99,7 @@ class Plan:
 
 JOINER_EVERY = 200.0
 YIELDING = ("sh", "-c", '{ echo 10 > /proc/self/autogroup; } 2>/dev/null; exec nice -n 10 "$@"', "sh")
-"""Before the command of a node that trains. In life a joiner and an export have a machine of their own: sixteen
+"""Before the command of a node that trains, and of the stranger, which would else take their processor. In life a joiner and an export have a machine of their own: sixteen
 daemons on two cores would hold up their imports for minutes. Linux weighs sessions by the niceness of their autogroup,
 processes of one session by their own."""
 LIFE_SECONDS = 40.0
@@ -292,13 +292,14 @@ async def _prepare_stranger(arm: Arm, lab: Lab) -> Process:
     write_victims(folder / "victims.json", victims)
     with (folder / "log.txt").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.chaos.stranger", "--config", str(CONFIG)),
+            *(*YIELDING, sys.executable, "-m", "tests.chaos.stranger", "--config", str(CONFIG)),
             *(part for override in arm.overrides for part in ("--set", override)),
             *("--victims", str(folder / "victims.json"), "--folder", str(folder), "--seed", str(lab.seed)),
             *("--attacks", ",".join(arm.plan.attacks), "--life-seconds", str(min(LIFE_SECONDS, arm.plan.attack / 2))),
             stdin=PIPE,
             stdout=log,
             stderr=log,
+            start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     await arm.swarm.until(lambda: READY in (folder / "log.txt").read_text(), 120, "the stranger is ready")
