@@ -99,9 +99,9 @@ class Plan:
 
 JOINER_EVERY = 200.0
 YIELDING = ("sh", "-c", '{ echo 10 > /proc/self/autogroup; } 2>/dev/null; exec nice -n 10 "$@"', "sh")
-"""Before the command of a node that trains, and of the stranger, which would else take their processor. In life a joiner and an export have a machine of their own: sixteen
-daemons on two cores would hold up their imports for minutes. Linux weighs sessions by the niceness of their autogroup,
-processes of one session by their own."""
+"""Before the command of a node that trains, and of the stranger. In life a joiner and an export have a machine of their
+own, and a stranger takes nobody's processor. Linux weighs sessions by their autogroup, and processes within one by
+their own niceness."""
 LIFE_SECONDS = 40.0
 """One key lives so many seconds: half of it passes before anybody dials an unknown peer."""
 ATTACK_SECONDS = float(os.environ.get("NOLOCO_CHAOS_STRANGER_SECONDS", "600"))
