@@ -98,7 +98,7 @@ class Plan:
 
 
 JOINER_EVERY = 200.0
-YIELDING = ("sh", "-c", '{ echo 10 > /proc/self/autogroup; } 2>/dev/null; exec nice -n 10 "$@"', "sh")
+YIELDING = ("sh", "-c", '{ echo 4 > /proc/self/autogroup; } 2>/dev/null; exec nice -n 4 "$@"', "sh")
 """Before the command of a node that trains, and of the stranger. In life a joiner and an export have a machine of their
 own, and a stranger takes nobody's processor. Linux weighs sessions by their autogroup, and processes within one by
 their own niceness."""
