@@ -9,8 +9,8 @@ random node of the same stage now and then. There is no coordinator; any node ma
 SWARM_HELP = """\
 Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
 training while it runs. At the end the run folder holds the model (a Hugging Face directory) and a sample of generated
-text. Beside them are a plot of loss and spread, summary.json, and each node's events and log. A swarm that was stopped
-or killed goes on by the same command with its --run-folder.
+text. Beside them are a report with loss and spread, summary.json, and each node's events and log. A swarm that was
+stopped or killed goes on by the same command with its --run-folder.
 
 example:
   noloco-node swarm tiny
