@@ -61,8 +61,8 @@ BACK = "start it again soon, with the same command"
 def last_of_stage(
     membership: Membership, answers: Callable[[PeerId], bool], guard_copies: int, *, kept: bool = True, back: str = BACK
 ) -> Warned | None:
-    """What to say to whoever stops a node that leaves a stage without a replica while others train: as far as is known
-    by who has answered this node. `kept`: its disk has taken the last checkpoint. `back`: how it comes back."""
+    """What a user is told that stops a node and leaves a stage without a replica while others train. Peers that have
+    answered this node are known. `kept`: its disk has taken the last checkpoint. `back`: how it comes back."""
     others = [PeerId(record.peer_id) for record in membership.others(*SERVING)]
     stage_peers = membership.stage_peers(*SERVING)
     if not any(map(answers, others)) or any(map(answers, stage_peers)):

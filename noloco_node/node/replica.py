@@ -82,6 +82,7 @@ class Replica:
         self.context = context = ReplicaContext(
             spec, settings, stage.cut, transport, self.worker, rng, Pulse(), self._tell
         )
+        transport.peer_stats.book.begin_stage()
         self._pace, self._capacity = Pace(), Capacity()
         self.guards = guards
         self.activity = Activity(emit)
@@ -89,7 +90,6 @@ class Replica:
         self.membership = self._neighbourhood.membership
         self._clocks = self._make_clocks()
         self._behind = FarBehind(self._clocks)
-        context.transport.peer_stats.book.begin_stage()
         self.pipeline = Pipeline(context, stage, samples, ledger or Ledger(), self._behind)
         self.averaging = Averaging(
             context,
@@ -100,9 +100,7 @@ class Replica:
         self.state_transfer = StateTransfer(context, self._clocks.not_beyond, relayed)
         self._served: list[Withdraw] = []
         self.participants = (self._neighbourhood, self.pipeline, self.averaging, self.state_transfer)
-        self.outer_steps: OuterSteps = OuterSteps(
-            context, self.membership, self.averaging, self.state_transfer.copier, self._pace, self._behind
-        )
+        self.outer_steps = self._make_outer_steps()
         self.missing = MissingStages()
         self.signed = signed or SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
         self.end = self._make_end()
@@ -144,6 +142,10 @@ class Replica:
             max_lag=spec.max_lag_tokens,
             grace=spec.limits.grace_seconds,
         )
+
+    def _make_outer_steps(self) -> OuterSteps:
+        copier = self.state_transfer.copier
+        return OuterSteps(self.context, self.membership, self.averaging, copier, self._pace, self._behind)
 
     def _make_course(self, samples: Samples | None) -> ReplicaCourse:
         return ReplicaCourse(

@@ -177,8 +177,7 @@ def _middle(claims: Mapping[str, _Claim], said: _Said, stage: int | None = None)
     """The median of what those say that train at `stage`, or anywhere; newcomers only where nobody else trains."""
     here = [claim for claim in claims.values() if claim.trains and stage in (None, claim.record.stage)]
     speakers = [claim for claim in here if claim.settled] or here
-    values = [value for claim in speakers if (value := said(claim.record)) is not None]
-    return Middle(median(values), len(values)) if values else None
+    return Middle.of(said(claim.record) for claim in speakers)
 
 
 def _followed(

@@ -1,7 +1,8 @@
-"""The scorecard of a peer, and the book of all of them. Nobody's word enters here, and no protocol has other tables.
+"""The scorecard of a peer, and the book of all of them: what this node has seen of it, and how long it is left alone.
 
 A record in the directory costs its signer nothing, so it only introduces. An answer over an authenticated link shows
-that somebody is there, and only work shows a replica. Times are seconds on clocks that never go back.
+that somebody is there, and only work shows a replica. What a peer said of itself over its own link
+is marked so. Times are seconds on clocks that never go back.
 """
 
 from __future__ import annotations

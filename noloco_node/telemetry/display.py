@@ -119,9 +119,9 @@ class LocalSwarmView:
             nodes=tuple(_node(name, state, clock) for name, state in up.items()),
             introduced=len(up),
             clock=clock,
-            training_loss=_middle(state.training_loss for state in heads),
-            validation_loss=_middle(state.validation_loss for state in states.values()),
-            spread=_middle(state.spread for state in states.values()),
+            training_loss=Middle.of(state.training_loss for state in heads),
+            validation_loss=Middle.of(state.validation_loss for state in states.values()),
+            spread=Middle.of(state.spread for state in states.values()),
             tokens_per_second=sum(known) if known else None,
             joins=self._counts["joined"],
             left=self._counts["left"],
@@ -144,11 +144,6 @@ class LocalSwarmView:
         rate = max((state.learning_rate or 0.0 for state in states), default=0.0)
         yield "inner step", f"{self.step(now):,}", "learning rate", as_scientific(rate)
         yield "outer steps", self.outer_steps(now), "last averaged", self.pairs()
-
-
-def _middle(values: Iterable[float | None]) -> Middle | None:
-    said = [value for value in values if value is not None]
-    return Middle(median(said), len(said)) if said else None
 
 
 def _stage(states: Iterable[NodeState], stage: int, clock: float, *, over: bool) -> StageSeen:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, Literal
 
 from noloco_node.telemetry.node_state import NodeSeen
@@ -41,7 +42,13 @@ class Middle:
 
     value: float
     nodes: int
-    """That say anything."""
+    """The nodes that say anything."""
+
+    @classmethod
+    def of(cls, words: Iterable[float | None]) -> Middle | None:
+        """The median of these words; None is a node that says nothing, or that none says anything."""
+        said = [word for word in words if word is not None]
+        return cls(median(said), len(said)) if said else None
 
 
 @dataclass(frozen=True, slots=True)
