@@ -61,9 +61,9 @@ async def test_a_paused_node_is_at_rest_within_two_seconds_and_goes_on_where_it_
         assert after.user - spent.user < 1.0  # it trains with one thread: two seconds and more have passed
         assert of(InnerStep, events)[-1] == steps
 
+        count = len(of(InnerStep, events))
         code, printed = await say("resume", folder)
         assert (code, "it goes on" in printed) == (ExitCode.OK, True), printed
-        count = len(of(InnerStep, events))
         later = await eventually(lambda: of(InnerStep, events)[count:], 60, "it trains again")
         assert later[0].step == steps.step + 1
         assert later[0].clock == steps.clock + 1024
