@@ -34,7 +34,7 @@ from noloco_node.state_transfer.copy_manifest import (
     two_faced,
 )
 from noloco_node.state_transfer.given_copies import GivenCopies
-from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, least_rate
+from noloco_node.state_transfer.rate import least_rate
 from noloco_node.state_transfer.readers import WHOLE_SECONDS
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.training.frozen_state import FrozenState, Thawed
@@ -96,7 +96,7 @@ class StageCopies:
         self._own: tuple[int, StageWorker] | None = None
         limits = spec.limits
         idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
-        least = least_rate(limits, LEAST_OF_EXPORTS)
+        least = least_rate(limits)
         self.reading_seconds = max(WHOLE_SECONDS, SLOWEST_SHARE * 4 * max(parameters, default=0) / least)
         """A copy in full precision is held for its readers for at most so many seconds."""
         self._given: dict[CopyPrecision, GivenCopies] = {

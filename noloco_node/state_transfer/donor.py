@@ -107,7 +107,7 @@ class StateDonor:
     @property
     def readers(self) -> int:
         """Peers that read a snapshot now."""
-        return len(self._readers.reading(ambient.monotonic(), self.rate.rate))
+        return len(self._readers.reading(ambient.monotonic()))
 
     def tend(self) -> None:
         """Measure what giving costs, and free a snapshot that nobody has asked for lately."""
@@ -153,12 +153,12 @@ class StateDonor:
             now, held = ambient.monotonic(), self._held
             resumed = held is not None and held.manifest.snapshot == request.snapshot
             if held is None or not (resumed or now < held.shared_until):
-                if not self._readers.renew(peer, now, self.rate.rate):
+                if not self._readers.renew(peer, now):
                     raise Refused(Refusal.BUSY, "an older snapshot is being read")
                 held = self._held = await self._take_snapshot()
                 self._readers.begin(len(held.digests))
             held.used = ambient.monotonic()
-            if not self._readers.enter(peer, held.used, self.rate.rate):
+            if not self._readers.enter(peer, held.used):
                 raise Refused(Refusal.BUSY, f"{self.readers} joiners read this node's state, and it serves no more")
         return sign_manifest(self._transport, held.manifest, held.digests)
 
@@ -200,17 +200,10 @@ class StateDonor:
             raise Refused(Refusal.MALFORMED, f"chunk {request.index} of {len(held.digests)}")
         size = self._spec.limits.chunk_bytes
         part = await ambient.elsewhere(held.packed.part, request.index * size, (request.index + 1) * size)
-        now = ambient.monotonic()
-        if not self._readers.has_place(peer) and not self._readers.enter(peer, now, self.rate.rate):
+        if not self._readers.has_place(peer) and not self._readers.enter(peer, ambient.monotonic()):
             raise Refused(Refusal.BUSY, "this reader was away, and its place is taken")
-        self._readers.ask(peer, request.index, now)
-        try:
-            await self.rate.take(len(part), peer)
-        except asyncio.CancelledError:
-            if self._held is held:
-                self._readers.broke_off(peer, request.index, ambient.monotonic())
-            raise
+        await self.rate.take(len(part), peer)
         held.used = ambient.monotonic()
         if self._held is held:
-            self._readers.gave(peer, request.index, held.used)
+            self._readers.gave(peer, request.index, held.used, self.rate.rate)
         return Reply(NOTHING, (torch.frombuffer(part, dtype=torch.uint8),))

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +21,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
-from noloco_node.state_transfer.donor_pace import DonorPace, DonorPaces, TooSlow
+from noloco_node.peers.scorecard import PeerBook
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
 from noloco_node.state_transfer.readers import WHOLE_SECONDS
@@ -33,6 +33,10 @@ from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
+MOST_TRIED = 3
+"""So many slow donors are tried for a window each before the fastest is kept."""
+MUCH_FASTER = 2.0
+"""A donor is left for one that was tried before if that gave more than so many times as much."""
 RESUMES = 2
 """One donor is asked so many times in a row to go on after a broken stream, while nothing worth it comes."""
 BUSY_PAUSE_SECONDS = (1.0, 4.0)
@@ -41,9 +45,9 @@ AWAY_TRIES = 6
 """Donors are asked so many times in a row while none can be reached, is ready to give, or gives more than before."""
 AWAY_PAUSES = Doubling(0.25, 4.0)
 """Seconds of pause between those times."""
-NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL)
-"""A donor with one of these refusals may give its state a moment later: it has just come, or its snapshot has been
-replaced."""
+NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL, Refusal.RELAYED)
+"""A donor with one of these refusals may give its state a moment later: it has just come, its snapshot has been
+replaced, or a direct connection is being made."""
 RELAYED_REST_SECONDS = 30.0
 """A laggard waits so many seconds between two such tries; it trains meanwhile."""
 TOLD_EVERY_SECONDS = 1.0
@@ -84,20 +88,64 @@ def rank_donors(offers: Mapping[PeerId, StateOffer], max_lag: float, rng: random
     return sorted(offers, key=order)
 
 
+class TooSlow(TransportError):
+    """The donor gives, but another may be faster."""
+
+
+class DonorPaces:
+    """What slow donors were measured to give. `floor` in bytes per second.
+
+    A donor that lets one chunk drip before each deadline would hold a joiner for hours beside an idle honest one. It
+    is left while another offers that may be faster. A few are tried, then the fastest of them is kept, since the
+    slowness may be this node's own. The only donor is never given up.
+    """
+
+    def __init__(self, floor: float, book: PeerBook | None = None) -> None:
+        self.floor = floor
+        self._book = book or PeerBook()
+
+    def is_enough(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
+        """Whether to stay with `donor`, which gives `rate` bytes per second, while all of `offering` would give."""
+        slow, others = self._slow(offering), [peer for peer in offering if peer != donor]
+        tried = [slow[peer] for peer in others if peer in slow]
+        few = len(tried) < min(len(others), MOST_TRIED - 1)
+        return rate >= self.floor or not (few or max(tried, default=0.0) > MUCH_FASTER * rate)
+
+    def goes_on(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
+        """As `is_enough`; and it is noted where it is not."""
+        enough = self.is_enough(donor, rate, offering)
+        self._book.gives(donor, None if enough else rate)
+        return enough
+
+    def next(self, ranked: Collection[PeerId]) -> PeerId:
+        """The next donor of `ranked`, the best first: one not known as slow, until a few are; then the fastest."""
+        slow = self._slow(ranked)
+        untried = [peer for peer in ranked if peer not in slow]
+        return untried[0] if untried and len(slow) < MOST_TRIED else max(slow, key=lambda peer: slow[peer])
+
+    def all_slow(self, donors: Collection[PeerId]) -> bool:
+        """Whether all of them were measured and found slow."""
+        return len(self._slow(donors)) == len(donors)
+
+    def _slow(self, donors: Collection[PeerId]) -> dict[PeerId, float]:
+        known = {peer: self._book.of(peer).partner for peer in donors}
+        return {peer: each.slow_rate for peer, each in known.items() if each and each.slow_rate is not None}
+
+
 @dataclass(slots=True)
 class _Search:
     """What a joiner knows while it looks for a donor."""
 
     failed: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    """Donors that are not asked again."""
     busy: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
+    """Donors that were busy when they were asked last."""
     away: dict[PeerId, str] = field(default_factory=dict[PeerId, str])
-    """Donors that could not be reached, or were not ready."""
-    slow: set[PeerId] = field(default_factory=set[PeerId])
-    """Donors of which it was told that they give too slowly."""
+    """Donors that could not be reached, or were not ready, when they were asked last."""
+    told: set[PeerId] = field(default_factory=set[PeerId])
+    """Donors of which it was told that they are slow or away."""
     rounds: int = 0
     """In which every donor was away."""
-    relayed: Counter[PeerId] = field(default_factory=Counter[PeerId])
-    """How often a donor refused since it is connected through a relay."""
 
 
 class StateCopier:
@@ -153,7 +201,7 @@ class StateCopier:
                 try:
                     return donor, await self._copy(donor, download, [*ranked, *busy])
                 except TooSlow as error:
-                    self._note_slow(search, donor, error)
+                    self._tell(search, donor, str(error))
                     if busy and ambient.monotonic() < until and self._paces.all_slow(ranked):
                         break
                 except (Refused, TransportError) as error:
@@ -228,42 +276,34 @@ class StateCopier:
         request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
         return await call(self._transport, donor, OFFER, request, seconds=QUESTION_SECONDS)
 
-    def _note_slow(self, search: _Search, donor: PeerId, error: TooSlow) -> None:
-        if donor not in search.slow:
-            search.slow.add(donor)
-            self._emit(DonorFailed(donor=donor, reason=str(error)))
-
     def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
         reason = str(error) or repr(error)
-        relayed = isinstance(error, Refused) and error.reason is Refusal.RELAYED
-        search.relayed[donor] += relayed
-        again = relayed and search.relayed[donor] < AWAY_TRIES
-        if again or (isinstance(error, Refused) and error.reason is Refusal.BUSY):
+        if isinstance(error, Refused) and error.reason is Refusal.BUSY:
             search.busy[donor] = reason
             logger.debug("donor %s is busy: %s", donor, reason)
-            return
-        if _may_come_back(error) and not relayed:
-            told, search.away[donor] = donor in search.away, reason
+        elif _may_come_back(error):
+            search.away[donor] = reason
+            self._tell(search, donor, reason)
         else:
-            told, search.failed[donor] = False, reason
+            search.failed[donor] = reason
             search.away.pop(donor, None)
-        if not told:
+            self._emit(DonorFailed(donor=donor, reason=reason))
+
+    def _tell(self, search: _Search, donor: PeerId, reason: str) -> None:
+        if donor not in search.told:
+            search.told.add(donor)
             self._emit(DonorFailed(donor=donor, reason=reason))
 
     async def _copy(self, donor: PeerId, download: Download, offering: Collection[PeerId]) -> StateManifest:
         """One donor's state, resumed where a stream breaks, loaded as a whole at the end. TooSlow where one of
         `offering` may be faster."""
-        told = _Progress(donor, download.size, self._emit)
-        pace = DonorPace(self._paces, donor, offering, self._spec.limits.exchange_progress_seconds)
-
-        def progress(received: int) -> None:
-            told(received)
-            pace(received)
-
+        window = self._spec.limits.exchange_progress_seconds
+        goes_on = partial(self._paces.goes_on, donor, offering=offering)
+        progress = _Progress(donor, download.size, self._emit, goes_on, window)
         resumes, stopped = 0, False
         while True:
             began, most = ambient.monotonic(), download.most
-            pace.begin()
+            progress.begin()
             try:
                 manifest = await fetch_state(
                     self._spec,
@@ -297,14 +337,27 @@ def _may_come_back(error: Refused | TransportError) -> bool:
 
 
 class _Progress:
-    """Emits how far a download is, about once a second, and its beginning and end."""
+    """Tells how far one download is, about once a second, and measures it in each window. TooSlow where it is left."""
 
-    def __init__(self, donor: PeerId, total: int, emit: Callable[[AnyEvent], None]) -> None:
-        self._donor = donor
-        self._total = total
-        self._emit = emit
+    def __init__(
+        self,
+        donor: PeerId,
+        total: int,
+        emit: Callable[[AnyEvent], None],
+        goes_on: Callable[[float], bool],
+        window: float,
+    ) -> None:
+        """`goes_on` says whether so many bytes per second are enough; `window` in seconds."""
+        self._donor, self._total, self._emit = donor, total, emit
+        self._goes_on, self._window = goes_on, window
         self._started = ambient.monotonic()
         self._next = 0.0
+        self._since: tuple[float, int] | None = None
+        """When the window began, and the bytes that lay here then."""
+
+    def begin(self) -> None:
+        """A new stream of chunks begins: what comes first is what lies here already."""
+        self._since = None
 
     def __call__(self, received: int) -> None:
         now = ambient.monotonic()
@@ -312,3 +365,9 @@ class _Progress:
             self._next = now + TOLD_EVERY_SECONDS
             seconds = now - self._started
             self._emit(StateDownload(donor=self._donor, received=received, total=self._total, seconds=seconds))
+        began, had = self._since = self._since or (now, received)
+        if now - began >= self._window:
+            rate = (received - had) / (now - began)
+            self._since = now, received
+            if not self._goes_on(rate):
+                raise TooSlow(f"it gives {rate / 1e3:.1f} kB/s: another may be faster")

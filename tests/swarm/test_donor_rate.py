@@ -13,7 +13,7 @@ from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.backups import StageCopies
-from noloco_node.state_transfer.rate import LEAST_OF_EXPORTS, DonorRate, least_rate
+from noloco_node.state_transfer.rate import DonorRate, least_rate
 from noloco_node.training.progress import LastTrained
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.worlds import micro_spec
@@ -142,7 +142,7 @@ class Trainer:
         """Chunk by chunk, without a pause."""
         while True:
             await asyncio.sleep(0.04)
-            await self.rate.take_patiently(CHUNK, "outsider")
+            await self.rate.take(CHUNK, "outsider")
             await self.send(CHUNK)
 
 
@@ -225,4 +225,4 @@ def test_a_copy_is_held_for_as_long_as_its_donors_least_rate_needs() -> None:
     the copy is gone."""
     spec, size = micro_spec(), 10**9
     copies = StageCopies(spec, [size, size], MemoryTransport(MemoryNetwork(), PeerId("donor")), random.Random(0))
-    assert copies.reading_seconds > 4 * size / least_rate(spec.limits, LEAST_OF_EXPORTS)
+    assert copies.reading_seconds > 4 * size / least_rate(spec.limits)

@@ -37,11 +37,10 @@ from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer import participant
-from noloco_node.state_transfer.donor_choice import rank_donors
-from noloco_node.state_transfer.donor_pace import DonorPaces
+from noloco_node.state_transfer.donor_choice import DonorPaces, rank_donors
 from noloco_node.state_transfer.fetch import Download
 from noloco_node.state_transfer.messages import SignedManifest, StateManifest, StateOffer
-from noloco_node.state_transfer.rate import HIGHEST_RATE, KEPT_SHARE, DonorRate, next_rate
+from noloco_node.state_transfer.rate import FASTER, KEPT_SHARE, DonorRate, next_rate
 from noloco_node.state_transfer.readers import WAIT_SECONDS, Readers
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
@@ -346,7 +345,7 @@ async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason()
 async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed_looks: int) -> None:
     """A donor that is connected by relay only refuses with the reason. The joiner asks a few times more, since it may
     be making a direct connection. If that comes the donor gives, else the reason is told."""
-    monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(late_join, "AWAY_PAUSES", Doubling(0.01, 0.02))
     looks = 0
 
     async def relayed(peer: PeerId) -> bool:
@@ -613,16 +612,18 @@ def test_the_fresh_come_before_the_stale_and_the_idle_before_the_busy() -> None:
     assert rank_donors({}, 1000.0, random.Random(0)) == []
 
 
-@given(st.floats(1, 1e9), st.floats(-2, 1))
-def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, lost: float) -> None:
-    """Never below the least that keeps a transfer alive, never above the highest."""
+@given(st.floats(1, 1e9), st.floats(-2, 1), st.floats(0, 1))
+def test_a_donor_that_is_slowed_gives_slower_and_no_other_does(rate: float, lost: float, taken: float) -> None:
+    """Never below the least that keeps a transfer alive, never up by much at once or beyond what is taken."""
     lowest = 0.5
-    after = next_rate(rate, rate, lost, lowest)
-    assert lowest <= after <= HIGHEST_RATE
-    if lost > 1.001 * (1.0 - KEPT_SHARE):
-        assert after < rate
-    elif lost < 0.999 * (1.0 - KEPT_SHARE):
+    after = next_rate(rate, taken * rate, lost, lowest)
+    assert lowest <= after <= max(lowest, FASTER * rate)
+    if taken == 1.0 and lost < 0.999 * (1.0 - KEPT_SHARE):
         assert after > rate
+    elif taken < 1.0 / FASTER:
+        assert after <= max(lowest, rate)
+    if lost > 1.001 * (1.0 - KEPT_SHARE):
+        assert after < rate or after == lowest
 
 
 class PacedDonor:
@@ -649,7 +650,7 @@ class PacedDonor:
         while self._now < end:
             self._now += 0.1
             self.rate.free_at = 0.0
-            silent = self.rate.wait() > 0.0 or self._now < self._born + 20
+            silent = not self.rate.giving.is_set() or self._now < self._born + 20
             if not silent:
                 await self.rate.take(int(0.1 * self.rate.rate))
             lost = 0.0 if silent else min(0.9, self.cost * self.rate.rate)
@@ -799,26 +800,20 @@ MB = 1 << 20
 READER, JOINER, THIRD = PeerId("reader"), PeerId("joiner"), PeerId("third")
 
 
-def read(readers: Readers, peer: PeerId, index: int, now: float) -> None:
-    """The donor gives this chunk at once."""
-    readers.ask(peer, index, now)
-    readers.gave(peer, index, now)
-
-
 def place_is_taken_at(step: float, *, rate: float, chunks: int, wanted: bool = True) -> float:
     """Seconds until a joiner that asks every 4 s has the one place, of a reader of one chunk in `step` seconds."""
     readers = Readers(1, 20.0, MB)
     readers.begin(chunks)
-    assert readers.enter(READER, 0.0, rate)
+    assert readers.enter(READER, 0.0)
     now, index, asks = 0.0, 0, 0.0
     while readers.has_place(READER):
         now = min(index * step, asks)
         if now == asks:
             asks += 4.0
-            if wanted and readers.enter(JOINER, now, rate):
+            if wanted and readers.enter(JOINER, now):
                 break
         else:
-            read(readers, READER, index, now)
+            readers.gave(READER, index, now, rate)
             index += 1
     return now
 
@@ -833,45 +828,51 @@ def test_who_drips_loses_its_place_to_those_who_wait_and_an_honest_reader_keeps_
     assert place_is_taken_at(0.85, rate=4000.0 * MB, chunks=1000) == pytest.approx(999 * 0.85, abs=40.0)
 
 
-def test_time_that_a_chunk_waits_at_the_donor_is_not_its_readers() -> None:
-    """However long the donor takes, and whichever peers wait, the reader keeps its place."""
-    readers = Readers(1, 20.0, MB)
-    readers.begin(100)
-    assert readers.enter(READER, 0.0, 1.0)
-    for index in range(20):
-        readers.ask(READER, index, index * 100.0)
-        for later in range(4, 100, 4):
-            assert not readers.enter(JOINER, index * 100.0 + later, 8.0 * MB)
-        readers.gave(READER, index, index * 100.0 + 99.0)
+def test_a_donor_that_gives_as_slowly_as_it_may_throws_no_reader_out() -> None:
+    """It gives four chunks in a deadline to two readers, and is silent for most of a deadline now and then, whichever
+    peers wait."""
+    readers, rate = Readers(2, 20.0, MB), 4 * MB / 20.0
+    readers.begin(10000)
+    assert readers.enter(READER, 0.0)
+    assert readers.enter(THIRD, 0.0)
+    now = 0.0
+    for index in range(200):
+        for _ in range(5):
+            now += 2.0
+            assert not readers.enter(JOINER, now)
+        now += 16.0 if index % 8 == 7 else 0.0
+        assert not readers.enter(JOINER, now)
+        readers.gave(READER, index, now, rate)
+        readers.gave(THIRD, index, now, rate)
 
 
-def test_hanging_up_and_asking_again_is_no_reading() -> None:
-    """A chunk that its reader asked for and did not wait for protects no place a second time."""
+def test_asking_and_hanging_up_is_no_reading_nor_is_the_same_chunk_again() -> None:
+    """Only a chunk that is new to its reader pays for time."""
     readers = Readers(1, 20.0, MB)
     readers.begin(100)
-    assert readers.enter(READER, 0.0, 1.0)
-    for second in range(40):
-        readers.ask(READER, 0, float(second))
-        readers.broke_off(READER, 0, second + 0.9)
-    readers.ask(READER, 0, 41.0)
-    assert readers.enter(JOINER, 42.0, 8.0 * MB)
+    assert readers.enter(READER, 0.0)
+    for second in range(41):
+        assert readers.enter(READER, float(second))
+        readers.gave(READER, 0, float(second), MB)
+        assert not readers.enter(JOINER, float(second))
+    assert readers.enter(JOINER, 41.0)
 
 
 def test_who_waited_longest_comes_first_and_not_who_asks_most_often() -> None:
     """A peer that has lost its place asks at once and all the time: the place is for the other, until that comes no
     more."""
-    readers, rate = Readers(1, 20.0, MB), 8.0 * MB
+    readers = Readers(1, 20.0, MB)
     readers.begin(100)
-    assert readers.enter(READER, 0.0, rate)
+    assert readers.enter(READER, 0.0)
     for now in (10.0, 22.0, 34.0):
-        assert not readers.enter(JOINER, now, rate)
-        assert readers.enter(READER, now + 2.0, rate), "it asks for its snapshot again"
-    assert not readers.enter(THIRD, 37.0, rate)
-    assert not readers.enter(THIRD, 41.0, rate), "the place is the joiner's"
-    assert not readers.renew(THIRD, 41.0, rate)
-    assert not readers.renew(READER, 41.0, rate), "nor has it a new snapshot, and with it new time"
-    assert readers.enter(JOINER, 43.0, rate)
-    assert not readers.enter(READER, 43.0, rate)
+        assert not readers.enter(JOINER, now)
+        assert readers.enter(READER, now + 2.0), "it asks for its snapshot again"
+    assert not readers.enter(THIRD, 37.0)
+    assert not readers.enter(THIRD, 41.0), "the place is the joiner's"
+    assert not readers.renew(THIRD, 41.0)
+    assert not readers.renew(READER, 41.0), "nor has it a new snapshot, and with it new time"
+    assert readers.enter(JOINER, 43.0)
+    assert not readers.enter(READER, 43.0)
     readers.begin(100)  # the joiner is gone
-    assert not readers.enter(PeerId("fourth"), 44.0, rate)
-    assert readers.enter(READER, 41.0 + WAIT_SECONDS + 1.0, rate), "who asks no more is not waited for"
+    assert not readers.enter(PeerId("fourth"), 44.0)
+    assert readers.enter(READER, 41.0 + WAIT_SECONDS + 1.0), "who asks no more is not waited for"
