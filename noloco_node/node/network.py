@@ -35,6 +35,7 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.pacing import line_of
+from noloco_node.transport.same_machine import SameMachine
 from noloco_node.trust.admission import Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
@@ -121,7 +122,7 @@ async def entrance(
         if (family := one_family(settings.host)) is not None:
             logger.warning("%s", family)
         line = line_of(settings.uplink_mbit, settings.downlink_mbit)
-        transport = Libp2pTransport(daemon, identity=identity, line=line)
+        transport = Libp2pTransport(daemon, identity=identity, line=line, nearby=SameMachine(identity))
         daemon.on_messages = transport.count_directory
         await transport.start()
         stack.push_async_callback(transport.close)

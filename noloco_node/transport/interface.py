@@ -56,6 +56,8 @@ class TrafficCount:
 
     sent: dict[str, int] = field(default_factory=dict[str, int])
     received: dict[str, int] = field(default_factory=dict[str, int])
+    nearby: int = 0
+    """Bytes of both that stayed on this machine: they crossed no line."""
 
     def add_sent(self, method: str, count: int) -> None:
         """Count bytes sent for a method."""

@@ -36,6 +36,7 @@ from noloco_node.transport.interface import DIRECTORY, RELAYED
 from noloco_node.transport.messages import Message
 from noloco_node.transport.pacing import UNBOUNDED, Line, at_once
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
+from noloco_node.transport.same_machine import SameMachine
 from noloco_node.transport.server import TransportLimits
 from noloco_node.transport.streams import FramedStream, StreamEnded, StreamStalled
 
@@ -66,7 +67,8 @@ class _RequestNotSent(Exception):
 
 class Libp2pTransport(CommonTransport):
     """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served. It signs with
-    `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none."""
+    `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none. Streams to peers
+    `nearby` do without the host."""
 
     def __init__(
         self,
@@ -74,14 +76,21 @@ class Libp2pTransport(CommonTransport):
         limits: TransportLimits | None = None,
         identity: Identity | None = None,
         line: Line = UNBOUNDED,
+        nearby: SameMachine | None = None,
     ) -> None:
         super().__init__(limits)
         self._host = host
+        self._nearby = nearby
         self._line = line
         self._identity = identity
         self._limits = self._desk.limits
         self._pool = StreamPool(
-            host, STREAM_PROTOCOL, self._limits.max_streams_per_peer // 2, self._limits.idle_seconds / 2, line
+            host,
+            STREAM_PROTOCOL,
+            self._limits.max_streams_per_peer // 2,
+            self._limits.idle_seconds / 2,
+            line,
+            nearby and nearby.open,
         )
         self._incoming: Counter[PeerId] = Counter()
         self._held: dict[FramedStream, PeerId] = {}
@@ -108,11 +117,15 @@ class Libp2pTransport(CommonTransport):
 
     async def start(self) -> None:
         """Take streams of other peers from now on."""
+        if self._nearby is not None:
+            await self._nearby.serve(partial(self._serve_stream, nearby=True), self._limits.progress_seconds)
         await self._host.serve_streams(STREAM_PROTOCOL, self._serve_stream)
 
     async def close(self) -> None:
         """See `Transport.close`."""
         self._closed = True
+        if self._nearby is not None:
+            self._nearby.close()
         await self._host.stop_serving(STREAM_PROTOCOL)
         await cancel_and_wait(list(self._serving))
         await self._pool.close()
@@ -163,12 +176,21 @@ class Libp2pTransport(CommonTransport):
             except FrameError as error:
                 raise ProtocolViolation(f"{sending.method} of {peer}: {error}") from None
             finally:
-                self.traffic.add_sent(sending.method, stream.bytes_sent - sent)
-                self.traffic.add_received(sending.method, stream.bytes_received - received)
+                self._count(sending.method, stream, sent, received)
 
-    async def _serve_stream(self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _count(self, name: str, stream: FramedStream, sent: int, received: int) -> None:
+        """Book what went over a stream since it had sent and received so many bytes."""
+        sent, received = stream.bytes_sent - sent, stream.bytes_received - received
+        self.traffic.add_sent(name, sent)
+        self.traffic.add_received(name, received)
+        if stream.nearby:
+            self.traffic.nearby += sent + received
+
+    async def _serve_stream(
+        self, peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, nearby: bool = False
+    ) -> None:
         """Answer one peer's requests on one stream until it ends, idles too long, or breaks the protocol."""
-        stream = FramedStream(reader, writer, self._line)
+        stream = FramedStream(reader, writer, self._line, nearby=nearby)
         if self._closed or self._incoming[peer] >= self._limits.max_streams_per_peer or not self._make_room(peer):
             stream.abort()
             return
@@ -260,9 +282,7 @@ class Libp2pTransport(CommonTransport):
             return body_read or await self._drain(stream, envelope)
         finally:
             self._answering.discard(stream)
-            name = self._desk.traffic_name(envelope.method)
-            self.traffic.add_received(name, stream.bytes_received - received)
-            self.traffic.add_sent(name, stream.bytes_sent - sent)
+            self._count(self._desk.traffic_name(envelope.method), stream, sent, received)
 
     async def _write_answer(self, stream: FramedStream, payload: bytes, answer: Message) -> None:
         progress, size = self._limits.progress_seconds, sum(tensor.nbytes for tensor in answer.tensors)

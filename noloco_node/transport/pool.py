@@ -13,6 +13,8 @@ from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pacing import UNBOUNDED, Line
 from noloco_node.transport.streams import FramedStream
 
+Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+"""This end of a stream: what is read from it, and written to it."""
 StreamHandler = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 """A function that serves one incoming stream of an authenticated peer until it returns."""
 
@@ -25,7 +27,7 @@ class StreamHost(Protocol):
         """This node's peer id."""
         ...
 
-    async def open_stream(self, peer: PeerId, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def open_stream(self, peer: PeerId, protocol: str) -> Ends:
         """Open a stream; `PeerUnreachable` if that fails. Cancelling leaves nothing open."""
         ...
 
@@ -65,9 +67,17 @@ class StreamPool:
     """Lends streams. At most `per_peer` to one peer at a time; an idle one is closed after `idle_seconds`."""
 
     def __init__(
-        self, host: StreamHost, protocol: str, per_peer: int, idle_seconds: float, line: Line = UNBOUNDED
+        self,
+        host: StreamHost,
+        protocol: str,
+        per_peer: int,
+        idle_seconds: float,
+        line: Line = UNBOUNDED,
+        nearby: Callable[[PeerId], Awaitable[Ends | None]] | None = None,
     ) -> None:
+        """`nearby` opens streams to peers of this machine, and says None to all others."""
         self._host = host
+        self._nearby = nearby
         self._line = line
         self._protocol = protocol
         self._per_peer = per_peer
@@ -122,7 +132,9 @@ class StreamPool:
     async def _open(self, peer: PeerId) -> Lease:
         if self._closed:
             raise PeerUnreachable("this transport is closed")
-        stream = FramedStream(*await self._host.open_stream(peer, self._protocol), self._line)
+        ends = await self._nearby(peer) if self._nearby is not None else None
+        there = ends or await self._host.open_stream(peer, self._protocol)
+        stream = FramedStream(*there, self._line, nearby=ends is not None)
         if self._closed:
             stream.abort()
             raise PeerUnreachable("this transport is closed")

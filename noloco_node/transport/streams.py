@@ -49,11 +49,20 @@ class StreamStalled(Exception):
 class FramedStream:
     """One stream to one peer. Not safe for two readers or two writers at once; one of each is fine."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: Line = UNBOUNDED) -> None:
-        """`line` bounds what goes over it, with all other streams of this node."""
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        line: Line = UNBOUNDED,
+        *,
+        nearby: bool = False,
+    ) -> None:
+        """`line` bounds what goes over it, with all other streams of this node. A stream to a peer `nearby`, on this
+        machine, does not cross it."""
         self._reader = reader
         self._writer = writer
-        self._line = line
+        self._line = UNBOUNDED if nearby else line
+        self.nearby = nearby
         self.at_once = 0
         """Messages of up to so many bytes do not wait for their turn on the line."""
         self._ahead = bytearray()

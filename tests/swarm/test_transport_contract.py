@@ -1,4 +1,5 @@
-"""What every transport promises, tested alike in memory and on real p2pd processes, on uvloop as nodes run it."""
+"""What every transport promises, tested alike in memory, between nodes of one machine and on real p2pd processes, on
+uvloop as nodes run it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from noloco_node.transport.errors import (
 )
 from noloco_node.transport.messages import WIRE_DTYPES, JsonObject, Message, TensorSpec
 from tests.support import eventually, nothing_left_behind
-from tests.swarm.worlds import World, memory_world, real_world
+from tests.swarm.worlds import World, memory_world, nearby_world, real_world
 
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (3, 0, 2), (5, 7), (2, 3, 4, 5), (300_001,))
 
@@ -34,11 +35,11 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     return uvloop.EventLoopPolicy()
 
 
-@pytest.fixture(params=["memory", pytest.param("p2pd", marks=pytest.mark.daemons)])
+@pytest.fixture(params=["memory", "nearby", pytest.param("p2pd", marks=pytest.mark.daemons)])
 async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
-    """The two worlds."""
-    if request.param == "memory":
-        async with memory_world() as made:
+    """The three worlds."""
+    if request.param != "p2pd":
+        async with memory_world() if request.param == "memory" else nearby_world() as made:
             yield made
         return
     with nothing_left_behind():

@@ -1,4 +1,4 @@
-"""Two worlds that must behave alike: transports in memory, and on real p2pd processes."""
+"""Three worlds that must behave alike: transports in memory, on real p2pd processes, and without one on one machine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from typing import Any
 
 import torch
 
+from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.keys import Identity, identity_of_seed, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.peers.stats import PeerStats
+from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from noloco_node.transport.pacing import UNBOUNDED, Line
+from noloco_node.transport.pool import Ends, StreamHandler
+from noloco_node.transport.same_machine import SameMachine
 from noloco_node.transport.server import TransportLimits
 
 LIMITS = TransportLimits(max_body_bytes=96 << 20, progress_seconds=2.0, idle_seconds=4.0)
@@ -100,3 +105,63 @@ async def real_world(folder: Path) -> AsyncIterator[World]:
         finally:
             await caller.close()
             await server.close()
+
+
+class NoHost:
+    """A `StreamHost` that reaches nobody."""
+
+    def __init__(self, own_id: PeerId) -> None:
+        self.own_id = own_id
+
+    async def open_stream(self, peer: PeerId, protocol: str) -> Ends:
+        """See `StreamHost.open_stream`."""
+        raise PeerUnreachable(f"{peer}: no p2pd for {protocol}")
+
+    async def serve_streams(self, protocol: str, handler: StreamHandler) -> None:
+        """See `StreamHost.serve_streams`."""
+
+    async def stop_serving(self, protocol: str) -> None:
+        """See `StreamHost.stop_serving`."""
+
+
+class Mortal(SameMachine):
+    """May die as a process does: all its streams end, and nobody finds it any more."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self._taken_here: list[asyncio.StreamWriter] = []
+
+    async def serve(self, handler: StreamHandler, within: float) -> None:
+        """See `SameMachine.serve`."""
+
+        async def noted(peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._taken_here.append(writer)
+            await handler(peer, reader, writer)
+
+        await super().serve(noted, within)
+
+    def die(self) -> None:
+        """Now."""
+        self.close()
+        for writer in self._taken_here:
+            writer.transport.abort()
+
+
+@contextlib.asynccontextmanager
+async def nearby_world(line: Line = UNBOUNDED) -> AsyncIterator[World]:
+    """Both transports on one machine, without any p2pd; `line` is the caller's."""
+    one, two = (identity_of_seed(ambient.token(16).encode()) for _ in range(2))
+    served = Mortal(one)
+    server = Libp2pTransport(NoHost(one.peer_id), LIMITS, one, nearby=served)
+    caller = Libp2pTransport(NoHost(two.peer_id), LIMITS, two, line, nearby=SameMachine(two))
+    await server.start()
+    await caller.start()
+
+    async def kill() -> None:
+        served.die()
+
+    try:
+        yield World(caller, server, kill, real=True)
+    finally:
+        await caller.close()
+        await server.close()
