@@ -26,7 +26,7 @@ from noloco_node.data.reading import held_out_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.launch.local_swarm import STOP_SECONDS, LocalSwarm, Observer, SwarmNode
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.events import Evaluation, InnerStep, OuterStep, read_events
 from noloco_node.telemetry.summary import Summary
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import PACED
@@ -129,6 +129,10 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     books = summary.microbatches
     assert books.drawn == books.trained + books.dropped + books.held_at_end > 0
     assert set(summary.distinct_partners.values()) == {1}
+    for name in ("s0-r0", "s1-r0"):
+        account = last_account(read_events(folder / "nodes" / name / "events.jsonl"))
+        carried = account.bytes_sent["microbatches"] + account.bytes_received["microbatches"]
+        assert account.bytes_nearby > 0.9 * carried > 0, "nodes of one machine talk without p2pd"
     assert summary.tokens < 1.1 * 49_152, "all began together, so the clock is what was trained"
     assert summary.validation_loss is not None
     assert summary.validation_loss_merged is not None

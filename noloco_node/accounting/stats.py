@@ -66,6 +66,7 @@ class NodeStats:
                 refused={reason.value: count for reason, count in self._transport.refusals_given.items()},
                 bytes_sent=_bytes_by_kind(traffic.sent),
                 bytes_received=_bytes_by_kind(traffic.received),
+                bytes_nearby=traffic.nearby,
                 nodes_per_stage=self._membership.nodes_per_stage(),
                 replicas_error=self._membership.replicas().error,
                 missing_stages=self._missing.stages,

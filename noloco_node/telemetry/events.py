@@ -235,6 +235,8 @@ class Account(Event):
     """By kind: microbatches (activations and labels one way, gradients the other), exchange, state, directory, relayed
     (what others send each other through this node), other."""
     bytes_received: dict[str, int]
+    bytes_nearby: int = 0
+    """Of both, what stayed on this machine, between nodes of one user: it crossed no line."""
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""
     replicas_error: float = 0.0

@@ -51,6 +51,29 @@ class AllAnswer(PeerStats):
         return True
 
 
+class Mortal(SameMachine):
+    """May die as a process does: all its streams end, and nobody finds it any more."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self._taken_here: list[asyncio.StreamWriter] = []
+
+    async def serve(self, handler: StreamHandler, within: float) -> None:
+        """See `SameMachine.serve`."""
+
+        async def noted(peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._taken_here.append(writer)
+            await handler(peer, reader, writer)
+
+        await super().serve(noted, within)
+
+    def die(self) -> None:
+        """Now."""
+        self.close()
+        for writer in self._taken_here:
+            writer.transport.abort()
+
+
 @dataclass
 class World:
     """Two nodes: `caller` calls, `server` serves; `kill_server` is a sudden death."""
@@ -60,6 +83,8 @@ class World:
     kill_server: Callable[[], Awaitable[None]]
     real: bool
     daemons: tuple[PrivateP2P, ...] = ()
+    near: Mortal | None = None
+    """By what the server is found on this machine, if it is."""
 
     async def call(self, method: str, *tensors: torch.Tensor, **options: Any) -> Message:
         """A call with generous deadlines; `header` and any deadline may be given."""
@@ -86,14 +111,15 @@ async def memory_world() -> AsyncIterator[World]:
 
 
 @contextlib.asynccontextmanager
-async def real_world(folder: Path) -> AsyncIterator[World]:
-    """Each transport on a p2pd of its own."""
+async def real_world(folder: Path, *, nearby: bool = False) -> AsyncIterator[World]:
+    """Each transport on a p2pd of its own; `nearby`: found on this machine besides."""
     keys = [load_or_create_identity(folder / name) for name in ("server.key", "caller.key")]
     async with (
         running_p2p(NodeSettings(), keys[0]) as one,
         running_p2p(NodeSettings(initial_peers=tuple(one.visible_addresses())), keys[1]) as two,
     ):
-        server, caller = Libp2pTransport(one, LIMITS), Libp2pTransport(two, LIMITS)
+        near, callers = (Mortal(keys[0]), SameMachine(keys[1])) if nearby else (None, None)
+        server, caller = Libp2pTransport(one, LIMITS, nearby=near), Libp2pTransport(two, LIMITS, nearby=callers)
         await asyncio.gather(server.start(), caller.start())
 
         async def kill() -> None:
@@ -101,7 +127,7 @@ async def real_world(folder: Path) -> AsyncIterator[World]:
             await one.wait_until_dead()
 
         try:
-            yield World(caller, server, kill, real=True, daemons=(one, two))
+            yield World(caller, server, kill, real=True, daemons=(one, two), near=near)
         finally:
             await caller.close()
             await server.close()
@@ -122,29 +148,6 @@ class NoHost:
 
     async def stop_serving(self, protocol: str) -> None:
         """See `StreamHost.stop_serving`."""
-
-
-class Mortal(SameMachine):
-    """May die as a process does: all its streams end, and nobody finds it any more."""
-
-    def __init__(self, identity: Identity) -> None:
-        super().__init__(identity)
-        self._taken_here: list[asyncio.StreamWriter] = []
-
-    async def serve(self, handler: StreamHandler, within: float) -> None:
-        """See `SameMachine.serve`."""
-
-        async def noted(peer: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._taken_here.append(writer)
-            await handler(peer, reader, writer)
-
-        await super().serve(noted, within)
-
-    def die(self) -> None:
-        """Now."""
-        self.close()
-        for writer in self._taken_here:
-            writer.transport.abort()
 
 
 @contextlib.asynccontextmanager

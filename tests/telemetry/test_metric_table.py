@@ -27,6 +27,7 @@ OF_THE_DAEMON = {
     "noloco_state_download_ratio",
     "noloco_moves_total",
     "noloco_warnings_total",
+    "noloco_nearby_bytes_total",
     "noloco_p2pd_restarts_total",
     "noloco_model_flop_total",
     "noloco_model_flop_utilization_ratio",
