@@ -1,6 +1,6 @@
 """Two replicas of one stage in two processes, each on a p2pd of its own: `benchmarks.outer` measures between them.
 
-They have a stage with its optimizer, its exchanger and its donor as a node has them, and train nothing. The other
+They have a stage with its optimizer, its outer steps and its donor as a node has them, and train nothing. The other
 process is told by requests over the same transport which stage to hold.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.command import command, parser_of
 from benchmarks.other_process import other_process
 from noloco_node.aio import Pulse, cancel_and_wait
-from noloco_node.averaging.participant import Averaging
+from noloco_node.averaging.step import Averaging
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
@@ -118,7 +118,7 @@ class HeldReplica:
         )
         clocks = PeerClocks(math.inf, lambda: self.worker.progress.clock, lambda: (), lambda: ())
         self.averaging = Averaging(context, clocks, self._steps.put_nowait, lambda _reason, _steps: None)
-        self.averaging.exchanger.begin_last_round()  # so that it steps whenever it is asked
+        self.averaging.side.begin_last_round()  # so that it steps whenever it is asked
         self.giving = StateTransfer(context, lambda claimed: claimed, nobody_relayed)
         for participant in (self.averaging, self.giving):
             self._served += participant.serve()
@@ -143,7 +143,7 @@ class HeldReplica:
         while not self._steps.empty():
             self._steps.get_nowait()
         for _ in range(DIALS):  # the other side may still be at its last commit
-            committed = await self.averaging.exchanger.dial(peer)
+            committed = await self.averaging.dial(peer)
             if not self._steps.empty():
                 step = self._steps.get_nowait()
                 if not committed:

@@ -140,15 +140,15 @@ async def _outer_step() -> list[str]:
     spec = micro_spec(stages=1, outer=rule, limits=LimitsSpec(record_seconds=3, grace_seconds=1))
     with _watched() as visited:
         async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
-            running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
+            running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
             for replica in made.replicas:
                 replica.averaging.open()
                 assert replica.pipeline.origin is not None
                 for _ in range(4):
                     await replica.pipeline.origin.train_one()
             with visited.recording():
-                assert await made.replicas[0].averaging.exchanger.dial(peer_name(0, 1))
-                await eventually(lambda: not any(r.averaging.exchanger.engaged for r in made.replicas))
+                assert await made.replicas[0].averaging.dial(peer_name(0, 1))
+                await eventually(lambda: not any(r.averaging.under_way for r in made.replicas))
             for task in running:
                 task.cancel()
             return list(visited.of_package())

@@ -78,7 +78,7 @@ class Node:
         for _ in range(microbatches):
             assert await self.replica.pipeline.origin.train_one()
             if self.replica.pipeline.ledger.trained % 5 == 0:
-                await self.replica.averaging.exchanger.step_alone()
+                await self.replica.averaging.step_alone()
 
     async def whole(self) -> tuple[object, dict[str, torch.Tensor]]:
         """Everything, to compare."""

@@ -30,6 +30,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import load_exported
 from noloco_node.model.stage import build_stage
 from noloco_node.node.replica import Replica
+from noloco_node.pipeline.evaluation import evaluate
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.state_transfer.given_copies import GivenCopies
@@ -170,7 +171,7 @@ async def test_the_export_loses_what_the_swarm_measures_at_the_same_weights(tmp_
         origins = [head.pipeline.origin for head in heads if head.pipeline.origin is not None]
         for head in heads:
             await head.membership.refresh()
-        sums = [(await origin.evaluate(rows))[0] for origin in origins]
+        sums = [(await evaluate(origin, rows, 4))[0] for origin in origins]
         export(await swarm.gather(tmp_path / "spool"), tmp_path / "out", "mean", lambda _: None)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():

@@ -60,7 +60,7 @@ async def two_replicas(codec: str, inner: dict[str, object]) -> AsyncIterator[Wo
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=60, record_seconds=3, grace_seconds=1),
     )
     async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
         for replica in made.replicas:
             replica.averaging.open()
         yield made
@@ -90,7 +90,7 @@ async def one_round(made: World, number: int) -> dict[str, Any]:
         for _ in range(steps):
             await replica.pipeline.origin.train_one()
     dialler = number % 2
-    assert await made.replicas[dialler].averaging.exchanger.dial(peer_name(0, 1 - dialler), PARTS[number % len(PARTS)])
+    assert await made.replicas[dialler].averaging.dial(peer_name(0, 1 - dialler), PARTS[number % len(PARTS)])
     await eventually(lambda: all(len(events_of(made, side, OuterStep)) == number + 1 for side in (0, 1)))
     averaged = [events_of(made, side, OuterStep)[-1] for side in (0, 1)]
     return {

@@ -15,7 +15,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.exporting.card import model_card
 from noloco_node.exporting.evaluation import Bench, HeldOut
 from noloco_node.exporting.gathered import Gathered
-from noloco_node.pipeline.evaluation import Evaluations
+from noloco_node.pipeline.evaluation import Evaluations, evaluate
 from noloco_node.report.folder import read_folder
 from noloco_node.report.page import page
 from noloco_node.telemetry.events import Evaluation as Told
@@ -44,9 +44,9 @@ async def test_each_sources_loss_is_measured_through_the_swarm_and_together_they
         await head.membership.refresh()
         assert head.pipeline.origin is not None
         samples = replace(samples_of(Drawn()), held_out=rows, held_out_of=SOURCES)
-        await Evaluations(head.pipeline.origin, samples, head.worker, 1, told.append).last()
-        alone = [(await head.pipeline.origin.evaluate(own))[0] for own in (rows[:5], rows[5:])]
-        [(whole, tokens)] = await head.pipeline.origin.evaluate(rows)
+        await Evaluations(head.pipeline.origin, samples, head.worker, spec, told.append).last()
+        alone = [(await evaluate(head.pipeline.origin, own, 4))[0] for own in (rows[:5], rows[5:])]
+        [(whole, tokens)] = await evaluate(head.pipeline.origin, rows, 4)
     [evaluation] = told
     assert [(each.source, each.tokens) for each in evaluation.sources] == [
         ("web", 5 * LENGTH),

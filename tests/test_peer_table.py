@@ -8,7 +8,7 @@ from pathlib import Path
 from noloco_node.peer_table import PeerTable, PeerTimes
 
 PACKAGE = Path(__file__).parent.parent / "noloco_node"
-BY_BYTES = "pipeline/ledger.py"
+BY_BYTES = "pipeline/server.py"
 """Answers, which count in bytes."""
 
 

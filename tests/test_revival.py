@@ -75,7 +75,7 @@ async def trained_world(
             for _ in range(4):
                 assert await replica.pipeline.origin.train_one()
         for replica in made.replicas[:-1]:
-            await replica.averaging.exchanger.step_alone()
+            await replica.averaging.step_alone()
             await replica.membership.announce(PeerState.TRAINING)
         heartbeats = [asyncio.create_task(replica.membership.run()) for replica in made.replicas[:2]]
         try:

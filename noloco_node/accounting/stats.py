@@ -48,7 +48,7 @@ class NodeStats:
         since the last one."""
         progress, traffic, conduct = self._worker.progress, self._transport.traffic, self._transport.conduct
         pipeline, ledger, downstream = self._pipeline, self._pipeline.ledger, self._pipeline.downstream
-        for detail in pipeline.origin.passed_over() if pipeline.origin else ():
+        for detail in pipeline.passed_over():
             self._emit(Warned(what="text_damaged", detail=detail))
         self._emit(
             Account(
@@ -76,7 +76,7 @@ class NodeStats:
                 in_hand=pipeline.in_hand,
                 queued=self._worker.queued,
                 hop_seconds=downstream and downstream.hop_seconds.distribution(),
-                data_wait_seconds=pipeline.origin.data_wait_seconds if pipeline.origin else 0.0,
+                data_wait_seconds=pipeline.data_wait_seconds,
                 directory_records=len(self._membership.others()),
                 directory_age_seconds=self._membership.directory_age,
                 text_slots=self._membership.text.counts if self._membership.text else {},
@@ -86,7 +86,7 @@ class NodeStats:
                     bans=dict(conduct.bans),
                     banned_now=conduct.banned_now,
                     audits=dict(downstream.auditor.findings) if downstream else {},
-                    set_aside_now=downstream.set_aside_now if downstream else 0,
+                    set_aside_now=pipeline.book.set_aside_now,
                     no_room=dict(self._membership.no_room),
                     bounded={"activations": pipeline.server.out_of_scale, **self._worker.bounded},
                 ),

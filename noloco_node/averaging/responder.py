@@ -22,7 +22,7 @@ from noloco_node.averaging.messages import (
     Proposal,
     check_proposal,
 )
-from noloco_node.averaging.session import Session, account_of, failure_of, opened_late, opening_of, overdue
+from noloco_node.averaging.session import Session, failure_of, opened_late, opening_of, overdue
 from noloco_node.averaging.side import Side
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
@@ -114,7 +114,7 @@ class Responder:
             dialler=peer,
             dialling=engagement.session.partner if engagement.session else None,
             exchange_open=False,
-            too_often=not weightless and side.partners.too_many(*account_of(peer, side.transport, side.stage_peers)),
+            too_often=not weightless and side.partners.too_many(*side.account_of(peer)),
             steps_since_outer=side.window.inner_steps if weightless else progress.steps_since(proposal.fragment),
             window=side.window,
             last_round=side.last_round,
@@ -164,7 +164,7 @@ class Responder:
         self._check_still_open(session)
 
         def work() -> tuple[tuple[Tensor, ...], float | None]:
-            own = side.begin(session)
+            own = side.open(session)
             outer.agree(tensors[1:])
             return own, side.bounds[session.part].difference.bound(outer.own_motion()) if session.gives_only else None
 

@@ -15,9 +15,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
 from noloco_node.outer.gauge import gauge_coordinates, spread
-from noloco_node.outer.replica import NotFinite, OuterReplica, Part
+from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.outer.update import token_weights
-from noloco_node.peers.partners import STRANGERS, Partners
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import Commit, Snapshot
@@ -128,17 +127,8 @@ class Session:
         self.last_progress = ambient.monotonic()
 
 
-def begin(outer: OuterReplica, session: Session, coordinates: int) -> tuple[Tensor, ...]:
-    """On the arithmetic's thread: open the outer step on the snapshot; the gauge and, if any, the sketch."""
-    part = session.part
-    outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
-    places = gauge_coordinates(session.exchange, part.size, coordinates)
-    gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
-    return (gauge, sketch) if sketch.numel() else (gauge,)
-
-
 def opening_specs(codec: Codec, size: int, coordinates: int) -> tuple[TensorSpec, ...]:
-    """What must travel at the opening of an exchange of `size` weights: what `begin` gives."""
+    """What must travel at the opening of an exchange of `size` weights: what `Side.open` gives."""
     gauge, sketch = gauge_coordinates("", size, coordinates).numel(), codec.sketch_elements(size)
     return tuple(TensorSpec("fp32", (elements,)) for elements in (gauge, sketch) if elements)
 
@@ -208,35 +198,6 @@ async def say_goodbye(transport: Transport, session: Session) -> None:
         await call(transport, session.partner, LEAVE, LeaveExchange(exchange=session.exchange), seconds=LEAVE_SECONDS)
     except (Refused, TransportError) as error:
         logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
-
-
-def account_of(dialler: PeerId, transport: Transport, stage_peers: int) -> tuple[PeerId, int]:
-    """The name under which exchanges of `dialler` are booked, and the number of parts that this name has one of."""
-    return (dialler, stage_peers) if transport.peer_stats.has_worked(dialler) else (STRANGERS, 1)
-
-
-def remember(session: Session, transport: Transport, partners: Partners, stage_peers: int, *, committed: bool) -> None:
-    """What the end of an exchange or of a step alone says of the partner; `stage_peers` live beside this replica."""
-    now = ambient.monotonic()
-    seconds = now - session.started
-    if session.gives_only:
-        partners.gave(seconds, now)
-    elif session.role == "dialled":
-        for account, parts in {account_of(session.partner, transport, stage_peers), (session.partner, stage_peers)}:
-            partners.made(account, parts, seconds, committed=committed)
-    elif session.paired and committed:
-        partners.dialled(session.partner, stage_peers, seconds)
-    if committed and not session.gives_only:
-        partners.stepped(now)
-    if not session.paired:
-        return
-    if not committed:
-        partners.lost(session.partner, seconds, now)
-        transport.peer_stats.idle(session.partner)
-        return
-    partners.committed(session.partner)
-    if not session.gives_only:  # what was given shows work only of a newcomer in line: see `Side.measure`
-        transport.peer_stats.worked(session.partner)
 
 
 def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement: Judgement) -> OuterStep:

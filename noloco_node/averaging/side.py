@@ -1,43 +1,80 @@
-"""What a replica brings to an exchange, whichever side dialled: how one begins, is committed, and comes to its end."""
+"""What a replica brings to an exchange, whichever side dialled: how one begins, is committed, and comes to its end.
+
+The arithmetic of an open outer step runs on a thread of its own. A number that is not finite is blamed on the side it
+came from.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.averaging.arithmetic import Arithmetic
+from noloco_node.ambient import OneByOne
 from noloco_node.averaging.engagement import Change, Engagement, Phase
 from noloco_node.averaging.matchmaking import Window
-from noloco_node.averaging.session import (
-    Session,
-    abort_event,
-    begin,
-    commit_event,
-    opening_specs,
-    remember,
-)
+from noloco_node.averaging.session import Session, abort_event, commit_event, opening_specs
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
-from noloco_node.outer.replica import Part
+from noloco_node.outer.gauge import gauge_coordinates
+from noloco_node.outer.replica import NotFinite, Part
 from noloco_node.participant import ReplicaContext
-from noloco_node.peers.partners import Partners
+from noloco_node.peers.partners import STRANGERS, Partners
 from noloco_node.peers.probation import Meeting, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
-from noloco_node.transport.calls import floor_of
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.transport.calls import BadAnswer, floor_of, judging
 from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+THREAD = "outer"
+
+
+class Arithmetic:
+    """One piece after another: what a closed session left there is done before the next session clears the buffers."""
+
+    def __init__(self, transport: Transport, worker: StageWorker) -> None:
+        self._transport = transport
+        self._worker = worker
+        self._thread = OneByOne(THREAD)
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """What `work` returns, or raises."""
+        return await self._thread.do(work)
+
+    async def take_in(self, partner: PeerId, work: Callable[[], None]) -> None:
+        """Arithmetic on what the partner has answered. Raises ProtocolViolation, booked against the partner, where that
+        is not finite; NotFinite where this replica's own weights are not, for which it must blame nobody."""
+        with judging(self._transport, partner, "exchange"):
+            try:
+                await self.do(work)
+            except NotFinite as error:
+                if not await self.own_is_finite():
+                    raise
+                raise BadAnswer(str(error)) from None
+
+    async def own_is_finite(self) -> bool:
+        """Whether this replica's own weights of the open step are."""
+        return math.isfinite(await self.do(self._worker.outer.own_motion))
+
+    def stop(self) -> None:
+        """End the thread once the piece under way is done; the others are not begun."""
+        self._thread.stop()
+
 
 class Side:
-    """One replica in its outer steps; see `Exchanger`, which is what others use."""
+    """One replica in its outer steps: what it is engaged in, what it knows of its partners, and its bounds on them."""
 
     def __init__(
         self,
@@ -90,9 +127,14 @@ class Side:
         size = codec.wire_elements(part.size) * codec.wire_dtype.itemsize
         return floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds)
 
-    def begin(self, session: Session) -> tuple[Tensor, ...]:
-        """On the arithmetic's thread: open the outer step; what travels at the opening."""
-        return begin(self.worker.outer, session, self.spec.outer.gauge_coordinates)
+    def open(self, session: Session) -> tuple[Tensor, ...]:
+        """On the arithmetic's thread: open the outer step on the snapshot. What travels at the opening: the gauge and,
+        if the codec needs one, the sketch."""
+        outer, part = self.worker.outer, session.part
+        outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
+        places = gauge_coordinates(session.exchange, part.size, self.spec.outer.gauge_coordinates)
+        gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
+        return (gauge, sketch) if sketch.numel() else (gauge,)
 
     def opening_specs(self, part: Part) -> tuple[TensorSpec, ...]:
         """The shapes and types of the tensors that travel at the opening."""
@@ -194,10 +236,37 @@ class Side:
             return
         committed = self.engagement.phase is Phase.COMMITTING
         self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
-        remember(session, self.transport, self.partners, self.stage_peers, committed=committed)
+        self._remember(session, committed=committed)
         if session.paired:
             self.free_since(self.worker.progress.steps)
         self._moved.fire()
+
+    def account_of(self, dialler: PeerId) -> tuple[PeerId, int]:
+        """The name under which exchanges of `dialler` are booked, and the number of parts that this name has one of."""
+        return (dialler, self.stage_peers) if self.transport.peer_stats.has_worked(dialler) else (STRANGERS, 1)
+
+    def _remember(self, session: Session, *, committed: bool) -> None:
+        """What the end of an exchange or of a step alone says of the partner."""
+        partners, stage_peers, now = self.partners, self.stage_peers, ambient.monotonic()
+        seconds = now - session.started
+        if session.gives_only:
+            partners.gave(seconds, now)
+        elif session.role == "dialled":
+            for account, parts in {self.account_of(session.partner), (session.partner, stage_peers)}:
+                partners.made(account, parts, seconds, committed=committed)
+        elif session.paired and committed:
+            partners.dialled(session.partner, stage_peers, seconds)
+        if committed and not session.gives_only:
+            partners.stepped(now)
+        if not session.paired:
+            return
+        if not committed:
+            partners.lost(session.partner, seconds, now)
+            self.transport.peer_stats.idle(session.partner)
+            return
+        partners.committed(session.partner)
+        if not session.gives_only:  # what was given shows work only of a newcomer in line: see `measure`
+            self.transport.peer_stats.worked(session.partner)
 
     async def stop(self) -> None:
         """Wait for a commit that is being applied, and end the thread of the arithmetic."""

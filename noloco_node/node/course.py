@@ -6,14 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from noloco_node.averaging.exchange import Exchanger
+from noloco_node.averaging.step import Averaging
 from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerState
 from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.evaluation import Evaluations
-from noloco_node.pipeline.source import MicrobatchSource
+from noloco_node.pipeline.microbatch import MicrobatchSource
 from noloco_node.placement.run_end import EndOfRun
 from noloco_node.placement.start_barrier import CommonStart, MissingStages
 
@@ -36,7 +36,7 @@ class ReplicaCourse:
         self,
         context: ReplicaContext,
         membership: Membership,
-        exchanger: Exchanger,
+        averaging: Averaging,
         outer_steps: OuterSteps,
         end: EndOfRun,
         missing: MissingStages,
@@ -46,7 +46,7 @@ class ReplicaCourse:
     ) -> None:
         self._context = context
         self._membership = membership
-        self._exchanger = exchanger
+        self._averaging = averaging
         self._outer_steps = outer_steps
         self._end = end
         self._missing = missing
@@ -66,8 +66,8 @@ class ReplicaCourse:
         """Go to the run's end. When told to stop it ends without a word: a node that only leaves must not tell the
         others that the run is over."""
         if self._origin is not None and self._samples is not None:
-            context, every = self._context, self._context.spec.evaluation.every_tokens
-            evaluations = Evaluations(self._origin, self._samples, context.worker, every, context.emit)
+            context = self._context
+            evaluations = Evaluations(self._origin, self._samples, context.worker, context.spec, context.emit)
             await self._train(self._origin, evaluations)
             if self.stop.is_set():
                 return
@@ -123,7 +123,7 @@ class ReplicaCourse:
         """Average once more with a peer that is still there, and stay for stage peers that have not had their last
         step."""
         membership, moved = self._membership, self._context.moved
-        self._exchanger.begin_last_round()
+        self._averaging.side.begin_last_round()
         await membership.announce(PeerState.FINISHING)
         moved.fire()
         try:
@@ -131,12 +131,12 @@ class ReplicaCourse:
                 while not self._outer_steps.last_taken:
                     await moved.wait()
                 await membership.announce(PeerState.DRAINING)
-                while membership.stage_peers(PeerState.TRAINING, PeerState.FINISHING) or self._exchanger.engaged:
+                while membership.stage_peers(PeerState.TRAINING, PeerState.FINISHING) or self._averaging.under_way:
                     await membership.refresh()
                     await moved.wait(LAST_LOOK_SECONDS)
         except TimeoutError:
             logger.info(
                 "the grace time is over: leaving with %d stage peers still there", len(membership.stage_peers())
             )
-        if not self._outer_steps.last_taken and not self._exchanger.engaged:
-            await self._exchanger.step_alone()
+        if not self._outer_steps.last_taken and not self._averaging.under_way:
+            await self._averaging.step_alone()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from noloco_node import ambient
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
-from noloco_node.averaging.participant import Averaging
+from noloco_node.averaging.step import Averaging
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.directory.records import SERVING, PeerState
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class OuterSteps:
-    """Drives the exchanger of one replica. `moved` fires whenever a decision may have become another."""
+    """Has one replica take its outer steps. `moved` fires whenever a decision may have become another."""
 
     def __init__(
         self,
@@ -48,8 +48,9 @@ class OuterSteps:
         self._moved = context.moved
         self._emit = context.emit
         self._membership = membership
+        self._averaging = averaging
+        self._side = averaging.side
         self._standing = averaging.standing
-        self._exchanger = averaging.exchanger
         self._copier = copier
         self._pace = pace
         self._behind = behind
@@ -69,17 +70,17 @@ class OuterSteps:
         loop = asyncio.get_running_loop()
         next_try = 0.0
         while True:
-            if (ahead := self._exchanger.take_catch_up()) is not None:
+            if (ahead := self._side.take_catch_up()) is not None:
                 await self.catch_up(ahead)
             now = loop.time()
-            decision = decide(self.pairing_state(next_try), self._exchanger.window, now=now, rng=self._rng)
+            decision = decide(self.pairing_state(next_try), self._side.window, now=now, rng=self._rng)
             if isinstance(decision, Dial):
-                window = self._exchanger.window.inner_steps * self._pace.step_seconds
+                window = self._side.window.inner_steps * self._pace.step_seconds
                 self._transport.peer_stats.asked(decision.partner, window)
-                if not await self._exchanger.dial(decision.partner, decision.fragment):
+                if not await self._averaging.dial(decision.partner, decision.fragment):
                     next_try = loop.time() + retry_delay(self._pace.step_seconds, self._rng)
             elif isinstance(decision, StepAlone):
-                await self._exchanger.step_alone(decision.fragment)
+                await self._averaging.step_alone(decision.fragment)
             else:
                 await self._moved.wait(next_try - now if next_try > now else None)
 
@@ -87,19 +88,19 @@ class OuterSteps:
         """Stage peers that are worth dialling now."""
         stage_peers, newcomers = self._membership.partners(*states), self._membership.newcomers()
         counting = self._standing.partners(stage_peers, newcomers, self._worker.progress.steps)
-        ready = self._exchanger.partners.ready(counting, ambient.monotonic())
-        others, known = self._exchanger.stage_peers, self._exchanger.partners
+        ready = self._side.partners.ready(counting, ambient.monotonic())
+        others, known = self._side.stage_peers, self._side.partners
         return [peer for peer in ready if not known.too_slow(peer, others)]
 
     def pairing_state(self, next_try: float) -> PairingState:
         """What the next decision depends on; `next_try` in seconds of the event loop."""
-        last_round = self._exchanger.last_round
+        last_round = self._side.last_round
         states = (*SERVING, PeerState.DRAINING) if last_round else SERVING
         return PairingState(
             steps_since_outer=self._worker.progress.steps_since_outer,
-            steps_free=self._worker.progress.steps - self._exchanger.free_since_step,
+            steps_free=self._worker.progress.steps - self._side.free_since_step,
             stage_peers=lambda: self.worth_dialling(*states),
-            engaged=self._exchanger.engaged or self._membership.state is PeerState.DRAINING,
+            engaged=self._averaging.under_way or self._membership.state is PeerState.DRAINING,
             next_try=next_try,
             last_round=last_round,
             behind=self._behind.stands_back,
@@ -108,7 +109,7 @@ class OuterSteps:
         )
 
     def _weights(self, stage_peers: Sequence[PeerId]) -> list[float]:
-        return self._exchanger.partners.weights(stage_peers, self.relayed(), ambient.monotonic())
+        return self._side.partners.weights(stage_peers, self.relayed(), ambient.monotonic())
 
     async def catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""
@@ -116,7 +117,7 @@ class OuterSteps:
             return
         started = ambient.monotonic()
         try:
-            with self._exchanger.taking_state():
+            with self._averaging.taking_state():
                 manifest = await self._copier.copy_from(partner, self._membership.stage_peers(*SERVING))
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
@@ -129,7 +130,7 @@ class OuterSteps:
 
     def begin_on_probation(self) -> None:
         """The state is a stage peer's copy."""
-        self._exchanger.partners.forget_distances()
+        self._side.partners.forget_distances()
         self._standing.begin(self._worker.progress.steps)
 
     def probation_ended(self, reason: Ending, steps: int) -> None:
@@ -138,10 +139,10 @@ class OuterSteps:
 
     def taken(self, event: OuterStep) -> None:
         """An outer step was committed, or an exchange that was agreed came to nothing."""
-        if self._exchanger.last_round and event.kind != "aborted" and event.fragment is None:
+        if self._side.last_round and event.kind != "aborted" and event.fragment is None:
             self.last_taken = True
         if event.kind == "paired" and event.partner is not None:
-            carried, known = event.bytes_sent + event.bytes_received, self._exchanger.partners
+            carried, known = event.bytes_sent + event.bytes_received, self._side.partners
             known.exchanged(PeerId(event.partner), event.seconds, carried, ambient.monotonic())
         self._emit(event)
 

@@ -16,7 +16,7 @@ from noloco_node import ambient
 from noloco_node.accounting.activity import Activity, doing, facts_of
 from noloco_node.accounting.stats import NodeStats
 from noloco_node.aio import Pulse, cancel_and_wait
-from noloco_node.averaging.participant import Averaging
+from noloco_node.averaging.step import Averaging
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
@@ -151,7 +151,7 @@ class Replica:
         return ReplicaCourse(
             self.context,
             self.membership,
-            self.averaging.exchanger,
+            self.averaging,
             self.outer_steps,
             self.end,
             self.missing,

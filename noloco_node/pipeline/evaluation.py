@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from noloco_node.aio import Pulse
-from noloco_node.data.samples import Samples
+from torch import Tensor
+
+from noloco_node.aio import Pulse, some_at_a_time
+from noloco_node.config.run_spec import RunSpec
+from noloco_node.data.samples import Samples, by_source
 from noloco_node.pipeline.messages import HopFailed
-from noloco_node.pipeline.source import MicrobatchSource
+from noloco_node.pipeline.microbatch import MicrobatchSource
 from noloco_node.telemetry.events import Evaluation, SourceLoss
 from noloco_node.training.progress import Progress
 from noloco_node.training.stage_worker import StageWorker
@@ -16,23 +19,51 @@ from noloco_node.training.stage_worker import StageWorker
 logger = logging.getLogger(__name__)
 
 FINAL_TRIES = 3
+AT_ONCE = 2
+"""So many microbatches of an evaluation are under way."""
+
+
+async def evaluate(
+    origin: MicrobatchSource, windows: Tensor, size: int, sources: Sequence[int] = ()
+) -> list[tuple[float, int]]:
+    """Losses (nats, summed over tokens) of held-out windows, int32 [n, T + 1], through the swarm, and their tokens.
+
+    They go in microbatches of `size` windows. `sources` counts the windows of each source, which lie one after the
+    other. There is one pair for each source, or one for all together.
+
+    Raises HopFailed.
+    """
+    parts: list[tuple[int, Tensor]] = []
+    for number, own in enumerate(by_source(windows, sources)):
+        parts += [(number, own[start : start + size]) for start in range(0, len(own), size)]
+    results = [(0.0, 0) for _ in sources or (0,)]
+
+    async def evaluate_part(part: tuple[int, Tensor]) -> None:
+        number, rows = part
+        loss, tokens = await origin.evaluate(rows)
+        results[number] = (results[number][0] + loss, results[number][1] + tokens)
+
+    await some_at_a_time(AT_ONCE, parts, evaluate_part)
+    return results
 
 
 class Evaluations:
-    """Sends the held-out windows through the swarm and emits what comes of it. `every` is in tokens of the clock."""
+    """Sends the held-out windows through the swarm and emits what comes of it."""
 
     def __init__(
         self,
         origin: MicrobatchSource,
         samples: Samples,
         worker: StageWorker,
-        every: int,
+        spec: RunSpec,
         emit: Callable[[Evaluation], None],
     ) -> None:
         self._origin = origin
         self._samples = samples
         self._worker = worker
-        self._every = every
+        self._every = spec.evaluation.every_tokens
+        """Tokens of the clock."""
+        self._size = spec.inner.microbatch_windows
         self._emit = emit
 
     async def now_and_then(self, moved: Pulse, way_is_open: Callable[[], Awaitable[None]]) -> None:
@@ -57,7 +88,7 @@ class Evaluations:
         try:
             names = [name for name, _ in self._samples.held_out_of]
             counts = [count for _, count in self._samples.held_out_of]
-            losses = await self._origin.evaluate(self._samples.held_out, counts)
+            losses = await evaluate(self._origin, self._samples.held_out, self._size, counts)
         except HopFailed as failure:
             logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
             return False

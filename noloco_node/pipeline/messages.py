@@ -47,6 +47,8 @@ Mode = Literal["train", "evaluate"]
 
 COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
 """These refusals say nothing against the peer that gives them."""
+PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
+"""A peer that gives one of these refusals says that others further on gave up."""
 
 NO_MEMORY = "there is no memory for this microbatch here now"
 

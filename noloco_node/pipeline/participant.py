@@ -9,12 +9,11 @@ from noloco_node.data.samples import Position, Samples
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant, ReplicaContext
-from noloco_node.pipeline.circuit_breaker import patience
-from noloco_node.pipeline.downstream import Downstream, PipelineServer
 from noloco_node.pipeline.inference import InferenceServer
 from noloco_node.pipeline.messages import Ledger, Sample
-from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.pipeline.source import MicrobatchSource
+from noloco_node.pipeline.microbatch import Downstream, MicrobatchSource
+from noloco_node.pipeline.routing import LoadBalancer, patience
+from noloco_node.pipeline.server import PipelineServer
 from noloco_node.training.trainer import StageFacts
 from noloco_node.transport.interface import Withdraw
 
@@ -110,6 +109,15 @@ class Pipeline(Participant):
     def held(self) -> int:
         """How many these are."""
         return self.origin.held if self.origin else len(self.ledger.waiting)
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """Time that drawing has waited for the text."""
+        return self._samples.waited_seconds() if self._samples else 0.0
+
+    def passed_over(self) -> list[str]:
+        """What of the text could not be read since it was asked for last, for a person."""
+        return self._samples.passed_over() if self._samples else []
 
     @property
     def next_stage_shut(self) -> bool:

@@ -1,4 +1,9 @@
-"""The choice of the peer for the next microbatch: a pure function, and the book that remembers what it needs."""
+"""The choice of the peer for the next microbatch: a pure function, and the book that remembers what it needs.
+
+A stage may be filled by peers that answer, and train nothing. Those that send to it see by what came of their own
+microbatches that nothing gets through (`CircuitBreaker`). Nobody else need believe them: one of them can go there
+itself.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +14,27 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import NO_REST, Doubling
-from noloco_node.peers.latency import Bounds, RequestOutcome, after_request, bounds_of, weight_of, yields_little
+from noloco_node.peers.latency import (
+    HANG_SECONDS,
+    Bounds,
+    RequestOutcome,
+    after_request,
+    bounds_of,
+    weight_of,
+    yields_little,
+)
 from noloco_node.peers.partners import share_of_relayed
 from noloco_node.peers.reputation import UNBLEMISHED, Reputation, Trust, after_audit, set_aside
 from noloco_node.peers.scorecard import Hop, PeerBook
+from noloco_node.peers.stats import ANSWER_SECONDS
 from noloco_node.pipeline.limiter import ASKS_TO_WAIT
+from noloco_node.pipeline.messages import PASSED_UPWARD
+from noloco_node.transport.errors import Refusal, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +50,21 @@ FEW = 8
 
 FULL = 1 << 20
 """This load, the largest there may be, marks a peer that refuses since it is full."""
+TRIES = 8
+"""A stage is judged only after so many attempts in a row have come to nothing."""
+LIVES = 5.0
+"""Nothing must have come through for so many lives of a directory record."""
+BUDGETS = 2.0
+"""The wait is at least so many budgets of a microbatch."""
+
+
+def outcome_of(refusal: Refused, took: float) -> RequestOutcome:
+    """What a refusal that came after so many seconds says of its giver."""
+    if refusal.reason is Refusal.BUSY and took < HANG_SECONDS:
+        return RequestOutcome.UNTOLD
+    # A request may have waited behind others on this node's own link: every peer is late then, and none beside others.
+    excused = refusal.reason is Refusal.BUSY or refusal.reason in PASSED_UPWARD
+    return RequestOutcome.EXCUSED if excused else RequestOutcome.FAILED
 
 
 class Candidate(NamedTuple):
@@ -350,3 +382,37 @@ class LoadBalancer:
 def _seen_again(hop: Hop, now: float) -> Reputation:
     """A peer's repute without the time that it was not seen."""
     return hop.repute if hop.unseen_since is None else hop.repute.unseen(now - hop.unseen_since)
+
+
+def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -> float:
+    """Seconds without any answer to a microbatch after which a stage counts as lost, even if peers answer there.
+
+    `stages_behind` is the number of stages after it. A sender near the end of the pipeline loses patience first: what
+    does not get through there fails at all stages before.
+    """
+    return (1 + stages_behind) * max(LIVES * record_seconds, BUDGETS * budget_seconds)
+
+
+class CircuitBreaker:
+    """The account of one node with its next stage. Times are seconds on a clock that never goes back."""
+
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
+        self._clock = clock
+        self._tries = 0
+        self._since = math.inf
+        self._last = -math.inf
+
+    def through(self) -> None:
+        """A microbatch was answered."""
+        self._tries, self._since = 0, math.inf
+
+    def failed(self) -> None:
+        """An attempt came to nothing, whatever the reason that was given."""
+        now = self._clock()
+        self._tries += 1
+        self._since, self._last = min(self._since, now), now
+
+    def lasts(self, seconds: float) -> bool:
+        """Whether nothing has got through for so long although it was tried again and again until now."""
+        now = self._clock()
+        return self._tries >= TRIES and now - self._since >= seconds and now - self._last <= ANSWER_SECONDS

@@ -111,8 +111,8 @@ class Run:
 def left_open(replica: Replica) -> tuple[str, ...]:
     """What a replica that has run to its end holds still: an exchange, microbatches, versions, readers."""
     open_still: list[str] = []
-    if replica.averaging.exchanger.engagement.phase is not Phase.FREE:
-        open_still.append(f"an exchange ({replica.averaging.exchanger.engagement.phase})")
+    if replica.averaging.side.engagement.phase is not Phase.FREE:
+        open_still.append(f"an exchange ({replica.averaging.side.engagement.phase})")
     if replica.pipeline.server.pending:
         open_still.append(f"{replica.pipeline.server.pending} microbatches of others")
     if replica.pipeline.origin is not None and replica.pipeline.origin.under_way:

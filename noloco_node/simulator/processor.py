@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from noloco_node.averaging.arithmetic import THREAD
+from noloco_node.averaging.side import THREAD
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.simulator.loop import ThreadSeconds
 from noloco_node.sizing.footprint import Footprint

@@ -32,8 +32,8 @@ from noloco_node.node import journey as node
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.pipeline.downstream import PipelineServer
 from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, Trained
+from noloco_node.pipeline.server import PipelineServer
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.frames import (

@@ -70,7 +70,7 @@ async def test_a_dial_of_the_stranger_is_answered_badly_each_time() -> None:
     ):
         [honest] = made.replicas
         for dials in range(1, 9):
-            assert not await honest.averaging.exchanger.dial(life.transport.peer_id)
+            assert not await honest.averaging.dial(life.transport.peer_id)
             assert honest.context.transport.conduct.offences == {"bad_answer": dials}
         counts = life.tally.counts[attack]
         assert counts["proposals answered"] == 8

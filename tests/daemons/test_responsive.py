@@ -45,15 +45,15 @@ async def test_the_loop_beats_while_fifty_megabytes_cross(traceless: Path) -> No
             lags.append(time.thread_time() - before)
 
     async with libp2p_world(spec, traceless, replicas=2) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
         for replica in made.replicas:
             replica.averaging.open()
             assert replica.pipeline.origin is not None
             await replica.pipeline.origin.train_one()
         heart = group.create_task(beat())
         partner = made.replicas[1].context.transport.peer_id
-        assert await made.replicas[0].averaging.exchanger.dial(partner)
-        await eventually(lambda: not made.replicas[1].averaging.exchanger.engaged, what="the partner has committed")
+        assert await made.replicas[0].averaging.dial(partner)
+        await eventually(lambda: not made.replicas[1].averaging.under_way, what="the partner has committed")
         for task in (heart, *running):
             task.cancel()
     steps = [[event for event in events if isinstance(event, OuterStep)] for events in made.events]

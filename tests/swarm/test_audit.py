@@ -20,8 +20,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import BANS
 from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
-from noloco_node.pipeline.downstream import Downstream
 from noloco_node.pipeline.messages import MICROBATCH, Ledger, MicrobatchHeader, Outgoing, Trained
+from noloco_node.pipeline.microbatch import Downstream
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

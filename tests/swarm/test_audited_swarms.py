@@ -21,8 +21,8 @@ from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
 from noloco_node.peers.reputation import SET_ASIDE_AT, Trust
 from noloco_node.pipeline.audit import Finding
-from noloco_node.pipeline.downstream import PipelineServer
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
+from noloco_node.pipeline.server import PipelineServer
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, OuterStep

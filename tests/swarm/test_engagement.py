@@ -145,7 +145,7 @@ async def test_an_own_proposal_is_void_once_the_partners_stands_and_is_taken_bac
         async def accept(_peer: PeerId, own: Proposal) -> Acceptance:
             theirs = own.model_copy(update={"exchange": THEIRS})
             await call(partner, right.context.transport.peer_id, PROPOSE, theirs, seconds=5.0)
-            assert right.averaging.exchanger.engagement.phase is Phase.AGREED
+            assert right.averaging.side.engagement.phase is Phase.AGREED
             left_behind.append(own.exchange)
             return Acceptance(tokens=64)
 
@@ -155,12 +155,12 @@ async def test_an_own_proposal_is_void_once_the_partners_stands_and_is_taken_bac
 
         on(partner, PROPOSE, accept)
         on(partner, LEAVE, leave)
-        assert not await right.averaging.exchanger.dial(SMALLER)
+        assert not await right.averaging.dial(SMALLER)
         assert not left_behind
-        present = cast(Session, right.averaging.exchanger.engagement.session)
+        present = cast(Session, right.averaging.side.engagement.session)
         assert (present.exchange, present.role) == (THEIRS, "dialled")
         await call(partner, right.context.transport.peer_id, LEAVE, LeaveExchange(exchange=THEIRS), seconds=5.0)
-        assert not right.averaging.exchanger.engaged
+        assert not right.averaging.under_way
         await partner.close()
 
 
@@ -168,11 +168,11 @@ async def test_a_step_alone_waits_for_nobody_and_takes_nobodys_place() -> None:
     """While a stage peer's state is taken over, or an exchange is open, it is refused as the mistake that it would
     be."""
     async with two_replicas() as (_, left, _right):
-        with left.averaging.exchanger.taking_state():
+        with left.averaging.taking_state():
             with pytest.raises(NotAllowed):
-                await left.averaging.exchanger.step_alone()
-            with pytest.raises(NotAllowed), left.averaging.exchanger.taking_state():
+                await left.averaging.step_alone()
+            with pytest.raises(NotAllowed), left.averaging.taking_state():
                 pass
-            assert left.averaging.exchanger.engagement.phase is Phase.TAKING_STATE
-        await left.averaging.exchanger.step_alone()
-        assert not left.averaging.exchanger.engaged
+            assert left.averaging.side.engagement.phase is Phase.TAKING_STATE
+        await left.averaging.step_alone()
+        assert not left.averaging.under_way

@@ -49,8 +49,8 @@ async def trained_replicas(
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=patience, record_seconds=3, grace_seconds=1),
     )
     async with world(spec, replicas=len(microbatches)) as made, asyncio.TaskGroup() as group:
-        runs = [replica.averaging.exchanger.run() for replica in made.replicas]
-        running = [group.create_task(each, name=f"exchanger {number}") for number, each in enumerate(runs)]
+        runs = [replica.averaging.run() for replica in made.replicas]
+        running = [group.create_task(each, name=f"averaging {number}") for number, each in enumerate(runs)]
         for replica, count in zip(made.replicas, microbatches, strict=True):
             replica.averaging.open()
             assert replica.pipeline.origin is not None
@@ -93,7 +93,7 @@ async def test_an_exchange_is_the_textbook_step_on_both_sides() -> None:
     async with two_replicas() as (made, left, right):
         before = [await state_of(replica) for replica in (left, right)]
         clocks = [replica.worker.progress.clock for replica in (left, right)]
-        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.dial(peer_name(0, 1))
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
         rule = OuterRule(0.5, 0.5, 0.5, "averaged")
@@ -127,7 +127,7 @@ async def test_training_goes_on_during_an_exchange_and_is_kept() -> None:
             await release.wait()
 
         made.network.inject(Fault(FaultKind.DELAY, method=exchange.CHUNK.name, times=1, wait=wait))
-        dialling = asyncio.create_task(left.averaging.exchanger.dial(peer_name(0, 1)))
+        dialling = asyncio.create_task(left.averaging.dial(peer_name(0, 1)))
         async with asyncio.timeout(60):
             await held.wait()
         snapshot = left.worker.outer.snapshot.clone()
@@ -159,7 +159,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
             await release.wait()
 
         made.network.inject(Fault(FaultKind.DELAY, method=exchange.OPEN.name, times=1, wait=wait))
-        dialling = asyncio.create_task(left.averaging.exchanger.dial(peer_name(0, 1)))
+        dialling = asyncio.create_task(left.averaging.dial(peer_name(0, 1)))
         async with asyncio.timeout(60):
             await held.wait()
         assert right.pipeline.origin is not None
@@ -171,7 +171,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
         for index, replica in enumerate((left, right)):
             assert unchanged(before[index], await state_of(replica))
             assert "stale: opened" in outer_steps(made, index, "aborted")[0].reason
-        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.dial(peer_name(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ async def test_a_commit_is_waited_for_however_often_its_owner_is_told_to_end(mon
     """That of a large stage takes longer than `cancel_and_wait` waits before it tells a task again."""
     monkeypatch.setattr(aio, "CANCEL_AGAIN_SECONDS", 0.05)
     async with two_replicas() as (_, left, _):
-        outer, exchanger, begun = left.worker.outer, left.averaging.exchanger, threading.Event()
+        outer, averaging, begun = left.worker.outer, left.averaging, threading.Event()
         commit = outer.commit
 
         def slowly(scale: float = 1.0) -> Tensor:
@@ -197,7 +197,7 @@ async def test_a_commit_is_waited_for_however_often_its_owner_is_told_to_end(mon
             return commit(scale)
 
         monkeypatch.setattr(outer, "commit", slowly)
-        tasks = [asyncio.create_task(exchanger.run()), asyncio.create_task(exchanger.step_alone())]
+        tasks = [asyncio.create_task(averaging.run()), asyncio.create_task(averaging.step_alone())]
         await eventually(begun.is_set, what="the commit is worked out")
         await aio.cancel_and_wait(tasks)
         assert left.worker.progress.outer_rounds == 1
@@ -209,8 +209,8 @@ async def test_who_leaves_as_a_complete_exchange_is_judged_commits_it_as_its_par
     """It left the exchange open, told of no outer step, and had moved nothing, where the other side had (hunt seed
     2243)."""
     async with two_replicas() as (_, left, right):
-        exchanger, begun, go_on = right.averaging.exchanger, threading.Event(), threading.Event()
-        bound = next(b for part, b in exchanger.bounds.items() if part == right.worker.outer.whole)
+        averaging, begun, go_on = right.averaging, threading.Event(), threading.Event()
+        bound = next(b for part, b in averaging.side.bounds.items() if part == right.worker.outer.whole)
         judge = bound.judge
 
         def slowly(outer: OuterReplica, partner: str, *, stage_peers: int) -> Judgement:
@@ -219,15 +219,15 @@ async def test_who_leaves_as_a_complete_exchange_is_judged_commits_it_as_its_par
             return judge(outer, partner, stage_peers=stage_peers)
 
         monkeypatch.setattr(bound, "judge", slowly)
-        running = next(task for task in asyncio.all_tasks() if task.get_name() == "exchanger 1")
-        dialling = asyncio.create_task(left.averaging.exchanger.dial(peer_name(0, 1)))
+        running = next(task for task in asyncio.all_tasks() if task.get_name() == "averaging 1")
+        dialling = asyncio.create_task(left.averaging.dial(peer_name(0, 1)))
         await eventually(begun.is_set, what="it is judged")
         running.cancel()
         await one_turn()
         go_on.set()
         await aio.cancel_and_wait([running])
         assert await dialling
-        assert not exchanger.engaged
+        assert not averaging.under_way
         assert [replica.worker.progress.outer_rounds for replica in (left, right)] == [1, 1]
 
 
@@ -236,7 +236,7 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
     async with two_replicas() as (made, left, right):
         made.network.inject(Fault(FaultKind.LOSE_ANSWER, method=exchange.CHUNK.name, times=1))
         before = [await state_of(replica) for replica in (left, right)]
-        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.dial(peer_name(0, 1))
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
         assert made.network.fired[FaultKind.LOSE_ANSWER] == 1
@@ -259,7 +259,7 @@ async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
         left, right = made.replicas
         before = [await state_of(replica) for replica in (left, right)]
         part = left.worker.part(fragments - 1).slice
-        assert await left.averaging.exchanger.dial(peer_name(0, 1), fragments - 1)
+        assert await left.averaging.dial(peer_name(0, 1), fragments - 1)
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
         events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
@@ -297,14 +297,14 @@ async def test_a_fragment_by_four_bits_over_p2pd(tmp_path: Path) -> None:
     spec = micro_spec(stages=1, outer=RULE.model_copy(update={"codec": "int4", "fragments": 2}))
     with nothing_left_behind():
         async with libp2p_world(spec, tmp_path, replicas=2) as made, asyncio.TaskGroup() as group:
-            running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
+            running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
             for replica in made.replicas:
                 replica.averaging.open()
                 assert replica.pipeline.origin is not None
                 await replica.pipeline.origin.train_one()
             left, right = made.replicas
             before = [await state_of(replica) for replica in made.replicas]
-            assert await left.averaging.exchanger.dial(right.context.transport.peer_id, 1)  # pyright: ignore[reportPrivateUsage]
+            assert await left.averaging.dial(right.context.transport.peer_id, 1)  # pyright: ignore[reportPrivateUsage]
             await both_committed(made)
             after = [await state_of(replica) for replica in made.replicas]
             start = left.worker.part(1).start
@@ -322,17 +322,17 @@ async def test_fragments_find_partners_of_their_own() -> None:
     async with trained_replicas(outer, (4, 4, 4)) as made:
         first = made.replicas[0]
         for fragment, stage_peer in ((0, 1), (1, 2)):
-            assert await first.averaging.exchanger.dial(peer_name(0, stage_peer), fragment)
-            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
+            assert await first.averaging.dial(peer_name(0, stage_peer), fragment)
+            await eventually(lambda: not any(replica.averaging.under_way for replica in made.replicas))
         since = [replica.worker.progress.steps_since_outer for replica in made.replicas]
         assert since == [(0, 0), (0, 5), (4, 0)], "the second fragment starts one step ahead"
-        assert not await first.averaging.exchanger.dial(peer_name(0, 1), 0), "too early for this fragment"
-        assert not await first.averaging.exchanger.dial(peer_name(0, 1), None), "and so for the whole"
+        assert not await first.averaging.dial(peer_name(0, 1), 0), "too early for this fragment"
+        assert not await first.averaging.dial(peer_name(0, 1), None), "and so for the whole"
         ending = made.replicas[1]
-        ending.averaging.exchanger.begin_last_round()
+        ending.averaging.side.begin_last_round()
         for fragment, is_the_last in ((0, False), (None, True)):
-            assert await first.averaging.exchanger.dial(peer_name(0, 1), fragment)
-            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
+            assert await first.averaging.dial(peer_name(0, 1), fragment)
+            await eventually(lambda: not any(replica.averaging.under_way for replica in made.replicas))
             assert ending.outer_steps.last_taken is is_the_last, "only the whole is a last outer step"
         assert ending.worker.progress.steps_since_outer == (0, 0)
         assert [event.fragment for event in outer_steps(made, 0, "paired")] == [0, 1, 0, None]
@@ -343,14 +343,14 @@ async def test_a_fragment_alone_leaves_the_others() -> None:
     async with trained_replicas(RULE.model_copy(update={"fragments": 2}), (4,)) as made:
         (replica,) = made.replicas
         before = await state_of(replica)
-        await replica.averaging.exchanger.step_alone(1)
+        await replica.averaging.step_alone(1)
         after = await state_of(replica)
         start = replica.worker.part(1).start
         for name in ("slow", "momentum"):
             assert torch.equal(before[name][:start], after[name][:start])
             assert float((before[name][start:] - after[name][start:]).abs().max()) > 1e-4
         assert replica.worker.progress.steps_since_outer == (4, 0)
-        assert replica.averaging.exchanger.free_since_step == 0, "the search for the other fragment's partner goes on"
+        assert replica.averaging.side.free_since_step == 0, "the search for the other fragment's partner goes on"
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
@@ -361,8 +361,8 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
         before = [await state_of(replica) for replica in (left, right)]
         fault = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=method))
         silent = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.LEAVE.name))
-        assert not await left.averaging.exchanger.dial(peer_name(0, 1), 1)
-        await eventually(lambda: not right.averaging.exchanger.engaged, what="the dialled side gives up")
+        assert not await left.averaging.dial(peer_name(0, 1), 1)
+        await eventually(lambda: not right.averaging.under_way, what="the dialled side gives up")
         assert unchanged(before[0], await state_of(left))
         assert unchanged(before[1], await state_of(right))
         assert outer_steps(made, 0, "aborted")
@@ -370,7 +370,7 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
         made.network.lift(fault)
         made.network.lift(silent)
-        assert await left.averaging.exchanger.dial(peer_name(0, 1), 1)
+        assert await left.averaging.dial(peer_name(0, 1), 1)
 
 
 @pytest.mark.parametrize("hostile", ["dialler", "dialled"])
@@ -396,9 +396,9 @@ async def test_a_hostile_sketch_is_refused_or_its_step_is_bounded(
             monkeypatch.setattr(liar.worker.outer, "agree", lambda _others: None)
         before = await state_of(honest)
         own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
-        await left.averaging.exchanger.dial(peer_name(0, 1))
+        await left.averaging.dial(peer_name(0, 1))
         await eventually(lambda: outer_steps(made, index, "paired") or outer_steps(made, index, "aborted"))
-        await eventually(lambda: not honest.averaging.exchanger.engaged)
+        await eventually(lambda: not honest.averaging.under_way)
         after = await state_of(honest)
         aborted = outer_steps(made, index, "aborted")
     assert bool(torch.isfinite(torch.stack([after[name] for name in ("slow", "momentum", "fast")])).all())
@@ -423,15 +423,15 @@ async def test_who_dials_without_end_is_told_that_others_have_their_part_too() -
             for replica in made.replicas:
                 assert replica.pipeline.origin is not None
                 await replica.pipeline.origin.train_one()
-            done = await dialler.averaging.exchanger.dial(peer_name(0, target))
-            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
+            done = await dialler.averaging.dial(peer_name(0, target))
+            await eventually(lambda: not any(replica.averaging.under_way for replica in made.replicas))
             return done
 
         assert [await visit(eager, 1) for _ in range(4)] == [True, True, False, False]
         assert await visit(other, 1)
         assert await visit(dialled, 0)
         assert not await visit(eager, 1)
-        dialled.averaging.exchanger.begin_last_round()
+        dialled.averaging.side.begin_last_round()
         assert await visit(eager, 1)
 
 
@@ -440,8 +440,8 @@ async def test_poison_is_refused_and_changes_nothing() -> None:
     async with two_replicas() as (made, left, right):
         before = await state_of(right)
         left.worker.outer.slow.fill_(float("nan"))
-        assert not await left.averaging.exchanger.dial(peer_name(0, 1))
-        await eventually(lambda: not right.averaging.exchanger.engaged, what="the dialled side gives up")
+        assert not await left.averaging.dial(peer_name(0, 1))
+        await eventually(lambda: not right.averaging.under_way, what="the dialled side gives up")
         assert unchanged(before, await state_of(right))
         assert "NaN" in outer_steps(made, 1, "aborted")[0].reason
 
@@ -452,7 +452,7 @@ async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
         before = await state_of(right)
         own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
         trainer_of(left.worker).master.add_(1000.0)
-        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.dial(peer_name(0, 1))
         await both_committed(made)
         after = await state_of(right)
         moved = float((after["slow"] - before["slow"]).norm())
@@ -466,9 +466,7 @@ async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
 async def test_both_dial_and_one_exchange_comes_of_it() -> None:
     """Two proposals that cross end in one committed step on each side."""
     async with two_replicas() as (made, left, right):
-        results = await asyncio.gather(
-            left.averaging.exchanger.dial(peer_name(0, 1)), right.averaging.exchanger.dial(peer_name(0, 0))
-        )
+        results = await asyncio.gather(left.averaging.dial(peer_name(0, 1)), right.averaging.dial(peer_name(0, 0)))
         await both_committed(made)
         assert sorted(results) == [False, True]
         assert [len(outer_steps(made, index, "paired")) for index in (0, 1)] == [1, 1]
@@ -506,7 +504,7 @@ async def test_proposals_that_do_not_fit_are_refused(changes: dict[str, object],
                 peer_name(0, 1), exchange.PROPOSE.name, message, timeout=5, progress=5, max_answer_bytes=0
             )
         assert refused.value.reason is reason
-        assert not right.averaging.exchanger.engaged
+        assert not right.averaging.under_way
 
 
 async def test_chunks_without_an_exchange_are_refused() -> None:
@@ -530,10 +528,10 @@ async def test_chunks_without_an_exchange_are_refused() -> None:
 async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturbed_by_a_lag() -> None:
     """A replica that catches up answers `busy`; one in an exchange does too, even to a stage peer far ahead."""
     async with two_replicas() as (_, left, right):
-        with right.averaging.exchanger.taking_state():
-            assert not await left.averaging.exchanger.dial(peer_name(0, 1))
-            assert right.averaging.exchanger.engaged
-        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+        with right.averaging.taking_state():
+            assert not await left.averaging.dial(peer_name(0, 1))
+            assert right.averaging.under_way
+        assert await left.averaging.dial(peer_name(0, 1))
 
 
 def test_on_a_slow_link_chunks_go_one_by_one() -> None:

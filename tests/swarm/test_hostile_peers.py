@@ -32,7 +32,7 @@ NAME = "a" * 32
 
 async def propose(replica: Replica) -> None:
     """A stranger's proposal, accepted."""
-    replica.averaging.exchanger.begin_last_round()
+    replica.averaging.side.begin_last_round()
     progress, worker = replica.worker.progress, replica.worker
     proposal = exchange.Proposal(
         exchange=NAME,
@@ -42,13 +42,13 @@ async def propose(replica: Replica) -> None:
         clock=progress.clock,
         tokens=64,
     )
-    await replica.averaging.exchanger.responder.handle_propose(STRANGER, proposal)
+    await replica.averaging.responder.handle_propose(STRANGER, proposal)
 
 
 def opening(replica: Replica) -> tuple[exchange.Opening, tuple[torch.Tensor, ...]]:
     """The stranger's header and gauge."""
     header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock)
-    specs = replica.averaging.exchanger.opening_specs(replica.worker.outer.whole)
+    specs = replica.averaging.side.opening_specs(replica.worker.outer.whole)
     return header, tuple(torch.zeros(spec.shape) for spec in specs)
 
 
@@ -136,20 +136,20 @@ async def test_chunks_admitted_for_one_exchange_do_not_count_for_its_namesake() 
     """The first exchange ends while its chunks are on their way; the same name is proposed again and not opened."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right))
+        await right.averaging.responder.handle_open(STRANGER, *opening(right))
         chunks = [chunk(right, index) for index in range(right.worker.outer.chunks)]
         for header, tensors in chunks:
-            right.averaging.exchanger.responder.admit_chunk(STRANGER, header, specs_of(tensors))
-        right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
-        assert not right.averaging.exchanger.engaged
+            right.averaging.responder.admit_chunk(STRANGER, header, specs_of(tensors))
+        right.averaging.responder.give_up_if_stalled(-1.0)
+        assert not right.averaging.under_way
         before = await state_of(right)
-        right.averaging.exchanger.partners.committed(STRANGER)
+        right.averaging.side.partners.committed(STRANGER)
         await propose(right)
         for each in chunks:
             with pytest.raises(Refused) as refused:
-                await right.averaging.exchanger.responder.handle_chunk(STRANGER, *each)
+                await right.averaging.responder.handle_chunk(STRANGER, *each)
             assert refused.value.reason is Refusal.MALFORMED
-        await eventually(lambda: not right.averaging.exchanger.engaged, what="the second is given up too")
+        await eventually(lambda: not right.averaging.under_way, what="the second is given up too")
         assert unchanged(before, await state_of(right))
         assert not outer_steps(made, 1, "paired")
 
@@ -159,7 +159,7 @@ async def test_an_exchange_is_opened_once_however_often_it_is_asked() -> None:
     async with two_replicas() as (_, _, right):
         await propose(right)
         results = await asyncio.gather(
-            *(right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right)) for _ in range(3)),
+            *(right.averaging.responder.handle_open(STRANGER, *opening(right)) for _ in range(3)),
             return_exceptions=True,
         )
         assert len([result for result in results if isinstance(result, Reply)]) == 1
@@ -174,28 +174,28 @@ async def test_nobody_else_can_speak_in_an_exchange() -> None:
         other = PeerId("another-stranger")
         first = chunk(right, 0)
         with pytest.raises(Refused) as refused:
-            await right.averaging.exchanger.responder.handle_open(other, *opening(right))
+            await right.averaging.responder.handle_open(other, *opening(right))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right))
+        await right.averaging.responder.handle_open(STRANGER, *opening(right))
         with pytest.raises(Refused) as refused:
-            right.averaging.exchanger.responder.admit_chunk(other, first[0], specs_of(first[1]))
-        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        with pytest.raises(Refused) as refused:
-            right.averaging.exchanger.responder.admit_open(other, opening(right)[0], specs_of(opening(right)[1]))
+            right.averaging.responder.admit_chunk(other, first[0], specs_of(first[1]))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
         with pytest.raises(Refused) as refused:
-            await right.averaging.exchanger.responder.handle_chunk(other, *first)
+            right.averaging.responder.admit_open(other, opening(right)[0], specs_of(opening(right)[1]))
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        await right.averaging.exchanger.responder.handle_chunk(STRANGER, *first)
+        with pytest.raises(Refused) as refused:
+            await right.averaging.responder.handle_chunk(other, *first)
+        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
+        await right.averaging.responder.handle_chunk(STRANGER, *first)
 
 
 async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> None:
     """The snapshot took longer than the exchange lived: the buffers may belong to another outer step by then."""
     async with two_replicas() as (_, _, right):
         await propose(right)
-        handling = asyncio.create_task(right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right)))
+        handling = asyncio.create_task(right.averaging.responder.handle_open(STRANGER, *opening(right)))
         await one_turn()
-        right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
+        right.averaging.responder.give_up_if_stalled(-1.0)
         right.worker.outer._weight = 7.0
         with pytest.raises(Refused) as refused:
             await handling
@@ -210,9 +210,9 @@ async def test_an_opening_that_was_given_up_while_its_gauge_was_looked_at_takes_
     monkeypatch.setattr(tensor_checks, "INLINE_ELEMENTS", 0)
     async with two_replicas() as (_, _, right):
         await propose(right)
-        handling = asyncio.create_task(right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right)))
+        handling = asyncio.create_task(right.averaging.responder.handle_open(STRANGER, *opening(right)))
         await one_turn()
-        right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
+        right.averaging.responder.give_up_if_stalled(-1.0)
         right.worker.outer.snapshot.fill_(7.0)
         with pytest.raises(Refused) as refused:
             await handling
@@ -224,14 +224,14 @@ async def test_who_has_left_knows_no_exchange_any_more(caplog: pytest.LogCapture
     """One that was dialled and not complete: its partner is refused, which is no failure here and nobody's fault."""
     async with world(micro_spec(stages=1), replicas=1) as made:
         left, partner = made.replicas[0], MemoryTransport(made.network, STRANGER)
-        exchanger, here = left.averaging.exchanger, left.context.transport
+        averaging, here = left.averaging, left.context.transport
         left.averaging.open()
-        running = asyncio.create_task(exchanger.run())
+        running = asyncio.create_task(averaging.run())
         await one_turn()
         await propose(left)
         header, tensors = opening(left)
         await cancel_and_wait((running,))
-        assert not exchanger.engaged
+        assert not averaging.under_way
         with pytest.raises(Refused) as refused:
             await calls.ask(partner, here.peer_id, exchange.OPEN, header, tensors=tensors, seconds=5.0)
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
@@ -244,15 +244,15 @@ async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_co
     """Its work was done: the repeat adds nothing twice, and the exchange comes to its end."""
     async with two_replicas() as (made, _, right):
         await propose(right)
-        await right.averaging.exchanger.responder.handle_open(STRANGER, *opening(right))
-        session = right.averaging.exchanger.engagement.session
+        await right.averaging.responder.handle_open(STRANGER, *opening(right))
+        session = right.averaging.side.engagement.session
         assert session is not None
-        abandoned = asyncio.create_task(right.averaging.exchanger.responder.handle_chunk(STRANGER, *chunk(right, 0)))
+        abandoned = asyncio.create_task(right.averaging.responder.handle_chunk(STRANGER, *chunk(right, 0)))
         await one_turn()
-        right.averaging.exchanger.arithmetic._thread._pool.submit(int).result(5)
+        right.averaging.side.arithmetic._thread._pool.submit(int).result(5)
         abandoned.cancel()
         await asyncio.wait((abandoned,))
         assert abandoned.cancelled()
         for index in range(right.worker.outer.chunks):
-            await right.averaging.exchanger.responder.handle_chunk(STRANGER, *chunk(right, index))
+            await right.averaging.responder.handle_chunk(STRANGER, *chunk(right, index))
         await eventually(lambda: outer_steps(made, 1, "paired"), what="the step is committed")

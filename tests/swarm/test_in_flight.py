@@ -17,9 +17,9 @@ import pytest
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST, NodeSettings
 from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.pipeline import in_flight
-from noloco_node.pipeline.downstream import PipelineServer
 from noloco_node.pipeline.in_flight import MOST_WAITING, InFlight, Rate, holds_back, next_limit, of_use
 from noloco_node.pipeline.messages import Trained
+from noloco_node.pipeline.server import PipelineServer
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import peer_of

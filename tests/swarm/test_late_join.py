@@ -66,7 +66,7 @@ async def make_veteran(replica: Replica) -> None:
     assert replica.pipeline.origin is not None
     for _ in range(3):
         await replica.pipeline.origin.train_one()
-    await replica.averaging.exchanger.step_alone()
+    await replica.averaging.step_alone()
     replica.state_transfer.open()
     await replica.membership.announce(PeerState.TRAINING)
 
@@ -182,7 +182,7 @@ async def test_who_has_copied_as_many_rounds_as_go_in_gives_its_own_state_after_
     async with donors_and_joiner() as (made, joiner):
         victim = made.replicas[1]
         await victim.state_transfer.copier.copy_from(FIRST, [FIRST])
-        await victim.averaging.exchanger.step_alone()
+        await victim.averaging.step_alone()
         await joiner.state_transfer.copier.copy_from(SECOND, [SECOND])
         assert await is_copy_of(joiner, victim)
 

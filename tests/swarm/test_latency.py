@@ -12,8 +12,7 @@ import pytest
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.latency import HANG_SECONDS, RequestOutcome
 from noloco_node.peers.scorecard import PeerBook
-from noloco_node.pipeline.downstream import outcome_of
-from noloco_node.pipeline.routing import LoadBalancer
+from noloco_node.pipeline.routing import LoadBalancer, outcome_of
 from noloco_node.transport.errors import Refusal, Refused
 
 PEERS = [PeerId(name) for name in ("hostile", "a", "b", "c")]

@@ -43,8 +43,8 @@ from noloco_node.pauses import Doubling
 from noloco_node.peers import partners as patience
 from noloco_node.peers.partners import Partners
 from noloco_node.pipeline import inference
-from noloco_node.pipeline import ledger as repeats
 from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline import server as repeats
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import fetch as state_transfer
 from noloco_node.state_transfer import messages as state_messages
@@ -121,7 +121,7 @@ class Target:
                 fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]
                 return {**named, "clock": clock, "tokens": 64, "fragment": fragment}, ()
             case exchange.OPEN.name:
-                specs = self.replica.averaging.exchanger.opening_specs(self.proposed_part())
+                specs = self.replica.averaging.side.opening_specs(self.proposed_part())
                 return {"exchange": EXCHANGE, "clock": clock}, tuple(torch.randn(spec.shape) for spec in specs)
             case exchange.CHUNK.name:
                 size = outer.codec.wire_elements(outer.chunk_size(index))
@@ -164,7 +164,7 @@ class Target:
 
     def proposed_part(self) -> Part:
         """What the open exchange covers, or the whole."""
-        session = self.replica.averaging.exchanger.engagement.session
+        session = self.replica.averaging.side.engagement.session
         return session.part if session else self.replica.worker.outer.whole
 
     async def send(self, recipe: Recipe) -> str:
@@ -207,20 +207,20 @@ class Target:
         digest = hashlib.blake2b(digest_size=16)
         for vector in (trainer.master, trainer.gradient, worker.outer.slow):
             digest.update(vector.numpy().data)
-        exchanger = self.replica.averaging.exchanger
+        averaging = self.replica.averaging
         return (
             digest.hexdigest(), worker.progress, trainer.tokens_accumulated, worker.live_versions,
-            self.replica.pipeline.server.pending, exchanger.catch_up_from,
+            self.replica.pipeline.server.pending, averaging.side.catch_up_from,
         )  # fmt: skip
 
     async def settled(self) -> None:
         """An exchange that was complete is committed, an abandoned one given up, and the next may begin at once."""
-        exchanger = self.replica.averaging.exchanger
-        exchanger.partners = Partners()
-        while (session := exchanger.engagement.session) is not None:
-            exchanger.responder.give_up_if_stalled(-1.0)
+        averaging = self.replica.averaging
+        averaging.side.partners = Partners()
+        while (session := averaging.side.engagement.session) is not None:
+            averaging.responder.give_up_if_stalled(-1.0)
             await eventually(
-                lambda session=session: exchanger.engagement.session is not session, what="the commit is done"
+                lambda session=session: averaging.side.engagement.session is not session, what="the commit is done"
             )
         await eventually(
             lambda: not thread_of(self.replica.worker).waiting and not self.replica.pipeline.server.pending
@@ -228,35 +228,33 @@ class Target:
 
     async def try_one(self, recipe: Recipe) -> str:
         """Send one request and hold the replica to its promises."""
-        if (
-            self.replica.averaging.exchanger.engagement.phase is Phase.COMMITTING
-        ):  # it would look like this request's doing
+        if self.replica.averaging.side.engagement.phase is Phase.COMMITTING:  # it would look like this request's doing
             await self.settled()
-        before, session = self.state(), self.replica.averaging.exchanger.engagement.session
+        before, session = self.state(), self.replica.averaging.side.engagement.session
         outcome = await self.send(recipe)
         self.outcomes[outcome] += 1
         assert outcome != Refusal.INTERNAL, recipe
         if outcome != "answered":
             assert self.state() == before, (recipe, outcome)
-            assert self.replica.averaging.exchanger.engagement.session in (session, None)
+            assert self.replica.averaging.side.engagement.session in (session, None)
         assert all(not task.done() for task in self.tasks), "a background task has died"
         return outcome
 
     def check_books(self) -> None:
         """Nothing has grown beyond its limit, and nothing is left under way."""
-        server, exchanger = self.replica.pipeline.server, self.replica.averaging.exchanger
+        server, averaging = self.replica.pipeline.server, self.replica.averaging
         trained, answers, ids = remembered(repeats_of(server))
         assert max(len(trained), len(ids)) <= IDS_KEPT
         assert len(answers) <= ANSWERS_KEPT
         assert not server._under_way
         assert server.pending == 0
         assert self.replica.worker.live_versions == 1
-        assert len(exchanger.bounds) == FRAGMENTS + 1
-        for bound in exchanger.bounds.values():
+        assert len(averaging.side.bounds) == FRAGMENTS + 1
+        for bound in averaging.side.bounds.values():
             for norms in (bound.difference._latest, bound._regress._latest):
                 assert len(norms) <= 64
                 assert all(math.isfinite(norm) for norm in norms.values())
-        assert not exchanger.responder.waiting
+        assert not averaging.responder.waiting
         assert thread_of(self.replica.worker).waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
         for event in self.events:
@@ -351,7 +349,7 @@ async def start(made: Swarm, spec: RunSpec, stage: int, strangers: list[Transpor
         for participant in each.participants:
             participant.open()
         await each.membership.announce(PeerState.TRAINING)
-    target.tasks.append(asyncio.create_task(replica.averaging.exchanger.run()))
+    target.tasks.append(asyncio.create_task(replica.averaging.run()))
     if spec.stages != stage + 1:
         await replica.membership.refresh()
     return target

@@ -19,9 +19,9 @@ from noloco_node.config.run_spec import ActivationCodec, OuterSpec, PipelineSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.pipeline.ledger import MicrobatchName
 from noloco_node.pipeline.messages import MicrobatchHeader, Sample
-from noloco_node.pipeline.source import MicrobatchSource
+from noloco_node.pipeline.microbatch import MicrobatchSource
+from noloco_node.pipeline.server import MicrobatchName
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep

@@ -188,7 +188,7 @@ async def veterans_and_newcomer() -> AsyncIterator[tuple[World, list[Replica]]]:
     limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=20, grace_seconds=1)
     spec = micro_spec(stages=1, outer=OUTER, limits=limits)
     async with world(spec, replicas=2) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
         for replica in made.replicas:
             replica.averaging.open()
             assert replica.pipeline.origin is not None
@@ -216,7 +216,7 @@ def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
 
 async def weighed(veteran: Replica, newcomer: PeerId) -> None:
     """Wait until the veteran has closed the exchange."""
-    await eventually(lambda: not veteran.averaging.exchanger.engaged, what="the exchange is closed")
+    await eventually(lambda: not veteran.averaging.under_way, what="the exchange is closed")
 
 
 async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() -> None:
@@ -224,7 +224,7 @@ async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() ->
     commits the textbook step of a pair with equal token weights."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
         (progress, before), (_, own) = [await checkpoint_state(r) for r in (veteran, newcomer)]
-        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         after_progress, after = await checkpoint_state(veteran)
         assert same(before, after)
@@ -248,17 +248,17 @@ async def test_a_newcomer_is_told_the_time_where_another_is_told_that_it_lags(on
             await replica.membership.refresh()
         if not on_probation:
             other.averaging.standing.met(NEAR, 4)
-        taken = await other.averaging.exchanger.dial(peer_name(0, 0))
+        taken = await other.averaging.dial(peer_name(0, 0))
         assert taken == on_probation
         own, ahead = other.worker.progress.clock, veteran.worker.progress.clock
         assert own == ahead if on_probation else own == ahead - shift
-        assert other.averaging.exchanger.catch_up_from == (None if on_probation else peer_name(0, 0))
+        assert other.averaging.side.catch_up_from == (None if on_probation else peer_name(0, 0))
 
 
 async def test_a_newcomer_in_line_counts_in_the_next_exchange() -> None:
     """Its own probation ends, which it says in an event; the veteran has measured it too, and now both move."""
     async with veterans_and_newcomer() as (made, (veteran, newcomer)):
-        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         ended = [e for e in made.events[1] if isinstance(e, ProbationEnded)]
         assert [(e.reason, e.steps) for e in ended] == [("in_line", 0)]
@@ -267,7 +267,7 @@ async def test_a_newcomer_in_line_counts_in_the_next_exchange() -> None:
         for _ in range(2):
             await newcomer.pipeline.origin.train_one()
         states = [(await checkpoint_state(r))[1] for r in (veteran, newcomer)]
-        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.dial(peer_name(0, 0))
         await eventually(
             lambda: [e for e in made.events[0] if isinstance(e, OuterStep) and e.kind == "paired"], what="both move"
         )
@@ -282,7 +282,7 @@ async def test_a_peer_that_does_not_say_it_is_new_moves_nobody_either() -> None:
         liar.averaging.standing.met(None, 1 << 30)
         assert not liar.averaging.standing.newcomer
         _, before = await checkpoint_state(veteran)
-        assert await liar.averaging.exchanger.dial(peer_name(0, 0))
+        assert await liar.averaging.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         assert same(before, (await checkpoint_state(veteran))[1])
 
@@ -295,7 +295,7 @@ async def test_a_newcomer_that_is_far_away_stays_on_probation() -> None:
         state["fast"] = state["fast"] + torch.randn(state["fast"].shape, generator=generator)
         await newcomer.worker.load_full_state(newcomer.worker.progress.clock, 1, state)
         _, before = await checkpoint_state(veteran)
-        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         assert same(before, (await checkpoint_state(veteran))[1])
         assert newcomer.averaging.standing.newcomer
@@ -306,15 +306,15 @@ async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcome
     """A dialler of it gets `on_probation`; newcomers get `too_early` for nineteen times as long as the last exchange
     with one took."""
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
-        assert not await veteran.averaging.exchanger.dial(peer_name(0, 1))
+        assert not await veteran.averaging.dial(peer_name(0, 1))
         assert newcomer.context.transport.refusals_given[Refusal.ON_PROBATION] == 1
-        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        assert await newcomer.averaging.dial(peer_name(0, 0))
         await weighed(veteran, peer_name(0, 1))
         newcomer.averaging.standing.begin(4)
-        assert not await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        assert not await newcomer.averaging.dial(peer_name(0, 0))
         assert veteran.context.transport.refusals_given[Refusal.TOO_EARLY] == 1
-        await eventually(lambda: veteran.averaging.exchanger.partners.may_give(ambient.monotonic()))
-        assert await newcomer.averaging.exchanger.dial(peer_name(0, 0))
+        await eventually(lambda: veteran.averaging.side.partners.may_give(ambient.monotonic()))
+        assert await newcomer.averaging.dial(peer_name(0, 0))
 
 
 async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> None:

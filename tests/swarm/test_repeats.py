@@ -9,10 +9,10 @@ from noloco_node import peer_table
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline import ledger as repeats
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.pipeline.ledger import MicrobatchName, Repeats
+from noloco_node.pipeline import server as repeats
 from noloco_node.pipeline.messages import MicrobatchAnswer
+from noloco_node.pipeline.server import MicrobatchName, Repeats
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.memory import Fault, FaultKind

@@ -66,7 +66,7 @@ async def test_an_exchange_holds_the_device_for_two_short_calls(leaks: bool, mon
             return await run(priority, counted, *arguments)
 
         monkeypatch.setattr(thread, "run", counting)
-        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.dial(peer_name(0, 1))
         await both_committed(made)
     assert (calls > 2 * MOST_CALLS) is leaks
     assert (count.bytes > 2 * 4 * size * MOST_PASSES) is leaks

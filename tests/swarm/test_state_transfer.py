@@ -45,7 +45,7 @@ async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> Asy
             assert veteran.pipeline.origin is not None
             for _ in range(5):
                 await veteran.pipeline.origin.train_one()
-            await veteran.averaging.exchanger.step_alone()
+            await veteran.averaging.step_alone()
             veteran.state_transfer.open()
             veteran.averaging.open()
             await veteran.membership.announce(PeerState.TRAINING)

@@ -164,9 +164,9 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
     averaged with nobody, and could not even step alone."""
     async with world(micro_spec()) as made:
         replica = made.of_stage(0)[0]
-        exchanger = replica.averaging.exchanger
+        side = replica.averaging.side
         replica.averaging.open()
-        exchanger.begin_last_round()
+        side.begin_last_round()
 
         async def abandon(name: str) -> None:
             caller = MemoryTransport(made.network, PeerId(name))
@@ -182,8 +182,8 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
             target = replica.context.transport.peer_id
             try:
                 await call(caller, target, PROPOSE, proposal, seconds=5.0)
-                assert exchanger.engagement.session is not None
-                exchanger.engagement.session.started -= seconds
+                assert side.engagement.session is not None
+                side.engagement.session.started -= seconds
                 await call(caller, target, LEAVE, LeaveExchange(exchange=exchange), seconds=5.0)
             finally:
                 await caller.close()
@@ -194,7 +194,7 @@ async def test_exchanges_that_come_to_nothing_cost_a_quarter_of_the_time_whoever
         for number in range(2):  # the first brings no rest: a stage peer that died and came back must not wait
             await abandon(f"throw-away-key-{number}")
             await abandon("stage peer-at-work")
-            exchanger.partners.committed(PeerId("stage peer-at-work"))
+            side.partners.committed(PeerId("stage peer-at-work"))
         for name in ("throw-away-key-2", "stage peer-at-work"):
             with pytest.raises(Refused):
                 await abandon(name)

@@ -75,7 +75,7 @@ async def past_the_first_round(origin: Replica) -> None:
     assert origin.pipeline.origin is not None
     for _ in range(3):
         await origin.pipeline.origin.train_one()
-    await origin.averaging.exchanger.step_alone()
+    await origin.averaging.step_alone()
     origin.state_transfer.open()
 
 

@@ -53,8 +53,8 @@ async def test_a_dialler_that_gives_up_frees_its_partner_at_once() -> None:
     """It says so, and the partner need not wait for its deadline."""
     async with two_replicas() as (made, left, right):
         made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.CHUNK.name))
-        assert not await left.averaging.exchanger.dial(peer_name(0, 1))
-        assert not right.averaging.exchanger.engaged
+        assert not await left.averaging.dial(peer_name(0, 1))
+        assert not right.averaging.under_way
         assert outer_steps(made, 1, "aborted")[0].reason == "left: the partner left"
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
 
@@ -65,11 +65,11 @@ async def test_only_the_dialler_itself_can_leave_an_exchange() -> None:
         await propose(right)
         goodbye = LeaveExchange(exchange=NAME)
         with pytest.raises(Refused) as refused:
-            await right.averaging.exchanger.responder.handle_leave(PeerId("another-stranger"), goodbye)
+            await right.averaging.responder.handle_leave(PeerId("another-stranger"), goodbye)
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        assert right.averaging.exchanger.engaged
-        await right.averaging.exchanger.responder.handle_leave(STRANGER, goodbye)
-        assert not right.averaging.exchanger.engaged
+        assert right.averaging.under_way
+        await right.averaging.responder.handle_leave(STRANGER, goodbye)
+        assert not right.averaging.under_way
 
 
 async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alone() -> None:
@@ -78,11 +78,11 @@ async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alo
         right.context.transport.peer_stats.worked(peer_name(0, 0))
         for _ in range(2):
             await propose(right)
-            right.averaging.exchanger.responder.give_up_if_stalled(-1.0)
+            right.averaging.responder.give_up_if_stalled(-1.0)
         with pytest.raises(Refused) as refused:
             await propose(right)
         assert refused.value.reason is Refusal.BUSY
-        assert await left.averaging.exchanger.dial(peer_name(0, 1))
+        assert await left.averaging.dial(peer_name(0, 1))
         await eventually(lambda: outer_steps(made, 1, "paired"), what="the stage peer is averaged with")
         assert right.context.transport.conduct.offences.total() == 0
 

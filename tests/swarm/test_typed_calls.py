@@ -111,19 +111,19 @@ async def test_thirty_answers_that_break_the_protocol_of_an_exchange_are_a_ban(w
         conduct = replica.context.transport.conduct  # pyright: ignore[reportPrivateUsage]
         _, before = await replica.worker.joiner_state()
         for _ in range(30):
-            assert not await replica.averaging.exchanger.dial(HOSTILE)
+            assert not await replica.averaging.dial(HOSTILE)
         assert conduct.offences["bad_answer"] == 30
         assert conduct.banned(HOSTILE)
         _, after = await replica.worker.joiner_state()
         assert all(torch.equal(after[name], before[name]) for name in before)
-        assert made.replicas[0].averaging.exchanger.engaged is False
+        assert made.replicas[0].averaging.under_way is False
 
 
 @pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.wire_dtype is torch.uint8])
 async def test_bytes_that_decode_to_nothing_finite_are_an_offence_or_harmless(codec: str) -> None:
     """Codes have no NaN to look at: what comes of them is looked at where they are decoded."""
     async with beside_a_hostile_stage_peer(codec, TURNS["chunks"]) as (_, replica):
-        committed = await replica.averaging.exchanger.dial(HOSTILE)
+        committed = await replica.averaging.dial(HOSTILE)
         offences = replica.context.transport.conduct.offences.total()  # pyright: ignore[reportPrivateUsage]
         assert offences == (0 if committed else 1)
         _, state = await replica.worker.joiner_state()
@@ -135,7 +135,7 @@ async def test_a_replica_whose_own_weights_are_not_finite_blames_nobody() -> Non
     turns = {exchange.PROPOSE.name: acceptance, exchange.OPEN.name: zeros, exchange.CHUNK.name: zeros}
     async with beside_a_hostile_stage_peer("fp32", turns) as (_, replica):
         trainer_of(replica.worker).master[:] = math.nan
-        assert not await replica.averaging.exchanger.dial(HOSTILE)
+        assert not await replica.averaging.dial(HOSTILE)
         assert replica.context.transport.conduct.offences.total() == 0  # pyright: ignore[reportPrivateUsage]
 
 

@@ -165,7 +165,7 @@ def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views_by_th
     partners, screened = OuterSteps.worth_dialling, Bans.deals
 
     def looked(self: OuterSteps, *states: PeerState) -> list[PeerId]:
-        done["looked for partners"] += not self._exchanger.last_round
+        done["looked for partners"] += not self._side.last_round
         return partners(self, *states)
 
     def asked(self: Bans, peer: PeerId, _: object = None, /) -> bool:

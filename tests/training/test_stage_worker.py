@@ -133,7 +133,7 @@ async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_it
     spec = micro_spec(stages=1, microbatches_a_step=3, outer=outer, limits=LimitsSpec(chunk_bytes=4096))
     trained = (9, 3, 6)
     async with world(spec, replicas=3) as made, asyncio.TaskGroup() as group:
-        running = [group.create_task(replica.averaging.exchanger.run()) for replica in made.replicas]
+        running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
         for replica, microbatches in zip(made.replicas, trained, strict=True):
             replica.averaging.open()
             replica.worker.live_replicas = 3
@@ -144,8 +144,8 @@ async def test_the_clock_is_own_tokens_times_live_replicas_and_exchanges_keep_it
         clocks = [worker.progress.clock for worker in workers]
         assert clocks == [3 * MICROBATCH * microbatches for microbatches in trained]
         for dialler, partner in ((0, 1), (1, 2), (2, 0), (0, 1)):
-            assert await made.replicas[dialler].averaging.exchanger.dial(peer_name(0, partner))
-            await eventually(lambda: not any(replica.averaging.exchanger.engaged for replica in made.replicas))
+            assert await made.replicas[dialler].averaging.dial(peer_name(0, partner))
+            await eventually(lambda: not any(replica.averaging.under_way for replica in made.replicas))
         met = [worker.progress.clock for worker in workers]
         rounds = [worker.progress.outer_rounds for worker in workers]
         for task in running:

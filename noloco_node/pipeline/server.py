@@ -1,17 +1,20 @@
-"""A microbatch's way there and back.
+"""A microbatch at a later stage: admit → run → send on → settle → answer. `microbatch.py` has how it is sent on.
 
-Each hop has one owner. The sender keeps the activations until the gradient is back. On a refusal, a time-out or a
-broken stream it picks another peer. `Downstream` is that owner, `PipelineServer` answers; `source.py` has its origin.
+A replica remembers the microbatches that it has trained, so that none is trained twice, and the answers to the last of
+them. An id is only the sender's word. A repeat is therefore known by its sender, which the link authenticates, by its
+id, and by its content. If another sender uses the same id, or the same sender has other weights, it is another
+microbatch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import random
+import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,276 +25,124 @@ from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.model.router import Router
-from noloco_node.peers.latency import HANG_SECONDS, RequestOutcome
+from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import PeerStats
-from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
-from noloco_node.pipeline.circuit_breaker import CircuitBreaker
-from noloco_node.pipeline.ledger import MicrobatchName, Repeats, content_of
-from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
-from noloco_node.pipeline.link_codecs import LinkCodecs, from_wire, to_wire
+from noloco_node.pipeline.limiter import MicrobatchLimiter
+from noloco_node.pipeline.link_codecs import from_wire, to_wire
 from noloco_node.pipeline.messages import (
-    COME_BACK,
     MICROBATCH,
     NO_MEMORY,
     HopFailed,
     Ledger,
     MicrobatchAnswer,
     MicrobatchHeader,
+    Mode,
     Outgoing,
     Trained,
     check_specs,
-    decoded,
-    given_up,
     labels_and_ids,
-    passed_upward,
-    read_answer,
 )
-from noloco_node.pipeline.routing import LoadBalancer
+from noloco_node.pipeline.microbatch import Downstream
 from noloco_node.pipeline.source_shares import SourceShares
 from noloco_node.pipeline.work_rations import EvaluationRations, turn_of
-from noloco_node.telemetry.metric_table import HOP_SECONDS, Meter
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
-from noloco_node.transport.calls import Reply, ask, judging, on_tensors
-from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
+from noloco_node.transport.calls import Reply, on_tensors
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.frames import tensor_bytes
 from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec
 from noloco_node.transport.tensor_checks import all_finite, scale_of
 from noloco_node.trust.sources_seen import OriginsSeen
 
-logger = logging.getLogger(__name__)
-
-BUDGET_SHARE_PASSED_ON = 0.9
-"""Each hop gives the next one this share of its time, so that it can fail upward before its own time is over."""
-
-MIN_BUDGET_MS = 50
-BUSY_BACKOFF_SECONDS = (0.02, 0.2)
-ROUNDS_TO_DESPAIR = 3
-"""Every peer of good repute must refuse a microbatch in so many rounds before a peer on trial is asked for it."""
-NOBODY_WARNING_SECONDS = 30.0
 SCALE_MULTIPLE = 16.0
 """Activations are refused if their root mean square is this many times the usual one."""
-
-_NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
-PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
-"""A peer that gives one of these refusals says that others further on gave up."""
-
-
-def outcome_of(refusal: Refused, took: float) -> RequestOutcome:
-    """What a refusal that came after so many seconds says of its giver."""
-    if refusal.reason is Refusal.BUSY and took < HANG_SECONDS:
-        return RequestOutcome.UNTOLD
-    # A request may have waited behind others on this node's own link: every peer is late then, and none beside others.
-    excused = refusal.reason is Refusal.BUSY or refusal.reason in PASSED_UPWARD
-    return RequestOutcome.EXCUSED if excused else RequestOutcome.FAILED
+ANSWERS_KEPT = 32
+KEPT_ANSWER_BYTES = 64 << 20
+INLINE_BYTES = 1 << 20
+"""Checksums of up to so many bytes are taken on the event loop (0.15 ms)."""
 
 
-class Downstream:
-    """Sends microbatches to the next stage and brings their gradients back, trying several peers."""
+class MicrobatchName(NamedTuple):
+    """What one microbatch is known by here."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        stage: int,
-        transport: Transport,
-        book: LoadBalancer,
-        ledger: Ledger,
-        rng: random.Random,
-        router: Router | None = None,
-    ) -> None:
-        """Answers are held to how the model's `router` is trained, where it is."""
-        self._spec = spec
-        self._stage = stage
-        self._transport = transport
-        self._book = book
-        self._ledger = ledger
-        self._rng = rng
-        self._warn_again_at = 0.0
-        self._router = router
-        self.circuit_breaker = CircuitBreaker()
-        self.hop_seconds = Meter(HOP_SECONDS)
-        """From sending a microbatch to one peer to its answer."""
-        hops = spec.stages - 1
-        share = share_of_a_hop(spec.pipeline.audit_share, hops)
-        self._codecs = LinkCodecs(spec.pipeline.activations, rng, book.cards)
-        self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
-        """Runs beside the training (`Auditor.run`)."""
+    sender: PeerId
+    mode: Mode
+    id: str
+    content: tuple[int, ...]
+    """CRC-32 of each tensor. No stronger hash is needed.
 
-    @property
-    def set_aside_now(self) -> int:
-        """Next-stage peers that audits have gone against and that get nothing now."""
-        return self._book.set_aside_now
+    A sender that makes two of its own contents agree gets its own former answer, and no other sender can use its names.
+    """
 
-    @property
-    def peer_id(self) -> PeerId:
-        """This node's own."""
-        return self._transport.peer_id
 
-    async def send(self, outgoing: Outgoing, budget: float) -> Trained:
-        """Have the next stage train (or evaluate) a microbatch.
+async def content_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """The checksums of a microbatch's tensors; large ones are read off the event loop."""
+    if sum(tensor.nbytes for tensor in tensors) <= INLINE_BYTES:
+        return _checksums(tensors)
+    return await ambient.elsewhere(_checksums, tensors)
 
-        Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up. The
-        latter is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
-        origin tries another peer then: a peer that always says so may be the one at fault.
-        """
-        deadline = ambient.monotonic() + budget
-        failures, attempt, rounds, reached, busy_since = 0, 0, 0, False, math.inf
-        excluded: set[PeerId] = set()
-        while (remaining := deadline - ambient.monotonic()) * 1000 > MIN_BUDGET_MS:
-            peer = self._book.choose(excluded, desperate=rounds >= ROUNDS_TO_DESPAIR)
-            if peer is None:
-                if excluded and attempt < ASKS_TO_WAIT:
-                    attempt = ASKS_TO_WAIT
-                else:
-                    await self._wait_for_a_peer(bool(excluded), remaining)
-                    rounds += bool(excluded)
-                excluded.clear()
-                continue
-            began, patience = ambient.monotonic(), self._patience(remaining)
-            attempt = max(attempt, self._book.asks_for(peer))
-            try:
-                answer = await self._ask(peer, outgoing, attempt, patience)
-            except Refused as refusal:
-                if refusal.reason is not Refusal.OUT_OF_REACH:
-                    self.circuit_breaker.failed()
-                if self._stage > 0 and refusal.reason in PASSED_UPWARD:
-                    self._note_failure(peer, refusal)
-                    raise passed_upward(refusal, reached) from None
-                reached = reached or refusal.reason is not Refusal.OUT_OF_REACH
-                busy_since = min(busy_since, began) if refusal.reason is Refusal.BUSY else busy_since
-                failures += refusal.reason not in COME_BACK
-                self._note_failure(peer, refusal)
-                logger.debug("microbatch %s refused by %s: %s", outgoing.id[:8], peer, refusal)
-            except TransportError as error:
-                failures += 1
-                self.circuit_breaker.failed()
-                self._note_failure(peer, error)
-                reached = reached or not isinstance(error, PeerUnreachable)
-                if outgoing.mode == "train" and not isinstance(error, PeerUnreachable):
-                    self._ledger.repeated += 1
-                logger.debug("microbatch %s lost at %s: %r", outgoing.id[:8], peer, error)
-            else:
-                if outgoing.mode == "train":
-                    copied = replace(outgoing, codec=answer.codec, asks=attempt)
-                    self.auditor.consider(answer, copied, budget=patience, took=ambient.monotonic() - began)
-                return replace(answer, waited=answer.waited + max(0.0, began - busy_since))
-            if failures >= self._spec.pipeline.hop_attempts:
-                why = f"{failures} failures at stage {self._stage + 1}"
-                raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, reached)
-            attempt += 1
-            if outgoing.mode == "train":
-                self._ledger.retried += 1
-            excluded.add(peer)
-        why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
-        raise given_up(Refusal.BUDGET_SPENT, why, reached)
 
-    async def take_back(
-        self, worker: StageWorker, passage: ForwardContext, trained: Trained, waits: DeviceWaits
-    ) -> Tensor | None:
-        """Go backward with the answer to what `send` sent on, and compare what that did with what others' answers do.
-        The gradient of the passage's inputs. Raises MicrobatchNotFinite, NoMemory."""
-        assert trained.gradient is not None
-        gradient = await worker.backward(
-            passage,
-            trained.gradient,
-            trained.loss_sum,
-            trained.tokens,
-            source=trained.peer,
-            scale=trained.scale,
-            chosen=trained.chosen,
-            waits=waits,
-        )
-        if passage.signs is not None:
-            self.auditor.compare(PeerId(trained.peer), passage.signs)
-        return gradient
+class Repeats:
+    """The books of one replica. Bounded in microbatches, answers and their bytes."""
 
-    def _patience(self, remaining: float) -> float:
-        """Seconds for one attempt. The origin keeps half for a second one, so that a silent peer (stopped, hung) does
-        not eat the whole budget. A later hop gives all it has, or a deep pipeline's share would shrink to nothing."""
-        if self._stage > 0:
-            return remaining
-        return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
+    def __init__(self) -> None:
+        self._trained = PeerTable[MicrobatchName, None](forgotten=self._uncount)
+        self._ids: Counter[str] = Counter()
+        self._answers: OrderedDict[MicrobatchName, Reply[MicrobatchAnswer]] = OrderedDict()
+        self._kept_bytes = 0
 
-    async def _train_again(self, peer: PeerId, first: Outgoing, budget: float) -> Trained:
-        try:
-            return await self._ask(peer, replace(first, id=ambient.token(16)), first.asks, budget)
-        except (Refused, TransportError) as error:
-            self._note_failure(peer, error)
-            raise
+    def answer_to(self, name: MicrobatchName) -> Reply[MicrobatchAnswer] | None:
+        """The answer to a repeat, None where it is none. Refused (`already_trained`) where the answer is gone: it must
+        not be trained again."""
+        if name in self._answers:
+            return self._answers[name]
+        if name in self._trained:
+            raise Refused(Refusal.ALREADY_TRAINED)
+        return None
 
-    def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
-        if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
-            self._book.failed(peer)
-            self._transport.peer_stats.idle(peer)
-        elif error.reason is Refusal.BUSY:
-            self._book.full(peer)
-        elif error.reason in PASSED_UPWARD and self._book.yields_little(peer):
-            self._transport.peer_stats.idle(peer)
+    def mark_trained(self, name: MicrobatchName) -> bool:
+        """From here on it changes this replica: a repeat is turned away even if this attempt is cancelled. True where
+        a microbatch of the same id was trained here before, in another's name or from other weights."""
+        again = self._ids[name.id] > 0
+        self._trained[name] = None
+        self._ids[name.id] += 1
+        return again
 
-    async def _ask(self, peer: PeerId, outgoing: Outgoing, attempt: int, left: float) -> Trained:
-        activations, mode = outgoing.activations, outgoing.mode
-        codec = self._codecs.widest if mode == "evaluate" else outgoing.codec or self._codecs.choose(peer)
-        wire = await to_wire(activations, codec)
-        header = MicrobatchHeader(
-            id=outgoing.id,
-            attempt=attempt,
-            budget_ms=max(1, int(left * 1000 * BUDGET_SHARE_PASSED_ON)),
-            mode=mode,
-            run=self._spec.run_id,
-            stage=self._stage + 1,
-            origin=outgoing.drawn.origin,
-            origin_clock=outgoing.drawn.clock,
-            chosen=outgoing.chosen,
-            codec=codec,
-        )
-        began, asked = self._book.sent(peer), ambient.monotonic()
-        how = RequestOutcome.FAILED
-        try:
-            answer = await ask(
-                self._transport,
-                peer,
-                MICROBATCH,
-                header,
-                tensors=(wire, outgoing.tokens),
-                specs=(TensorSpec.of(wire),) if mode == "train" else (),
-                seconds=left,
-                progress=self._spec.pipeline.progress_seconds,
-            )
-            how = RequestOutcome.CAME
-            took = ambient.monotonic() - asked
-            self.hop_seconds.add(took)
-        except Refused as refusal:
-            how = outcome_of(refusal, ambient.monotonic() - asked)
-            raise
-        except asyncio.CancelledError:
-            how = RequestOutcome.UNTOLD
-            raise
-        finally:
-            self._book.done(peer, began, how)
-        with judging(self._transport, peer, MICROBATCH.name):
-            trained = await decoded(read_answer(answer, activations, self._router), codec, activations)
-        self._book.reported(peer, answer.header.load)
-        self.circuit_breaker.through()
-        link_wait = 0.0
-        if mode == "train":
-            link_wait = self._codecs.carried(peer, codec, took, answer.header.work_seconds)
-            self._ledger.note_received(peer, trained.tokens)
-            self._transport.peer_stats.worked(peer, trained.tokens)
-        return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took), link_wait=link_wait)
+    def was_trained(self, name: MicrobatchName) -> bool:
+        """Whether it has changed this replica, or is about to."""
+        return name in self._trained
 
-    async def _wait_for_a_peer(self, all_asked: bool, remaining: float) -> None:
-        """After a round in which every peer said no, a short jittered pause; with no peer at all, until one appears."""
-        now = ambient.monotonic()
-        if not all_asked and now >= self._warn_again_at:
-            self._warn_again_at = now + NOBODY_WARNING_SECONDS
-            logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
-        pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else remaining
-        await self._book.changed.wait(min(pause, remaining))
+    def unmark(self, name: MicrobatchName) -> None:
+        """It came to nothing after all."""
+        if name in self._trained:
+            del self._trained[name]
+            self._uncount(name)
+
+    def keep(self, name: MicrobatchName, answer: Reply[MicrobatchAnswer]) -> None:
+        """Remember the answer, for a repeat."""
+        self._answers[name] = answer
+        self._kept_bytes += _size(answer)
+        while self._answers and (len(self._answers) > ANSWERS_KEPT or self._kept_bytes > KEPT_ANSWER_BYTES):
+            _, dropped = self._answers.popitem(last=False)
+            self._kept_bytes -= _size(dropped)
+
+    def _uncount(self, name: MicrobatchName, _: None = None) -> None:
+        self._ids[name.id] -= 1
+        if not self._ids[name.id]:
+            del self._ids[name.id]
+
+
+def _checksums(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(zlib.crc32(tensor_bytes(tensor)) for tensor in tensors)
+
+
+def _size(message: Reply[MicrobatchAnswer]) -> int:
+    return sum(tensor.nbytes for tensor in message.tensors)
 
 
 class PipelineServer:

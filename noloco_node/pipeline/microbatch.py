@@ -1,0 +1,499 @@
+"""A microbatch's way: draw → run → choose → call → settle.
+
+`MicrobatchSource` draws samples at stage 0, runs the stage on them, and keeps the account that must close. `Downstream`
+has the next stage train a microbatch, at stage 0 and at every later one: it chooses a peer, calls it, and settles what
+came of that. Each hop has one owner. The sender keeps the activations until the gradient is back. On a refusal, a
+time-out or a broken stream it picks another peer. `server.py` has the side that answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from torch import Tensor
+
+from noloco_node import ambient
+from noloco_node.address_space import NoMemory
+from noloco_node.aio import run_to_end
+from noloco_node.config.run_spec import ActivationCodec, RunSpec
+from noloco_node.data.samples import Samples, inputs_and_labels
+from noloco_node.document_marks import positions_of
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.router import Router
+from noloco_node.pauses import Doubling
+from noloco_node.peers.latency import RequestOutcome
+from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
+from noloco_node.pipeline.in_flight import InFlight
+from noloco_node.pipeline.limiter import ASKS_TO_WAIT
+from noloco_node.pipeline.link_codecs import LinkCodecs, to_wire
+from noloco_node.pipeline.messages import (
+    COME_BACK,
+    MICROBATCH,
+    NO_MEMORY,
+    PASSED_UPWARD,
+    HopFailed,
+    Ledger,
+    MicrobatchAnswer,
+    MicrobatchHeader,
+    Outgoing,
+    Sample,
+    Trained,
+    decoded,
+    given_up,
+    passed_upward,
+    read_answer,
+    tokens_to_send,
+)
+from noloco_node.pipeline.routing import CircuitBreaker, LoadBalancer, outcome_of
+from noloco_node.telemetry.metric_table import HOP_SECONDS, Meter
+from noloco_node.training.compute_thread import DeviceWaits
+from noloco_node.training.stage_worker import StageWorker
+from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
+from noloco_node.transport.calls import ask, judging
+from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
+from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import TensorSpec
+from noloco_node.trust.sources_seen import DrawnBy
+
+logger = logging.getLogger(__name__)
+
+PAUSES = Doubling(0.05, 5.0)
+"""Seconds of pause after samples in a row that were put back, since others are in trouble."""
+BUDGET_SHARE_PASSED_ON = 0.9
+"""Each hop gives the next one this share of its time, so that it can fail upward before its own time is over."""
+MIN_BUDGET_MS = 50
+BUSY_BACKOFF_SECONDS = (0.02, 0.2)
+ROUNDS_TO_DESPAIR = 3
+"""Every peer of good repute must refuse a microbatch in so many rounds before a peer on trial is asked for it."""
+NOBODY_WARNING_SECONDS = 30.0
+
+_NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
+
+
+@contextmanager
+def _own_failures() -> Generator[None]:
+    """What this node itself cannot carry through in the block fails like what comes back from a hop: HopFailed."""
+    try:
+        yield
+    except MicrobatchNotFinite as error:
+        raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
+    except NoMemory:
+        raise HopFailed(Refusal.BUSY, NO_MEMORY, reached=False) from None
+
+
+class MicrobatchSource:
+    """Stage 0's source of microbatches: draws samples, keeps several under way, puts failed ones back.
+
+    The account closes at every moment: drawn = trained + dropped + held.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        worker: StageWorker,
+        downstream: Downstream | None,
+        ledger: Ledger,
+        samples: Samples,
+        rng: random.Random,
+        in_flight: int | Literal["auto"],
+    ) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._downstream = downstream
+        self._ledger = ledger
+        self._samples = samples
+        self._rng = rng
+        self._waiting = ledger.waiting
+        self._few_blocks = False
+        self._under_way: dict[Sample, None] = {}
+        self._in_flight = InFlight(in_flight, self._share, self._missing)
+
+    @property
+    def under_way(self) -> int:
+        """Samples being carried through now."""
+        return len(self._under_way)
+
+    @property
+    def held(self) -> int:
+        """Samples drawn and neither trained nor dropped."""
+        return len(self._waiting) + len(self._under_way)
+
+    @property
+    def held_samples(self) -> list[Sample]:
+        """Those samples, in the order in which they are to be trained."""
+        return [*self._under_way, *self._waiting]
+
+    async def run(self, training_goes_on: Callable[[], bool], way_is_open: Callable[[], Awaitable[None]]) -> None:
+        """Keep as many microbatches under way as `node.in_flight` says until `training_goes_on()` is false, then finish
+        those under way.
+
+        `way_is_open` is awaited before each: it returns once every later stage has a replica.
+        """
+
+        async def keep_drawing(number: int) -> None:
+            in_vain = 0
+            while True:
+                while not self._in_flight.open_to(number, self.under_way):
+                    await self._in_flight.changed.wait()
+                await way_is_open()
+                if not training_goes_on():
+                    self._in_flight.release()
+                    return
+                if await self.train_one():
+                    in_vain = 0
+                else:
+                    await asyncio.sleep(PAUSES.about(in_vain, self._rng))
+                    in_vain += 1
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._in_flight.most):
+                group.create_task(keep_drawing(number))
+
+    async def train_one(self) -> bool:
+        """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
+
+        True where it was trained.
+        """
+        sample = self._waiting.popleft() if self._waiting else await self._draw_new()
+        self._under_way[sample] = None
+        try:
+            with _own_failures():
+                await self._run(sample)
+        except HopFailed as failure:
+            return self._settle(sample, failure)
+        except asyncio.CancelledError:
+            self._ended(sample)
+            self._waiting.appendleft(sample)
+            raise
+        return self._settle(sample)
+
+    async def _draw_new(self) -> Sample:
+        self._heed_blocks()
+        windows = await self._samples.draw()
+        self._ledger.drawn += 1  # no await after the draw: the books close at every moment
+        return Sample(windows)
+
+    def _heed_blocks(self) -> None:
+        blocks, replicas = self._samples.blocks, self._worker.live_replicas
+        if blocks is not None and replicas > blocks and not self._few_blocks:
+            self._few_blocks = True
+            logger.warning(
+                "%d replicas of the first stage read a text of %d blocks: some read the same at a time; a run with a "
+                "larger run.data.parts_per_shard has more",
+                replicas,
+                blocks,
+            )
+
+    async def _run(self, sample: Sample) -> None:
+        """Forward, on to the next stage and back, backward. Raises HopFailed, MicrobatchNotFinite, NoMemory."""
+        inputs, labels = inputs_and_labels(sample.windows)
+        drawn_at, waits = ambient.monotonic(), DeviceWaits()
+        if self._downstream is None:
+            await self._worker.loss(inputs, labels, draw=True)
+            self._in_flight.carried(ambient.monotonic() - drawn_at, 0.0)
+            return
+        passage, drawn = ForwardContext(positions=positions_of(labels)), self._drawn(self._downstream, labels.numel())
+        try:
+            outputs = await self._worker.forward(inputs, passage, draw=True)
+            tokens = tokens_to_send(self._spec.model, inputs, labels)
+            outgoing = Outgoing(ambient.token(16), "train", drawn, outputs, tokens, passage.chosen)
+            trained = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
+            await self._downstream.take_back(self._worker, passage, trained, waits)
+            waited = trained.waited + waits.seconds
+            self._in_flight.carried(ambient.monotonic() - drawn_at, waited, trained.link_wait)
+        except BaseException:
+            await run_to_end(self._worker.discard(passage))
+            raise
+
+    def _settle(self, sample: Sample, failure: HopFailed | None = None) -> bool:
+        """A sample's way is over: it is trained, or put back, or dropped after too many failures. Whether it was
+        trained."""
+        self._ended(sample)
+        if failure is None:
+            self._ledger.trained += 1
+            return True
+        if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample
+            if sample.put_backs >= self._spec.pipeline.put_backs:
+                self._ledger.dropped += 1
+                logger.warning("a sample was dropped after %d put-backs: %s", sample.put_backs, failure)
+                return False
+            sample.put_backs += 1
+        self._ledger.put_back += 1
+        self._waiting.append(sample)
+        return False
+
+    def _ended(self, sample: Sample) -> None:
+        del self._under_way[sample]
+        self._in_flight.changed.fire()
+
+    async def evaluate(self, windows: Tensor) -> tuple[float, int]:
+        """The loss (nats, summed over tokens) of held-out windows, int32 [b, T + 1], as one microbatch through the
+        swarm, and their tokens. Raises HopFailed."""
+        inputs, labels = inputs_and_labels(windows)
+        with _own_failures():
+            if self._downstream is None:
+                return await self._worker.evaluate_loss(inputs, labels), labels.numel()
+            outputs = await self._worker.evaluate(inputs, positions_of(labels))
+        drawn, tokens = self._drawn(self._downstream, labels.numel()), tokens_to_send(self._spec.model, inputs, labels)
+        outgoing = Outgoing(ambient.token(16), "evaluate", drawn, outputs, tokens)
+        result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
+        return result.loss_sum, result.tokens
+
+    def _missing(self) -> float:
+        return math.ceil(self._worker.tokens_missing / self._spec.microbatch_tokens)
+
+    def _share(self) -> int:
+        return self._spec.microbatches_a_step(self._worker.live_replicas)
+
+    def _drawn(self, downstream: Downstream, tokens: int) -> DrawnBy:
+        """Later stages train before this one does: what is under way counts as trained, each with so many tokens."""
+        coming = self.under_way * tokens * self._worker.live_replicas
+        return DrawnBy(downstream.peer_id, self._worker.progress.clock + coming)
+
+
+@dataclass(slots=True, eq=False)
+class _Hop:
+    """A microbatch on its way to the next stage, and what has come of its tries so far."""
+
+    outgoing: Outgoing
+    deadline: float
+    """Monotonic seconds."""
+    asks: int = 0
+    """Asks that came to nothing; see `MicrobatchLimiter.take`."""
+    failures: int = 0
+    """Those of them that speak against the microbatch or its peer."""
+    excluded: set[PeerId] = field(default_factory=set[PeerId])
+    """Peers that said no in this round."""
+    rounds: int = 0
+    """Rounds in which every peer said no."""
+    reached: bool = False
+    """Whether any peer had it in hand."""
+    busy_since: float = math.inf
+    """When it was first refused since a peer was full."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is to be trained, and not only evaluated."""
+        return self.outgoing.mode == "train"
+
+
+class Downstream:
+    """Sends microbatches to the next stage and brings their gradients back, trying several peers."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        stage: int,
+        transport: Transport,
+        book: LoadBalancer,
+        ledger: Ledger,
+        rng: random.Random,
+        router: Router | None = None,
+    ) -> None:
+        """Answers are held to how the model's `router` is trained, where it is."""
+        self._spec = spec
+        self._stage = stage
+        self._transport = transport
+        self._book = book
+        self._ledger = ledger
+        self._rng = rng
+        self._warn_again_at = 0.0
+        self._router = router
+        self.circuit_breaker = CircuitBreaker()
+        self.hop_seconds = Meter(HOP_SECONDS)
+        """From sending a microbatch to one peer to its answer."""
+        hops = spec.stages - 1
+        share = share_of_a_hop(spec.pipeline.audit_share, hops)
+        self._codecs = LinkCodecs(spec.pipeline.activations, rng, book.cards)
+        self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
+        """Runs beside the training (`Auditor.run`)."""
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This node's own."""
+        return self._transport.peer_id
+
+    async def send(self, outgoing: Outgoing, budget: float) -> Trained:
+        """Have the next stage train (or evaluate) a microbatch: choose a peer, call it, settle what came of it.
+
+        Raises HopFailed when the budget (seconds) or the attempts are used up, or when a peer further on gave up. The
+        latter is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
+        origin tries another peer then: a peer that always says so may be the one at fault.
+        """
+        hop = _Hop(outgoing, ambient.monotonic() + budget)
+        while (left := hop.deadline - (began := ambient.monotonic())) * 1000 > MIN_BUDGET_MS:
+            peer = self._book.choose(hop.excluded, desperate=hop.rounds >= ROUNDS_TO_DESPAIR)
+            if peer is None:
+                await self._begin_another_round(hop, left)
+                continue
+            hop.asks, patience = max(hop.asks, self._book.asks_for(peer)), self._patience(left)
+            try:
+                answer = await self._call(peer, outgoing, hop.asks, patience)
+            except (Refused, TransportError) as error:
+                self._settle_failure(hop, peer, error, began)
+            else:
+                return self._settle(hop, answer, patience, began)
+        why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
+        raise given_up(Refusal.BUDGET_SPENT, why, hop.reached)
+
+    async def _begin_another_round(self, hop: _Hop, left: float) -> None:
+        """Nobody may be asked now. Once all have refused, one round follows at once, in which the microbatch may wait
+        wherever there is a place; then a short jittered pause comes before each. With no peer at all, wait for one."""
+        all_asked = bool(hop.excluded)
+        hop.excluded.clear()
+        if all_asked and hop.asks < ASKS_TO_WAIT:
+            hop.asks = ASKS_TO_WAIT
+            return
+        hop.rounds += all_asked
+        now = ambient.monotonic()
+        if not all_asked and now >= self._warn_again_at:
+            self._warn_again_at = now + NOBODY_WARNING_SECONDS
+            logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
+        pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else left
+        await self._book.changed.wait(min(pause, left))
+
+    async def _call(self, peer: PeerId, outgoing: Outgoing, asks: int, seconds: float) -> Trained:
+        """Ask one peer, and note what that says of it."""
+        codec = self._codec_for(peer, outgoing)
+        wire = await to_wire(outgoing.activations, codec)
+        header = self._header(outgoing, codec, asks, seconds)
+        began, asked = self._book.sent(peer), ambient.monotonic()
+        how = RequestOutcome.FAILED
+        try:
+            answer = await ask(
+                self._transport,
+                peer,
+                MICROBATCH,
+                header,
+                tensors=(wire, outgoing.tokens),
+                specs=(TensorSpec.of(wire),) if outgoing.mode == "train" else (),
+                seconds=seconds,
+                progress=self._spec.pipeline.progress_seconds,
+            )
+            how, took = RequestOutcome.CAME, ambient.monotonic() - asked
+        except Refused as refusal:
+            how = outcome_of(refusal, ambient.monotonic() - asked)
+            raise
+        except asyncio.CancelledError:
+            how = RequestOutcome.UNTOLD
+            raise
+        finally:
+            self._book.done(peer, began, how)
+        self.hop_seconds.add(took)
+        activations = outgoing.activations
+        with judging(self._transport, peer, MICROBATCH.name):
+            trained = await decoded(read_answer(answer, activations, self._router), codec, activations)
+        return self._came(peer, replace(trained, peer=peer, codec=codec), answer.header, took)
+
+    def _codec_for(self, peer: PeerId, outgoing: Outgoing) -> ActivationCodec:
+        if outgoing.mode == "evaluate":
+            return self._codecs.widest
+        return outgoing.codec or self._codecs.choose(peer)
+
+    def _header(self, outgoing: Outgoing, codec: ActivationCodec, asks: int, seconds: float) -> MicrobatchHeader:
+        return MicrobatchHeader(
+            id=outgoing.id,
+            attempt=asks,
+            budget_ms=max(1, int(seconds * 1000 * BUDGET_SHARE_PASSED_ON)),
+            mode=outgoing.mode,
+            run=self._spec.run_id,
+            stage=self._stage + 1,
+            origin=outgoing.drawn.origin,
+            origin_clock=outgoing.drawn.clock,
+            chosen=outgoing.chosen,
+            codec=codec,
+        )
+
+    def _came(self, peer: PeerId, trained: Trained, answer: MicrobatchAnswer, took: float) -> Trained:
+        """What an answer that holds says of its peer and of the link, `took` seconds after the request."""
+        self._book.reported(peer, answer.load)
+        self.circuit_breaker.through()
+        link_wait = 0.0
+        if trained.gradient is not None:
+            assert trained.codec is not None
+            link_wait = self._codecs.carried(peer, trained.codec, took, answer.work_seconds)
+            self._ledger.note_received(peer, trained.tokens)
+            self._transport.peer_stats.worked(peer, trained.tokens)
+        return replace(trained, waited=min(trained.waited, took), link_wait=link_wait)
+
+    def _settle(self, hop: _Hop, answer: Trained, patience: float, began: float) -> Trained:
+        """The microbatch is through: its answer may be audited, and it has waited since its first peer was full."""
+        if hop.trains:
+            copied = replace(hop.outgoing, codec=answer.codec, asks=hop.asks)
+            self.auditor.consider(answer, copied, budget=patience, took=ambient.monotonic() - began)
+        return replace(answer, waited=answer.waited + max(0.0, began - hop.busy_since))
+
+    def _settle_failure(self, hop: _Hop, peer: PeerId, error: Refused | TransportError, began: float) -> None:
+        """A try came to nothing: what that says of the peer, of the stage and of the microbatch. Raises HopFailed where
+        no other peer is to be tried."""
+        refusal = error.reason if isinstance(error, Refused) else None
+        in_hand = refusal is not Refusal.OUT_OF_REACH and not isinstance(error, PeerUnreachable)
+        self._note_failure(peer, error)
+        if refusal is not Refusal.OUT_OF_REACH:
+            self.circuit_breaker.failed()
+        if self._stage > 0 and isinstance(error, Refused) and refusal in PASSED_UPWARD:
+            raise passed_upward(error, hop.reached) from None
+        logger.debug("microbatch %s came to nothing at %s: %r", hop.outgoing.id[:8], peer, error)
+        hop.reached = hop.reached or in_hand
+        hop.failures += refusal not in COME_BACK
+        if refusal is Refusal.BUSY:
+            hop.busy_since = min(hop.busy_since, began)
+        if hop.trains and refusal is None and in_hand:
+            self._ledger.repeated += 1  # it may have been trained there all the same
+        if hop.failures >= self._spec.pipeline.hop_attempts:
+            why = f"{hop.failures} failures at stage {self._stage + 1}"
+            raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, hop.reached) from None
+        hop.asks += 1
+        hop.excluded.add(peer)
+        if hop.trains:
+            self._ledger.retried += 1
+
+    async def take_back(
+        self, worker: StageWorker, passage: ForwardContext, trained: Trained, waits: DeviceWaits
+    ) -> Tensor | None:
+        """Go backward with the answer to what `send` sent on, and compare what that did with what others' answers do.
+        The gradient of the passage's inputs. Raises MicrobatchNotFinite, NoMemory."""
+        assert trained.gradient is not None
+        gradient = await worker.backward(
+            passage,
+            trained.gradient,
+            trained.loss_sum,
+            trained.tokens,
+            source=trained.peer,
+            scale=trained.scale,
+            chosen=trained.chosen,
+            waits=waits,
+        )
+        if passage.signs is not None:
+            self.auditor.compare(PeerId(trained.peer), passage.signs)
+        return gradient
+
+    def _patience(self, remaining: float) -> float:
+        """Seconds for one attempt. The origin keeps half for a second one, so that a silent peer (stopped, hung) does
+        not eat the whole budget. A later hop gives all it has, or a deep pipeline's share would shrink to nothing."""
+        if self._stage > 0:
+            return remaining
+        return min(remaining, max(remaining / 2, self._spec.pipeline.progress_seconds))
+
+    async def _train_again(self, peer: PeerId, first: Outgoing, budget: float) -> Trained:
+        try:
+            return await self._call(peer, replace(first, id=ambient.token(16)), first.asks, budget)
+        except (Refused, TransportError) as error:
+            self._note_failure(peer, error)
+            raise
+
+    def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
+        if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
+            self._book.failed(peer)
+            self._transport.peer_stats.idle(peer)
+        elif error.reason is Refusal.BUSY:
+            self._book.full(peer)
+        elif error.reason in PASSED_UPWARD and self._book.yields_little(peer):
+            self._transport.peer_stats.idle(peer)
