@@ -5,7 +5,8 @@ last stage does its whole work on a microbatch in what counts as a forward. Wher
 the environment names that stretch of time too, and what the routing counts in seconds is as many times as long.
 
 On one machine the replicas of a plain swarm share its cores, so killing one makes the others faster. With a paced
-device a replica's speed is its own, as on machines of their own, and ratios of throughput mean something.
+device a replica's speed is its own, as on machines of their own, and ratios of throughput mean something. No other node
+is nearby for it either: a fault of p2pd or of a link is one for all that it sends.
 Run as `python -m tests.chaos.paced_node run ...`; the time comes from the environment.
 """
 
@@ -18,11 +19,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from noloco_node.cli import main as cli
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import journey as node
+from noloco_node.node import network
 from noloco_node.pipeline import limiter, routing
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from noloco_node.training.fair_queue import OWN, QueueTurn
 from noloco_node.training.host_copies import Ahead
+from noloco_node.transport.pool import StreamHandler
+from noloco_node.transport.same_machine import SameMachine
 
 T = TypeVar("T")
 
@@ -54,9 +59,20 @@ class PacedThread(ComputeThread):
         return await super().run(priority, work if priority is Priority.STEP else paced, turn, waits, ahead)
 
 
+class Alone(SameMachine):
+    """As on a machine without another node."""
+
+    async def serve(self, handler: StreamHandler, within: float) -> None:
+        """See `SameMachine.serve`."""
+
+    async def open(self, peer: PeerId) -> None:
+        """See `SameMachine.open`."""
+
+
 def main() -> None:
     """The command line of `noloco-node`, on a paced device."""
     node.ComputeThread = PacedThread
+    network.SameMachine = Alone
     stretch = float(os.environ.get(STRETCH, "1"))
     limiter.AHEAD_SECONDS *= stretch
     routing.LOAD_LIFE_SECONDS *= stretch

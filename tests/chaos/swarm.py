@@ -115,8 +115,6 @@ class Swarm:
         """Start a daemon that joins through nodes that are up now; return at once."""
         node = Node(f"s{stage}-n{len(self.nodes)}", stage, self.folder / f"s{stage}-n{len(self.nodes)}", Observer())
         node.folder.mkdir(parents=True)
-        own = self._temporary / node.name  # as on a machine of its own: none goes around a cut by what is nearby
-        own.mkdir()
         node.launched_at = time.time()
         introducers = [other.started.addresses[0] for other in self.live if other.started][-INTRODUCERS:]
         with node.log.open("wb") as log:
@@ -131,7 +129,7 @@ class Swarm:
                 start_new_session=True,
                 env={
                     **os.environ,
-                    "TMPDIR": str(own),
+                    "TMPDIR": str(self._temporary),
                     OPERATION_SECONDS: str(self._operation_seconds),
                     **place.environment,
                 },

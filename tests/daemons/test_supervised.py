@@ -15,6 +15,8 @@ from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import InnerStep, P2pdRestarted
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import PACED
 from tests.support import eventually, last_account, nothing_left_behind
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
@@ -44,11 +46,14 @@ def steps(node: SwarmNode) -> int:
     return sum(isinstance(event, InnerStep) for event in node.events)
 
 
-async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(tmp_path: Path, temporary: Path) -> None:
+async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is the p2pd of the only replica of a stage, so that nothing can go on without it. It is back under its peer id
     and port, the others reach it again, the run ends in order, and every account closes with nothing lost."""
     overrides = ["local_swarm.replicas=1", "run.limits.record_seconds=20"]
-    swarm = LocalSwarm(load_config(MICRO, overrides), tmp_path / "run")
+    monkeypatch.setenv(OPERATION_SECONDS, "0.02")  # such nodes are not nearby for each other
+    swarm = LocalSwarm(load_config(MICRO, overrides), tmp_path / "run", command=(*PACED, "run"))
     try:
         await swarm.start()
         waiting = asyncio.create_task(swarm.wait())
