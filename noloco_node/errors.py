@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
@@ -48,6 +49,14 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.NOT_ADMITTED: "the run does not admit this node: not listed, or no invitation that holds",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C or SIGTERM",
 }
+
+
+def describe_exit(code: int) -> str:
+    """How a process of noloco-node ended, for a person. A negative code is the signal that killed it."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    meaning = EXIT_MEANINGS[ExitCode(code)] if code in set(ExitCode) else "no exit code of noloco-node"
+    return f"exit code {code}: {meaning}"
 
 
 class UserError(Exception):

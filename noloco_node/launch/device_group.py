@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.errors import ExitCode, UserError, describe_exit
 from noloco_node.node.interrupts import heeded_signals
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
@@ -159,7 +159,7 @@ class DeviceGroup:
         self._say(f"{member.device}: process {process.pid}, folder {member.folder}")
         code = await process.wait()
         _end_children(process.pid)
-        self._say(f"{member.device}: ended, {_meaning(code)}")
+        self._say(f"{member.device}: ended, {describe_exit(code)}")
         return code if code >= 0 else int(ExitCode.NODE_DIED)
 
     async def _until_up(self, member: Member, reader: EventReader, living: asyncio.Task[int]) -> NodeStarted | None:
@@ -201,10 +201,3 @@ def _end_children(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         return
-
-
-def _meaning(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    known = code in set(ExitCode)
-    return f"exit code {code}: {EXIT_MEANINGS[ExitCode(code)] if known else 'no exit code of noloco-node'}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from noloco_node import ambient
 from noloco_node.config.environment import variable_of, without_settings
 from noloco_node.config.load import Config, render
-from noloco_node.errors import EXIT_MEANINGS, ExitCode, UserError
+from noloco_node.errors import ExitCode, UserError, describe_exit
 from noloco_node.storage import atomic
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.private_folder import SHARED_PREFIX
@@ -126,13 +126,7 @@ class SwarmNode:
 
     def describe_exit(self) -> str:
         """Exit code with its meaning, for a person."""
-        code = self.exit_code
-        if code is None:
-            return "still running"
-        if code < 0:
-            return f"killed by {signal.Signals(-code).name}"
-        meaning = EXIT_MEANINGS[ExitCode(code)] if code in set(ExitCode) else "no exit code of noloco-node"
-        return f"exit code {code}: {meaning}"
+        return "still running" if self.exit_code is None else describe_exit(self.exit_code)
 
     def last_lines(self) -> str:
         """The end of its log, indented."""
