@@ -7,15 +7,18 @@ the environment names that stretch of time too, and what the routing counts in s
 On one machine the replicas of a plain swarm share its cores, so killing one makes the others faster. With a paced
 device a replica's speed is its own, as on machines of their own, and ratios of throughput mean something. No other node
 is nearby for it either: a fault of p2pd or of a link is one for all that it sends.
-Run as `python -m tests.chaos.paced_node run ...`; the time comes from the environment.
+Run as `python -m tests.chaos.paced_node run ...`; the time comes from the environment. Where the environment names a
+door, the process loads its libraries, says that it is ready, and begins once somebody opens the door.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from noloco_node.cli import main as cli
@@ -33,6 +36,11 @@ T = TypeVar("T")
 
 OPERATION_SECONDS = "NOLOCO_CHAOS_OPERATION_SECONDS"
 STRETCH = "NOLOCO_CHAOS_STRETCH"
+DOOR = "NOLOCO_CHAOS_DOOR"
+"""Path of a FIFO that is there. In life a newcomer loads libraries on a machine of its own; here it would take the
+processor from nodes that train."""
+READY = "ready"
+"""A process that waits to be told to begin prints this."""
 
 
 class PacedThread(ComputeThread):
@@ -69,8 +77,25 @@ class Alone(SameMachine):
         """See `SameMachine.open`."""
 
 
+def wait_at_door(door: Path) -> None:
+    """Load what a node and an export load as they start, and return once another process has opened the door."""
+    importlib.import_module("noloco_node.node.daemon")
+    importlib.import_module("noloco_node.exporting.live")
+    importlib.import_module("noloco_node.exporting.write")
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    print(READY, flush=True)
+    door.open("rb").close()
+
+
+def open_door(door: Path) -> None:
+    """Let the process begin that waits there. It must have said that it is ready."""
+    door.open("wb").close()
+
+
 def main() -> None:
     """The command line of `noloco-node`, on a paced device."""
+    if DOOR in os.environ:
+        wait_at_door(Path(os.environ[DOOR]))
     node.ComputeThread = PacedThread
     network.SameMachine = Alone
     stretch = float(os.environ.get(STRETCH, "1"))

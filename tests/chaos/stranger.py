@@ -27,12 +27,11 @@ from noloco_node.directory.validator import RecordValidator
 from noloco_node.errors import UserError
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Life, Tally, digest_of, living, read_victims
+from tests.chaos.paced_node import READY
 
 messages: Any = dht_pb2
 LOOK_SECONDS = 1.0
 CLOCK_SECONDS = 5.0
-READY = "ready"
-"""What it prints once it can begin."""
 LIVES = "lives"
 TURNS = (
     frozenset({"lying clocks", "bad answers to exchanges"}),

@@ -18,6 +18,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -33,9 +34,10 @@ from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims
 from tests.chaos.lab import Lab
 from tests.chaos.observe import last_account, stage_rate, tokens_between
 from tests.chaos.outcome import merged_loss
+from tests.chaos.paced_node import DOOR, OPERATION_SECONDS, READY, open_door
 from tests.chaos.report import Verdict
 from tests.chaos.slower import Looks, slower
-from tests.chaos.stranger import LIVES, READY
+from tests.chaos.stranger import LIVES
 from tests.chaos.swarm import CONFIG, Node, Place, Swarm
 from tests.chaos.watched_node import HONEST, WATCHED
 
@@ -50,6 +52,7 @@ TELLING_SECONDS = 60.0
 them."""
 LOOK_EVERY = 5.0
 LEAVE_SECONDS = 30.0
+READY_SECONDS = 240.0
 EXPORT_SECONDS = 180.0
 NO_SIGN = frozenset({LOST, "rounds", BROKEN})
 """Outcomes that do not show that an attack arrived."""
@@ -98,10 +101,6 @@ class Plan:
 
 
 JOINER_EVERY = 200.0
-YIELDING = ("sh", "-c", '{ echo 4 > /proc/self/autogroup; } 2>/dev/null; exec nice -n 4 "$@"', "sh")
-"""Before the command of a node that trains, and of the stranger. In life a joiner and an export have a machine of their
-own, and a stranger takes nobody's processor. Linux weighs sessions by their autogroup, and processes within one by
-their own niceness."""
 LIFE_SECONDS = 40.0
 """One key lives so many seconds: half of it passes before anybody dials an unknown peer."""
 ATTACK_SECONDS = float(os.environ.get("NOLOCO_CHAOS_STRANGER_SECONDS", "600"))
@@ -125,6 +124,16 @@ def long_plan() -> Plan:
     )
 
 
+@dataclass(frozen=True)
+class Exporter:
+    """An export that waits at its door."""
+
+    process: Process
+    folder: Path
+    log: Path
+    door: Path
+
+
 @dataclass
 class Arm:
     """One swarm and what was seen of it."""
@@ -139,6 +148,7 @@ class Arm:
     """`before`, `attack` and `after`, wall times."""
     joined: list[str] = field(default_factory=list[str])
     """What became of the late joiners."""
+    exporter: Exporter | None = None
     exported: str = ""
     """The card of the model that was taken home, or why there is none."""
     loss: float = float("nan")
@@ -174,7 +184,7 @@ async def stranger(lab: Lab) -> Verdict:
     except* AssertionError as failures:
         verdict.demand("both arms run to their end", held=False, found=str(failures.exceptions[0])[:500])
     finally:
-        await asyncio.gather(clean.swarm.stop(), attacked.swarm.stop())
+        await asyncio.gather(clean.swarm.stop(), attacked.swarm.stop(), _end_export(clean), _end_export(attacked))
     _judge_attacks(attacked, verdict)
     if set(attacked.spans) == set(clean.spans) == {"before", "attack", "after"}:
         await _judge_end(clean, attacked, verdict)
@@ -205,19 +215,23 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
     await swarm.until_training()
     (swarm.folder / HONEST).write_text(json.dumps([node.started.peer_id for node in swarm.nodes if node.started]))
     process = None if attacker is None else await _prepare_stranger(arm, attacker)
+    joiners = [await _prepare_joiner(arm) for _ in range(plan.joiners)]
+    if plan.exports:
+        await _prepare_exporter(arm)
     await together.wait()
     began = time.time()
     attack, left = began + plan.before, began + plan.before + plan.attack
     watching = asyncio.create_task(_weigh(arm))
-    taking = asyncio.create_task(_take_home(arm, began + plan.before + plan.attack / 2) if plan.exports else _nothing())
+    half = attack + plan.attack / 2
+    taking = asyncio.create_task(_nothing() if arm.exporter is None else _take_home(arm, arm.exporter, half))
     try:
         try:
             await _until(swarm, attack)
             if process is not None:
                 await _unleash(process)
-            for number in range(plan.joiners):
-                turn = plan.attack / plan.joiners
-                await _late_joiner(arm, attack + (number + 1 / 6) * turn, attack + (number + 5 / 6) * turn)
+            turn = plan.attack / max(1, plan.joiners)
+            for number, node in enumerate(joiners):
+                await _late_joiner(arm, node, attack + (number + 1 / 6) * turn, attack + (number + 5 / 6) * turn)
             await _until(swarm, left)
             await taking
         finally:
@@ -236,12 +250,22 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
         await swarm.until(lambda: not any(node.running for node in arm.core), plan.whole, "all nodes end")
 
 
-def _place(arm: Arm, number: int, stage: int) -> Place:
-    """A node that is watched. Its file lies in its run folder."""
+def _place(arm: Arm, number: int, stage: int, door: Path | None = None) -> Place:
+    """A node that is watched. Its file lies in its run folder. With a `door` it waits there."""
     name = f"s{stage}-n{number}"
     environment = {WATCHED: str(arm.swarm.folder / name / "watched.jsonl"), "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, "-m", "tests.chaos.watched_node")
-    return Place(command=command, environment=environment, prefix=() if number >= 2 * arm.plan.replicas else YIELDING)
+    waits = {} if door is None else {DOOR: str(door)}
+    return Place(command=(sys.executable, "-m", "tests.chaos.watched_node"), environment=environment | waits)
+
+
+def _make_door(arm: Arm, name: str) -> Path:
+    door = arm.swarm.folder / f"{name}.door"
+    os.mkfifo(door)
+    return door
+
+
+async def _until_ready(arm: Arm, log: Path) -> None:
+    await arm.swarm.until(lambda: READY in log.read_text(), READY_SECONDS, f"{log} says that it is ready")
 
 
 async def _until(swarm: Swarm, when: float) -> None:
@@ -252,24 +276,35 @@ async def _nothing() -> None:
     return None
 
 
-async def _take_home(arm: Arm, when: float) -> None:
-    """Export the model from the nodes as they train, as a user would."""
-    await _until(arm.swarm, when)
-    folder = arm.swarm.folder / "taken-home"
+async def _prepare_exporter(arm: Arm) -> None:
+    """Start an export as a user would; it waits at its door."""
+    folder, log, door = arm.swarm.folder / "taken-home", arm.swarm.folder / "taken-home.log", _make_door(arm, "export")
     address = next(node.started.addresses[0] for node in arm.core if node.started)
-    command = (sys.executable, "-m", "noloco_node", "export", address, "--out", str(folder))
-    log = arm.swarm.folder / "taken-home.log"
+    command = (sys.executable, "-m", "tests.chaos.paced_node", "export", address, "--out", str(folder))
+    environment = {**os.environ, DOOR: str(door), OPERATION_SECONDS: "0", "OMP_NUM_THREADS": "1"}
     with log.open("wb") as printed:
-        process = await asyncio.create_subprocess_exec(*command, stdout=printed, stderr=printed)
-    try:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), EXPORT_SECONDS)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    card = folder / CARD
-    arm.exported = card.read_text() if card.exists() else log.read_text()[-500:]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=printed, stderr=printed, start_new_session=True, env=environment
+        )
+    arm.exporter = Exporter(process, folder, log, door)
+    await _until_ready(arm, log)
+
+
+async def _end_export(arm: Arm) -> None:
+    if arm.exporter is not None and arm.exporter.process.returncode is None:
+        arm.exporter.process.kill()
+        await arm.exporter.process.wait()
+
+
+async def _take_home(arm: Arm, exporter: Exporter, when: float) -> None:
+    """Export the model from the nodes as they train."""
+    await _until(arm.swarm, when)
+    open_door(exporter.door)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(exporter.process.wait(), EXPORT_SECONDS)
+    await _end_export(arm)
+    card = exporter.folder / CARD
+    arm.exported = card.read_text() if card.exists() else exporter.log.read_text()[-500:]
 
 
 async def _weigh(arm: Arm) -> None:
@@ -292,7 +327,7 @@ async def _prepare_stranger(arm: Arm, lab: Lab) -> Process:
     write_victims(folder / "victims.json", victims)
     with (folder / "log.txt").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *(*YIELDING, sys.executable, "-m", "tests.chaos.stranger", "--config", str(CONFIG)),
+            *(sys.executable, "-m", "tests.chaos.stranger", "--config", str(CONFIG)),
             *(part for override in arm.overrides for part in ("--set", override)),
             *("--victims", str(folder / "victims.json"), "--folder", str(folder), "--seed", str(lab.seed)),
             *("--attacks", ",".join(arm.plan.attacks), "--life-seconds", str(min(LIFE_SECONDS, arm.plan.attack / 2))),
@@ -302,7 +337,7 @@ async def _prepare_stranger(arm: Arm, lab: Lab) -> Process:
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-    await arm.swarm.until(lambda: READY in (folder / "log.txt").read_text(), 120, "the stranger is ready")
+    await _until_ready(arm, folder / "log.txt")
     return process
 
 
@@ -323,10 +358,19 @@ async def _call_off(process: Process) -> None:
         await process.wait()
 
 
-async def _late_joiner(arm: Arm, comes: float, leaves: float) -> None:
-    """One more node of the last stage, which must find an honest donor among those that offer."""
+async def _prepare_joiner(arm: Arm) -> Node:
+    """One more node of the last stage; it waits at its door."""
+    number = len(arm.swarm.nodes)
+    node = await arm.swarm.launch(1, _place(arm, number, 1, _make_door(arm, f"n{number}")))
+    await _until_ready(arm, node.log)
+    return node
+
+
+async def _late_joiner(arm: Arm, node: Node, comes: float, leaves: float) -> None:
+    """It must find an honest donor among those that offer."""
     await _until(arm.swarm, comes)
-    node = await arm.swarm.launch(1, _place(arm, len(arm.swarm.nodes), 1))
+    node.launched_at = time.time()
+    open_door(arm.swarm.folder / f"{node.name[3:]}.door")
     try:
         started = await arm.swarm.until_up(node, max(1.0, leaves - time.time()))
     except AssertionError as failure:
