@@ -86,9 +86,14 @@ class ScreenedDirectory:
         return self._directory.to_tell(most)
 
     def read(self, row: SignedRecord) -> PeerRecord | None:
-        """See `Directory.read`; screened."""
+        """See `Directory.read`; screened. Such a record may be years old: it says nothing of the life in which its peer
+        takes part now, and counts only in the life of which it is."""
         record = self._directory.read(row)
-        passes = record is not None and self._passes(row.peer, LiveRecord(record, row.expires, row.signed, row.level))
+        if record is None or (self._life is not None and not self._life.bears(record)):
+            return None
+        passes = self._is_understood(record) and self._screen.deals(
+            row.peer, LiveRecord(record, row.expires, row.signed, row.level)
+        )
         return record if passes else None
 
     def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
@@ -107,9 +112,16 @@ class ScreenedDirectory:
         return tuple({peer: row for peer, row in rows.items() if deals(peer, row)} for rows in stages)
 
     def _passes(self, peer: PeerId, row: LiveRecord) -> bool:
-        theirs = row.record.protocol
+        return (
+            self._is_understood(row.record)
+            and self._screen.deals(peer, row)
+            and (self._life is None or self._life.deals(peer, row))
+        )
+
+    def _is_understood(self, record: PeerRecord) -> bool:
+        theirs = record.protocol
         if theirs == PROTOCOL_VERSION:
-            return self._screen.deals(peer, row) and (self._life is None or self._life.deals(peer, row))
+            return True
         if not self._another_seen:
             self._another_seen = True
             logger.warning(

@@ -15,7 +15,7 @@ from noloco_node import ambient
 from noloco_node.bootstrap.hello import Hello, hello_or_none
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import REFRESH_SECONDS
-from noloco_node.directory.records import Directory, LiveRecord
+from noloco_node.directory.records import Directory, LiveRecord, PeerRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.births import born_at, draw_birth, most_named
@@ -52,12 +52,16 @@ class OwnLife:
     def deals(self, peer: PeerId, row: LiveRecord) -> bool:
         """Tell whether the record is of a peer in the same life. Others are refused from then on (`admits`)."""
         theirs = row.record.birth
-        if theirs is None or theirs == self.birth:
+        if theirs is None or self.bears(row.record):
             self._elsewhere.pop(peer, None)
             return True
         if self._elsewhere.get(peer) != theirs:
             self._elsewhere[peer] = theirs
         return not self.settled
+
+    def bears(self, record: PeerRecord) -> bool:
+        """Whether a record of any age is of this life, or names none."""
+        return record.birth in (None, self.birth)
 
     def admits(self, peer: PeerId) -> bool:
         """Whether this node answers a peer: nothing is known of another life of it."""

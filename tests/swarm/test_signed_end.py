@@ -167,6 +167,28 @@ async def test_only_a_new_birth_undoes_the_end(tmp_path: Path) -> None:
     assert not (await ends.node(KEEPER, 1, 2, folder=tmp_path)).records()
 
 
+async def test_a_word_of_an_earlier_life_says_nothing_in_a_later_one(tmp_path: Path) -> None:
+    """Anybody has it, and hands it to nodes of a run that was begun anew. Their stage peer was taken for one of the
+    earlier life, and refused. A founder that had not worked yet kept the owner's word, and left as soon as it idled."""
+    owner = load_or_create_identity(tmp_path / "owner.key").peer_id
+    spec = SPEC.model_copy(update={"access": AccessSpec(mode="open", owner=owner)})
+    earlier, later = Ends(spec), OwnLife("c" * 24)
+    await earlier.ended(1)
+    said = record(9, PeerState.GONE, finished=True).model_copy(update={"peer_id": owner, "birth": earlier.birth})
+    await MemoryDirectory(earlier.hub).publish(said, 60.0)
+    stranger = await earlier.node(KEEPER, 1)
+    stranger.look(nobody)
+    stranger.serve()
+    assert len(stranger.records()) == 2
+    for number, life in ((SLEEPER, later), (OLDER, OwnLife(later.birth, settled=False))):
+        directory = ScreenedDirectory(MemoryDirectory(MemoryDirectoryHub(SPEC.stages)), Access(spec), life=life)
+        end = SignedEnd(MemoryTransport(earlier.network, name_of(number)), directory, spec)
+        end.seen_at_work(name_of(1), 0.0)
+        await end.ask([name_of(KEEPER)])
+        life.settle()
+        assert (end.known, end.records(), life.admits(name_of(1))) == ("", [], True)
+
+
 async def test_a_damaged_word_is_passed_over(tmp_path: Path) -> None:
     """Nobody else's is lost by it."""
     ends = Ends()
