@@ -43,6 +43,10 @@ LAST_COLLECTIONS = 10
 """So many collections come at the run's end, one at each look: its nodes take their last steps and leave one by one."""
 LOOK_SECONDS = 1.0
 """The run's end is looked for every so many seconds."""
+NEEDS_FOLDERS = (
+    "unless newer weights come, ask volunteers for their run folders, and make the model of those with noloco-node "
+    "export"
+)
 
 
 async def collect_weights(
@@ -114,10 +118,12 @@ class Collector:
             if found:
                 await ambient.elsewhere(self._write)
             self._failed = ""
-        except UserError as error:
-            if error.message != self._failed:
-                self._failed = error.message
-                logger.warning("the run's model is not collected: %s; %s", error.message, error.remedy)
+        except (UserError, OSError) as error:
+            told = error.message if isinstance(error, UserError) else str(error)
+            if told != self._failed:
+                self._failed = told
+                remedy = error.remedy if isinstance(error, UserError) else f"look after the disk of {self.model.parent}"
+                logger.warning("the run's model is not collected: %s; %s", told, remedy)
         finally:
             await ambient.elsewhere(partial(shutil.rmtree, self._spool, ignore_errors=True))
 
@@ -151,7 +157,7 @@ class Collector:
             former = place.iterdir() if beside and place.is_dir() else ()
             for folder in former:
                 if not (coming / folder.name).exists():
-                    shutil.copytree(folder, coming / folder.name, copy_function=os.link)
+                    shutil.copytree(folder, coming / folder.name, copy_function=_linked)
 
     def _write(self) -> None:
         """Make the model of what is kept, where every stage is there."""
@@ -164,25 +170,37 @@ class Collector:
         if self._run.data.own_tokenizer:
             collected.keep_tokenizer_place(Path(self._run.data.tokenizer))
         gathered = gather_folders(there, self._run)
+        clocks = {stage: max(one.clock for one in found) for stage, found in sorted(gathered.replicas.items())}
+        late = far_behind(clocks, self._run.max_lag_tokens)
+        if late and self.model.is_dir():
+            logger.warning("THE MODEL STAYS AS IT WAS: %s; %s", _of_different_times(late), NEEDS_FOLDERS)
+            return
         exported = export(gathered, self.model, "mean", lambda _: None)
-        clocks = {stage: max(one.clock for one in used) for stage, used in sorted(exported.used.items())}
         words = ", ".join(
             f"stage {stage} from {as_replicas(len(exported.used[stage]))} at {clock:,.0f} tokens"
             for stage, clock in clocks.items()
         )
         logger.info("the model is in %s (%s): %s", self.model, as_bytes(4 * exported.parameters), words)
-        if late := far_behind(clocks, self._run.max_lag_tokens):
-            logger.warning(
-                "THE MODEL'S STAGES ARE OF DIFFERENT TIMES: %s lag far behind. Unless newer weights come, ask "
-                "volunteers for their run folders, and make the model of those with noloco-node export",
-                as_stages(late),
-            )
+        if late:
+            logger.warning("THE MODEL IS OF NO USE YET: %s; %s", _of_different_times(late), NEEDS_FOLDERS)
 
 
 def far_behind(clocks: Mapping[int, float], most: float) -> list[int]:
     """Stages whose weights are more than `most` tokens older than those of the furthest: what is put together of them
     is no model that was ever trained."""
     return [stage for stage, clock in clocks.items() if max(clocks.values()) - clock > most]
+
+
+def _of_different_times(late: Sequence[int]) -> str:
+    return f"its stages would be of different times, as {as_stages(late)} lag far behind"
+
+
+def _linked(source: str, target: str) -> None:
+    """Take a file over without copying it, where the disk can: some of a flash drive cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _untold(_came: int, _wanted: int) -> None:

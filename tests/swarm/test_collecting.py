@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.exporting import collecting
 from noloco_node.exporting.collecting import Collector, far_behind
+from noloco_node.exporting.folders import gather_folders
+from noloco_node.model.cut import cut_model
 from noloco_node.model.export import load_exported
+from noloco_node.storage.weights import save_stage
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually
 from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, shifted, trained
@@ -52,6 +56,48 @@ async def test_a_node_waits_at_its_end_for_a_collector_that_lacks_its_last_weigh
         assert not ends[0].done()
         await collector.collect(8)
         await asyncio.wait_for(ends[0], 20)
+
+
+async def test_a_model_outlives_stages_that_are_of_another_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The nodes of one stage had left, and another gave far newer weights. What was made of both, and worth nothing,
+    took the place of the run's model."""
+    async with trained(1) as swarm:
+        collector, spec = collector_of(swarm, tmp_path), swarm.made.replicas[0].context.spec
+        await collector.collect(8)
+        before = {file.name: file.read_bytes() for file in collector.model.iterdir()}
+        cut, slow = cut_model(spec.model)[0], await mean_slow(swarm.made, 0)
+        newer = {name: value + 0.5 for name, value in slow.items()}
+        folder = collector.collected / "stage-0" / "one-that-went-on"
+        save_stage(folder, run_id=spec.run_id, cut=cut, clock=1e9, outer_rounds=0, slow=newer, fast=None)
+        await collector.collect(8, beside=True)
+    assert {file.name: file.read_bytes() for file in collector.model.iterdir()} == before
+    assert "THE MODEL STAYS AS IT WAS" in caplog.text
+
+
+async def test_a_disk_that_refuses_ends_no_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error went through to the seed, which ended. A flash drive that knows no second name of a file keeps what it
+    has of a replica that has left."""
+
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    async with trained() as swarm:
+        collector = collector_of(swarm, tmp_path)
+        collector.collected.write_text("a file is in the way")
+        await collector.collect(8)
+        assert "the run's model is not collected" in caplog.text
+        collector.collected.unlink()
+        await collector.collect(8)
+        await swarm.made.of_stage(0)[1].membership.announce(PeerState.GONE)
+        monkeypatch.setattr(collecting.os, "link", refuses)
+        await collector.collect(8, beside=True)
+    kept = {folder.name for folder in (collector.collected / "stage-0").iterdir()}
+    assert kept == {replica.context.transport.peer_id for replica in swarm.made.of_stage(0)}
+    assert len(gather_folders([collector.collected], None).replicas[0]) == 2
 
 
 def test_stages_of_different_times_are_told() -> None:
