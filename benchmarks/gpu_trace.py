@@ -24,7 +24,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.training.compute_device import finish
 from noloco_node.training.compute_thread import ComputeThread
-from noloco_node.training.stage_worker import InnerReport, StageWorker, place_stage
+from noloco_node.training.placing import place_stage
+from noloco_node.training.stage_worker import InnerReport, StageWorker
 
 UNDER_WAY = 4
 """Calls asked for at a time: one is worked on, the others wait."""

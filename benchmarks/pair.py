@@ -39,13 +39,13 @@ from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.cut import cut_model
 from noloco_node.model.stage import build_stage
-from noloco_node.outer.names import CodecName
+from noloco_node.outer import CodecName
 from noloco_node.participant import ReplicaContext
 from noloco_node.state_transfer.donor import nobody_relayed
 from noloco_node.state_transfer.participant import StateTransfer
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.compute_thread import ComputeThread
-from noloco_node.training.outer_state import outer_of
+from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.interface import Transport, Withdraw

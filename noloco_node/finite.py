@@ -10,6 +10,11 @@ import math
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
+
+INLINE_ELEMENTS = 1 << 18
+"""Tensors of up to so many elements are checked on the event loop: handing them to a thread would take longer (0.1 ms).
+"""
 _IN_CACHE = 1 << 18
 """The fp32 copy of so many elements stays in a processor's cache."""
 
@@ -30,3 +35,17 @@ def root_mean_square(values: Tensor) -> float:
     parts = (flat[start : start + _IN_CACHE] for start in range(0, flat.numel(), _IN_CACHE))
     norms = [float(torch.linalg.vector_norm(part, dtype=torch.float32)) for part in parts]  # pyright: ignore
     return math.hypot(*norms) / math.sqrt(max(1, values.numel()))
+
+
+async def found_finite(values: Tensor) -> bool:
+    """See `all_finite`. A large tensor is looked at off the event loop."""
+    if values.numel() <= INLINE_ELEMENTS:
+        return all_finite(values)
+    return await ambient.elsewhere(all_finite, values)
+
+
+async def scale_of(values: Tensor) -> float:
+    """See `root_mean_square`. A large tensor is looked at off the event loop."""
+    if values.numel() <= INLINE_ELEMENTS:
+        return root_mean_square(values)
+    return await ambient.elsewhere(root_mean_square, values)

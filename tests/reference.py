@@ -17,7 +17,7 @@ from noloco_node.document_marks import BEGINS, without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
 from noloco_node.model.subspace import dense_state
-from noloco_node.training.schedule import learning_rate
+from noloco_node.training.progress import learning_rate
 
 
 def whole_model(spec: RunSpec) -> tuple[torch.nn.Module, list[list[str]]]:

@@ -28,7 +28,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due, too_slow_to_leave
 from noloco_node.node.replica import Replica
-from noloco_node.outer.names import CodecName
+from noloco_node.outer import CodecName
 from noloco_node.pipeline.messages import Ledger, Sample
 from noloco_node.storage.checkpoint import (
     Checkpoint,

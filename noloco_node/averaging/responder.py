@@ -24,13 +24,13 @@ from noloco_node.averaging.messages import (
 )
 from noloco_node.averaging.session import Session, failure_of, opened_late, opening_of, overdue
 from noloco_node.averaging.side import Side
+from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec, specs_of
-from noloco_node.transport.tensor_checks import all_finite
 
 
 class Responder:
@@ -157,7 +157,7 @@ class Responder:
             side.close(session)
             raise Refused(Refusal.UNKNOWN_EXCHANGE, late)
         side.engagement.go_on(session, Change.OPEN)
-        if not await all_finite(tensors[0]):
+        if not await found_finite(tensors[0]):
             raise self._broken_off(session, "not_finite: the gauge holds NaN or infinity")
         self._check_still_open(session)
         snapshot = await side.worker.snapshot(session.fragment)

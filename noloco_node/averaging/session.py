@@ -14,8 +14,7 @@ from noloco_node.averaging.messages import LEAVE, Acceptance, LeaveExchange, Ope
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
-from noloco_node.outer.gauge import gauge_coordinates, spread
-from noloco_node.outer.replica import NotFinite, Part
+from noloco_node.outer.replica import NotFinite, Part, gauge_coordinates, spread
 from noloco_node.outer.update import token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress

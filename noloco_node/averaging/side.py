@@ -22,8 +22,7 @@ from noloco_node.averaging.session import Session, abort_event, commit_event, op
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
-from noloco_node.outer.gauge import gauge_coordinates
-from noloco_node.outer.replica import NotFinite, Part
+from noloco_node.outer.replica import NotFinite, Part, gauge_coordinates
 from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import STRANGERS, Partners
 from noloco_node.peers.probation import Meeting, ProbationStanding, in_line

@@ -14,7 +14,7 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.outer.names import CodecName, Momentum
+from noloco_node.outer import CodecName, Momentum
 from noloco_node.outer.stability import admissible_gamma, safe_gamma
 
 MAX_BODY_BYTES = 256 << 20

@@ -20,8 +20,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.gauge import gauge_coordinates
-from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.replica import OuterReplica, Part, gauge_coordinates
 from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.peers.partners import Partners
 from noloco_node.training.progress import Progress

@@ -29,8 +29,7 @@ from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_l
 from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup, disturb
 from noloco_node.pipeline.routing import Candidate, choose_peer
 from noloco_node.training.activation_codec import there_and_back
-from noloco_node.training.progress import Progress, staggered
-from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch
+from noloco_node.training.progress import Progress, credit_after_step, learning_rate, share_of_batch, staggered
 
 TRAINING_LOSS_SHARE = 0.1
 """The training loss is taken over this share of the tokens, at the end."""

@@ -22,8 +22,7 @@ from noloco_node.peers.probation import Ending
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.state_transfer.messages import StateManifest
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
-from noloco_node.training.pace import Pace
-from noloco_node.training.progress import Progress
+from noloco_node.training.progress import Pace, Progress
 from noloco_node.transport.errors import Refused, TransportError
 
 logger = logging.getLogger(__name__)

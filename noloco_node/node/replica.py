@@ -39,8 +39,9 @@ from noloco_node.state_transfer.participant import StateTransfer
 from noloco_node.telemetry.events import AnyEvent, InnerStep
 from noloco_node.telemetry.node_state import NodeView
 from noloco_node.training.compute_thread import Compute
-from noloco_node.training.pace import Capacity, Pace
-from noloco_node.training.stage_worker import InnerReport, PlacedStage, StageWorker
+from noloco_node.training.placing import PlacedStage
+from noloco_node.training.progress import Capacity, Pace
+from noloco_node.training.stage_worker import InnerReport, StageWorker
 from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ difference itself.
 must fit. This is the idea of Moniqua (arXiv 2002.11787) and of lattice coding (arXiv 2002.09268). The error therefore
 scales with the spread across replicas and not with the weights, and one phase is enough.
 
-Each block of 1024 values is rotated first (`rotation.py`), so that a difference is spread evenly over it. The step
+Each block of 1024 values is rotated first (`rotated`), so that a difference is spread evenly over it. The step
 comes from a sketch: 8 of the rotated values, exchanged exactly beforehand. `dct` and `sign` send only a small part of
 the motion (`decoupled.py`).
 """
@@ -25,15 +25,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from noloco_node.outer import CodecName
 from noloco_node.outer.decoupled import GROUP, DecoupledCodes, decoupled_bytes, decoupled_sketch
 from noloco_node.outer.modulo_codes import (
+    BLOCK,
     SKETCH_PER_BLOCK,
     ModuloCodes,
     sketch_of,
 )
 from noloco_node.outer.motion import Motion, Signs, Waves
-from noloco_node.outer.names import CodecName
-from noloco_node.outer.rotation import BLOCK
 
 _FP16_MAX = 65504.0
 

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from noloco_node.outer.modulo_codes import ModuloCodes, rows_of, seed_of, sketch_of
+from noloco_node.outer.modulo_codes import BLOCK, ModuloCodes, rows_of, seed_of, sketch_of
 from noloco_node.outer.motion import Motion
-from noloco_node.outer.rotation import BLOCK
 
 GROUP = 16
 """One block of each group of so many blocks crosses whole."""

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from noloco_node.outer.rotation import BLOCK
+from noloco_node.outer.modulo_codes import BLOCK
 
 LEARNT_STEPS = 16
 """What a replica itself has learnt is averaged over so many outer steps. Over fewer, honest partners seem to take back

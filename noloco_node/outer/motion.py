@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from noloco_node.outer.modulo_codes import seed_of
-from noloco_node.outer.rotation import BLOCK, rotated, rotated_back_, signs
+from noloco_node.outer.modulo_codes import BLOCK, rotated, rotated_back_, seed_of, signs
 
 _WAVE = 64
 _KEPT = 4

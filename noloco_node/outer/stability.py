@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from noloco_node.outer.names import Momentum
+from noloco_node.outer import Momentum
 
 _RESOLUTION = 1e-6
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from noloco_node.outer.names import Momentum
+from noloco_node.outer import Momentum
 
 MIN_TOKEN_WEIGHT = 2.0 / 3.0
 """The least n·w of a member. Replicas exchange after H/2 to H inner steps, so the token counts of an honest pair differ

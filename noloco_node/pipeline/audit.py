@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.finite import INLINE_ELEMENTS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.limiter import WANTED_SECONDS
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.training.norm_bound import NormBound
+from noloco_node.training.bounds import NormBound
+from noloco_node.training.leanings import Leanings
 from noloco_node.transport.errors import Refused, TransportError
-from noloco_node.transport.tensor_checks import INLINE_ELEMENTS
-from noloco_node.trust.leanings import Leanings
 
 logger = logging.getLogger(__name__)
 

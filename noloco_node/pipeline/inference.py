@@ -15,12 +15,13 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.address_space import NoMemory
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
 from noloco_node.pipeline.messages import NO_MEMORY
 from noloco_node.pipeline.work_rations import Rations
 from noloco_node.training.activation_codec import carried_dtype
-from noloco_node.training.fair_queue import QueueTurn
+from noloco_node.training.compute_thread import QueueTurn
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import MicrobatchNotFinite
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
@@ -28,7 +29,6 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
-from noloco_node.transport.tensor_checks import all_finite
 
 AT_ONCE = 2
 """A node holds at most so many windows, those of all askers together."""
@@ -106,7 +106,7 @@ class InferenceServer:
         ids = inputs if self._cut.is_first else None if len(tensors) == 1 else tensors[1]
         if ids is not None and (int(ids.min()) < 0 or int(ids.max()) >= self._vocabulary):
             raise Refused(Refusal.MALFORMED, f"a token is outside the vocabulary of {self._vocabulary}")
-        if not self._cut.is_first and not await all_finite(inputs):
+        if not self._cut.is_first and not await found_finite(inputs):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         turn = QueueTurn((FORWARD.name, peer), WEIGHT * inputs.shape[1])
         try:

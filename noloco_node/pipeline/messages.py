@@ -18,6 +18,7 @@ from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position
 from noloco_node.document_marks import without_marks
+from noloco_node.finite import scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.peer_table import PeerTable
@@ -35,7 +36,6 @@ from noloco_node.transport.headers import (
     WireModel,
 )
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
-from noloco_node.transport.tensor_checks import scale_of
 from noloco_node.trust.sources_seen import DrawnBy
 
 COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")

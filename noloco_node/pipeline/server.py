@@ -24,6 +24,7 @@ from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.document_marks import positions_of, without_marks
+from noloco_node.finite import found_finite, scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import PeerStats
@@ -46,8 +47,8 @@ from noloco_node.pipeline.microbatch import Downstream
 from noloco_node.pipeline.source_shares import SourceShares
 from noloco_node.pipeline.work_rations import EvaluationRations, turn_of
 from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits
-from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.transport.calls import Reply, on_tensors
@@ -56,7 +57,6 @@ from noloco_node.transport.frames import tensor_bytes
 from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.transport.tensor_checks import all_finite, scale_of
 from noloco_node.trust.sources_seen import OriginsSeen
 
 SCALE_MULTIPLE = 16.0
@@ -272,7 +272,7 @@ class PipelineServer:
         deadline = ambient.monotonic() + min(header.budget_ms / 1000, self._spec.pipeline.budget_seconds)
         activations = await from_wire(activations, header.codec, self._carried, self._width)
         scale = await scale_of(activations)
-        if not math.isfinite(scale) and not await all_finite(activations):
+        if not math.isfinite(scale) and not await found_finite(activations):
             raise Refused(Refusal.NOT_FINITE, "the activations hold NaN or infinity")
         self._check_scale(name.sender, scale)
         wanted = without_marks(tokens) if self._spec.data.attention == "document" else tokens

@@ -9,7 +9,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.rations import Budget, PeerBudgets
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.pipeline.messages import MicrobatchHeader
-from noloco_node.training.fair_queue import QueueTurn
+from noloco_node.training.compute_thread import QueueTurn
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release

@@ -27,8 +27,7 @@ from noloco_node.outer.update import OuterRule, contribution, step_
 from noloco_node.peers.partners import Partners
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
 from noloco_node.simulator.crowd_records import CrowdDirectory
-from noloco_node.training.progress import Progress, staggered
-from noloco_node.training.schedule import credit_after_step, share_of_batch, tied_pace
+from noloco_node.training.progress import Progress, credit_after_step, share_of_batch, staggered, tied_pace
 from noloco_node.transport.errors import Refusal
 from noloco_node.trust.sources_seen import weighted_median
 

@@ -18,8 +18,7 @@ from noloco_node.pipeline.microbatch import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESP
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs
 from noloco_node.simulator.crowd_records import CrowdDirectory
-from noloco_node.training.compute_thread import CallOrder, DeviceLoad, Priority
-from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.compute_thread import OWN, CallOrder, DeviceLoad, Priority, QueueTurn
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.interface import Release
 

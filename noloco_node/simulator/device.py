@@ -7,8 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from noloco_node.training.compute_thread import CallOrder, Compute, DeviceLoad, DeviceWaits, Priority, attempt, settle
-from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.compute_thread import (
+    OWN,
+    CallOrder,
+    Compute,
+    DeviceLoad,
+    DeviceWaits,
+    Priority,
+    QueueTurn,
+    attempt,
+    settle,
+)
 from noloco_node.training.host_copies import Ahead
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.placement.run_end import IDLE_GRACES, NEAR_TARGET
 from noloco_node.simulator.outer_ledger import OuterEntry, strays
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
-from noloco_node.training.schedule import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
+from noloco_node.training.progress import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
 
 IN_VAIN_SECONDS = 1800.0
 """A schedule takes so many virtual seconds only if a node waits for a stage until it gives up."""

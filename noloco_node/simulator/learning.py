@@ -15,8 +15,7 @@ from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_thread import Compute
-from noloco_node.training.placing import on_its_device
-from noloco_node.training.stage_worker import PlacedStage
+from noloco_node.training.placing import PlacedStage, on_its_device
 
 HELD_OUT = 1 << 40
 """The number of the first held-out window: beyond all that is trained on."""

@@ -22,7 +22,7 @@ from noloco_node.outer.update import OuterRule
 from noloco_node.simulator.learning import Learning
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_thread import Compute
-from noloco_node.training.stage_worker import PlacedStage
+from noloco_node.training.placing import PlacedStage
 
 ROUNDING = 1e-5
 """Rounding may be off by this part of the numbers' own size."""

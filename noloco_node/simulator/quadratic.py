@@ -22,9 +22,9 @@ from noloco_node.config.run_spec import ACTIVATION_CODECS, RunSpec, token_bytes
 from noloco_node.data.samples import Samples
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Router
+from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.names import CodecName
-from noloco_node.outer.rotation import BLOCK
+from noloco_node.outer.modulo_codes import BLOCK
 from noloco_node.simulator.learning import numbered_samples
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import DTYPES, carried_dtype, wire_length
@@ -32,8 +32,7 @@ from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import MOMENTS
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.outer_state import outer_of
-from noloco_node.training.stage_worker import PlacedStage
+from noloco_node.training.placing import PlacedStage, outer_of
 from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec

@@ -13,8 +13,8 @@ from noloco_node.config.node_settings import AUTO_AIM
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
 from noloco_node.errors import UserError
 from noloco_node.model.cut import build_config
+from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.names import CodecName
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import planned_in_flight, planned_memory
 from noloco_node.sizing.traffic import traffic_of

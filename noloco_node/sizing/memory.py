@@ -15,7 +15,7 @@ from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import MOST_AHEAD
 from noloco_node.training.frozen_state import SPARE_BYTES
-from noloco_node.training.precision import PRECISIONS
+from noloco_node.training.layout import PRECISIONS
 
 GIB = 1 << 30
 FP32 = 4

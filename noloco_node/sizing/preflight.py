@@ -61,7 +61,7 @@ def plan_run(run: RunSpec) -> Plan:
     from noloco_node.model.weights_check import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
     from noloco_node.sizing.traffic import traffic_of
-    from noloco_node.training.outer_state import check_fragments
+    from noloco_node.training.placing import check_fragments
 
     config = build_config(run.model)
     check_cut(run.model)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from noloco_node import ambient
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.pauses import moved
-from noloco_node.training.fair_queue import FairQueue
+from noloco_node.training.compute_thread import FairQueue
 from noloco_node.training.progress import LastTrained
 
 KEPT_SHARE = 0.97

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noloco_node.config.run_spec import INT4_BLOCK, INT8_BLOCK, ActivationCodec, token_bytes
-from noloco_node.outer.rotation import signs
+from noloco_node.outer.modulo_codes import signs
 
 STEPS = 127
 """Codes of int8 go from minus so many to plus so many."""

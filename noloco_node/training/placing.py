@@ -1,21 +1,60 @@
-"""A stage on the device where a replica of it trains, as this node's settings say."""
+"""A stage on the device where a replica of it trains, with its outer state on the host, as run and node say."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage
+from noloco_node.outer.codec import CODECS
+from noloco_node.outer.replica import OuterReplica, fragments_of
+from noloco_node.outer.update import OuterRule
 from noloco_node.training.activation_codec import carried_dtype
-from noloco_node.training.compiled_stage import INDUCTOR
-from noloco_node.training.compute_device import resolve_device
-from noloco_node.training.compute_thread import Compute
-from noloco_node.training.stage_worker import PlacedStage, place_stage
+from noloco_node.training.compiled_stage import INDUCTOR, CompileBackend
+from noloco_node.training.compute_device import device_kind, resolve_device, use_tensor_cores
+from noloco_node.training.compute_thread import Compute, Priority
+from noloco_node.training.stage_trainer import StageTrainer
+from noloco_node.training.trainer import StageFacts, Trainer
+
+
+def outer_of(spec: RunSpec, trainer: Trainer) -> OuterReplica:
+    """The outer state of a stage that begins at the trainer's weights, on the host. UserError (CONFIG) as
+    `check_fragments`."""
+    outer = spec.outer
+    slow = trainer.master.to(device="cpu", dtype=torch.float32, copy=True)
+    check_fragments(spec, slow.numel())
+    replica = OuterReplica(
+        OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum),
+        slow,
+        codec=CODECS[outer.codec],
+        chunk_bytes=spec.limits.chunk_bytes,
+        fragments=outer.fragments,
+        seed=ambient.chance().getrandbits(32),
+    )
+    replica.snapshot = trainer.copies.room(slow.shape, slow.dtype)
+    return replica
+
+
+def check_fragments(spec: RunSpec, size: int) -> None:
+    """Raise UserError (CONFIG) where a stage of `size` weights cannot be cut into the run's fragments."""
+    try:
+        fragments_of(size, spec.outer.fragments)
+    except ValueError as error:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.outer.fragments is {spec.outer.fragments}, and a stage of this model is too small for it: {error}",
+            "lower run.outer.fragments, or cut the model into fewer stages",
+        ) from None
+
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +66,40 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch.compile keeps it."""
 TORCHS_OWN = "torchinductor_"
 """How the name of that folder begins, in /tmp, where nobody chooses: others of the machine can take it first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedStage:
+    """A stage with all vectors that its training takes: several times its weights, so it is never made on the loop."""
+
+    stage: StageFacts
+    trainer: Trainer
+    outer: OuterReplica
+
+
+async def place_stage(
+    spec: RunSpec,
+    stage: Stage,
+    thread: Compute,
+    *,
+    device: str,
+    wire_dtype: torch.dtype,
+    backend: CompileBackend | None = None,
+) -> PlacedStage:
+    """Put a stage on its device (`node.device`), on the thread that owns that; compiled where a `backend` of
+    torch.compile is named. UserError (CONFIG) as `check_fragments` and `StageTrainer.compile_for`."""
+
+    def work() -> PlacedStage:
+        trainer = StageTrainer(stage, spec.inner, device=device, wire_dtype=wire_dtype)
+        if backend is not None:
+            shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
+            trainer.compile_for(shape, documents=spec.data.attention == "document", backend=backend)
+        if device_kind(trainer.device) is not None:
+            use_tensor_cores(trainer.device)
+            trainer.try_out()
+        return PlacedStage(stage, trainer, outer_of(spec, trainer))
+
+    return await thread.run(Priority.STEP, work)
 
 
 async def on_its_device(spec: RunSpec, settings: NodeSettings, stage: Stage, thread: Compute) -> PlacedStage:

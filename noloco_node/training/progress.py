@@ -1,11 +1,14 @@
-"""Where a replica stands: its counts, its clock, and when each fragment was last averaged."""
+"""Where a replica stands, how fast it trains, and what its clock decides: the learning rate, and when a step is due."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
+
+from noloco_node.pauses import LATEST, moved
 
 MOST_TAKEN_OVER = 1 << 31
 """The most outer rounds with which a state is taken over: far more than a run has. A state may be given away with twice
@@ -100,3 +103,107 @@ class Progress:
         marks = staggered(len(self.marks), inner_steps, steps=self.steps, tokens=self.tokens)
         rounds = min(outer_rounds, MOST_TAKEN_OVER)
         return replace(self, clock=clock, outer_rounds=rounds, marks=marks, taken_over=rounds - self.own_rounds)
+
+
+FREE_LAG = 0.05
+"""Share of the lag that is allowed between replicas within which a stage's clock is not tied."""
+PACE_A_LAG = 2.0
+"""By how much faster or slower a clock runs for each such lag beyond it. With more the clocks of short windows swing:
+what is heard of the origins is some microbatches old."""
+SLOWEST_PACE = 0.5
+FASTEST_PACE = 1.5
+"""Bounds of `tied_pace`: what a stage is told of its origins may be a lie."""
+
+
+def learning_rate(clock: float, *, peak: float, minimum_ratio: float, warmup: int, target: int) -> float:
+    """Linear warm-up, then a cosine from `peak` to `peak · minimum_ratio` at `target`; all times in swarm tokens."""
+    if clock < warmup:
+        return peak * clock / warmup
+    progress = min(1.0, (clock - warmup) / max(1, target - warmup))
+    return peak * (minimum_ratio + (1 - minimum_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def tied_pace(lead: float | None, lag: float) -> float:
+    """By how much faster or slower a later stage counts its own tokens.
+
+    So its clock stays with the clocks of the origins whose microbatches it trains. They are ahead of it by `lead` swarm
+    tokens; None if that is not known. `lag` is in swarm tokens as well. Within `FREE_LAG` of `lag` the stage keeps its
+    own time: clocks of replicas differ between two outer steps. A clock that is ahead by a tenth of `lag` more runs a
+    fifth slower. So no miscount of replicas or of work moves a clock further than a part of `lag` from the others.
+    """
+    if lead is None:
+        return 1.0
+    behind = lead / lag
+    beyond = PACE_A_LAG * max(0.0, abs(behind) - FREE_LAG)
+    return min(FASTEST_PACE, max(SLOWEST_PACE, 1.0 + math.copysign(beyond, behind)))
+
+
+def share_of_batch(global_batch_tokens: int, live_replicas: int) -> float:
+    """Tokens after which a replica takes an inner step; where that is less than a microbatch, each microbatch is a
+    step."""
+    return global_batch_tokens / max(1, live_replicas)
+
+
+def credit_after_step(gathered: int, credit: float, share: float) -> float | None:
+    """Whether an inner step is due on `gathered` tokens: None if not, else the tokens that count towards the next one.
+
+    Those are the tokens beyond `share`, at most one share: a burst is not followed by steps on hardly any tokens."""
+    if gathered + credit < share:
+        return None
+    return min(gathered + credit - share, share)
+
+
+WINDOW_SECONDS = 1.0
+"""Work of the device that is measured together: single operations are too uneven."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How fast this replica trains: seconds and tokens of its recent inner steps, older ones fading."""
+
+    step_seconds: float = 1.0
+    step_tokens: float = 0.0
+    _last: float | None = None
+    _steps: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens over seconds, each smoothed first: the mean of the steps' own speeds would be too high where steps
+        come in bursts."""
+        return self.step_tokens / self.step_seconds
+
+    def step(self, tokens: int, now: float) -> None:
+        """An inner step ended at monotonic time `now`. The first has no beginning and only starts the watch."""
+        if self._last is not None:
+            took = max(now - self._last, 1e-6)
+            self._steps += 1
+            weight = max(LATEST, 1 / self._steps)
+            self.step_seconds = moved(self.step_seconds, took, weight)
+            self.step_tokens = moved(self.step_tokens, tokens, weight)
+        self._last = now
+
+
+@dataclass(slots=True)
+class Capacity:
+    """How fast this replica could train if it never had to wait: tokens over the seconds that the device worked."""
+
+    _busy_before: float = 0.0
+    _tokens_before: int | None = None
+    """None before the first look: a checkpoint that is gone on from has the tokens of earlier lives."""
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def look(self, tokens: int, busy_seconds: float) -> float:
+        """Tokens per second, of about the last eight seconds of work; 0 before the first.
+
+        Both arguments are totals, and count from the first look on.
+        """
+        if self._tokens_before is None:
+            self._tokens_before, self._busy_before = tokens, busy_seconds
+        gained, worked = tokens - self._tokens_before, busy_seconds - self._busy_before
+        if worked >= WINDOW_SECONDS and gained > 0:
+            fading = 0.0 if self._seconds == 0.0 else 1.0 - LATEST
+            self._tokens = fading * self._tokens + gained
+            self._seconds = fading * self._seconds + worked
+            self._tokens_before, self._busy_before = tokens, busy_seconds
+        return self._tokens / self._seconds if self._seconds else 0.0

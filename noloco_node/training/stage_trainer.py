@@ -1,6 +1,6 @@
 """The stage on its device: forward, backward, inner step. Synchronous; belongs to the compute thread.
 
-The masters live in one flat vector that the optimizer updates in place, in a precision of `training.precision`. Every
+The masters live in one flat vector that the optimizer updates in place, in one of the `PRECISIONS`. Every
 step publishes an immutable copy; a microbatch is carried through `torch.func.functional_call` on the copy that was
 current at its forward, and its backward uses that same copy. (Assigning to `p.data` instead gives silently wrong
 gradients.)
@@ -22,16 +22,14 @@ from noloco_node.config.run_spec import InnerSpec
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
+from noloco_node.training.bounds import NormBound
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
 from noloco_node.training.frozen_state import Vectors
-from noloco_node.training.gradient_signs import GradientSigns
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layer_checkpoints import checkpoint_layers
-from noloco_node.training.layout import FlatLayout
-from noloco_node.training.norm_bound import NormBound
-from noloco_node.training.precision import PRECISIONS
-from noloco_node.training.trainer import ForwardContext, LossResult, MicrobatchNotFinite, StepResult, Trainer
-from noloco_node.training.versions import Version
+from noloco_node.training.layout import PRECISIONS, FlatLayout
+from noloco_node.training.leanings import GradientSigns
+from noloco_node.training.trainer import ForwardContext, LossResult, MicrobatchNotFinite, StepResult, Trainer, Version
 
 GRADIENT_MULTIPLE = 8.0
 """A microbatch's gradient with a norm so many times the usual one is scaled down."""

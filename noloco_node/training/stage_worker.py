@@ -18,19 +18,21 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.router import Router
-from noloco_node.model.stage import Stage
 from noloco_node.outer.replica import OuterReplica, Part
-from noloco_node.training.compiled_stage import CompileBackend
-from noloco_node.training.compute_device import device_kind, memory_of_device, use_tensor_cores
-from noloco_node.training.compute_thread import Compute, DeviceLoad, DeviceWaits, Priority
-from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.compute_device import memory_of_device
+from noloco_node.training.compute_thread import OWN, Compute, DeviceLoad, DeviceWaits, Priority, QueueTurn
 from noloco_node.training.frozen_state import FrozenState, Sizes
 from noloco_node.training.host_copies import DeviceWatch
-from noloco_node.training.outer_state import outer_of
-from noloco_node.training.progress import LastTrained, Progress, staggered
-from noloco_node.training.schedule import credit_after_step, learning_rate, share_of_batch, tied_pace
-from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.trainer import ForwardContext, LossResult, StageFacts, StepResult, Trainer
+from noloco_node.training.progress import (
+    LastTrained,
+    Progress,
+    credit_after_step,
+    learning_rate,
+    share_of_batch,
+    staggered,
+    tied_pace,
+)
+from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 
 T = TypeVar("T")
 
@@ -99,40 +101,6 @@ class CheckpointState:
     loss_accumulated: float
     tensors: dict[str, Tensor]
     """As `StageWorker.joiner_state()` gives them, and the accumulated `gradient` where there is any."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedStage:
-    """A stage with all vectors that its training takes: several times its weights, so it is never made on the loop."""
-
-    stage: StageFacts
-    trainer: Trainer
-    outer: OuterReplica
-
-
-async def place_stage(
-    spec: RunSpec,
-    stage: Stage,
-    thread: Compute,
-    *,
-    device: str,
-    wire_dtype: torch.dtype,
-    backend: CompileBackend | None = None,
-) -> PlacedStage:
-    """Put a stage on its device (`node.device`), on the thread that owns that; compiled where a `backend` of
-    torch.compile is named. UserError (CONFIG) as `check_fragments` and `StageTrainer.compile_for`."""
-
-    def work() -> PlacedStage:
-        trainer = StageTrainer(stage, spec.inner, device=device, wire_dtype=wire_dtype)
-        if backend is not None:
-            shape = (spec.inner.microbatch_windows, spec.data.sequence_length)
-            trainer.compile_for(shape, documents=spec.data.attention == "document", backend=backend)
-        if device_kind(trainer.device) is not None:
-            use_tensor_cores(trainer.device)
-            trainer.try_out()
-        return PlacedStage(stage, trainer, outer_of(spec, trainer))
-
-    return await thread.run(Priority.STEP, work)
 
 
 class OnHost(Protocol):

@@ -26,8 +26,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import journey as node
 from noloco_node.node import network
 from noloco_node.pipeline import limiter, routing
-from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
-from noloco_node.training.fair_queue import OWN, QueueTurn
+from noloco_node.training.compute_thread import OWN, ComputeThread, DeviceWaits, Priority, QueueTurn
 from noloco_node.training.host_copies import Ahead
 from noloco_node.transport.pool import StreamHandler
 from noloco_node.transport.same_machine import SameMachine

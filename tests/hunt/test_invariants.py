@@ -10,7 +10,7 @@ import pytest
 from noloco_node.identity.addresses import peers_unreachable
 from noloco_node.simulator.invariants import Run, Told, breaches, tied_past
 from noloco_node.telemetry.events import InnerStep, OuterStep
-from noloco_node.training.schedule import tied_pace
+from noloco_node.training.progress import tied_pace
 
 OVER = "run 0 (hunt) has come to its end: nobody trains any more"
 

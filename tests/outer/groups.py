@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noloco_node.outer import CodecName
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.codec import BLOCK, CODECS
-from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule
 

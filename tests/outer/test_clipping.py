@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.outer import clipping
+from noloco_node.outer import CodecName, clipping
 from noloco_node.outer.clipping import DifferenceBound, Judgement, PartnerBound
 from noloco_node.outer.codec import BLOCK
-from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import average, learn, replica_of, vectors

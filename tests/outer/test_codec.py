@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from noloco_node.outer import CodecName
 from noloco_node.outer.codec import BLOCK, CODECS
-from noloco_node.outer.names import CodecName
-from noloco_node.outer.rotation import rotated, rotated_back_, signs
+from noloco_node.outer.modulo_codes import rotated, rotated_back_, signs
 
 ALL: list[CodecName] = [name for name, codec in CODECS.items() if not codec.decoupled]
 MODULO: list[CodecName] = [name for name in ALL if CODECS[name].modulo]

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.outer import learnt
+from noloco_node.outer import CodecName, learnt
 from noloco_node.outer.learnt import LearntWay, learnt_bytes
-from noloco_node.outer.modulo_codes import ModuloCodes
-from noloco_node.outer.names import CodecName
-from noloco_node.outer.rotation import BLOCK
+from noloco_node.outer.modulo_codes import BLOCK, ModuloCodes
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import meet, replicas, vectors
 

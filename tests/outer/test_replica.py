@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from noloco_node.outer import CodecName
 from noloco_node.outer.codec import BLOCK, CODECS
-from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
 from noloco_node.outer.update import OuterRule, contribution, step_
 from tests.outer.groups import ERRORS, SIZE, meet, replica_of, replicas, step, vectors

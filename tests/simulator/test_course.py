@@ -20,8 +20,8 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ACTIVATION_CODECS, ActivationCodec, LimitsSpec, OuterSpec, token_bytes
 from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.names import CodecName
 from noloco_node.simulator import events
 from noloco_node.simulator.course import check_simulation, device_seconds, quadratic_of, simulate
 from noloco_node.simulator.figures import SimulationFigures, Watcher, evenness

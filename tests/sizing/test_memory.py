@@ -20,7 +20,7 @@ from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread
 from noloco_node.training.inner_optimizer import InnerOptimizer
-from noloco_node.training.outer_state import outer_of
+from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext

@@ -20,10 +20,9 @@ from noloco_node.averaging import messages as exchange
 from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.node.replica import Replica
-from noloco_node.outer import clipping
+from noloco_node.outer import CodecName, clipping
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.names import CodecName
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.telemetry.events import OuterStep

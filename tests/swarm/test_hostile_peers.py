@@ -7,6 +7,7 @@ import asyncio
 import pytest
 import torch
 
+from noloco_node import finite
 from noloco_node.aio import cancel_and_wait
 from noloco_node.averaging import messages as exchange
 from noloco_node.config.node_settings import NodeSettings
@@ -15,7 +16,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.limiter import MicrobatchLimiter
 from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, read_answer
-from noloco_node.transport import calls, tensor_checks
+from noloco_node.transport import calls
 from noloco_node.transport.calls import Answer, BadAnswer, Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
@@ -207,7 +208,7 @@ async def test_an_opening_that_was_given_up_while_its_gauge_was_looked_at_takes_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A large gauge is looked at beside the event loop: the next outer step may have its snapshot by then."""
-    monkeypatch.setattr(tensor_checks, "INLINE_ELEMENTS", 0)
+    monkeypatch.setattr(finite, "INLINE_ELEMENTS", 0)
     async with two_replicas() as (_, _, right):
         await propose(right)
         handling = asyncio.create_task(right.averaging.responder.handle_open(STRANGER, *opening(right)))

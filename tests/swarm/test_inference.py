@@ -30,8 +30,7 @@ from noloco_node.pipeline import live_model
 from noloco_node.pipeline.inference import FORWARD, SAVED_WINDOWS, ForwardHeader
 from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.pipeline.work_rations import Rations
-from noloco_node.training.compute_thread import Priority
-from noloco_node.training.fair_queue import QueueTurn
+from noloco_node.training.compute_thread import Priority, QueueTurn
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message, TensorSpec

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.stage_clocks import INNER_STEPS, Pipeline
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.training.schedule import SLOWEST_PACE, tied_pace
+from noloco_node.training.progress import SLOWEST_PACE, tied_pace
 
 
 @pytest.mark.parametrize(("replicas", "in_flight"), [(1, 4), (2, 1), (3, 3), (4, 2)])

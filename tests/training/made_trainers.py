@@ -11,7 +11,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import Stage
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.outer_state import outer_of
+from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import CheckpointState, InnerReport, StageWorker
 from tests.worlds import fresh_stage

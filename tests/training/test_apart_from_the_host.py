@@ -24,7 +24,7 @@ from noloco_node.document_marks import BEGINS, positions_of
 from noloco_node.model.stage import build_stage
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.precision import Precision
+from noloco_node.training.layout import Precision
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of

@@ -23,8 +23,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.training import placing
 from noloco_node.training.compute_thread import ComputeThread
+from noloco_node.training.placing import PlacedStage
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.stage_worker import PlacedStage
 from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of
 from tests.training.made_trainers import make_trainer

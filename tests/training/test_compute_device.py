@@ -38,7 +38,7 @@ from noloco_node.training.compute_device import (
 )
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.stage_worker import place_stage
+from noloco_node.training.placing import place_stage
 from tests.sources import nodes_of
 from tests.worlds import micro_spec
 

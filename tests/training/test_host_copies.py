@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import inputs_and_labels
 from noloco_node.document_marks import positions_of
+from noloco_node.training.bounds import NormBound
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.norm_bound import NormBound
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread, Priority
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.outer_state import outer_of
+from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext
 from tests.support import eventually

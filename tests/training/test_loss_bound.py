@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from noloco_node.training.loss_bound import RECENT, SHARE, LossBound
+from noloco_node.training.bounds import RECENT, SHARE, LossBound
 from noloco_node.transport.messages import Message
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.training.made_trainers import make_trainer

@@ -18,8 +18,7 @@ from noloco_node.training import trainer as trainers
 from noloco_node.training.compute_thread import STARVED_CALLS, STARVED_SECONDS, ComputeThread, Priority, Starving
 from noloco_node.training.inner_optimizer import InnerOptimizer
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.trainer import ForwardContext
-from noloco_node.training.versions import VersionStore
+from noloco_node.training.trainer import ForwardContext, VersionStore
 from tests.training.late_streams import late_copies
 from tests.training.made_trainers import lone_worker, make_trainer
 from tests.worlds import WINDOWS, micro_spec, window_batch

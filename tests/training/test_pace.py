@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.training.pace import Capacity, Pace
+from noloco_node.training.progress import Capacity, Pace
 
 
 def test_bursts_of_steps_do_not_raise_the_speed() -> None:

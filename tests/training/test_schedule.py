@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.training.schedule import learning_rate, share_of_batch
+from noloco_node.training.progress import learning_rate, share_of_batch
 from tests.training.made_trainers import lone_worker
 from tests.worlds import MICROBATCH, WINDOWS, micro_spec, window_batch
 

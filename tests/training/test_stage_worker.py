@@ -13,7 +13,7 @@ import torch
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.messages import HopFailed
-from noloco_node.training import schedule, stage_worker
+from noloco_node.training import progress, stage_worker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from tests.support import eventually
 from tests.training.made_trainers import lone_worker, make_trainer
@@ -84,7 +84,7 @@ async def test_a_decision_on_an_inner_step_stands_on_one_number_of_replicas(monk
 
         def share_while_the_loop_writes(global_batch_tokens: int, live_replicas: int) -> float:
             worker.live_replicas = 4
-            return schedule.share_of_batch(global_batch_tokens, live_replicas)
+            return progress.share_of_batch(global_batch_tokens, live_replicas)
 
         monkeypatch.setattr(stage_worker, "share_of_batch", share_while_the_loop_writes)
         await worker.loss(*window_batch(range(WINDOWS)))

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.training.progress import Progress
-from noloco_node.training.schedule import FASTEST_PACE, SLOWEST_PACE, tied_pace
+from noloco_node.training.progress import FASTEST_PACE, SLOWEST_PACE, Progress, tied_pace
 
 LAG, TARGET, STEP = 40_000.0, 2_000_000.0, 1_000
 

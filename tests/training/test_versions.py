@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.trainer import ForwardContext
-from noloco_node.training.versions import Version, VersionStore
+from noloco_node.training.trainer import ForwardContext, Version, VersionStore
 from tests.training.made_trainers import flat_gradient, make_trainer, stage_with_weights
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec, window_batch
 

@@ -29,7 +29,7 @@ from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import build_stage
 from noloco_node.state_transfer.backups import guarded_stage
 from noloco_node.training.compute_thread import ComputeThread
-from noloco_node.training.outer_state import outer_of
+from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused, TransportError

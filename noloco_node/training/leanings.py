@@ -2,17 +2,49 @@
 
 A sender's microbatches go to its next-stage peers by chance. So the mean of what their answers do to the sender's
 weights is the same for all honest ones, but for chance, which shrinks with their number. A lean does not shrink. It is
-looked for in the sender's own gradients and not in the answers, since it does harm there only, however it is hidden.
+looked for in the sender's own gradients and not in the answers, since it does harm there only, however it is hidden. A
+few signs of the gradients are enough for that.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from noloco_node import ambient
 from noloco_node.peer_table import FEW_PEERS, PeerTable
+from noloco_node.training.layout import FlatLayout
+
+PLACES = 256
+"""Weights whose gradients are looked at. Their size does not count: one in a thousand may exceed all others."""
+
+
+class GradientSigns:
+    """Looks at the same places of every gradient.
+
+    Chance draws them for each node, and nobody can foretell them: a peer that knew them could do its harm elsewhere.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        """The indices lie on the `device`, or each look would wait for them."""
+        chance = ambient.chance()
+        drawn = sorted(chance.randrange(layout.size) for _ in range(PLACES))
+        self._places: list[tuple[int, tuple[Tensor, ...]]] = []
+        """Parameters by their number in the layout, and indices into each."""
+        for number, entry in enumerate(layout.entries):
+            own = drawn[bisect_left(drawn, entry.offset) : bisect_left(drawn, entry.end)]
+            if own:
+                places = torch.unravel_index(torch.tensor(own) - entry.offset, entry.shape)
+                self._places.append((number, tuple(at.to(device) for at in places)))
+
+    def of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The signs, int8 [PLACES] on the device, of one gradient for each parameter in the layout's order."""
+        return torch.cat([gradients[number][place] for number, place in self._places]).sign().to(torch.int8)
+
 
 LOOKED_AT_EVERY = 4
 """Answers of a peer after which it is compared with others that gave at least that many."""

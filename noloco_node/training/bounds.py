@@ -1,0 +1,118 @@
+"""What of strangers' microbatches is taken in, measured against what this node has seen: pure, adaptive bounds.
+
+Norms that are far beyond the usual are scaled down (`NormBound`). A microbatch that loses what guessing costs, where
+others lose much less, teaches nothing (`LossBound`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from statistics import median_low
+
+from noloco_node.peer_table import FEW_PEERS, PeerTable
+
+NORMS_OF_A_SOURCE = 9
+FORGOTTEN_AFTER = 512
+"""Norms after which a source that gave none of them has no say any more."""
+LARGEST_RISE = 1.05
+"""By how much one norm may raise what counts as usual. Honest norms change slowly; a jump waits some dozens of them."""
+
+
+class NormBound:
+    """A norm beyond `multiple` × the usual one is scaled down, the more the larger it is.
+
+    The usual norm is the low median over sources (peers) of the low median of each one's last few norms. So a source is
+    one voice however much it sends, and one of three or more cannot raise it. A norm beyond the bound counts as the
+    bound. The usual norm falls at once and rises slowly. The first norm of all sets it, and is bounded by nothing, as
+    there is no measure yet. Zeros say nothing.
+    """
+
+    def __init__(self, multiple: float, floor: float = 0.0) -> None:
+        """`floor`: the least that is taken for usual, so that small norms of a few sources shut out no other."""
+        assert multiple > 1.0
+        self._multiple = multiple
+        self._floor = floor
+        self._norms = PeerTable[str, tuple[deque[float], int]](FEW_PEERS)
+        """Each source's last norms, and how many norms of all sources there were with its latest one."""
+        self._count = 0
+        self.usual = 0.0
+        """0 before the first norm."""
+        self.exceeded = 0
+        """Norms so far that were beyond the bound."""
+
+    def factor(self, source: str, norm: float) -> float:
+        """What to multiply by: 1 within the bound, (bound / norm)³ beyond it, so that a gross outlier counts for less
+        than an ordinary one. Once for each norm: it is remembered. `norm` must be finite."""
+        if norm <= 0.0:
+            return 1.0
+        bound = self._multiple * max(self.usual, self._floor) if self.usual > 0.0 else norm
+        self._remember(source, min(norm, bound))
+        if norm <= bound:
+            return 1.0
+        self.exceeded += 1
+        return (bound / norm) ** 3
+
+    def _remember(self, source: str, norm: float) -> None:
+        self._count += 1
+        norms, _ = self._norms.get(source) or (deque[float](maxlen=NORMS_OF_A_SOURCE), 0)
+        norms.append(norm)
+        self._norms[source] = norms, self._count
+        _, heard = next(iter(self._norms.values()))
+        if self._count - heard > FORGOTTEN_AFTER:
+            self._norms.popitem(last=False)
+        middle = median_low(median_low(norms) for norms, _ in self._norms.values())
+        self.usual = min(middle, LARGEST_RISE * self.usual) if self.usual > 0.0 else middle
+
+
+GUESSING = 0.85
+"""Share of ln(vocabulary), the loss of a uniform guess, from which a loss may be a guesser's. A model that has learnt
+no more than how frequent each token is loses less: 0.6 of it over bytes of English."""
+BEYOND_USUAL = 1.25
+"""A guesser's loss must also be so many times the usual one. While the model knows nothing, no text is nonsense."""
+RECENT = 64
+"""Microbatches that came last: their losses say what is usual."""
+UNDERCUT = 1 / 16
+"""Share of recent microbatches below the usual loss: a source that sends all others does not make nonsense usual."""
+SHARE = 1 / 16
+"""Share of the tokens taken in that may seem nonsense: enough to learn it by and by, should it be a text."""
+
+
+class LossBound:
+    """Says of each microbatch whether its gradient is taken in.
+
+    It knows no names, so many keys and false words about sources change nothing. The usual loss is the one that a
+    sixteenth of the last microbatches undercut. So a source ten times as fast as all others together does not make
+    nonsense usual. A model that is out of its depth with every text is taught as before. Text that is learnt with ease
+    makes no other text nonsense: the bound is never below `GUESSING` of what guessing costs.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self._guessing = GUESSING * math.log(max(2, vocabulary))
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+        self._room = 0.0
+        """Tokens of nonsense that may still be taken in."""
+        self.holds = False
+        """Set once the warm-up is over. Before it all is taken in: a model that knows nothing yet cannot tell hard text
+        from nonsense. One that was first taught something easy would take all else for nonsense."""
+        self.left_out = 0
+        """Microbatches so far whose gradient was not taken in."""
+
+    def takes_in(self, loss: float, tokens: int) -> bool:
+        """Whether to take in the gradient of a microbatch of so many tokens, which lost `loss` nats a token (finite).
+        Once for each: it is remembered."""
+        self._recent.append(loss)
+        insort(self._sorted, loss)
+        if len(self._recent) > RECENT:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        usual = self._sorted[int(UNDERCUT * len(self._sorted))]
+        if not self.holds or loss <= max(self._guessing, BEYOND_USUAL * usual):
+            self._room = min(self._room + SHARE * tokens, float(tokens))
+            return True
+        if self._room >= tokens:
+            self._room -= tokens
+            return True
+        self.left_out += 1
+        return False
