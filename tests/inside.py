@@ -12,7 +12,7 @@ from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import Directory
 from noloco_node.identity.keys import Identity
 from noloco_node.libp2p.relay.server import CircuitRelay
-from noloco_node.peers.reputation import UNBLEMISHED
+from noloco_node.peers.scorecard import UNBLEMISHED
 from noloco_node.pipeline.server import Repeats
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.stage_worker import StageWorker

@@ -30,8 +30,8 @@ from noloco_node.pipeline.messages import Ledger
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import ASKED_AT_ONCE, NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
-from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport, Withdraw
+from noloco_node.transport.messages import WireModel
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.transport.calls import Method, Nothing
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import (
+from noloco_node.transport.messages import (
     ClockValue,
     ProtocolVersion,
     RandomId,

@@ -96,7 +96,7 @@ class Responder:
     async def handle_propose(self, peer: PeerId, proposal: Proposal) -> Acceptance:
         """Agree to an exchange, or refuse it."""
         side, engagement = self._side, self._side.engagement
-        if not side.accepting():
+        if not side.within.accepting:
             raise Refused(Refusal.DRAINING)
         check_proposal(proposal, side.spec, side.stage, side.contract)
         if engagement.phase not in (Phase.FREE, Phase.PROPOSING):

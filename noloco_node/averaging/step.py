@@ -78,7 +78,7 @@ class Averaging(Participant):
             clocks=clocks,
             standing=self.standing,
             on_outer_step=on_outer_step,
-            accepting=lambda: self.accepting,
+            within=self,
         )
         self.responder = Responder(self.side)
 

@@ -23,8 +23,8 @@ from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
 from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import WireModel
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Evaluation
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refused, TransportError
-from noloco_node.transport.headers import ClockValue, ProtocolVersion, StageIndex, WireModel
 from noloco_node.transport.interface import Transport, Withdraw
+from noloco_node.transport.messages import ClockValue, ProtocolVersion, StageIndex, WireModel
 
 logger = logging.getLogger(__name__)
 

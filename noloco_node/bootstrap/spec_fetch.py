@@ -25,8 +25,8 @@ from noloco_node.identity.addresses import log_passed_over, parse_address, peers
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, Reply, ask, judging, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.headers import first_problem
 from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import first_problem
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.calls import QUESTION_SECONDS, Method, call, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_run
 from noloco_node.transport.interface import Transport, Withdraw
+from noloco_node.transport.messages import ProtocolVersion, RunName, StageIndex, WireModel, check_run
 
 MOST_TOLD = 12
 """A message tells at most so many records, the teller's own included: what a header holds, and few enough to check at

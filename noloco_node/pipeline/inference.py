@@ -6,8 +6,6 @@ authenticated id, and for nobody's word. A peer may have a share of the tokens t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
+from noloco_node.participant import Participant
 from noloco_node.pipeline.messages import NO_MEMORY
 from noloco_node.pipeline.work_rations import Rations
 from noloco_node.training.activation_codec import carried_dtype
@@ -26,9 +25,16 @@ from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import MicrobatchNotFinite
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import ProtocolVersion, RunName, StageIndex, WireModel, check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
-from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
+from noloco_node.transport.messages import (
+    DTYPE_NAMES,
+    ProtocolVersion,
+    RunName,
+    StageIndex,
+    TensorSpec,
+    WireModel,
+    check_addressed,
+)
 
 AT_ONCE = 2
 """A node holds at most so many windows, those of all askers together."""
@@ -62,10 +68,10 @@ class InferenceServer:
         vocabulary: int,
         worker: StageWorker,
         share: float,
-        accepting: Callable[[], bool],
+        within: Participant,
         behind: FarBehind | None = None,
     ) -> None:
-        """`accepting()` says whether windows are taken now; `behind`: whether this replica is far behind its stage
+        """Windows are taken while `within` accepts; `behind`: whether this replica is far behind its stage
         peers; None: it never is."""
         self._spec = spec
         self._cut = cut
@@ -75,7 +81,7 @@ class InferenceServer:
         self._share = share
         self._rations = Rations(share, SAVED_WINDOWS * spec.data.sequence_length, lambda: worker.last_trained.tokens)
         self._held = 0
-        self._accepting = accepting
+        self._within = within
         self._behind = behind
 
     def serve(self, transport: Transport) -> tuple[Withdraw, ...]:
@@ -84,7 +90,7 @@ class InferenceServer:
 
     def admit(self, peer: PeerId, request: ForwardHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, or too much now, before a byte of the body is read."""
-        if not self._accepting():
+        if not self._within.accepting:
             raise Refused(Refusal.DRAINING)
         check_addressed(
             run=request.run,

@@ -26,16 +26,17 @@ from noloco_node.pipeline.link_codecs import from_wire
 from noloco_node.training.activation_codec import DTYPES, wire_length
 from noloco_node.transport.calls import Answer, BadAnswer, Method
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import (
+from noloco_node.transport.messages import (
+    DTYPE_NAMES,
     ClockValue,
     PeerName,
     ProtocolVersion,
     RandomId,
     RunName,
     StageIndex,
+    TensorSpec,
     WireModel,
 )
-from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 from noloco_node.trust.sources_seen import DrawnBy
 
 COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")

@@ -48,7 +48,7 @@ class Pipeline(Participant):
             ledger,
             settings.max_pending,
             context.transport.peer_stats,
-            lambda: self.accepting,
+            self,
             behind,
         )
         self.inference = InferenceServer(
@@ -58,7 +58,7 @@ class Pipeline(Participant):
             stage.vocab_size,
             worker,
             settings.generate_share,
-            lambda: self.accepting,
+            self,
             behind,
         )
         self.origin = (

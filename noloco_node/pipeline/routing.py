@@ -29,8 +29,7 @@ from noloco_node.peers.latency import (
     yields_little,
 )
 from noloco_node.peers.partners import share_of_relayed
-from noloco_node.peers.reputation import UNBLEMISHED, Reputation, Trust, after_audit, set_aside
-from noloco_node.peers.scorecard import Hop, PeerBook
+from noloco_node.peers.scorecard import UNBLEMISHED, Hop, PeerBook, Reputation, Trust, after_audit, set_aside
 from noloco_node.peers.stats import ANSWER_SECONDS
 from noloco_node.pipeline.limiter import ASKS_TO_WAIT
 from noloco_node.pipeline.messages import PASSED_UPWARD

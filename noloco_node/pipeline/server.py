@@ -12,7 +12,6 @@ import asyncio
 import math
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.finite import found_finite, scale_of
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.participant import Participant
 from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import PeerStats
 from noloco_node.pipeline.limiter import MicrobatchLimiter
@@ -44,8 +44,7 @@ from noloco_node.pipeline.messages import (
     labels_and_ids,
 )
 from noloco_node.pipeline.microbatch import Downstream
-from noloco_node.pipeline.source_shares import SourceShares
-from noloco_node.pipeline.work_rations import EvaluationRations, turn_of
+from noloco_node.pipeline.work_rations import EvaluationRations, SourceShares, turn_of
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits
@@ -54,9 +53,8 @@ from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.transport.calls import Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import tensor_bytes
-from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Release, Transport, Withdraw
-from noloco_node.transport.messages import TensorSpec
+from noloco_node.transport.messages import TensorSpec, check_addressed
 from noloco_node.trust.sources_seen import OriginsSeen
 
 SCALE_MULTIPLE = 16.0
@@ -159,11 +157,11 @@ class PipelineServer:
         ledger: Ledger,
         max_pending: int,
         peer_stats: PeerStats,
-        accepting: Callable[[], bool],
+        within: Participant,
         behind: FarBehind | None = None,
     ) -> None:
-        """`width` counts the numbers of a token that come in. `accepting()` says whether microbatches are taken now,
-        `behind` whether this replica is far behind its stage peers; None: it never is."""
+        """`width` counts the numbers of a token that come in. Microbatches are taken while `within` accepts.
+        `behind` says whether this replica is far behind its stage peers; None: it never is."""
         self._spec = spec
         self._stage = stage
         self._width = width
@@ -183,7 +181,7 @@ class PipelineServer:
         self.origins_seen = OriginsSeen(spec.max_lag_tokens)
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
-        self._accepting = accepting
+        self._within = within
         self._behind = behind
 
     @property
@@ -198,7 +196,7 @@ class PipelineServer:
     def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse a microbatch that is not meant for this node, malformed, too large, or too much now. Otherwise keep a
         place for it, from before its body arrives."""
-        if not self._accepting():
+        if not self._within.accepting:
             raise Refused(Refusal.DRAINING)
         if self._behind is not None and self._behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a stage peer's state first")

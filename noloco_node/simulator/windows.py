@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.server import TransportLimits
+from noloco_node.transport.common import TransportLimits
 
 FIRST_OCTETS = 256 << 10
 """The bytes of a new stream's window."""

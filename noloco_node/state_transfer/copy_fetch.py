@@ -17,9 +17,8 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, CopyPrecision, read_offer, root_of_weights
 from noloco_node.transport.calls import BadAnswer, Method, Nothing, ask, call, judging
-from noloco_node.transport.headers import RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import TensorSpec
+from noloco_node.transport.messages import RunName, StageIndex, TensorSpec, WireModel
 
 
 class CopyRequest(WireModel):

@@ -21,8 +21,8 @@ from noloco_node.config.canonical import canonical_json
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.transport.calls import BadAnswer
-from noloco_node.transport.headers import ClockValue, PeerName, Rounds, RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import ClockValue, PeerName, Rounds, RunName, StageIndex, WireModel
 
 ALIKE = 0.5
 """Two copies are alike if the one further from the run's first weights has at least this share of the other's way

@@ -32,8 +32,8 @@ from noloco_node.training.frozen_state import Thawed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import check_addressed
 from noloco_node.transport.interface import Transport, Withdraw
+from noloco_node.transport.messages import check_addressed
 
 SNAPSHOT_LIFE_SECONDS = 60.0
 SNAPSHOT_SHARED_SECONDS = 10.0

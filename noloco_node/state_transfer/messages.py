@@ -19,8 +19,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.training.frozen_state import Sizes
 from noloco_node.transport.calls import Answer, BadAnswer, Method, Nothing, Reply
-from noloco_node.transport.headers import ClockValue, ProtocolVersion, Rounds, RunName, StageIndex, WireModel
 from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import ClockValue, ProtocolVersion, Rounds, RunName, StageIndex, WireModel
 
 DIGEST_BYTES = 16
 MAX_SEAL_CHARACTERS = 8192

@@ -22,9 +22,8 @@ from torch import Tensor
 from noloco_node.finite import scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
-from noloco_node.transport.headers import WireModel, first_problem, parse
 from noloco_node.transport.interface import Admitted, Release, Transport, Withdraw
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec, WireModel, first_problem, parse
 
 Q = TypeVar("Q", bound=WireModel)
 A = TypeVar("A", bound=WireModel)

@@ -26,7 +26,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from noloco_node.identity.addresses import shown
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import first_problem
 from noloco_node.transport.messages import (
     MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
@@ -34,6 +33,7 @@ from noloco_node.transport.messages import (
     WIRE_DTYPES,
     JsonObject,
     TensorSpec,
+    first_problem,
 )
 
 MAGIC = b"NL"

@@ -9,14 +9,14 @@ on the other side is cancelled.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import PeerStats
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.errors import Refusal
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec, TrafficCount
 
 DIRECTORY, RELAYED = "directory", "relayed"
 """Traffic is counted under these names that no method has."""
@@ -48,24 +48,6 @@ Gate = Callable[[PeerId], bool]
 
 Handle = Callable[[PeerId, Message], Awaitable[Message]]
 """A function that answers a request; it raises `Refused` to say no. It is cancelled when the caller goes away."""
-
-
-@dataclass(slots=True)
-class TrafficCount:
-    """Bytes of bodies and headers by method, both directions, requests and answers together."""
-
-    sent: dict[str, int] = field(default_factory=dict[str, int])
-    received: dict[str, int] = field(default_factory=dict[str, int])
-    nearby: int = 0
-    """Bytes of both that stayed on this machine: they crossed no line."""
-
-    def add_sent(self, method: str, count: int) -> None:
-        """Count bytes sent for a method."""
-        self.sent[method] = self.sent.get(method, 0) + count
-
-    def add_received(self, method: str, count: int) -> None:
-        """Count bytes received for a method."""
-        self.received[method] = self.received.get(method, 0) + count
 
 
 class Transport(Protocol):

@@ -18,7 +18,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.identity.signing import sign_statement, signed_by
-from noloco_node.transport.common import CommonTransport
+from noloco_node.transport.common import CommonTransport, TransportLimits
 from noloco_node.transport.errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
 from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
@@ -37,7 +37,6 @@ from noloco_node.transport.messages import Message
 from noloco_node.transport.pacing import UNBOUNDED, Line, at_once
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
 from noloco_node.transport.same_machine import SameMachine
-from noloco_node.transport.server import TransportLimits
 from noloco_node.transport.streams import FramedStream, StreamEnded, StreamStalled
 
 logger = logging.getLogger(__name__)

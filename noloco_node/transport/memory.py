@@ -18,7 +18,7 @@ from typing import Protocol
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.common import CommonTransport
+from noloco_node.transport.common import CommonTransport, TransportLimits
 from noloco_node.transport.errors import (
     BrokenStream,
     DeadlinePassed,
@@ -29,9 +29,7 @@ from noloco_node.transport.errors import (
     TransportError,
 )
 from noloco_node.transport.frames import Envelope, check_sendable, decode_envelope, encode_envelope
-from noloco_node.transport.interface import TrafficCount
-from noloco_node.transport.messages import Message, TensorSpec
-from noloco_node.transport.server import TransportLimits
+from noloco_node.transport.messages import Message, TensorSpec, TrafficCount
 
 
 class FaultKind(StrEnum):

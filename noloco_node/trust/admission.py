@@ -21,8 +21,8 @@ from noloco_node.peer_table import PeerTable
 from noloco_node.telemetry.words import as_utc
 from noloco_node.transport.calls import NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.headers import WireModel
 from noloco_node.transport.interface import Transport
+from noloco_node.transport.messages import WireModel
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.config.run_spec import PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import BANS
-from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
+from noloco_node.peers.scorecard import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
 from noloco_node.pipeline.messages import MICROBATCH, Ledger, MicrobatchHeader, Outgoing, Trained
 from noloco_node.pipeline.microbatch import Downstream

@@ -19,7 +19,7 @@ from noloco_node.config.run_spec import OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pauses import Doubling
-from noloco_node.peers.reputation import SET_ASIDE_AT, Trust
+from noloco_node.peers.scorecard import SET_ASIDE_AT, Trust
 from noloco_node.pipeline.audit import Finding
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.pipeline.server import PipelineServer

@@ -51,13 +51,13 @@ from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.transport import bans as conduct
+from noloco_node.transport.common import RequestDesk
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.frames import FrameError
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
-from noloco_node.transport.server import RequestDesk
 from noloco_node.trust import admission as access
 from tests.chaos.attacks.life import throw_away_key
 from tests.inside import desk_of, host_of, remembered, repeats_of, thread_of

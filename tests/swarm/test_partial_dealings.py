@@ -26,7 +26,7 @@ from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.peers.reputation import TRIAL_SECONDS, Trust
+from noloco_node.peers.scorecard import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.audit import Auditor
 from noloco_node.pipeline.messages import Ledger, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer

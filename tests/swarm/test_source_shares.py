@@ -10,7 +10,7 @@ import pytest
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.messages import MicrobatchHeader, Mode
-from noloco_node.pipeline.source_shares import SourceShares
+from noloco_node.pipeline.work_rations import SourceShares
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.errors import Refusal, Refused
 from tests.swarm.test_pipeline import DEVICE, request

@@ -25,6 +25,7 @@ from noloco_node.telemetry.metrics import Metrics
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.bans import Offence
 from noloco_node.transport.calls import Reply
+from noloco_node.transport.common import RequestDesk, TransportLimits
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
@@ -41,7 +42,6 @@ from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message, TensorSpec
-from noloco_node.transport.server import RequestDesk, TransportLimits
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.test_exchange import outer_steps, two_replicas
 from tests.swarm.test_hostile_peers import NAME, STRANGER, propose

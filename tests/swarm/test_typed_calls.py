@@ -25,10 +25,9 @@ from noloco_node.pipeline import messages as microbatch
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import NOTHING, BadAnswer, Method, Nothing, ask, judging
 from noloco_node.transport.errors import BrokenStream, ProtocolViolation, Refusal, Refused
-from noloco_node.transport.headers import WireModel, parse
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec, WireModel, parse
 from tests.sources import nodes_of
 from tests.worlds import World, micro_spec, peer_name, trainer_of, world
 

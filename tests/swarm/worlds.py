@@ -20,6 +20,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.peers.stats import PeerStats
+from noloco_node.transport.common import TransportLimits
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -27,7 +28,6 @@ from noloco_node.transport.messages import Message
 from noloco_node.transport.pacing import UNBOUNDED, Line
 from noloco_node.transport.pool import Ends, StreamHandler
 from noloco_node.transport.same_machine import SameMachine
-from noloco_node.transport.server import TransportLimits
 
 LIMITS = TransportLimits(max_body_bytes=96 << 20, progress_seconds=2.0, idle_seconds=4.0)
 
