@@ -35,10 +35,10 @@ from benchmarks.command import command, not_negative, parser_of, positive, save,
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from noloco_node.config.load import load_config
 from noloco_node.config.sim_spec import SimSpec
+from noloco_node.simulator.course import exchange_arithmetic
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import WALL, in_virtual_time
 from noloco_node.simulator.node import peer_of
-from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of

@@ -25,11 +25,11 @@ from benchmarks.command import command, not_negative, parser_of, positive, whole
 from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.shipped import shipped_config
+from noloco_node.simulator.course import exchange_arithmetic
 from noloco_node.simulator.crowd import Crowd
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
-from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of

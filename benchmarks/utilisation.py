@@ -41,10 +41,10 @@ from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
 from noloco_node.config.shipped import find_config
 from noloco_node.config.sim_spec import SimSpec
+from noloco_node.simulator.course import exchange_arithmetic
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import peer_of
-from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.report import table_of
 from noloco_node.simulator.world import World

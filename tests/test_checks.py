@@ -34,7 +34,7 @@ from noloco_node.node.checks import (
     raise_file_limit,
 )
 from noloco_node.node.start_checks import among_peers, for_a_stage, report
-from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.memory import free_memory
 from noloco_node.sizing.preflight import plan_run
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.config.hours import as_time, inside, next_begin, parse_hours
-from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.node_settings import NodeSettings, as_time, inside, next_begin, parse_hours
 from noloco_node.node.pause import PauseState, looked, told
 
 

@@ -18,10 +18,9 @@ from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
-from noloco_node.directory import first_look, membership
-from noloco_node.directory.first_look import look_for_others
+from noloco_node.directory import membership, records
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState
+from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState, look_for_others
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
@@ -161,7 +160,7 @@ async def test_a_look_ends_with_the_first_other_node_and_the_own_former_record_i
         own, other = made.replicas
         await own.membership.announce(PeerState.TRAINING)
         looking = asyncio.create_task(look_for_others(MemoryDirectory(made.hub), peer_name(0, 0), 60.0))
-        await asyncio.wait((looking,), timeout=3 * first_look.LOOK_AGAIN_SECONDS)
+        await asyncio.wait((looking,), timeout=3 * records.LOOK_AGAIN_SECONDS)
         assert not looking.done()
         await other.membership.announce(PeerState.JOINING)
         async with asyncio.timeout(50.0):

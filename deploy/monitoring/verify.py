@@ -35,7 +35,7 @@ from noloco_node.config.shipped import shipped_config
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.storage import atomic
 from noloco_node.telemetry.events import CheckpointTaken, Evaluation, InnerStep, OuterStep
-from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
+from noloco_node.telemetry.web import TARGETS, scrape_targets
 from tests.support import free_port
 
 SMALL = (

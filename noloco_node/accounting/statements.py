@@ -16,9 +16,9 @@ from typing import Annotated, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from noloco_node.config.canonical import canonical_json
+from noloco_node.config.settings import canonical_json
+from noloco_node.identity.keys import signed_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.identity.signing import signed_by
 
 _Count = Annotated[int, Field(ge=0, le=1 << 60)]
 _Name = Annotated[str, Field(max_length=128)]

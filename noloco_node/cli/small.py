@@ -14,8 +14,8 @@ from pathlib import Path
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.file_lock import NODE_LOCK, lock_holder
-from noloco_node.telemetry.asking import Hangs, ask_page
 from noloco_node.telemetry.waiting import say_asking
+from noloco_node.telemetry.web import Hangs, ask_page
 
 DEFAULT_METRICS_PORT = 9100
 """A node is asked on this port if neither an option nor the environment says where it answers."""

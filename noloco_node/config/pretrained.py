@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from noloco_node.config.hub_token import hub_token, remedy
-from noloco_node.config.pointers import FETCH, POINTER, is_pointer
+from noloco_node.config.tokenizer_files import FETCH, POINTER, is_pointer
 from noloco_node.errors import ExitCode, UserError
 
 PREFIX = "weights-"

@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from noloco_node.config.canonical import canonical_json
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
-from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
+from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings, canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer import CodecName, Momentum
 from noloco_node.outer.stability import admissible_gamma, safe_gamma

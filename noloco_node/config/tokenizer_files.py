@@ -1,6 +1,6 @@
 """A folder that holds a tokenizer, as far as its files tell: one short name for what they say, wherever it lies.
 
-Loads nothing heavy, and runs nothing of what it reads.
+Loads nothing heavy, and runs nothing of what it reads. A pointer stands for a large file that nobody has fetched.
 """
 
 from __future__ import annotations
@@ -11,10 +11,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from noloco_node.config.canonical import canonical_json
 from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ, DataSpec
-from noloco_node.config.pointers import FETCH, POINTER, is_pointer
+from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
+
+_BEGINNINGS = (
+    b"version https://git-lfs.github.com/spec/",
+    b"version https://hawser.github.com/spec/",
+    b"/annex/objects/",
+)
+_MOST_POINTER_BYTES = 1024
+"""The most bytes of a pointer, as Git LFS itself bounds it."""
+POINTER = "it is a pointer of Git LFS (or of git-annex) and not the file itself"
+FETCH = "fetch the file with `git lfs pull` (or `git annex get`) in its repository, or download it"
+
+
+def is_pointer(content: bytes) -> bool:
+    """Whether the first bytes of a file, all where it is that small, are such a pointer."""
+    return len(content) <= _MOST_POINTER_BYTES and content.startswith(_BEGINNINGS)
+
 
 _WHOLE = "tokenizer.json"
 """This file holds all of a tokenizer; beside it the files of older forms are not read."""

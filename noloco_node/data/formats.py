@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from noloco_node.config.pointers import FETCH, POINTER, is_pointer
+from noloco_node.config.tokenizer_files import FETCH, POINTER, is_pointer
 from noloco_node.data.charsets import encoding_of, fitting_encoding, losses, too_many, undecodable
 from noloco_node.data.documents import damaged, data_error, unreadable
 from noloco_node.errors import UserError

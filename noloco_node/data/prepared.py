@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from noloco_node import ambient
 from noloco_node.config.data_spec import DataSpec
-from noloco_node.data.documents import Document, data_error
+from noloco_node.data.documents import Document, Fingerprint, data_error
 from noloco_node.data.encoding import encode
-from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.formats import ReadMeter
 from noloco_node.data.hub import revision_of
 from noloco_node.data.mixture import mixed_fingerprint, naming_part

@@ -21,9 +21,8 @@ from noloco_node.data.mixture import MixedPosition, SourceOrder, Walk, naming_pa
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
 from noloco_node.data.prepared import open_shards
 from noloco_node.data.sampler import BEGINNING, SamplerPosition
-from noloco_node.data.samples import Position, Samples
+from noloco_node.data.samples import Position, Samples, SharedRows
 from noloco_node.data.shards import Shards, TextShards
-from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
 from noloco_node.data.windows import Windows, load_windows

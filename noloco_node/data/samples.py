@@ -1,20 +1,90 @@
-"""What stage 0 trains on and is measured by, however it comes about."""
+"""What stage 0 trains on and is measured by, however it comes about, and the rows of blocks that replicas share."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from noloco_node.data.claims import SharedPosition
+from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.sampler import SamplerPosition
-from noloco_node.data.shared_rows import SharedRows
+from noloco_node.data.shared_turns import SharedTurns, SlotEvent
 from noloco_node.data.turns import TurnPosition
 from noloco_node.document_marks import BEGINS, without_marks
+
+
+class SharedRows:
+    """Tells of several rows in one list of claims: slot s of row r of n is slot s · n + r there.
+
+    `heard` brings the stage peers' words, `claims` is what the own record is to say, `published` that it has said so.
+    """
+
+    def __init__(self, rows: Sequence[SharedTurns]) -> None:
+        assert rows, "a text has a source"
+        self._rows = rows
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """What the own record is to say."""
+        return self._told([row.claims for row in self._rows])
+
+    @property
+    def news(self) -> bool:
+        """Whether the slots that it holds are others than the record says."""
+        return any(row.news for row in self._rows)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Slots by what became of them, and windows read twice."""
+        found: Counter[str] = Counter()
+        for row in self._rows:
+            found.update(row.counts.by_name)
+        return dict(found)
+
+    def published(self, claims: Collection[Claim]) -> None:
+        """A record that says so is out."""
+        for row, own in zip(self._rows, self._parted(claims), strict=True):
+            row.published(own)
+
+    def heard(self, said: Iterable[Said], live: int) -> None:
+        """The newest words of the stage peers that count, of which `live` replicas train in all, this one included."""
+        words: list[list[Said]] = [[] for _ in self._rows]
+        for word in said:
+            for own, claims in zip(words, self._parted(word.claims), strict=True):
+                own.append(Said(word.peer, tuple(claims[:MOST_CLAIMS]), word.leaving, word.overdue))
+        for row, own in zip(self._rows, words, strict=True):
+            row.heard(own, live)
+
+    def leave(self) -> tuple[Claim, ...]:
+        """Hand out no more; what it held, each up to where it was drawn, is for others from now on."""
+        return self._told([row.leave() for row in self._rows])
+
+    def events(self) -> list[tuple[int | None, SlotEvent]]:
+        """What became of slots since they were asked for last, each with the row's number where there are several."""
+        several = len(self._rows) > 1
+        return [(number if several else None, event) for number, row in enumerate(self._rows) for event in row.events()]
+
+    def _told(self, rows: Sequence[Sequence[Claim]]) -> tuple[Claim, ...]:
+        count = len(rows)
+        return tuple(
+            Claim(claim.slot * count + number, claim.position, claim.begun)
+            for number, claims in enumerate(rows)
+            for claim in claims
+        )
+
+    def _parted(self, claims: Iterable[Claim]) -> list[list[Claim]]:
+        """The claims of each row."""
+        rows: list[list[Claim]] = [[] for _ in self._rows]
+        for claim in claims:
+            slot, number = divmod(claim.slot, len(rows))
+            rows[number].append(Claim(slot, claim.position, claim.begun))
+        return rows
+
 
 Position = SamplerPosition | TurnPosition | SharedPosition | MixedPosition
 """The position where drawing goes on. It is in a walk over numbered windows, in a row of blocks, in one that replicas

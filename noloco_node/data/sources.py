@@ -12,8 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from noloco_node.config.data_spec import TEXT, DataSpec
-from noloco_node.data.documents import Document, data_error, unreadable
-from noloco_node.data.fingerprint import Fingerprint
+from noloco_node.data.documents import Document, Fingerprint, data_error, unreadable
 from noloco_node.data.folders import walk_files
 from noloco_node.data.formats import Format, ReadMeter
 from noloco_node.data.hub import check_not_here, hub_documents

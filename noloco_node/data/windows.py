@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noloco_node.config.data_spec import DataSpec, apportioned
-from noloco_node.data.documents import data_error
+from noloco_node.data.documents import Fingerprint, data_error
 from noloco_node.data.encoding import encode, fitting_tokenizer
-from noloco_node.data.fingerprint import Fingerprint
 from noloco_node.data.mixture import MixedSampler, Walk, mixed_fingerprint, naming_part
 from noloco_node.data.prepared import open_prepared, read_manifest
 from noloco_node.data.sampler import BEGINNING, Permutation, SamplerPosition, WindowSampler

@@ -19,8 +19,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import load_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.diary import AT_LAST_SECONDS
 from noloco_node.telemetry.events import (
+    AT_LAST_SECONDS,
     MAX_LINE_BYTES,
     Account,
     AnyEvent,

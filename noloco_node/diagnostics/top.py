@@ -14,9 +14,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.asking import Hangs, ask_page
 from noloco_node.telemetry.node_state import NodeState
 from noloco_node.telemetry.terminal import LOOK_SECONDS, node_screen
+from noloco_node.telemetry.web import Hangs, ask_page
 from noloco_node.telemetry.words import as_clock_time
 
 ANSWER_SECONDS = 4.0

@@ -14,7 +14,7 @@ from rich.live import Live
 from noloco_node.bootstrap.hello import measure_hello, said_to_be_over
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.first_look import FIRST_LOOK_SECONDS
+from noloco_node.directory.records import FIRST_LOOK_SECONDS
 from noloco_node.identity.addresses import parse_address
 from noloco_node.node.interrupts import interruptible
 from noloco_node.node.network import Entrance

@@ -1,4 +1,8 @@
-"""This node's place in the swarm: its record, renewed by heartbeat, and what the directory says of the others."""
+"""This node's place in the swarm: its record, renewed by heartbeat, and what the directory says of the others.
+
+Each of two lives of one key takes messages that were meant for the other. A start finds a twin that can be dialled; one
+behind a router is found here.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,50 @@ from statistics import median_low
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
-from noloco_node.directory.duplicate_identity import DuplicateIdentityWatch
-from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS, look_for_others
 from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, share_error, unasked_share
-from noloco_node.directory.records import NOTHING_SHOWN, SERVING, Directory, OwnWord, PeerRecord, PeerState
+from noloco_node.directory.records import (
+    LOOK_AGAIN_SECONDS,
+    NOTHING_SHOWN,
+    SERVING,
+    Directory,
+    DirectoryView,
+    LiveRecord,
+    OwnWord,
+    PeerRecord,
+    PeerState,
+    look_for_others,
+)
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import SAMPLE, PeerStats
 
 logger = logging.getLogger(__name__)
+
+
+class DuplicateIdentityWatch:
+    """Looks at the records under the own name. `first` is the sequence below which this life published nothing;
+    `oldest` the DHT time by which all records of earlier lives have ended."""
+
+    def __init__(self, own: PeerId, first: int, oldest: float) -> None:
+        self._own, self._first, self._oldest = own, first, oldest
+        self._foreign: int | None = None
+        self.seen = asyncio.Event()
+        """Set once there is one."""
+
+    def look(self, view: DirectoryView, last: int) -> None:
+        """This life's records so far are those up to the sequence `last`.
+
+        A clock that was ahead in an earlier life may explain one record. A node that renews its record lives.
+        """
+        for row in (rows[self._own] for rows in view.stages if self._own in rows):
+            if self._is_anothers(row, last):
+                if self._foreign not in (None, row.record.sequence):
+                    self.seen.set()
+                self._foreign = row.record.sequence
+
+    def _is_anothers(self, row: LiveRecord, last: int) -> bool:
+        return row.expires > self._oldest and not self._first < row.record.sequence <= last
+
 
 REFRESH_SECONDS = 2.0
 WITHDRAWAL_MARGIN_SECONDS = 5.0

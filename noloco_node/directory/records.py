@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -269,3 +270,19 @@ class Directory(Protocol):
         """Take in what `teller` told: what its owner signed, and lives, is in the view from the next `refresh` on. How
         many were taken. Never raises."""
         ...
+
+
+FIRST_LOOK_SECONDS = 10.0
+LOOK_AGAIN_SECONDS = 0.3
+
+
+async def look_for_others(directory: Directory, own: PeerId, seconds: float) -> DirectoryView:
+    """The directory without `own`'s former record, as soon as it shows another node, after `seconds` at the latest."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while True:
+        view = (await directory.refresh()).without(own)
+        if view.anyone(directory.now()) or loop.time() >= until:
+            return view
+        # The directory gives no sign of a change: asking again is the only way.
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)

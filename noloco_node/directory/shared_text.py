@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from noloco_node.data.claims import Claim, Said
-from noloco_node.data.shared_rows import SharedRows
+from noloco_node.data.samples import SharedRows
 from noloco_node.data.shared_turns import SlotEvent
 from noloco_node.directory.records import MOST_SAID, Directory, LiveRecord, PeerState, SlotClaim
 from noloco_node.identity.peer_id import PeerId

@@ -17,7 +17,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.encoding import check_of_text, fitting_tokenizer
 from noloco_node.data.tokenizers import NoTokenizer, PretrainedTokenizer, Tokenizer
-from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
+from noloco_node.directory.records import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.speech import Shown, Spoken, Wish
 from noloco_node.model.cut import build_config

@@ -21,8 +21,7 @@ from noloco_node.aio import first_alone
 from noloco_node.bootstrap.hello import Hello, ask_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
-from noloco_node.directory.records import Directory, PeerState
+from noloco_node.directory.records import FIRST_LOOK_SECONDS, Directory, PeerState, look_for_others
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.exporting.merge import SavedReplica, agreeing

@@ -1,7 +1,7 @@
 """A node's identity: a private key file, the peer id that follows from it, and signatures by it.
 
 The file is libp2p's: a protobuf `PrivateKey`. New keys are Ed25519 (their public key is the peer id itself, a signature
-takes 64 bytes); RSA files written by hivemind load as well.
+takes 64 bytes); RSA files written by hivemind load as well. Anybody can check a signed statement later.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import hashlib
 import logging
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +24,20 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPubl
 from noloco_node import ambient
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.identity.varint import varint
 from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
 
 logger = logging.getLogger(__name__)
+
+
+def varint(number: int) -> bytes:
+    """A number in seven bits a byte, the lowest first; all but the last byte have the highest bit set."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*out, number))
+
 
 MAX_PUBLIC_KEY_BYTES = 1024
 MIN_RSA_BITS, MAX_RSA_BITS = 2048, 4096
@@ -352,3 +362,24 @@ def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
 
 def _raw_public(key: Ed25519PublicKey) -> bytes:
     return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+
+
+_DOMAIN = b"noloco statement 1\0"
+_LENGTH = struct.Struct(">H")
+
+
+def sign_statement(identity: Identity, statement: bytes) -> bytes:
+    """A seal over `statement`: the public key and a signature. `signed_by` accepts it for this identity's peer id."""
+    signature = identity.sign(_DOMAIN + statement)
+    return _LENGTH.pack(len(identity.public_key)) + identity.public_key + signature
+
+
+def signed_by(peer: PeerId, seal: bytes, statement: bytes) -> bool:
+    """Whether the owner of `peer` made this seal over exactly this statement. Never raises."""
+    if len(seal) < _LENGTH.size:
+        return False
+    end = _LENGTH.size + _LENGTH.unpack_from(seal)[0]
+    public_key, signature = seal[_LENGTH.size : end], seal[end:]
+    if not 0 < len(public_key) <= MAX_PUBLIC_KEY_BYTES or peer_id_of(public_key) != peer:
+        return False
+    return verify(public_key, signature, _DOMAIN + statement)

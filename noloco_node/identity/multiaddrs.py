@@ -10,7 +10,7 @@ import base58
 from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.identity.addresses import CIRCUIT, parse_address
-from noloco_node.identity.varint import varint
+from noloco_node.identity.keys import varint
 
 MOST_ADDRESSES = 16
 P2P_CODE = 421

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 from pydantic import JsonValue, ValidationError
 
-from noloco_node.config.canonical import canonical_json
 from noloco_node.config.lab_spec import Algorithm, LabSpec, Plot, VariantSpec, WorldSpec
 from noloco_node.config.load import Config, Problem, problems_of
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
 
 LENGTH_SETTING = "inner.target_tokens"

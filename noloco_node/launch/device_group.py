@@ -18,7 +18,7 @@ from noloco_node.node.interrupts import heeded_signals
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventReader, NodeStarted
-from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
+from noloco_node.telemetry.web import TARGETS, scrape_targets
 from noloco_node.training.compute_device import all_devices
 
 POLL_SECONDS = 0.2

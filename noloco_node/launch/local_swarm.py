@@ -22,7 +22,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.private_folder import SHARED_PREFIX
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeStarted, NodeStopped
-from noloco_node.telemetry.scrape_targets import TARGETS, scrape_targets
+from noloco_node.telemetry.web import TARGETS, scrape_targets
 
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
 """The command of a daemon; configuration file and options follow."""

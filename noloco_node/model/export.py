@@ -1,4 +1,7 @@
-"""From stages back to one model: an ordinary Hugging Face directory, its loss, and a sample of its text."""
+"""From stages back to one model: an ordinary Hugging Face directory, its loss, and a sample of its text.
+
+A model of bytes gets its tokenizer as an ordinary one of Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,35 @@ from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.tokenizer_files import files_to_copy
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.anatomy import build_on_meta
-from noloco_node.model.byte_tokenizer import build_byte_tokenizer
 from noloco_node.model.cut import build_config
 from noloco_node.model.subspace import dense_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def build_byte_tokenizer() -> Any:
+    """A `PreTrainedTokenizerFast` whose 256 tokens are the bytes of UTF-8 text: token id = byte value. It is a
+    byte-level BPE without merges and without special tokens, so that transformers loads it with nothing of ours
+    installed. Bytes that are no text decode to the replacement character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: Any = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The character that the byte-level format uses for each byte -> the byte.
+
+    Visible Latin-1 characters stand for themselves; the other 68 bytes follow from U+0100 on, in order.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in sorted(visible)} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
 
 TEMPERATURE = 0.8
 SHARD_BYTES = 5_000_000_000

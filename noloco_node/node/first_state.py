@@ -17,9 +17,8 @@ from noloco_node import ambient
 from noloco_node.bootstrap.hello import Hello, hello_or_none, said_to_be_over
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.first_look import LOOK_AGAIN_SECONDS
 from noloco_node.directory.known_peers import HeldState
-from noloco_node.directory.records import SERVING, PeerRecord, PeerState
+from noloco_node.directory.records import LOOK_AGAIN_SECONDS, SERVING, PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId

@@ -10,7 +10,7 @@ from typing import Literal
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
-from noloco_node.config.hours import Hours, as_time, inside, next_begin
+from noloco_node.config.node_settings import Hours, as_time, inside, next_begin
 
 logger = logging.getLogger(__name__)
 

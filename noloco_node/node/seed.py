@@ -27,7 +27,7 @@ from noloco_node.node.way_out import WayOut
 from noloco_node.observer.onlooker import Onlooker
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.logging import NodeLog, configure_logging
-from noloco_node.telemetry.swarm_pages import SwarmPages
+from noloco_node.telemetry.swarm_metrics import SwarmPages
 from noloco_node.telemetry.web import WebServer
 from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access, Introduction, own_access

@@ -13,10 +13,17 @@ from typing import Literal
 from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.first_look import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.membership import Membership
-from noloco_node.directory.records import SERVING, Directory, DirectoryView, PeerRecord, PeerState
+from noloco_node.directory.records import (
+    FIRST_LOOK_SECONDS,
+    SERVING,
+    Directory,
+    DirectoryView,
+    PeerRecord,
+    PeerState,
+    look_for_others,
+)
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
@@ -28,8 +35,7 @@ from noloco_node.placement.balancing import Server, as_far_trained, as_seen_at_w
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.line_needs import check_line, check_uplink, line_needs
-from noloco_node.sizing.machine import free_memory
-from noloco_node.sizing.memory import Memory, fitting_stages, memory_of
+from noloco_node.sizing.memory import Memory, fitting_stages, free_memory, memory_of
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import NodeMoved, Warned
 from noloco_node.transport.interface import Transport

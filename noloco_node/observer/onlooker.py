@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.first_look import look_for_others
 from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.membership import REFRESH_SECONDS
-from noloco_node.directory.records import Directory, PeerRecord
+from noloco_node.directory.records import Directory, PeerRecord, look_for_others
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.observer.swarm_view import nothing_seen, view_swarm
 from noloco_node.telemetry.swarm_state import SwarmView

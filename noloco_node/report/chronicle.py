@@ -23,8 +23,7 @@ from noloco_node.telemetry.events import (
     P2pdRestarted,
     Warned,
 )
-from noloco_node.telemetry.history import NodeHistory
-from noloco_node.telemetry.utilization import Utilization
+from noloco_node.telemetry.history import NodeHistory, Utilization
 from noloco_node.telemetry.words import printable
 
 NEAR_THE_END = 0.95

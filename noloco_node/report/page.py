@@ -17,8 +17,8 @@ from noloco_node.report.chronicle import MOST_MOMENTS, Chronicle
 from noloco_node.report.figures import words
 from noloco_node.report.folder import ReportedRun, read_folder
 from noloco_node.storage import atomic
-from noloco_node.telemetry.page import text_of
 from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
+from noloco_node.telemetry.web import text_of
 from noloco_node.telemetry.words import as_bytes, as_long, as_loss
 
 PLACE = "report"

@@ -10,23 +10,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
+from noloco_node.averaging.side import THREAD
 from noloco_node.config.load import Config
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.sim_spec import SimSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.figures import SimulationFigures, Watcher
 from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.links import Attachment, Links, SharedWay, as_they_are
-from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.loop import ThreadSeconds, in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
-from noloco_node.simulator.processor import exchange_arithmetic
 from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.stays import StayingWorld
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.memory import free_memory
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.training.compute_thread import Priority
+
+PIECES = 6
+"""One side's arithmetic falls into so many pieces of work on average, if an exchange is a single chunk. A dialler has
+seven, a dialled side five. Each goes over the weights about once."""
+
+
+def exchange_arithmetic(spec: RunSpec, footprint: Footprint, seconds: float) -> ThreadSeconds:
+    """The seconds of a piece of work on each thread of a node. An exchange takes so many `seconds` of either side's
+    processor for a million weights."""
+    millions = fmean(footprint.parameters) / spec.outer.fragments / 1e6
+    return lambda thread: seconds * millions / PIECES if thread == THREAD else 0.0
+
 
 LOOK_SECONDS = 10.0
 """Progress is reported every so many virtual seconds."""

@@ -12,7 +12,7 @@ from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.crowd import Crowd, CrowdMoment, most_nodes
 from noloco_node.simulator.crowd_figures import CrowdFigures, CrowdRun
-from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.memory import free_memory
 
 NODE_BYTES = 56_000
 """A node needs at most so many bytes, with the books of its peers. It was so much after an hour of 1,000 nodes, with

@@ -15,7 +15,7 @@ from noloco_node import ambient
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.first_look import FIRST_LOOK_SECONDS
+from noloco_node.directory.records import FIRST_LOOK_SECONDS
 from noloco_node.identity.keys import Identity, identity_of_seed
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import become_current, say_that_it_looks

@@ -1,11 +1,16 @@
-"""What one replica of each stage takes of memory, part by part; what of it fits a machine."""
+"""What one replica of each stage takes of memory, part by part; what of it fits a machine, and what is free there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
+import torch
+
+from noloco_node.address_space import address_space_left
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -13,6 +18,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.activation_codec import carried_dtype
+from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD
 from noloco_node.training.frozen_state import SPARE_BYTES
 from noloco_node.training.layout import PRECISIONS
@@ -236,3 +242,33 @@ def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, in
             left, whole = inputs + 2 * graph.entry, inputs + max(max(layers) + graph.entry + in_a_layer, rest)
     at_the_end = max(layers) + graph.entry + in_a_layer
     return math.ceil(tokens * left), math.ceil(tokens * whole), math.ceil(tokens * at_the_end)
+
+
+def free_memory(device: str) -> Memory:
+    """Free bytes of `node.device` and of this machine, within what its container may take."""
+    own = memory_of_device(torch.device(resolve_device(device)))
+    return Memory(own.get("free", 0), _free_on_host())
+
+
+def _free_on_host() -> int:
+    """What can be had without swapping, and without exceeding what a container or this process is allowed."""
+    free = int(psutil.virtual_memory().available)
+    group = Path("/sys/fs/cgroup")
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and used and limit[0].isdigit():
+        free = min(free, max(0, int(limit[0]) - int(used[0]) + _reclaimable(group)))
+    left = address_space_left()
+    return free if left is None else min(free, left)
+
+
+def _reclaimable(group: Path) -> int:
+    """File cache that a container gives back when it needs memory."""
+    rows = (line.split() for line in _lines(group / "memory.stat"))
+    return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []

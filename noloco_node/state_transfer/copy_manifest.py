@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
-from noloco_node.config.canonical import canonical_json
+from noloco_node.config.settings import canonical_json
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.transport.calls import BadAnswer

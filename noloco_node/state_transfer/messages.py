@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.config.canonical import canonical_json
+from noloco_node.config.settings import canonical_json
 from noloco_node.finite import all_finite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.disk_memory import DiskMemory

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from noloco_node import __version__
-from noloco_node.config.canonical import canonical_json
+from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut
 from noloco_node.plain_files import check_plain, read_small

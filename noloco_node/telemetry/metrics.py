@@ -30,9 +30,9 @@ from noloco_node.telemetry.events import (
     OuterStep,
     StateDownload,
 )
+from noloco_node.telemetry.history import Utilization
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.metric_table import TABLE, Metric
-from noloco_node.telemetry.utilization import Utilization
 from noloco_node.telemetry.web import Page
 
 MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")

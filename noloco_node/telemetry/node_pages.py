@@ -17,8 +17,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.logging import LogTail
 from noloco_node.telemetry.node_state import POINTS, NodeView, Surroundings
-from noloco_node.telemetry.page import state_page
-from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer
+from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer, state_page
 
 BEATEN_WITHIN_SECONDS = 10.0
 """An event loop that has not come round for more seconds is stuck."""

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from noloco_node.aio import Heartbeat
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.telemetry.diary import Diary
-from noloco_node.telemetry.events import AnyEvent, Evaluation, EventFile
+from noloco_node.telemetry.events import AnyEvent, Diary, Evaluation, EventFile
 from noloco_node.telemetry.logging import LogTail, NodeLog, configure_logging
 from noloco_node.telemetry.memory_limit import MemoryWatch, memory_use
 from noloco_node.telemetry.metrics import Metrics

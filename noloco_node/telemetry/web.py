@@ -1,20 +1,30 @@
-"""A small web server for observers of a node: fixed pages, few connections, a deadline for each."""
+"""The web server of a node and of a seed: fixed pages, few connections, a deadline for each.
+
+It also makes the page itself, asks another process for its page, and writes where nodes of a machine show metrics. A
+page's policy has a browser run exactly its own script and load nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
+import hashlib
+import http.client
 import ipaddress
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from importlib.resources import files
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry.events import NodeStarted
 
 logger = logging.getLogger(__name__)
 
@@ -249,3 +259,99 @@ def _listener(host: str, port: int) -> socket.socket:
             "name an address of this machine with --metrics-host (127.0.0.1 or 0.0.0.0), and with --metrics-port a "
             "port above 1023, or 0 for any free one",
         ) from None
+
+
+HTML = "text/html; charset=utf-8"
+
+
+def state_page() -> Page:
+    """What a browser shows of a node, or of a swarm that a seed sees; it asks for the state (`/api/state`)."""
+    html = text_of("page.html")
+    for shared in ("page.css", "page.js"):
+        html = html.replace(f"/*{{{shared}}}*/\n", text_of(shared))
+    return Page(html.encode(), HTML, policy=policy_of(html))
+
+
+def text_of(name: str) -> str:
+    """One of the files that pages are made of."""
+    return files("noloco_node.telemetry").joinpath(name).read_text(encoding="utf-8")
+
+
+def policy_of(html: str) -> str:
+    """The Content-Security-Policy of a page with scripts and styles of its own, by their hashes."""
+    kinds = {kind: " ".join(map(_hashed, re.findall(f"<{kind}>(.*?)</{kind}>", html, re.DOTALL))) for kind in _OWN}
+    return (
+        f"default-src 'none'; script-src {kinds['script']}; style-src {kinds['style']}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+_OWN = ("script", "style")
+
+
+def _hashed(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+HANGS = (
+    "something listens there and does not answer: a node that hangs, or whose process is stopped (kill -STOP, Ctrl-Z, "
+    "a paused container)"
+)
+
+
+class Hangs(Exception):
+    """What listens there has taken the question, or the system for it, and gives no answer."""
+
+    def __init__(self) -> None:
+        super().__init__(HANGS)
+
+
+def ask_page(host: str, port: int, path: str, *, seconds: float, most_bytes: int) -> tuple[int, bytes]:
+    """Status and body of a page, as far as `most_bytes`; `seconds` for each step of it. Raises Hangs; OSError,
+    HTTPException or ValueError where nothing is there, or no such server."""
+    connection, connected = http.client.HTTPConnection(host, port, timeout=seconds), False
+    try:
+        connection.connect()
+        connected = True
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read(most_bytes)
+    except TimeoutError:
+        # The system takes questions for a stopped process until its queue is full, and drops them then. If nobody
+        # listens on this machine, it says so at once.
+        if connected or _is_this_machine(host):
+            raise Hangs from None
+        raise
+    finally:
+        connection.close()
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+TARGETS = "targets.json"
+"""The name of this file in the run folder of a local swarm, or of a machine's devices."""
+_OF_THIS_MACHINE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+def scrape_targets(started: Mapping[str, NodeStarted]) -> list[dict[str, object]]:
+    """The targets of the nodes that are up, by name; those that show none are left out. Which stage a node serves is
+    no label of its address: it may move."""
+    up = [(name, event.metrics_address, event.run_name) for name, event in started.items()]
+    return [
+        {"targets": [_reached(address)], "labels": {"node": name, "run": run}}
+        for name, address, run in up
+        if address is not None
+    ]
+
+
+def _reached(address: str) -> str:
+    """A server that listens on every address is found on this machine's own."""
+    host, _, port = address.rpartition(":")
+    bare = host.strip("[]")
+    own = _OF_THIS_MACHINE.get(bare)
+    return address if own is None else f"[{own}]:{port}" if ":" in own else f"{own}:{port}"

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
-from noloco_node.identity.keys import Identity
+from noloco_node.identity.keys import Identity, sign_statement, signed_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.identity.signing import sign_statement, signed_by
 from noloco_node.transport.common import CommonTransport, TransportLimits
 from noloco_node.transport.errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
 from noloco_node.transport.frames import (

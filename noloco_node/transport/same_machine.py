@@ -22,9 +22,8 @@ import tempfile
 from functools import partial
 
 from noloco_node import ambient
-from noloco_node.identity.keys import Identity
+from noloco_node.identity.keys import Identity, sign_statement, signed_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.identity.signing import sign_statement, signed_by
 from noloco_node.transport.pool import Ends, StreamHandler
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.launch.device_group import DeviceGroup, devices_of, members_of
 from noloco_node.telemetry.events import InnerStep, NodeStarted, NodeStopped, read_events
-from noloco_node.telemetry.scrape_targets import TARGETS
+from noloco_node.telemetry.web import TARGETS
 from tests.support import eventually
 from tests.telemetry import made_events as made
 

@@ -15,8 +15,7 @@ import pytest
 from noloco_node.accounting.statements import ContributionFile, Receipt, Work, statement_text
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.identity.keys import Identity, load_or_create_identity
-from noloco_node.identity.signing import sign_statement
+from noloco_node.identity.keys import Identity, load_or_create_identity, sign_statement
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import (
     Account,

@@ -10,8 +10,7 @@ import pytest
 
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
-from noloco_node.data.documents import Document
-from noloco_node.data.fingerprint import Fingerprint
+from noloco_node.data.documents import Document, Fingerprint
 from noloco_node.data.sources import fingerprint_of_documents, read_documents
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import write_table, write_texts

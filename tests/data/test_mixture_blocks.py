@@ -23,9 +23,8 @@ from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
 from noloco_node.data.reading import MakeTurns, Reader, held_out_by_source, open_samples
 from noloco_node.data.sampler import SamplerPosition
-from noloco_node.data.samples import Position, Samples
+from noloco_node.data.samples import Position, Samples, SharedRows
 from noloco_node.data.shards import TextShards
-from noloco_node.data.shared_rows import SharedRows
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.turns import OwnTurns, Turn, TurnPosition

@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from noloco_node.model.byte_tokenizer import build_byte_tokenizer
-from noloco_node.model.export import evaluate_model, export_model, generate_sample, load_exported, merge_replicas
+from noloco_node.model.export import (
+    build_byte_tokenizer,
+    evaluate_model,
+    export_model,
+    generate_sample,
+    load_exported,
+    merge_replicas,
+)
 from tests.model.families import FAMILIES, build_all, parameters_by_full_name, spec_of, token_ids
 
 _STRANGER = """

@@ -26,8 +26,8 @@ from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
 from noloco_node.telemetry.history import NodeHistory
-from noloco_node.telemetry.page import text_of
 from noloco_node.telemetry.summary import throughput_curve, token_counters
+from noloco_node.telemetry.web import text_of
 from tests.telemetry import made_events as made
 
 NOW = 1121.0

@@ -14,8 +14,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
 from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.machine import free_memory
-from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, memory_of, planned_memory
+from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, free_memory, memory_of, planned_memory
 from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread

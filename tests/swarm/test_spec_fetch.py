@@ -20,10 +20,10 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.bootstrap import hello, spec_fetch
 from noloco_node.bootstrap.hello import Hello, said_to_be_over, serve_hello
 from noloco_node.bootstrap.spec_fetch import MAX_SPEC_BYTES, fetch_run_spec, read_agreed, serve_spec
-from noloco_node.config.canonical import canonical_json
 from noloco_node.config.data_spec import NOT_READ
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport

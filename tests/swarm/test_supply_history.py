@@ -25,8 +25,7 @@ from noloco_node.placement.balancing import (
     servers_of,
     supply_of,
 )
-from noloco_node.placement.migration import MigrationStanding, Move, Relocation
-from noloco_node.placement.supply_history import SupplyHistory
+from noloco_node.placement.migration import MigrationStanding, Move, Relocation, SupplyHistory
 
 WORK = (1.0, 1.0, 1.0)
 OWN = PeerId("peer-own-00000")

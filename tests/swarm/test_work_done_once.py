@@ -13,7 +13,7 @@ from hivemind.dht.routing import DHTID
 from noloco_node import PROTOCOL_VERSION, __version__, peer_table
 from noloco_node.averaging.matchmaking import WAIT, PairingState, Window, decide
 from noloco_node.config import run_spec
-from noloco_node.config.canonical import canonical_json
+from noloco_node.config.settings import canonical_json
 from noloco_node.directory import validator as record_validator
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState

@@ -5,8 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from noloco_node.telemetry.diary import AT_LAST_SECONDS, Diary
-from noloco_node.telemetry.events import Account, Doing, EventFile, NodeMoved, NodeStopped, read_events
+from noloco_node.telemetry.events import (
+    AT_LAST_SECONDS,
+    Account,
+    Diary,
+    Doing,
+    EventFile,
+    NodeMoved,
+    NodeStopped,
+    read_events,
+)
 from tests.telemetry import made_events as made
 
 BEGIN, EVERY, HOUR = 1_000_000.0, 2.0, 3600.0

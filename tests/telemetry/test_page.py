@@ -12,7 +12,7 @@ import pytest
 
 from noloco_node.telemetry.events import AnyEvent, Doing, Warned
 from noloco_node.telemetry.node_state import Surroundings
-from noloco_node.telemetry.page import state_page
+from noloco_node.telemetry.web import state_page
 from tests.telemetry import made_events as made
 from tests.telemetry.browser import MISSING, browser
 from tests.telemetry.test_node_pages import RUDE, seen, shown

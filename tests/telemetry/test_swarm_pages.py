@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from noloco_node.aio import Heartbeat
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.node_state import MOST_NODES
-from noloco_node.telemetry.swarm_pages import SwarmPages
+from noloco_node.telemetry.swarm_metrics import SwarmPages
 from noloco_node.telemetry.swarm_state import Middle
 from noloco_node.telemetry.web import WebServer
 from tests.telemetry.browser import MISSING, browser

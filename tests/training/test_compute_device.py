@@ -15,7 +15,7 @@ import torch
 
 from noloco_node.errors import UserError
 from noloco_node.model.stage import Stage, build_stage
-from noloco_node.sizing.machine import free_memory
+from noloco_node.sizing.memory import free_memory
 from noloco_node.training import compute_device, stage_worker
 from noloco_node.training.compute_device import (
     CUDA,

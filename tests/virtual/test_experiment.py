@@ -16,8 +16,7 @@ import pytest
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import expand
-from noloco_node.laboratory.experiment import Experiment, Finished, Train
-from noloco_node.laboratory.journal import Journal
+from noloco_node.laboratory.experiment import Experiment, Finished, Journal, Train
 from noloco_node.laboratory.result import Result
 from tests.support import eventually
 from tests.virtual import made_results as made

@@ -12,8 +12,8 @@ from enum import IntEnum
 
 import base58
 
+from noloco_node.identity.keys import varint
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.identity.varint import varint
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 """The protocol spoken to a relay: reserve a place with it, or be connected to a peer that has one."""
