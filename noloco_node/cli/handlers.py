@@ -142,7 +142,7 @@ def seed(options: argparse.Namespace) -> int:
                 from noloco_node.exporting.collecting import collect_weights as collects
 
         model = None if collects is None else settings.run_folder / "model"
-        tell = partial(print_seed, founds=not settings.initial_peers, model=model, say=teller(settings.log_format))
+        tell = partial(print_seed, model=model, say=teller(settings.log_format))
         way_out.run(run_seed(run, settings, tell, way_out, collects))
     return int(ExitCode.INTERRUPTED)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from noloco_node.laboratory.experiment import Finished
     from noloco_node.launch.device_group import Say
     from noloco_node.launch.local_run import SwarmResult
+    from noloco_node.node.seed import SeedBegins
 
 
 USUAL_UPLINK = "20Mbit"
@@ -249,12 +250,12 @@ def print_result(result: SwarmResult) -> None:
 def print_seed(
     run: RunSpec | None,
     addresses: list[str],
+    begins: SeedBegins,
     *,
-    founds: bool = False,
     model: Path | None = None,
     say: Say = print_now,
 ) -> None:
-    """The addresses of a seed that is up. `founds`: it was given no peer; `model`: where it keeps the run's model."""
+    """The addresses of a seed that is up, and how it begins; `model`: where it keeps the run's model."""
     up = "seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up"
     if run is None:
         lines = [up, *(f"  others name it with: --initial-peers {address}" for address in addresses)]
@@ -263,7 +264,12 @@ def print_seed(
 
         lines = [up, *(f"  others join with: {join_line(run, address)}" for address in addresses)]
         lines += [f"  {note}" for note in [join_note(run)] if note]
-    if founds:
+    if begins == "after_the_end":
+        lines.append(
+            "  THE RUN HAS COME TO ITS END, says this seed's folder; nodes that come home learn it here. To begin it "
+            "anew name another folder with --run-folder"
+        )
+    if begins == "anew":
         lines.append(
             "  IT BEGINS A NEW SWARM, as the first seed of a run does. Nodes that are up already are in another one; "
             "to hold that together, stop this seed and start it again with --initial-peers and a node's address"

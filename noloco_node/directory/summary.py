@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
-from noloco_node.telemetry.node_state import NodeSeen
+from noloco_node.telemetry.node_state import NodeSeen, seconds_to
 
 CREDIBLE_STRENGTH = 8.0
 """A node counts at most for this many of the median one: what a record claims is only a claim. In the choice of a stage
@@ -29,9 +29,7 @@ class SwarmSummary:
     @property
     def seconds_left(self) -> float | None:
         """Time to the target at this speed; None where nothing is known, or while a stage has no replica."""
-        if self.tokens_per_second <= 0.0 or not all(self.replicas):
-            return None
-        return max(0.0, self.target_tokens - self.clock) / self.tokens_per_second
+        return seconds_to(self.target_tokens, self.clock, self.tokens_per_second) if all(self.replicas) else None
 
 
 def believed(claimed: Iterable[float]) -> float:

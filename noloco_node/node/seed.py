@@ -8,7 +8,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from noloco_node.aio import Heartbeat
 from noloco_node.bootstrap.hello import check_same_run, serve_hello
@@ -45,7 +45,10 @@ NO_RUN = "a seed of any run: it holds their records, and knows of none what its 
 Collects = Callable[[RunSpec, Path, Transport, Directory, Callable[[], bool]], Coroutine[Any, Any, None]]
 """Collects a run's weights into a folder until the run is over: a room above this one does it."""
 
-_Tell = Callable[[RunSpec | None, list[str]], None]
+SeedBegins = Literal["anew", "among_others", "after_the_end"]
+"""A seed that no peer has let in begins a swarm, but for one whose folder says that the run has come to its end."""
+
+_Tell = Callable[[RunSpec | None, list[str], SeedBegins], None]
 """Told the run, if there is one, and the addresses of the seed, once it is up."""
 
 
@@ -95,11 +98,13 @@ async def _run(
             life = None if agreed is None else await _own_life(door, agreed, folder)
             async with _directory(door, agreed) as directory:
                 last, beside = None, list[Coroutine[Any, Any, None]]()
+                begins: SeedBegins = "among_others" if door.daemon.joined_peers else "anew"
                 if agreed is not None and life is not None:
                     screened = ScreenedDirectory(directory, Access(agreed), life=life)
                     end = SignedEnd(door.transport, screened, agreed)
                     last = last_words(door.transport, screened, folder, agreed, end)
                     end.serve()
+                    begins = "after_the_end" if end.ended else begins
                     if collects is not None and _is_let_in(door, agreed, settings):
                         beside.append(collects(agreed, folder.path, door.transport, screened, lambda: end.ended))
                 serve_hello(
@@ -111,7 +116,7 @@ async def _run(
                 )
                 if agreed is not None:
                     serve_spec(door.transport, agreed)
-                tell(agreed, door.daemon.visible_addresses())
+                tell(agreed, door.daemon.visible_addresses(), begins)
                 pages.records = lambda: directory.records_held
                 with interrupts.leaving():
                     await _serve(door, directory, agreed, settings, interrupts, pages, last, life, beside)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
+from math import inf
 from typing import Literal
 
 from noloco_node.telemetry.events import (
@@ -31,6 +32,9 @@ from noloco_node.telemetry.words import as_long, as_loss, shortened
 
 LOGGER_NAME = "noloco_node"
 TAIL_LINES = 60
+QUIET_SECONDS = 60.0
+"""After so many seconds without a line from INFO up the next inner step is shown. At a low pace an outer step takes
+minutes, and a node that says nothing for as long looks like one that hangs."""
 
 ORIGINS = {
     "seed": "the run's first weights",
@@ -50,6 +54,8 @@ class NodeLog:
         self._seed = ""
         self._up_since = 0.0
         self._firsts: set[str] = set()
+        self._told_at = inf
+        """Wall time of the last line from INFO up."""
         self._known: int | None = 0
         """Microbatches of earlier lives; None until the first account of this one."""
 
@@ -69,11 +75,19 @@ class NodeLog:
         """Log one event of this node: INFO for what a person follows, DEBUG for the rest."""
         self.view.observe(event)
         level, line = describe(event)
-        if isinstance(event, OuterStep) and event.kind != "aborted":
+        if self._is_overdue(event):
+            level = max(level, logging.INFO)
+        if level > logging.DEBUG and isinstance(event, OuterStep | InnerStep):
             line += progress_words(self.view.state(event.time))
         if line:
             logger.log(level, line)
+            self._told_at = event.time if level > logging.DEBUG else self._told_at
         self._observe_firsts(event)
+
+    def _is_overdue(self, event: AnyEvent) -> bool:
+        """Whether an inner step is to be shown, since nothing has been for a while."""
+        self._told_at = min(self._told_at, event.time)  # a clock may be set back
+        return isinstance(event, InnerStep) and event.time - self._told_at >= QUIET_SECONDS
 
     def _observe_firsts(self, event: AnyEvent) -> None:
         """Say once that the first microbatch is done, and once that the first outer round is: now it really trains."""

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -301,7 +301,7 @@ class NodeView:
                 "training_loss": _mean_loss(steps[-LOSS_STEPS:]),
                 "swarm_tokens_per_second": swarm,
                 "tokens_per_second": sum(step.tokens for step in steps[1:]) / seconds if seconds else None,
-                "seconds_left": max(0.0, last.target - (last.clock or 0.0)) / swarm if last.target and swarm else None,
+                "seconds_left": seconds_to(last.target, last.clock or 0.0, swarm) if last.target else None,
             }
         )
 
@@ -390,6 +390,13 @@ class NodeView:
 def _part(kind: type[_Part], event: AnyEvent) -> _Part:
     """Those fields of an event that a state shows."""
     return kind.model_construct(**{name: getattr(event, name) for name in kind.model_fields})
+
+
+def seconds_to(target: float, clock: float, speed: float | None) -> float | None:
+    """To the target (swarm tokens) at this speed (tokens/s); None where nothing is known, or where it would take for
+    ever. A speed may be a stranger's word, and no JSON can say infinity: one word of 5e-324 took a seed's page away."""
+    seconds = max(0.0, target - clock) / speed if speed else inf
+    return seconds if isfinite(seconds) else None
 
 
 def _mean_loss(steps: Sequence[InnerStep]) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
-from noloco_node.telemetry.node_state import NodeSeen
+from noloco_node.telemetry.node_state import NodeSeen, seconds_to
 
 STATES = ("joining", "training", "finishing", "draining")
 """A node may say this of itself while it is there."""
@@ -177,9 +177,7 @@ class SwarmView:
     @property
     def seconds_left(self) -> float | None:
         """To the target at this speed; None where that is not known, or a stage is missing."""
-        if self.over or self.missing or not self.tokens_per_second:
-            return None
-        return max(0.0, self.target - self.clock) / self.tokens_per_second
+        return None if self.over or self.missing else seconds_to(self.target, self.clock, self.tokens_per_second)
 
 
 def document(view: SwarmView) -> SwarmDocument:

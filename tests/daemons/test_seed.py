@@ -254,6 +254,18 @@ async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -
 
 
 @pytest.mark.spawned
+async def test_a_seed_in_the_folder_of_an_ended_run_begins_no_swarm(tmp_path: Path) -> None:
+    """It said that it does, after it had told its log that the run is over."""
+    run = load_config(MICRO).run
+    RunFolder.create(tmp_path / "seed").mark_ended(run.run_id, run.name)
+    async with command(tmp_path / "seed", "seed", str(MICRO), "--no-model"):
+        await address_of(tmp_path / "seed")
+        words = (tmp_path / "seed" / "printed").read_text()
+    assert "THE RUN HAS COME TO ITS END" in words
+    assert "BEGINS A NEW SWARM" not in words
+
+
+@pytest.mark.spawned
 async def test_a_seed_is_light_and_says_when_it_knows_no_run(tmp_path: Path, temporary: Path) -> None:
     """It loads no model library, and says that it is alive; a node that asks it for a run is told what to do."""
     port = free_port()

@@ -97,6 +97,13 @@ def test_what_is_summed_is_bounded_by_the_median() -> None:
     assert believed([]) == 0.0
 
 
+def test_a_word_that_no_json_can_say_takes_no_page_away() -> None:
+    """The only node that says its speed says the least number there is: what is left then takes for ever."""
+    view = seen([record("a", tokens_per_second=5e-324), record("b", 1)])
+    assert (view.tokens_per_second, view.seconds_left) == (5e-324, None)
+    assert json.loads(json.dumps(document(view), allow_nan=False))["seconds_left"] is None
+
+
 def test_a_joiner_does_not_turn_the_swarms_clock_back_and_a_swarm_set_back_does() -> None:
     """One of two that train the first stage has just come, with the clock of its donor's last outer step."""
     view = seen([record("a", clock=143_000.0), record("b", 1, clock=143_000.0)])

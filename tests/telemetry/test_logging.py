@@ -82,7 +82,7 @@ def test_beside_a_log_of_json_a_command_says_nothing_that_is_none(capsys: pytest
     configure_logging("INFO", NodeLog(), style="json")
     run, say = load_config(MICRO).run, teller("json")
     print_run(run, SwarmSummary(0.0, 49_152, (1, 1), 1.0), say)
-    print_seed(run, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], say=say)
+    print_seed(run, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], "anew", say=say)
     assert main(["join", "nonsense", "--log-format", "json"]) == ExitCode.CONFIG
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.err.splitlines()]
@@ -108,6 +108,20 @@ def test_what_is_shown_follows_the_level(capsys: pytest.CaptureFixture[str]) -> 
         for event in events:
             log.observe(event)
         assert len(capsys.readouterr().err.splitlines()) == shown
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_a_node_that_trains_is_silent_for_a_minute_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+    """At a low pace there were minutes between two outer steps, and nothing but these was shown."""
+    log, began = NodeLog(), made.started("s0-r0").time
+    configure_logging("INFO", log)
+    log.observe(made.started("s0-r0"))
+    log.observe(made.inner_step(1, time=began + 1.0))
+    capsys.readouterr()
+    for step in range(2, 40):
+        log.observe(made.inner_step(step, time=began + 10.0 * step))
+    shown = re.findall(r"inner step (\d+): .* tokens/s", capsys.readouterr().err)
+    assert [int(step) for step in shown] == [6, 12, 18, 24, 30, 36]
 
 
 @pytest.mark.usefixtures("untouched_logging")
