@@ -34,7 +34,7 @@ from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, as_far_trained, as_seen_at_work, servers_of, usual_strength
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.line_needs import check_line, check_uplink, line_needs
+from noloco_node.sizing.line_needs import check_line, check_lines, check_uplink, line_needs
 from noloco_node.sizing.memory import Memory, fitting_stages, free_memory, memory_of
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import NodeMoved, Warned
@@ -144,7 +144,8 @@ class StageLifecycle:
             wanted = saved
         if wanted == "auto":
             if not self._fitting:
-                self._check_lines()
+                if self._fits_memory:  # it is the line that no stage fits
+                    check_lines(self._spec, self._settings, self._line)
                 raise self._too_small()
             return await self.arrival.choose(self._footprint.work, self._fitting, self._rng, self._line_seconds)
         if not 0 <= wanted < stages:
@@ -307,12 +308,6 @@ class StageLifecycle:
     def _shortage(self, stage: int) -> str:
         free = free_memory(self._settings.device)
         return f"it needs {self._needs[stage].total(own_memory=free.device > 0)}; free are {free}"
-
-    def _check_lines(self) -> None:
-        """Raise UserError (CONFIG) where it is the line that no stage fits: for the one that needs least of it."""
-        if self._fits_memory:
-            least = min(range(len(self._line)), key=lambda stage: self._line[stage].least_up)
-            check_line(self._spec, self._settings, self._line[least], least)
 
     def _too_small(self) -> UserError:
         parameters = self._footprint.parameters

@@ -30,6 +30,9 @@ hide which microbatches are copies for an audit, since those go by the codec of 
 LONGER = 1 / 256
 """The least time of carrying grows by this part towards the latest time. A way that has become longer is believed after
 some hundreds of microbatches. A way that only has more traffic is found free now and then by that time."""
+ASK_FIRST_SECONDS = 0.25
+"""A peer is asked before the bytes of a microbatch go if these take longer to come to it. To ask takes a round trip,
+which is less. A peer that is full refuses only when they have crossed the line, and then they cross it again."""
 INLINE_NUMBERS = 1 << 15
 """So many numbers are coded on the event loop (0.2 ms); more are coded beside it."""
 
@@ -59,6 +62,11 @@ class LinkCodecs:
         if link is None or not link.carrying:
             return self._allowed[-1]
         return codec_for(self._bytes, link.carrying, link.work)
+
+    def asks_first(self, peer: PeerId, codec: ActivationCodec) -> bool:
+        """Whether a microbatch takes so long to come to `peer`, which is half of there and back, that it asks first."""
+        link = self._book.of(peer).hop
+        return link is not None and link.carrying.get(codec, 0.0) / 2 > ASK_FIRST_SECONDS
 
     def carried(self, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> float:
         """A microbatch went to `peer` and its gradient came back after `took` seconds. Returns the seconds that it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noloco_node.config.node_settings import NodeSettings
@@ -76,6 +77,19 @@ def check_uplink(run: RunSpec, settings: NodeSettings) -> None:
             "(run.limits.least_uplink_mbit)",
             f"set node.uplink_mbit to {asked:g} or more, or join another run",
         )
+
+
+def check_lines(run: RunSpec, settings: NodeSettings, needs: Sequence[LineNeed]) -> None:
+    """Raise UserError (CONFIG) where a bound of `settings` is below what the run asks for, or what its stage needs.
+
+    A node that names no stage has the one that needs least.
+    """
+    check_uplink(run, settings)
+    stage = settings.stage
+    if stage == "auto":
+        stage = min(range(len(needs)), key=lambda each: needs[each].least_up)
+    if stage < len(needs):
+        check_line(run, settings, needs[stage], stage)
 
 
 def check_line(run: RunSpec, settings: NodeSettings, needs: LineNeed, stage: int) -> None:

@@ -44,8 +44,13 @@ class Plan:
 
 
 def plan(config: Config) -> Plan:
-    """`plan_run`, with what is seldom meant in this configuration."""
+    """`plan_run`, with what is seldom meant in this configuration. Raises UserError also as `check_lines` does."""
+    from noloco_node.sizing.footprint import footprint_of
+    from noloco_node.sizing.line_needs import check_lines, line_needs
+
     numbers = plan_run(config.run)
+    if (config.node.uplink_mbit, config.node.downlink_mbit) != (None, None):
+        check_lines(config.run, config.node, line_needs(config.run, footprint_of(config.run)))
     return replace(numbers, warnings=tuple(_warnings(config, numbers.inner_steps)))
 
 

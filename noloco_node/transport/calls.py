@@ -164,15 +164,16 @@ async def ask(
     seconds: float,
     progress: float | None = None,
     attempts: int = 1,
+    asks_first: bool = False,
 ) -> Answer[A]:
     """Ask `method` of `peer`, sending `request` and `tensors`. `seconds` is the `timeout` of `Transport.call`, and its
     `progress` (seconds) where none is named. Where the link fails it is asked so many times in all: each must be the
-    same to the peer as one.
+    same to the peer as one. With `asks_first` the tensors go once the request is admitted (`Message.asks_first`).
 
     The answer's header must be the method's and its tensors exactly `specs`, or one text. Raises as `Transport.call`;
     ProtocolViolation, which is booked against the peer, where the answer is another.
     """
-    message = Message(request.model_dump(mode="json", exclude_none=True), tensors)
+    message = Message(request.model_dump(mode="json", exclude_none=True), tensors, asks_first=asks_first)
     most = sum(spec.nbytes for spec in specs) if method.text_bytes is None else method.text_bytes
     limit = seconds if progress is None else progress
     while True:

@@ -1,7 +1,8 @@
 """Frames: how a message lies on a byte stream. Pure functions from values to bytes and back; no sockets here.
 
 A message is one HEADER frame, the BODY frames of its tensors in order, and one END frame. A refusal is one REFUSE
-frame. Before either answer any number of AT_WORK frames may come. Every frame starts with a fixed prefix: magic,
+frame. Before either answer any number of AT_WORK frames may come; a request that asks first waits for one before its
+BODY frames. Every frame starts with a fixed prefix: magic,
 version, kind, payload length, and a CRC-32 that covers prefix and payload.
 
 The header names all tensors, so both sides know the number and length of the BODY frames beforehand. Each tensor is cut
@@ -109,6 +110,7 @@ class _EnvelopeFields(_Fields):
     m: Annotated[str, Field(max_length=MAX_METHOD_CHARACTERS)]
     h: dict[str, Any]
     t: Annotated[tuple[_Spec, ...], Field(max_length=MAX_TENSORS, strict=False)]
+    w: bool = False
 
 
 class _RefusalFields(_Fields):
@@ -128,6 +130,8 @@ class Envelope:
     method: str
     header: JsonObject
     specs: tuple[TensorSpec, ...]
+    asks_first: bool = False
+    """The BODY frames come once an AT_WORK frame has said that the request is admitted."""
 
     @property
     def body_bytes(self) -> int:
@@ -168,12 +172,12 @@ def decode_prefix(data: bytes) -> Prefix:
     return Prefix(kind, length, checksum, zlib.crc32(data[: _FIELDS.size]))
 
 
-def encode_envelope(method: str, header: JsonObject, specs: Sequence[TensorSpec]) -> bytes:
+def encode_envelope(method: str, header: JsonObject, specs: Sequence[TensorSpec], *, asks_first: bool = False) -> bytes:
     """The HEADER payload. ValueError where the header is no JSON or a limit is exceeded: the sender's mistake."""
     if len(specs) > MAX_TENSORS:
         raise ValueError(f"{len(specs)} tensors exceed {MAX_TENSORS}")
     tensors = [[spec.dtype, list(spec.shape)] for spec in specs]
-    envelope = {"m": method, "h": dict(header), "t": tensors}
+    envelope: JsonObject = {"m": method, "h": dict(header), "t": tensors, **({"w": True} if asks_first else {})}
     payload = _TO_JSON.encode(envelope).encode()
     if len(payload) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(payload)} bytes exceeds {MAX_HEADER_BYTES}")
@@ -186,7 +190,7 @@ def decode_envelope(payload: bytes) -> Envelope:
     for _, shape in fields.t:
         if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
             raise FrameError("a tensor has too many elements")
-    return Envelope(fields.m, fields.h, tuple(TensorSpec(dtype, shape) for dtype, shape in fields.t))
+    return Envelope(fields.m, fields.h, tuple(TensorSpec(dtype, shape) for dtype, shape in fields.t), fields.w)
 
 
 def encode_refusal(refused: Refused) -> bytes:

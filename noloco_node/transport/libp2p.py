@@ -148,7 +148,7 @@ class Libp2pTransport(CommonTransport):
         self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
         check_sendable(request.tensors)
-        payload = encode_envelope(method, request.header, request.specs)
+        payload = encode_envelope(method, request.header, request.specs, asks_first=request.asks_first)
         deadline = asyncio.get_running_loop().time() + timeout
         sending = _Sending(method, payload, request, progress, max_answer_bytes)
         try:
@@ -264,6 +264,8 @@ class Libp2pTransport(CommonTransport):
         body_read = False
         try:
             with self._desk.admitted(peer, envelope) as place:
+                if envelope.asks_first:
+                    await stream.write_at_work(progress)
                 at_most = self._desk.seconds_for(envelope.body_bytes)
                 request = Message(envelope.header, await stream.read_body(envelope.specs, progress, at_most))
                 body_read = True
@@ -277,7 +279,7 @@ class Libp2pTransport(CommonTransport):
                 raise
             self._desk.count_refusal(peer, refused)
             await stream.write_refusal(encode_refusal(refused), progress)
-            return body_read or await self._drain(stream, envelope)
+            return body_read or envelope.asks_first or await self._drain(stream, envelope)
         finally:
             self._answering.discard(stream)
             self._count(self._desk.traffic_name(envelope.method), stream, sent, received)
@@ -324,11 +326,14 @@ class _Sending:
 
 async def _exchange(lease: Lease, sending: _Sending) -> Message:
     """Write the request and read the answer."""
-    stream, request = lease.stream, sending.request
+    stream, request, payload = lease.stream, sending.request, sending.payload
     try:
-        if not stream.is_small(len(sending.payload) + sum(tensor.nbytes for tensor in request.tensors)):
-            return await _exchange_at_length(lease, sending)
-        stream.put_message(sending.payload, request.tensors)
+        if request.asks_first:
+            await _ask(lease, sending)
+            payload = b""
+        if not stream.is_small(len(payload) + sum(tensor.nbytes for tensor in request.tensors)):
+            return await _exchange_at_length(lease, payload, sending)
+        stream.put_message(payload, request.tensors)
         prefix = await _answer_begins(partial(stream.read_prefix, sending.progress, sending.progress), stream, sending)
         return await _answered(lease, prefix, sending)
     except StreamEnded:
@@ -337,10 +342,23 @@ async def _exchange(lease: Lease, sending: _Sending) -> Message:
         raise _RequestNotSent from None
 
 
-async def _exchange_at_length(lease: Lease, sending: _Sending) -> Message:
+async def _ask(lease: Lease, sending: _Sending) -> None:
+    """Write the request without its tensors, and return once it is admitted. Refused where it is not."""
+    stream, progress = lease.stream, sending.progress
+    stream.put_header(sending.payload)
+    prefix = await stream.read_prefix(progress, progress)
+    said = await stream.read_payload(prefix, progress)
+    if prefix.kind is FrameKind.REFUSE:
+        lease.reusable = stream.flushed
+        raise decode_refusal(said)
+    if prefix.kind is not FrameKind.AT_WORK:
+        raise FrameError(f"a request is admitted by an AT_WORK frame, not {prefix.kind.name}")
+
+
+async def _exchange_at_length(lease: Lease, payload: bytes, sending: _Sending) -> Message:
     """Exchange a request that takes a while: the stream is read while it is written, since a refusal may come early."""
     stream, progress = lease.stream, sending.progress
-    writing = asyncio.create_task(stream.write_message(sending.payload, sending.request.tensors, progress))
+    writing = asyncio.create_task(stream.write_message(payload, sending.request.tensors, progress))
     try:
         prefix = await _answer_begins(partial(_next_prefix, stream, writing, progress), stream, sending)
         if prefix.kind is not FrameKind.REFUSE:

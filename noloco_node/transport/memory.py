@@ -226,7 +226,7 @@ class MemoryTransport(CommonTransport):
         self, peer: PeerId, method: str, request: Message, timeout: float, progress: float, max_answer_bytes: int
     ) -> Message:
         check_sendable(request.tensors)
-        payload = encode_envelope(method, request.header, request.specs)
+        payload = encode_envelope(method, request.header, request.specs, asks_first=request.asks_first)
         try:
             async with asyncio.timeout(timeout):
                 target = await self._reach(peer, method, progress)
@@ -310,10 +310,14 @@ class MemoryTransport(CommonTransport):
     ) -> _Answered:
         envelope = decode_envelope(payload)
         name = self._desk.traffic_name(envelope.method)
-        await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), request.specs), stream)
+        with_it = () if envelope.asks_first else request.specs
+        await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), with_it), stream)
         self.traffic.add_received(name, len(payload))
         try:
             with self._desk.admitted(caller, envelope) as place:
+                if envelope.asks_first:
+                    await self._network.carry(self._peer_id, caller, Parcel(name, 0), stream)
+                    await self._network.carry(caller, self._peer_id, Parcel(name, 0, request.specs), stream)
                 received = _copy(envelope, request)
                 sent.add_sent(envelope.method, envelope.body_bytes)
                 self.traffic.add_received(name, envelope.body_bytes)

@@ -62,6 +62,9 @@ class Message:
     tensors: tuple[torch.Tensor, ...] = ()
     parsed: object = None
     """What the admission has parsed a request's header into. It does not travel."""
+    asks_first: bool = False
+    """The tensors of this request go only once the other side has admitted it. A refusal then costs none of their
+    bytes, and an answer a round trip more."""
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

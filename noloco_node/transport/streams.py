@@ -153,7 +153,8 @@ class FramedStream:
                     pass
 
     async def write_message(self, envelope: bytes, tensors: Sequence[torch.Tensor], progress: float) -> None:
-        """Write HEADER, BODY and END frames. The tensors must stay unchanged until the other side has answered.
+        """Write HEADER (none without an envelope), BODY and END frames. The tensors must stay unchanged until the other
+        side has answered.
 
         Raises StreamEnded or StreamStalled.
         """
@@ -162,8 +163,7 @@ class FramedStream:
             self.put_message(envelope, tensors)
             await self._sent(progress)
             return
-        parts: list[bytes | memoryview] = [encode_frame(FrameKind.HEADER, envelope)]
-        waiting = len(envelope)
+        parts, waiting = _head(envelope), len(envelope)
         for piece in _pieces(tensors):
             parts += (encode_prefix(FrameKind.BODY, piece), piece)
             waiting += len(piece)
@@ -181,7 +181,7 @@ class FramedStream:
     def put_message(self, envelope: bytes, tensors: Sequence[torch.Tensor]) -> None:
         """Write a small message at once: by the time that it is answered it has gone."""
         pieces = list(_pieces(tensors))
-        parts: list[bytes | memoryview] = [encode_frame(FrameKind.HEADER, envelope)]
+        parts = _head(envelope)
         for piece in pieces:
             parts += (encode_prefix(FrameKind.BODY, piece), piece)
         parts.append(END_FRAME)
@@ -190,6 +190,13 @@ class FramedStream:
         count = len(envelope) + sum(map(len, pieces))
         self.bytes_sent += count
         self._line.sent(count)
+
+    def put_header(self, envelope: bytes) -> None:
+        """Write a HEADER frame alone, to ask. The message with no envelope that follows on a yes is its body."""
+        self.message_complete = False
+        self._writer.writelines(_head(envelope))
+        self.bytes_sent += len(envelope)
+        self._line.sent(len(envelope))
 
     async def write_refusal(self, frame: bytes, progress: float) -> None:
         """Write an encoded REFUSE frame."""
@@ -305,6 +312,10 @@ class FramedStream:
             self._reader.set_exception(StreamStalled("nothing moved in time"))
         elif self._due < math.inf:
             self._look = loop.call_at(self._due, self._look_after)
+
+
+def _head(envelope: bytes) -> list[bytes | memoryview]:
+    return [encode_frame(FrameKind.HEADER, envelope)] if envelope else []
 
 
 def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:

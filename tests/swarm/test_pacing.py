@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.errors import ExitCode, UserError
@@ -14,6 +15,7 @@ from noloco_node.placement.balancing import Supply, choose_stage
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.line_needs import LineNeed, check_line, check_uplink, line_needs
+from noloco_node.sizing.preflight import plan
 from noloco_node.transport.pacing import ANSWER_SHARE, SMALL_BYTES, WIRE_SHARE, Line, LineRate, at_once, line_of
 from tests.worlds import micro_spec
 
@@ -110,6 +112,16 @@ def test_a_bound_below_what_a_microbatch_needs_is_refused_with_the_arithmetic() 
         assert words in refused.value.message
     with pytest.raises(UserError, match="downlink_mbit"):
         check_line(run, NodeSettings(downlink_mbit=0.9 * middle.least_down), middle, 1)
+
+
+@pytest.mark.parametrize("stage", ["auto", 1])
+def test_a_plan_is_refused_with_a_bound_that_no_node_of_the_run_could_train_with(stage: str | int) -> None:
+    """`config validate` said that all was well, and the node then did not start."""
+    run = micro_spec(stages=4)
+    plan(Config(run=run, node=NodeSettings(stage=stage, uplink_mbit=100.0)))
+    with pytest.raises(UserError, match=r"node\.uplink_mbit is 0\.001, too little for stage") as refused:
+        plan(Config(run=run, node=NodeSettings(stage=stage, uplink_mbit=0.001)))
+    assert refused.value.exit_code is ExitCode.CONFIG
 
 
 def test_a_run_may_ask_its_nodes_for_a_least_uplink() -> None:

@@ -130,6 +130,29 @@ async def test_a_refusal_before_the_body_spares_handler_and_body(world: World) -
     assert world.server.traffic.received["picky"] < 8 << 20, "the huge body was read although it was refused"
 
 
+async def test_a_request_that_asks_first_sends_its_tensors_once_it_is_admitted(world: World) -> None:
+    """A refusal costs none of their bytes, and the stream serves the next call."""
+
+    def admit(peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+        del peer, specs
+        if header.get("refuse"):
+            raise Refused(Refusal.BUSY, "full")
+
+    world.server.serve("asked", admit, Handler(), max_concurrent_per_peer=2)
+    bodies = 0
+    for count in (10, 1 << 18):
+        tensor = torch.rand(count)
+        for _ in range(2):
+            told = await refused(world.call("asked", tensor, header={"refuse": True}, asks_first=True))
+            assert (told.reason, told.detail) == (Refusal.BUSY, "full")
+        answer = await world.call("asked", tensor, asks_first=True)
+        assert torch.equal(answer.tensors[0], tensor)
+        bodies += tensor.nbytes
+    sent, received = world.caller.traffic.sent["asked"], world.server.traffic.received["asked"]
+    assert bodies < sent < bodies + 1000
+    assert received == sent
+
+
 async def test_a_refusal_by_the_handler_comes_back_typed(world: World) -> None:
     """A late refusal keeps reason and detail, and the stream."""
 

@@ -87,8 +87,8 @@ class World:
     """By what the server is found on this machine, if it is."""
 
     async def call(self, method: str, *tensors: torch.Tensor, **options: Any) -> Message:
-        """A call with generous deadlines; `header` and any deadline may be given."""
-        request = Message(options.pop("header", {}), tensors)
+        """A call with generous deadlines; `header`, `asks_first` and any deadline may be given."""
+        request = Message(options.pop("header", {}), tensors, asks_first=options.pop("asks_first", False))
         settings: dict[str, Any] = {"timeout": 30.0, "progress": 10.0, "max_answer_bytes": 256 << 20}
         return await self.caller.call(self.server.peer_id, method, request, **(settings | options))
 
