@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Literal
 
 import pytest
 
@@ -115,7 +116,7 @@ def test_a_bound_below_what_a_microbatch_needs_is_refused_with_the_arithmetic() 
 
 
 @pytest.mark.parametrize("stage", ["auto", 1])
-def test_a_plan_is_refused_with_a_bound_that_no_node_of_the_run_could_train_with(stage: str | int) -> None:
+def test_a_plan_is_refused_with_a_bound_that_no_node_of_the_run_could_train_with(stage: int | Literal["auto"]) -> None:
     """`config validate` said that all was well, and the node then did not start."""
     run = micro_spec(stages=4)
     plan(Config(run=run, node=NodeSettings(stage=stage, uplink_mbit=100.0)))
