@@ -4,7 +4,8 @@
 
 Two processes, a p2pd each. The same bytes go there and as many come back: over an asyncio TCP connection, over a bare
 stream of p2pd (which is what p2pd bears), over this project's transport on the same p2pd, over hivemind's unary call,
-and over gRPC's. With --round-trip and --mbit all of it goes through a shaping proxy, a process of its own.
+over gRPC's, and over the transport as nodes of one machine use it. With --round-trip and --mbit all but the last goes
+through a shaping proxy, a process of its own.
 
     python -m benchmarks.hop --matrix --out benchmarks/results/hop-matrix.json
 
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
+from noloco_node.transport.same_machine import SameMachine
 from tests.chaos.proxy import Shape, ShapingProxy
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -57,7 +60,7 @@ MOST_UNARY = (4 << 20) - 1024
 """hivemind refuses unary messages above 4 MiB."""
 MOST_GRPC = 1 << 30
 BULK_BYTES = 64 << 20
-CARRIERS = ("tcp", "bare p2pd", "noloco", "hivemind unary", "grpc unary")
+CARRIERS = ("tcp", "bare p2pd", "noloco", "hivemind unary", "grpc unary", "nearby")
 MATRIX = tuple(itertools.product((20.0, 100.0, 1000.0), (20.0, 100.0, 200.0)))
 """Mbit/s and milliseconds there and back."""
 MATRIX_SIZES = (64 << 10, 1 << 20, 4 << 20)
@@ -127,7 +130,7 @@ async def serve(folder: Path) -> None:
     await server.start()
     identity = load_or_create_identity(folder / "server.key")
     async with running_p2p(NodeSettings(), identity) as daemon:
-        transport = Libp2pTransport(daemon, identity=identity)
+        transport = Libp2pTransport(daemon, identity=identity, nearby=SameMachine(identity))
         transport.serve("bench.echo", _no_admission, _echo, max_concurrent_per_peer=64)
         await transport.start()
 
@@ -215,8 +218,9 @@ async def carriers(
         identity = load_or_create_identity(folder / "client.key")
         daemon = await stack.enter_async_context(running_p2p(NodeSettings(initial_peers=(entrance,)), identity))
         transport = Libp2pTransport(daemon, identity=identity)
-        await transport.start()
-        stack.push_async_callback(transport.close)
+        near = Libp2pTransport(daemon, identity=identity, nearby=SameMachine(identity))
+        for each in (transport, near):
+            stack.push_async_callback(each.close)
         reader, writer = await asyncio.open_connection("127.0.0.1", tcp_port, limit=1 << 20)
         stack.callback(writer.close)
         bare_reader, bare_writer = await daemon.open_stream(address.peer, BARE)
@@ -226,8 +230,8 @@ async def carriers(
         )
         stub = channel.unary_unary("/bench/echo")
 
-        async def by_noloco(size: int) -> None:
-            answer = await transport.call(
+        async def by(way: Libp2pTransport, size: int) -> None:
+            answer = await way.call(
                 address.peer,
                 "bench.echo",
                 Message({}, (torch.zeros(size // 4),)),
@@ -245,8 +249,9 @@ async def carriers(
         async def by_grpc(size: int) -> None:
             assert len(await stub(bytes(size))) == size
 
-        ways = (_by_bytes(reader, writer), _by_bytes(bare_reader, bare_writer), by_noloco, by_unary, by_grpc)
-        yield dict(zip(CARRIERS, ways, strict=True)), daemon
+        bare = (_by_bytes(reader, writer), _by_bytes(bare_reader, bare_writer))
+        ways = (*bare, partial(by, transport), by_unary, by_grpc, *(() if shape else (partial(by, near),)))
+        yield dict(zip(CARRIERS, ways, strict=False)), daemon
 
 
 async def measure(ways: dict[str, Exchange], cpu: Processes, size: int, rounds: int, most: int = 32) -> list[Measured]:
