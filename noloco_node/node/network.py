@@ -21,6 +21,7 @@ from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.known_peers import HeldState, KnownPeers, holders_in, live_peers, peers_met
 from noloco_node.directory.records import Directory
 from noloco_node.directory.store import esteem_by
+from noloco_node.errors import UserError
 from noloco_node.identity.addresses import PeerAddress, Reach, parse_address, reach_of
 from noloco_node.identity.keys import Identity, IdentityLock, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
@@ -192,8 +193,21 @@ async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife
 
     kept = await ambient.elsewhere(kept_birth, folder, spec.run_id, spec.name)
     life = await agree_birth(door.transport, spec, door.daemon.joined_peers, kept)
-    life.changed = partial(folder.keep_birth, spec.run_id, spec.name)
+    keep_life(life, folder, spec)
     return life
+
+
+def keep_life(life: OwnLife, folder: RunFolder, spec: RunSpec) -> None:
+    """From now on write the birth that settles into the folder. A disk that refuses that ends nobody: it is tried again
+    at the next start."""
+
+    def changed(birth: str) -> None:
+        try:
+            folder.keep_birth(spec.run_id, spec.name, birth)
+        except UserError as error:
+            logger.warning("it is not written down in which life of the run this node takes part: %s", error.message)
+
+    life.changed = changed
 
 
 def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tuple[str, ...]:

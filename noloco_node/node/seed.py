@@ -22,7 +22,7 @@ from noloco_node.directory.records import Directory
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import UserError
 from noloco_node.node.interrupts import Interrupts, interruptible
-from noloco_node.node.network import Entrance, entrance, supervisor
+from noloco_node.node.network import Entrance, entrance, keep_life, supervisor
 from noloco_node.node.way_out import WayOut
 from noloco_node.observer.onlooker import Onlooker
 from noloco_node.storage.run_folder import RunFolder
@@ -153,16 +153,9 @@ def _is_let_in(door: Entrance, spec: RunSpec, settings: NodeSettings) -> bool:
 async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife:
     """The life of the run that this seed serves: the one in which it has seen nodes train, else that of its peers."""
     life = await agree_birth(door.transport, spec, door.daemon.joined_peers, _kept(folder, spec))
-
-    def changed(birth: str) -> None:
-        try:
-            folder.keep_birth(spec.run_id, spec.name, birth)
-        except UserError as error:
-            logger.warning("it is not written down which life of the run this seed serves: %s", error.message)
-
-    life.changed = changed
+    keep_life(life, folder, spec)
     if life.settled:
-        changed(life.birth)
+        life.changed(life.birth)
     return life
 
 

@@ -101,11 +101,12 @@ def yields_little(hop: Hop, others: Iterable[Hop | None], now: float) -> bool:
 def bounds_of(hops: Iterable[Hop | None], now: float) -> Bounds:
     """What is quick among these peers; None is one that was never asked.
 
-    The second quickest says what is quick, so that one that answers anything at once says nothing of the others.
+    The quickest quarter says it, or of few the second quickest. Fewer than these that answer anything at once then say
+    nothing of the others: two keys of 22 had more than half of a sender's microbatches.
     """
     known = [hop for hop in hops if hop is not None]
     quick = sorted([hop.seconds for hop in known if hop.seconds is not None])
-    reference = quick[len(quick) > 2] if quick else 0.0
+    reference = quick[max(len(quick) > 2, len(quick) // 4)] if quick else 0.0
     faultless = not known or any(hop.came == 1.0 for hop in known)
     return Bounds(reference, 1.0 if faultless else max(_came_at(hop, now) for hop in known))
 

@@ -108,6 +108,30 @@ def test_one_hostile_peer_of_four_takes_at_most_a_quarter_of_the_pace(how: str, 
     assert trained_beside(HOSTILE[how], slots) > 0.75
 
 
+def test_two_keys_of_22_that_answer_anything_at_once_get_little_more_than_their_part() -> None:
+    """They said what is quick, and all others were slow beside them: they had 58 % of the microbatches."""
+    rng, now, asked = random.Random(1), 0.0, Counter[bool]()
+    book = LoadBalancer("balanced", rng, lambda: now)
+    quick = {PeerId("x"), PeerId("y")}
+    book.update([*quick, *(PeerId(f"honest-{number}") for number in range(20))], 0)
+    events: list[tuple[float, int, PeerId, float]] = []
+
+    def send(number: int) -> None:
+        peer = book.choose()
+        assert peer is not None
+        asked[peer in quick] += 1
+        seconds = 0.05 * USUAL if peer in quick else USUAL * rng.uniform(0.8, 1.2)
+        heapq.heappush(events, (now + seconds, number, peer, book.sent(peer)))
+
+    for number in range(2000):
+        if number >= 8:
+            now, _, peer, began = heapq.heappop(events)
+            book.done(peer, began, RequestOutcome.CAME)
+            book.reported(peer, 0)
+        send(number)
+    assert asked[True] / asked.total() < 2 * 2 / 22
+
+
 def test_honest_peers_lose_nothing_to_each_other() -> None:
     """That holds even if one is twice as slow: it has its part by its speed."""
     assert trained_beside(lambda _number, _now: (USUAL, "trained"), 3) > 0.99

@@ -7,6 +7,7 @@ copied in, and nobody was told.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.births import most_named
+from noloco_node.node.network import keep_life
+from noloco_node.storage.run_folder import MARK, RunFolder
 from noloco_node.telemetry.events import Warned
 from noloco_node.transport.bans import Bans
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
@@ -108,6 +111,16 @@ def test_of_births_named_as_often_the_elder_is_taken() -> None:
     assert most_named([YOUNGER, ELDER]) == most_named([ELDER, YOUNGER]) == ELDER
     assert most_named([YOUNGER, ELDER, YOUNGER]) == YOUNGER
     assert most_named([]) is None
+
+
+def test_a_disk_that_refuses_the_birth_ends_no_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was full as the birth settled, within the first minute, and the node ended. Its checkpoints hold the birth."""
+    (tmp_path / MARK).mkdir()
+    life = OwnLife(ELDER, settled=False)
+    keep_life(life, RunFolder(tmp_path), SPEC)
+    life.settle()
+    assert life.settled
+    assert "it is not written down in which life" in caplog.text
 
 
 @dataclass

@@ -267,9 +267,9 @@ def test_who_is_slow_among_many_is_asked_less() -> None:
     for peer in peers:
         now[0] = 0.0
         began = book.sent(peer)
-        now[0] = 1.0 if peer in peers[:5] else 6.0
+        now[0] = 1.0 if peer in peers[:10] else 6.0
         book.done(peer, began, RequestOutcome.CAME)
     now[0] = 6.0
     counts = Counter(book.choose() for _ in range(3000))
-    quick, slow = (sum(counts[peer] for peer in some) / len(some) for some in (peers[:5], peers[5:]))
+    quick, slow = (sum(counts[peer] for peer in some) / len(some) for some in (peers[:10], peers[10:]))
     assert 8 * slow < quick
