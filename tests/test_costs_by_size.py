@@ -17,7 +17,7 @@ import torch
 from benchmarks.hop import Processes
 from noloco_node.directory.buckets import TARGET, StageLevel
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.limiter import MicrobatchLimiter
+from noloco_node.pipeline.admission import MicrobatchLimiter
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.transport.messages import Message
 from tests.support import nothing_left_behind

@@ -17,8 +17,8 @@ from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
 from noloco_node.participant import Participant
+from noloco_node.pipeline.admission import Rations
 from noloco_node.pipeline.messages import NO_MEMORY
-from noloco_node.pipeline.work_rations import Rations
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import QueueTurn
 from noloco_node.training.stage_worker import StageWorker

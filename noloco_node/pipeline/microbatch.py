@@ -29,9 +29,9 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.pauses import Doubling
 from noloco_node.peers.latency import RequestOutcome
+from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.pipeline.in_flight import InFlight
-from noloco_node.pipeline.limiter import ASKS_TO_WAIT
 from noloco_node.pipeline.link_codecs import LinkCodecs, to_wire
 from noloco_node.pipeline.messages import (
     COME_BACK,

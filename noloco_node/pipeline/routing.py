@@ -31,7 +31,7 @@ from noloco_node.peers.latency import (
 from noloco_node.peers.partners import share_of_relayed
 from noloco_node.peers.scorecard import UNBLEMISHED, Hop, PeerBook, Reputation, Trust, after_audit, set_aside
 from noloco_node.peers.stats import ANSWER_SECONDS
-from noloco_node.pipeline.limiter import ASKS_TO_WAIT
+from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.messages import PASSED_UPWARD
 from noloco_node.transport.errors import Refusal, Refused
 

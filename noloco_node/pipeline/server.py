@@ -28,7 +28,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant
 from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import PeerStats
-from noloco_node.pipeline.limiter import MicrobatchLimiter
+from noloco_node.pipeline.admission import EvaluationRations, MicrobatchLimiter, SourceShares, turn_of
 from noloco_node.pipeline.link_codecs import from_wire, to_wire
 from noloco_node.pipeline.messages import (
     MICROBATCH,
@@ -44,7 +44,6 @@ from noloco_node.pipeline.messages import (
     labels_and_ids,
 )
 from noloco_node.pipeline.microbatch import Downstream
-from noloco_node.pipeline.work_rations import EvaluationRations, SourceShares, turn_of
 from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits

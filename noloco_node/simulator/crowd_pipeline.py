@@ -12,8 +12,8 @@ from functools import partial
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.latency import RequestOutcome
+from noloco_node.pipeline.admission import ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.in_flight import InFlight
-from noloco_node.pipeline.limiter import ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.microbatch import BUSY_BACKOFF_SECONDS, ROUNDS_TO_DESPAIR
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.simulator.crowd_nodes import PROGRESS_SECONDS, Nodes, Pairs

@@ -25,7 +25,7 @@ from noloco_node.cli import main as cli
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import journey as node
 from noloco_node.node import network
-from noloco_node.pipeline import limiter, link_codecs, routing
+from noloco_node.pipeline import admission, link_codecs, routing
 from noloco_node.training.compute_thread import OWN, ComputeThread, DeviceWaits, Priority, QueueTurn
 from noloco_node.training.host_copies import Ahead
 from noloco_node.transport.pool import StreamHandler
@@ -98,7 +98,7 @@ def main() -> None:
     node.ComputeThread = PacedThread
     network.SameMachine = Alone
     stretch = float(os.environ.get(STRETCH, "1"))
-    limiter.AHEAD_SECONDS *= stretch
+    admission.AHEAD_SECONDS *= stretch
     link_codecs.ASK_FIRST_SECONDS *= stretch
     routing.LOAD_LIFE_SECONDS *= stretch
     cli.entry()

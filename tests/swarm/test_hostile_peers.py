@@ -14,7 +14,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
-from noloco_node.pipeline.limiter import MicrobatchLimiter
+from noloco_node.pipeline.admission import MicrobatchLimiter
 from noloco_node.pipeline.messages import MicrobatchAnswer, MicrobatchHeader, read_answer
 from noloco_node.transport import calls
 from noloco_node.transport.calls import Answer, BadAnswer, Reply

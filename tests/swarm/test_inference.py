@@ -27,9 +27,9 @@ from noloco_node.exporting.speech import Wish
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import model_of
 from noloco_node.pipeline import live_model
+from noloco_node.pipeline.admission import Rations
 from noloco_node.pipeline.inference import FORWARD, SAVED_WINDOWS, ForwardHeader
 from noloco_node.pipeline.live_model import LiveModel
-from noloco_node.pipeline.work_rations import Rations
 from noloco_node.training.compute_thread import Priority, QueueTurn
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport

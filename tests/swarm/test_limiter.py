@@ -17,7 +17,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec, RoutingName, RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.limiter import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter
+from noloco_node.pipeline.admission import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.links import Attachment, Links, SharedWay

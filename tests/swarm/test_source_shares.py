@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.pipeline.admission import SourceShares
 from noloco_node.pipeline.messages import MicrobatchHeader, Mode
-from noloco_node.pipeline.work_rations import SourceShares
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.errors import Refusal, Refused
 from tests.swarm.test_pipeline import DEVICE, request
