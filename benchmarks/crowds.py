@@ -25,7 +25,7 @@ from matplotlib import pyplot as plt
 
 SIZES = ("training", "training-10000", "mass")
 WORK = (*SIZES, "churn-5", "churn-50")
-KINDS = ("directory read", "directory written", "health checks", "microbatches", "exchanges", "states")
+KINDS = ("directory read", "directory written", "microbatches", "exchanges", "states")
 EVENTS = {"deaths": "a quarter dies", "flash": "ten times as many come within five minutes", "cut": "a region cut off"}
 
 

@@ -124,7 +124,6 @@ def by_events(crowd: Crowd, settings: CrowdSettings) -> dict[str, float]:
         "microbatches, kB/s a node": sent.get("microbatches", 0.0) / seconds / nodes / 1e3,
         "exchanges, kB/s a node": sent.get("exchanges", 0.0) / seconds / nodes / 1e3,
         "directory, kB/s a node": sum(v for k, v in sent.items() if k.startswith("directory")) / seconds / nodes / 1e3,
-        "health checks, kB/s a node": sent.get("health checks", 0.0) / seconds / nodes / 1e3,
     }
 
 

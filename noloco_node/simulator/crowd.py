@@ -16,7 +16,6 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, Supply, choose_stage, supply_of
 from noloco_node.placement.migration import MigrationStanding, Relocation
 from noloco_node.simulator.crowd_averaging import CrowdAveraging
-from noloco_node.simulator.crowd_calls import HealthCheckTraffic
 from noloco_node.simulator.crowd_directory import BucketDirectory, WholeDirectory
 from noloco_node.simulator.crowd_nodes import Agenda, Nodes
 from noloco_node.simulator.crowd_pipeline import BACKWARDS, CrowdPipeline
@@ -75,10 +74,6 @@ class Crowd:
         self._joining = [0.0] * settings.work.stages
         """Speeds on their way to each stage."""
         self._before = (0, 0.0, 0.0)
-        directory = settings.directory
-        self._calls = HealthCheckTraffic(self.nodes.most, directory.record_seconds, directory.record_bytes)
-        self._called = (0, many)
-        """Asks for work and nodes so far, when health checks were counted last."""
         self._start(many)
 
     def run(self, sample_seconds: float = 30.0, told: Callable[[float], None] = lambda _: None) -> None:
@@ -122,18 +117,7 @@ class Crowd:
     def _tick(self) -> None:
         self.directory.tick()
         self.averaging.look()
-        directory = self.settings.directory
-        self._call(directory.look_seconds)
-        self.agenda.after(directory.look_seconds, self._tick)
-
-    def _call(self, seconds: float) -> None:
-        """Count what health checks take in so many seconds."""
-        sights, (hops, numbers) = self.directory.sights(), self._called
-        self._called = self.pipeline.hops, len(self.nodes)
-        asks = float((self.pipeline.hops - hops) * self.settings.parcel)
-        born = (len(self.nodes) - numbers) / max(1, len(sights.who))
-        exchanged = self.directory.exchanged(sights.who)
-        self.nodes.count("health checks", self._calls.tick(sights, exchanged, asks, born, seconds))
+        self.agenda.after(self.settings.directory.look_seconds, self._tick)
 
     def _churn(self) -> None:
         """One dies and one comes, after a while."""
@@ -174,7 +158,6 @@ class Crowd:
         self.nodes.move(i, stage)
         self._joining[stage] += self.nodes.speed[i]
         self.directory.forget(i)
-        self._calls.forget(i)
         self.agenda.after(2.0 * self.settings.directory.look_seconds, self._ask, i)
 
     def _ask(self, i: int) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from noloco_node.directory.bucket_arrays import NONE, StageLevels
 from noloco_node.directory.bucket_turns import (
     HELD,
     Flags,
@@ -24,7 +23,7 @@ from noloco_node.directory.sampled_view import WHOLE, root_again
 from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server
-from noloco_node.simulator.crowd_calls import Sights, share_held
+from noloco_node.simulator.bucket_arrays import NONE, StageLevels
 from noloco_node.simulator.crowd_nodes import Nodes
 from noloco_node.simulator.crowd_records import RENEWALS, Records
 
@@ -64,14 +63,6 @@ class WholeDirectory(Records):
         """See `CrowdDirectory.replicas`."""
         return max(1, self._many[int(self.column[i])])
 
-    def sights(self) -> Sights:
-        """See `CrowdDirectory.sights`."""
-        return self.all_of_all()
-
-    def exchanged(self, who: Ints) -> Floats:
-        """See `CrowdDirectory.exchanged`: nobody."""
-        return np.zeros(len(who))
-
     def servers(self, i: int) -> list[Server]:
         """See `CrowdDirectory.servers`."""
         first = int(self.column[i]) // self.stages * self.stages
@@ -95,8 +86,6 @@ class BucketDirectory(Records):
         self.number = np.ones((NEAR, most))
         self._held = np.full((NEAR, most, HELD), NONE, np.int64)
         self._held_at = np.full((NEAR, most), -math.inf)
-        self._exchanged = np.zeros(most)
-        """The number of peers that took others' places in each view since it was last asked for."""
         self._drawn_at = np.full((NEAR, most), -math.inf)
         self._drawn_here = np.zeros((NEAR, most), np.int64)
         self._tick = 0
@@ -147,29 +136,6 @@ class BucketDirectory(Records):
                 found += self.others_of(i, column, level, held, self.levels[ahead].estimate(i))
             else:
                 found += self.others_of(i, column, level, held or (0,), None)
-        return found
-
-    def sights(self) -> Sights:
-        """See `CrowdDirectory.sights`: of stages that are not near a few."""
-        if self._whole:
-            return self.all_of_all()
-        who = np.flatnonzero(self.nodes.alive_row)
-        has_next = self.nodes.stage_row[who] + 1 < self.stages
-        number = [np.where(has_next | (ahead == 0), self.number[ahead, who], 0.0) for ahead in range(NEAR)]
-        share = [share_held(self.levels[ahead].level[who]) for ahead in range(NEAR)]
-        own, following = number[0] * share[0], number[1] * share[1]
-        far = self.stages - 1.0 - has_next
-        few = np.minimum(number[0], self._few)
-        senders = np.where(self.nodes.stage_row[who] > 0, np.maximum(0.0, own - few), 0.0)
-        back = np.minimum(1.0, self._few / np.maximum(1.0, number[0]))
-        others, none = np.maximum(0.0, own - 1.0), np.zeros(len(who))
-        further = np.asarray(far * few, np.float64)
-        return Sights(who, others, following, none, further, senders, share[0], back, number[0] + number[1])
-
-    def exchanged(self, who: Ints) -> Floats:
-        """See `CrowdDirectory.exchanged`."""
-        found = self._exchanged[who]
-        self._exchanged[:] = 0.0
         return found
 
     def forget(self, i: int) -> None:
@@ -251,9 +217,6 @@ class BucketDirectory(Records):
         held = self._held[ahead, some]
         takes = self._has_a_place(ahead, some) & (held != drawn[:, None]).all(1)
         some = some[takes]
-        level = self.levels[ahead].level[some]
-        full = held[takes, 0] != NONE
-        self._exchanged[some] += full * self.number[ahead, some] / np.exp2(level)
         self._held[ahead, some] = np.stack([held[takes, 1], drawn[takes]], 1)
         self._held_at[ahead, some] = now
 

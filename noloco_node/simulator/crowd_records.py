@@ -9,7 +9,6 @@ from typing import Protocol
 import numpy as np
 
 from noloco_node.directory.asked_key import MARK_BYTES
-from noloco_node.directory.bucket_arrays import NONE
 from noloco_node.directory.bucket_turns import RENEWED_SECONDS, Floats, Ints
 from noloco_node.directory.buckets import PREFIX_BITS, Estimate, bucket_of
 from noloco_node.directory.dht import ALSO_ASKED, ALSO_TOLD, WALK_AGAIN
@@ -26,7 +25,7 @@ from noloco_node.directory.sampled_view import places_of, shown_of
 from noloco_node.directory.store import MOST_RECORDS, hearsay
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Server, sample_error
-from noloco_node.simulator.crowd_calls import Sights
+from noloco_node.simulator.bucket_arrays import NONE
 from noloco_node.simulator.crowd_nodes import Nodes
 
 RENEWALS = 3
@@ -73,14 +72,6 @@ class CrowdDirectory(Protocol):
 
     def forget(self, i: int) -> None:
         """A node goes to another stage: its view begins anew, and its record there is gone."""
-        ...
-
-    def sights(self) -> Sights:
-        """How many others each node that lives has in its view."""
-        ...
-
-    def exchanged(self, who: Ints) -> Floats:
-        """How many came into the view of each of these in the place of others, since this was asked last."""
         ...
 
 
@@ -160,21 +151,6 @@ class Records:
             sums, squares = (np.concatenate(([0.0], np.cumsum(each)))[edges] for each in (speeds, speeds * speeds))
             self._strengths[level] = np.diff(sums), np.diff(squares)
         return self._strengths[level]
-
-    def all_of_all(self) -> Sights:
-        """Where everybody has everybody in view."""
-        who = np.flatnonzero(self.nodes.alive_row)
-        column, counts = self.column[who], self.counts(0)[: self.columns].astype(np.float64)
-        stage, first = column % self.stages, column // self.stages * self.stages
-        has_next = stage + 1 < self.stages
-        own = np.maximum(0.0, counts[column] - 1.0)
-        following = np.where(has_next, counts[np.where(has_next, column + 1, column)], 0.0)
-        every = np.add.reduceat(counts, np.arange(0, self.columns, self.stages))[first // self.stages]
-        previous = np.where(stage > 0, counts[np.where(stage > 0, column - 1, column)], 0.0)
-        all_seen, none = np.ones(len(who)), np.zeros(len(who))
-        others = np.maximum(0.0, every - 1.0)
-        further = np.maximum(0.0, others - own - following - previous)
-        return Sights(who, own, following, previous, further, none, all_seen, all_seen, others)
 
     def others_of(
         self,

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from noloco_node.directory.bucket_arrays import StageLevels
 from noloco_node.directory.buckets import TARGET, StageLevel, levels_to_write
+from noloco_node.simulator.bucket_arrays import StageLevels
 
 NODES, LOOKS = 40, 300
 

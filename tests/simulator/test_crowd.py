@@ -380,7 +380,7 @@ def test_figures_are_of_the_time_after_the_warm_up() -> None:
     figures = CrowdRun(Crowd(settings(warm_up_seconds=600, churn_an_hour=4.0), 24)).run()
     assert figures.seconds == 1200.0
     assert 0.3 < figures.of_best < 1.0
-    kinds = {"directory read", "directory written", "exchanges", "microbatches", "health checks", "states"}
+    kinds = {"directory read", "directory written", "exchanges", "microbatches", "states"}
     assert set(figures.node_bytes) == kinds
     assert 1.0 < figures.outer_steps < 120.0
 
