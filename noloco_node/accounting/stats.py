@@ -128,9 +128,11 @@ def surroundings(
         training = round(replicas[record.stage] * membership.scale(record.stage))
         present = membership.present_clock(record, training)
         under_way, load = book.burden_of(peer)
-        own = {"together": known.of(peer).tokens, "under_way": under_way, "load": load}
+        card = known.of(peer)
+        reasons = (card.left_alone(ambient.monotonic()), "it said a moment ago that it is full" * book.is_full(peer))
+        own = {"together": card.tokens, "under_way": under_way, "load": load}
         made = node_seen(record, clock=present, against=clock, answers=record.peer_id in answering)
-        return made.model_copy(update={**own, "left_alone": known.of(peer).left_alone(ambient.monotonic())})
+        return made.model_copy(update={**own, "left_alone": "; ".join(filter(None, reasons))})
 
     peers = tuple(peer_of(record) for record in sorted(shown, key=lambda record: (record.stage, record.peer_id)))
     return Surroundings(peers, len(records), in_hand, queued)

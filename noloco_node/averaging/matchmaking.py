@@ -127,7 +127,7 @@ def answer_proposal(
 ) -> Refusal | None:
     """None to accept a proposal of `dialler`, else the reason to refuse it.
 
-    `too_often` says that the dialler has had its part of the outer steps (`Visits`). `steps_since_outer` counts the
+    `too_often`: the dialler has had its part of the outer steps (`Partners.too_many`). `steps_since_outer` counts the
     inner steps of the proposed fragment, or of the whole. `dialling` is the stage peer that this replica has proposed
     to. If two dial each other, the proposal of the smaller id stands and the other is refused as crossed.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +73,8 @@ class Session:
     """The partner's training loss, as it says."""
     sent: int = 0
     received: int = 0
+    reason: str = ""
+    """Why the step is taken alone."""
     _added: set[int] = field(default_factory=set[int])
 
     @property
@@ -183,6 +185,12 @@ _WORDS: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
+def why_alone(refusals: Mapping[str, int]) -> str:
+    """The `reason` of a step alone, after so many proposals that came to nothing, by word."""
+    counts = ", ".join(f"{word} {times}" for word, times in sorted(refusals.items()))
+    return f"refused: {counts}" if counts else "no_partner: nobody was worth asking"
+
+
 def failure_of(error: Refused | TransportError | NotFinite) -> str:
     """An aborted outer step's `reason`: a word for the kind of failure, which becomes a label, and what was said."""
     if isinstance(error, Refused):
@@ -211,7 +219,7 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement
         fragment=session.fragment,
         partner=session.partner if paired else None,
         role=session.role if paired else "none",
-        reason="",
+        reason=session.reason,
         spread=session.spread,
         difference_norm=judgement.norm if paired else None,
         clipped=judgement.scale < 1.0,

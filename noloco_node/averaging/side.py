@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
@@ -105,6 +106,8 @@ class Side:
         """This replica has trained to the run's end, and takes its last outer step."""
         self.catch_up_from: PeerId | None = None
         """This replica is to take that peer's state, since it lags too far behind to be averaged with."""
+        self.refusals = Counter[str]()
+        """Own proposals that came to nothing since the last outer step, by what the partner or the link said."""
         self.free_since_step = 0
         """Inner steps of this replica when its last exchange ended; a step alone is none."""
         self._moved = context.moved
@@ -209,6 +212,7 @@ class Side:
             largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
             meeting = Meeting(judgement.norm, largest, self.standing.loss.mean, session.stage_peer_loss)
             self.standing.met(meeting, commit.progress.steps)
+        self.refusals.clear()
         self._on_outer_step(commit_event(session, snapshot, commit, judgement))
         self.close(session)
 

@@ -33,6 +33,7 @@ from noloco_node.averaging.session import (
     say_goodbye,
     streams_for,
     too_slow,
+    why_alone,
 )
 from noloco_node.averaging.side import Side
 from noloco_node.directory.peer_clocks import PeerClocks
@@ -111,9 +112,10 @@ class Averaging(Participant):
             self.side.engagement.go_on(None, Change.STATE_TAKEN)
 
     async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
-        """Average a fragment with `partner`; True when committed. The partner can make it raise nothing.
+        """Average a fragment with `partner`; True when committed. It raises nothing that the partner could cause.
 
-        An agreed exchange that came to nothing is an event. A proposal that was refused or not answered is none.
+        An agreed exchange that came to nothing is an event. A proposal that was refused or not answered is none; a step
+        alone tells how many there were.
         """
         side, session = self.side, await self._match(partner, fragment)
         if session is None:
@@ -136,6 +138,7 @@ class Averaging(Participant):
         """The outer step of a fragment without a partner. Raises NotAllowed where this replica is engaged."""
         side, outer = self.side, self.side.worker.outer
         session = side.new_session(ambient.token(16), NOBODY, "dialler", fragment)
+        session.reason = why_alone(side.refusals)
         side.engagement.begin(Change.STEP_ALONE, session)
         try:
             session.took(await side.worker.snapshot(session.fragment))
@@ -189,6 +192,7 @@ class Averaging(Participant):
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
         if told_to_catch_up and not side.standing.newcomer and side.clocks.own_lags():
             side.told_to_catch_up(partner)
+        side.refusals[failure_of(error).partition(":")[0]] += 1
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 
     async def _exchange(self, session: Session, snapshot: Snapshot) -> None:

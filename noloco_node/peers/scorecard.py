@@ -244,10 +244,15 @@ class Scorecard:
     partner: Partner | None = None
 
     def left_alone(self, now: float) -> str:
-        """Why this node leaves the peer alone now, and for how long; empty if it is chosen like any other."""
+        """Why this node leaves the peer alone now, or asks it last, and for how long; empty if neither. That it is slow
+        or full is not told here."""
         reasons = [(self.conduct.ban.until, f"it is banned ({self.conduct.reason})")]
         if self.hop is not None:
             reasons.append((self.hop.repute.aside.until, "its gradients contradict those of others"))
+            if self.hop.repute.trust(now) is Trust.ON_TRIAL:
+                reasons.append(
+                    (self.hop.repute.trial_until, "it is on trial: a gradient of it contradicted others")
+                )
             reasons.append((self.hop.rest.until, "a request to it failed, or it was slow"))
         if self.partner is not None:
             reasons.append((self.partner.lost.until, "exchanges with it came to nothing"))

@@ -308,12 +308,15 @@ class LoadBalancer:
     def asks_for(self, peer: PeerId) -> int:
         """The number of asks that a sender counts before it asks `peer`.
 
-        It is as many as are needed to wait there if the peer was busy a moment ago and was chosen all the same. It is
-        as many if the strategy is not `balanced`. Otherwise it is 0.
+        A peer that was busy a moment ago and was chosen all the same lets the microbatch wait if it was asked often
+        enough before. So this is as many asks as that takes, also if the strategy is not `balanced`, and else 0.
         """
+        return ASKS_TO_WAIT if self.is_full(peer) or self._strategy != "balanced" else 0
+
+    def is_full(self, peer: PeerId) -> bool:
+        """Whether it said a moment ago that it takes no more."""
         hop = self.cards.of(peer).hop
-        known_full = hop is not None and hop.load == FULL and self._clock() - hop.load_at < LOAD_LIFE_SECONDS
-        return ASKS_TO_WAIT if known_full or self._strategy != "balanced" else 0
+        return hop is not None and hop.load == FULL and self._clock() - hop.load_at < LOAD_LIFE_SECONDS
 
     @property
     def peers(self) -> Sequence[PeerId]:

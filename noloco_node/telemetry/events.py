@@ -134,8 +134,9 @@ class OuterStep(Event):
     partner: str | None
     role: Literal["dialler", "dialled", "none"]
     reason: str
-    """Why it was aborted, as `word: what was said`; empty otherwise. The word is a refusal's, or `left`, `stale`,
-    `stalled`, `slow`, `not_finite`, `unreachable`, `broken_stream`, `deadline_passed`, `protocol_violation`, `link`."""
+    """Why it was aborted, or taken alone, as `word: what was said`; empty for pairs. A word is a refusal's, or `left`,
+    `stale`, `stalled`, `slow`, `not_finite`, `unreachable`, `broken_stream`, `deadline_passed`, `protocol_violation`,
+    `link`. A step alone has `no_partner`, or `refused` with the proposals since the last step, by word."""
     spread: float | None
     """mean((θ_i − θ_j)²)/2 over the sampled weights: estimates the variance across replicas."""
     difference_norm: float | None

@@ -290,7 +290,7 @@ def _downloaded(event: StateDownload) -> tuple[int, str]:
 def _outer(event: OuterStep) -> tuple[int, str]:
     if event.kind == "aborted":
         return logging.DEBUG, f"outer step came to nothing: {event.reason}"
-    partner = f" with …{event.partner[-6:]}" if event.partner else ""
+    partner = f" with …{event.partner[-6:]}" if event.partner else f" ({event.reason})" if event.reason else ""
     spread = f", spread {event.spread:.3g}" if event.spread is not None else ""
     return logging.INFO, (
         f"outer step {event.round} {event.kind.replace('_', ' ')}{partner}{spread}, {event.seconds:.2f} s, "

@@ -87,9 +87,9 @@ class NodeSeen(_Said):
     under_way: int = 0
     """Own microbatches that it has now."""
     load: int | None = None
-    """Others' microbatches that it held at its last answer; None where it has not said so lately."""
+    """Others' microbatches that it held at its last answer; None where it has not said so lately, or is full."""
     left_alone: str = ""
-    """Why this node leaves it alone now, and for how long; empty if it is chosen like any other."""
+    """Why this node leaves it alone now, or asks it last, and for how long. A banned peer is not shown at all."""
     seen_seconds: float = 0.0
     """For which an onlooker saw it train."""
 

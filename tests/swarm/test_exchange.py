@@ -352,6 +352,22 @@ async def test_a_fragment_alone_leaves_the_others() -> None:
         assert replica.averaging.side.free_since_step == 0, "the search for the other fragment's partner goes on"
 
 
+async def test_a_step_alone_says_what_came_of_the_proposals_before_it() -> None:
+    """A replica that was refused and could not reach its partner names both; after a step it counts anew."""
+    async with two_replicas() as (made, left, _):
+        gone = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.PROPOSE.name))
+        assert not await left.averaging.dial(peer_name(0, 1))
+        made.network.lift(gone)
+        assert await left.averaging.dial(peer_name(0, 1))
+        await both_committed(made)
+        for _ in range(2):
+            assert not await left.averaging.dial(peer_name(0, 1)), "too early"
+        await left.averaging.step_alone(None)
+        await left.averaging.step_alone(None)
+        said = [event.reason for event in outer_steps(made, 0, "alone")]
+        assert said == ["refused: too_early 2", "no_partner: nobody was worth asking"]
+
+
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
 @pytest.mark.parametrize("method", [exchange.OPEN.name, exchange.CHUNK.name])
 async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Literal["fp32", "int4"]) -> None:

@@ -160,6 +160,14 @@ def test_a_scorecard_says_why_its_peer_is_left_alone_and_for_how_long() -> None:
         "exchanges with it came to nothing, 30 s more",
         "its weights stay far away, 60 s more",
     ]
+    hops.audited(PEER, against=True, by_copy=False)
+    assert book.of(PEER).left_alone(0.0).count("contradict") == 1, "set aside is enough said"
+    other = PeerId("contradicted once")
+    hops.audited(other, against=True, by_copy=False)
+    assert book.of(other).left_alone(0.0) == "it is on trial: a gradient of it contradicted others, 60 s more"
+    assert not hops.is_full(other)
+    hops.full(other)
+    assert hops.is_full(other)
     assert book.of(PEER).left_alone(hour) == book.of(PeerId("nobody")).left_alone(0.0) == ""
 
 
