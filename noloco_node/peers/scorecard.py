@@ -250,9 +250,7 @@ class Scorecard:
         if self.hop is not None:
             reasons.append((self.hop.repute.aside.until, "its gradients contradict those of others"))
             if self.hop.repute.trust(now) is Trust.ON_TRIAL:
-                reasons.append(
-                    (self.hop.repute.trial_until, "it is on trial: a gradient of it contradicted others")
-                )
+                reasons.append((self.hop.repute.trial_until, "it is on trial: a gradient of it contradicted others"))
             reasons.append((self.hop.rest.until, "a request to it failed, or it was slow"))
         if self.partner is not None:
             reasons.append((self.partner.lost.until, "exchanges with it came to nothing"))

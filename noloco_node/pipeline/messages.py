@@ -23,6 +23,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.peer_table import PeerTable
 from noloco_node.pipeline.link_codecs import from_wire
+from noloco_node.telemetry.events import MICROBATCH_OUTCOMES
 from noloco_node.training.activation_codec import DTYPES, wire_length
 from noloco_node.transport.calls import Answer, BadAnswer, Method
 from noloco_node.transport.errors import Refusal, Refused
@@ -38,8 +39,6 @@ from noloco_node.transport.messages import (
     WireModel,
 )
 from noloco_node.trust.sources_seen import DrawnBy
-
-COUNTS = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
 
 Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=MAX_PARTS)]
 """The number of times that each expert of a mixture was chosen for the tokens of a microbatch."""
@@ -209,11 +208,11 @@ class Ledger:
     @property
     def counts(self) -> dict[str, int]:
         """The counts alone, by name."""
-        return {name: getattr(self, name) for name in COUNTS}
+        return {name: getattr(self, name) for name in MICROBATCH_OUTCOMES}
 
     def resume(self, counts: Mapping[str, int]) -> None:
         """Go on from these counts, of an earlier life of this node; one that is missing there is 0."""
-        for name in COUNTS:
+        for name in MICROBATCH_OUTCOMES:
             setattr(self, name, counts.get(name, 0))
 
     def note_served(self, peer: PeerId, tokens: int) -> None:

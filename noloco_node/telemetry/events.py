@@ -214,6 +214,10 @@ class Distribution(BaseModel):
     sum: float
 
 
+MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
+"""These counts of `Account` only ever rise, and a node that comes home goes on with them."""
+
+
 class Account(Event):
     """The books of a node so far. On stage 0: drawn = trained + dropped + held_at_end."""
 

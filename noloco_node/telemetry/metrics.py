@@ -17,6 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from noloco_node import ambient
 from noloco_node.telemetry.events import (
+    MICROBATCH_OUTCOMES,
     Account,
     AnyEvent,
     CheckpointTaken,
@@ -34,9 +35,6 @@ from noloco_node.telemetry.history import Utilization
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.metric_table import TABLE, Metric
 from noloco_node.telemetry.web import Page
-
-MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
-"""These counts of `Account` only ever rise."""
 
 without_time_of_creation()
 
