@@ -118,11 +118,21 @@ class Side:
         return self.worker.live_replicas - 1
 
     def new_session(
-        self, exchange: str, partner: PeerId, role: Literal["dialler", "dialled"], fragment: int | None
+        self,
+        exchange: str,
+        partner: PeerId,
+        role: Literal["dialler", "dialled"],
+        fragment: int | None,
+        reason: str = "",
     ) -> Session:
-        """A new session for a fragment, or for the whole stage."""
+        """A new session for a fragment, or for the whole stage. A step alone has a `reason`."""
         part = self.worker.part(fragment)
-        return Session(exchange, partner, role, None if part == self.worker.outer.whole else fragment, part)
+        whole = part == self.worker.outer.whole
+        return Session(exchange, partner, role, None if whole else fragment, part, reason=reason)
+
+    def refused(self, word: str) -> None:
+        """A proposal of this replica came to nothing, for what `word` says."""
+        self.refusals[word] += 1
 
     def floor_for(self, part: Part) -> float:
         """Bytes per second that an exchange of `part` moves each way at least."""

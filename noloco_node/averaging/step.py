@@ -137,8 +137,7 @@ class Averaging(Participant):
     async def step_alone(self, fragment: int | None = None) -> None:
         """The outer step of a fragment without a partner. Raises NotAllowed where this replica is engaged."""
         side, outer = self.side, self.side.worker.outer
-        session = side.new_session(ambient.token(16), NOBODY, "dialler", fragment)
-        session.reason = why_alone(side.refusals)
+        session = side.new_session(ambient.token(16), NOBODY, "dialler", fragment, why_alone(side.refusals))
         side.engagement.begin(Change.STEP_ALONE, session)
         try:
             session.took(await side.worker.snapshot(session.fragment))
@@ -192,7 +191,7 @@ class Averaging(Participant):
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
         if told_to_catch_up and not side.standing.newcomer and side.clocks.own_lags():
             side.told_to_catch_up(partner)
-        side.refusals[failure_of(error).partition(":")[0]] += 1
+        side.refused(failure_of(error).partition(":")[0])
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 
     async def _exchange(self, session: Session, snapshot: Snapshot) -> None:
