@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from noloco_node import ambient
 from noloco_node.bootstrap.hello import HeldOutLoss, Hello, serve_hello
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting import live
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.exporting.live import MOST_REPLICAS, Gatherer, reported_by
 from noloco_node.exporting.merge import mean_of
@@ -237,6 +239,29 @@ async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path) -> 
     assert other is not died
     assert same(dict(taken.load()), expected)
     assert len(list((tmp_path / "spool").iterdir())) == 2, "what came of the dead one's copy is gone"
+
+
+async def test_a_donor_that_lets_its_chunks_drip_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of thousands came just before its deadline, so that one free key kept a seed for days from every weight."""
+    monkeypatch.setattr(live, "LEAST_LATE_SECONDS", 0.1)
+    never = asyncio.Event()
+
+    async def drips(replica: Replica) -> None:
+        if replica is swarm.made.replicas[0] and swarm.given.count(replica) > 2:
+            await never.wait()
+
+    async with trained(replicas=3) as swarm:
+        swarm.before_chunk = drips
+        began = ambient.monotonic()
+        gathered = await swarm.gather(tmp_path / "spool")
+        assert ambient.monotonic() - began < 40.0, "three tries of one chunk take a minute"
+        never.set()
+        expected = await mean_slow(swarm.made, 0, leave_out=(0,))
+    assert {stage: len(found) for stage, found in gathered.replicas.items()} == {0: 2, 1: 3}
+    assert same(mean_of(gathered.replicas[0]), expected)
+    assert len(list((tmp_path / "spool").iterdir())) == 5, "what had come of its copy is gone"
 
 
 async def test_one_replica_that_says_any_clock_is_no_part_of_the_model(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.aio import first_alone
+from noloco_node.aio import cancel_and_wait, first_alone
 from noloco_node.bootstrap.hello import Hello, ask_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -49,6 +49,9 @@ BUSY_LOOKS = 40
 """Busy nodes are asked so many times: a peer that broke off in the middle of a copy keeps its place for a minute."""
 LOOK_SECONDS = 3.0
 """The directory is read every so many seconds while a stage has given nothing yet."""
+LEAST_LATE_SECONDS = 60.0
+"""A replica of a stage is waited for at least so many seconds after half of the others. One free key that let chunks
+drip, each just below its deadline, kept a seed for days from every stage's weights."""
 GIVING = (PeerState.TRAINING, PeerState.FINISHING)
 LEAVING = (PeerState.DRAINING,)
 """Nodes in these states are asked if a stage has no others: they may be gone before the copy is whole."""
@@ -179,9 +182,11 @@ class Gatherer:
         return there
 
     async def _of_stage(self, stage: int) -> list[_Copy]:
-        """Copies of as many replicas as are asked for; each that fails is replaced as long as there are others."""
+        """Copies of as many replicas as are asked for; each that fails is replaced as long as there are others. Once
+        half of them are here the others have as long again."""
         waiting = [peer for peer in self._candidates(stage) if peer not in self._asked]
-        found: list[_Copy] = []
+        found, enough = list[_Copy](), asyncio.Event()
+        began, many = ambient.monotonic(), min(self._most, len(waiting))
 
         async def one_after_another() -> None:
             while waiting:
@@ -190,9 +195,24 @@ class Gatherer:
                 copy = await self._take(stage, peer)
                 if copy is not None:
                     found.append(copy)
+                    if 2 * len(found) >= many:
+                        enough.set()
                     return
 
-        await all_or_first_error([one_after_another() for _ in range(min(self._most, len(waiting)))])
+        async def too_late() -> None:
+            await enough.wait()
+            await asyncio.sleep(max(LEAST_LATE_SECONDS, ambient.monotonic() - began))
+
+        taking = all_or_first_error([one_after_another() for _ in range(many)])
+        tasks = asyncio.create_task(taking), asyncio.create_task(too_late())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            else:
+                logger.warning("stage %d: %d of %d replicas give too slowly", stage, many - len(found), many)
+        finally:
+            await cancel_and_wait(tasks)
         return found
 
     async def _take(self, stage: int, peer: PeerId) -> _Copy | None:
@@ -209,6 +229,7 @@ class Gatherer:
             self._came += 4 * count
             self._told(self._came, self._wanted)
 
+        manifest = None
         try:
             manifest = await fetch_slow(self._run, stage, self._transport, peer, weights, told)
         except (Refused, TransportError) as error:
@@ -217,11 +238,14 @@ class Gatherer:
             if (peer, why) not in self._warned:
                 self._warned.add((peer, why))
                 logger.warning("stage %d of %s is not to be had: %s", stage, peer, why)
-            self._came -= came
-            self._wanted -= weights.nbytes
-            file.unlink(missing_ok=True)
-            return None
-        return _Copy(stage, peer, manifest.clock, weights)
+        finally:
+            if manifest is None:
+                self._came -= came
+                self._wanted -= weights.nbytes
+                if self._wanted:
+                    self._told(self._came, self._wanted)
+                file.unlink(missing_ok=True)
+        return None if manifest is None else _Copy(stage, peer, manifest.clock, weights)
 
     def _of_one_time(self, copies: Sequence[_Copy]) -> list[_Copy]:
         """For each stage the copies whose clocks most of its replicas bear out: all of them train at this moment."""

@@ -34,8 +34,7 @@ from noloco_node.state_transfer.copy_manifest import (
     two_faced,
 )
 from noloco_node.state_transfer.given_copies import GivenCopies
-from noloco_node.state_transfer.rate import least_rate
-from noloco_node.state_transfer.readers import WHOLE_SECONDS
+from noloco_node.state_transfer.rate import longest_reading
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.stage_worker import StageWorker
@@ -63,8 +62,6 @@ COPIES_COMPARED = 3
 """So many strangers' copies are fetched to be compared."""
 EXPORT_FRESH_SECONDS = 30.0
 """A copy in full precision goes to newcomers for so many seconds: an exporter asks all replicas at once."""
-SLOWEST_SHARE = 1.5
-"""A copy in full precision may be read for so many times as long as it takes at its donor's least rate."""
 MOST_COLLECTORS = 4
 """At the run's end a node waits for at most so many exporters."""
 HAND_OVER_LOOK_SECONDS = 0.2
@@ -96,8 +93,7 @@ class StageCopies:
         self._own: tuple[int, StageWorker] | None = None
         limits = spec.limits
         idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
-        least = least_rate(limits)
-        self.reading_seconds = max(WHOLE_SECONDS, SLOWEST_SHARE * 4 * max(parameters, default=0) / least)
+        self.reading_seconds = longest_reading(limits, 4 * max(parameters, default=0))
         """A copy in full precision is held for its readers for at most so many seconds."""
         self._given: dict[CopyPrecision, GivenCopies] = {
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),

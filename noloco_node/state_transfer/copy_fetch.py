@@ -16,7 +16,9 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, CopyPrecision, read_offer, root_of_weights
+from noloco_node.state_transfer.rate import longest_reading
 from noloco_node.transport.calls import BadAnswer, Method, Nothing, ask, call, judging
+from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import RunName, StageIndex, TensorSpec, WireModel
 
@@ -67,13 +69,17 @@ async def chunks_of_copy(
 ) -> AsyncGenerator[int]:
     """Bring the weights of `manifest` into `into`, one chunk after another, each within `seconds`. Each is asked for
     `attempts` times if the link fails. It yields how many came since last. Raises as `ask_for_copy`: what has come is
-    worth nothing unless it goes on to its end."""
+    worth nothing unless it goes on to its end. So does it where the whole takes longer than its donor would hold it
+    (`longest_reading`): else one that lets chunks drip would hold its reader for days."""
     step = spec.limits.chunk_bytes // into.element_size()
+    until = ambient.monotonic() + longest_reading(spec.limits, into.nbytes)
     named = CopyRequest(run=manifest.run, stage=manifest.stage, root=manifest.root, precision=manifest.precision)
     for index in range(math.ceil(into.numel() / step)):
         part = into[index * step : (index + 1) * step]
         chunk = named.model_copy(update={"index": index})
         specs = (TensorSpec.of(part),)
+        if ambient.monotonic() > until:
+            raise DeadlinePassed("the copy came too slowly")
         answer = await ask(transport, peer, COPY_CHUNK, chunk, specs=specs, seconds=seconds, attempts=attempts)
         part.copy_(answer.tensors[0])
         yield part.numel()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from noloco_node import ambient
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.pauses import moved
+from noloco_node.state_transfer.readers import WHOLE_SECONDS
 from noloco_node.training.compute_thread import FairQueue
 from noloco_node.training.progress import LastTrained
 
@@ -24,6 +25,8 @@ FASTER = 3.0
 """The rate rises by at most this factor at once, since what is given costs the training before it is measured."""
 LEAST_CHUNKS = 2.0
 """Each reader gets at least so many chunks within a progress deadline, or it would take the donor for dead."""
+SLOWEST_SHARE = 1.5
+"""A copy may be read for so many times as long as it takes at its donor's least rate."""
 WINDOW_SECONDS = 4.0
 """A silence lasts so long at least, and the giving before it twice as long."""
 AT_ONCE = 0.1
@@ -131,3 +134,8 @@ class DonorRate:
 def least_rate(limits: LimitsSpec) -> float:
     """Bytes a second with which a reader gets so many chunks in a progress deadline."""
     return LEAST_CHUNKS * limits.chunk_bytes / limits.exchange_progress_seconds
+
+
+def longest_reading(limits: LimitsSpec, size: int) -> float:
+    """Seconds in which a copy of so many bytes is read: its donor holds it no longer, and no reader waits longer."""
+    return max(WHOLE_SECONDS, SLOWEST_SHARE * size / least_rate(limits))
