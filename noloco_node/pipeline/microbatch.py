@@ -12,8 +12,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -77,15 +76,11 @@ NOBODY_WARNING_SECONDS = 30.0
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
 
-@contextmanager
-def _own_failures() -> Generator[None]:
-    """What this node itself cannot carry through in the block fails like what comes back from a hop: HopFailed."""
-    try:
-        yield
-    except MicrobatchNotFinite as error:
-        raise HopFailed(Refusal.NOT_FINITE, str(error), reached=True) from None
-    except NoMemory:
-        raise HopFailed(Refusal.BUSY, NO_MEMORY, reached=False) from None
+def _own_failure(error: MicrobatchNotFinite | NoMemory) -> HopFailed:
+    """What this node itself cannot carry through fails like what comes back from a hop."""
+    if isinstance(error, NoMemory):
+        return HopFailed(Refusal.BUSY, NO_MEMORY, reached=False)
+    return HopFailed(Refusal.NOT_FINITE, str(error), reached=True)
 
 
 class MicrobatchSource:
@@ -164,10 +159,11 @@ class MicrobatchSource:
         sample = self._waiting.popleft() if self._waiting else await self._draw_new()
         self._under_way[sample] = None
         try:
-            with _own_failures():
-                await self._run(sample)
+            await self._run(sample)
         except HopFailed as failure:
             return self._settle(sample, failure)
+        except (MicrobatchNotFinite, NoMemory) as error:
+            return self._settle(sample, _own_failure(error))
         except asyncio.CancelledError:
             self._ended(sample)
             self._waiting.appendleft(sample)
@@ -237,10 +233,12 @@ class MicrobatchSource:
         """The loss (nats, summed over tokens) of held-out windows, int32 [b, T + 1], as one microbatch through the
         swarm, and their tokens. Raises HopFailed."""
         inputs, labels = inputs_and_labels(windows)
-        with _own_failures():
+        try:
             if self._downstream is None:
                 return await self._worker.evaluate_loss(inputs, labels), labels.numel()
             outputs = await self._worker.evaluate(inputs, positions_of(labels))
+        except (MicrobatchNotFinite, NoMemory) as error:
+            raise _own_failure(error) from None
         drawn, tokens = self._drawn(self._downstream, labels.numel()), tokens_to_send(self._spec.model, inputs, labels)
         outgoing = Outgoing(ambient.token(16), "evaluate", drawn, outputs, tokens)
         result = await self._downstream.send(outgoing, self._spec.pipeline.budget_seconds)
@@ -265,6 +263,8 @@ class _Hop:
     outgoing: Outgoing
     deadline: float
     """Monotonic seconds."""
+    trains: bool
+    """It is to be trained, and not only evaluated."""
     asks: int = 0
     """Asks that came to nothing; see `MicrobatchLimiter.take`."""
     failures: int = 0
@@ -277,11 +277,6 @@ class _Hop:
     """Whether any peer had it in hand."""
     busy_since: float = math.inf
     """When it was first refused since a peer was full."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether it is to be trained, and not only evaluated."""
-        return self.outgoing.mode == "train"
 
 
 class Downstream:
@@ -306,6 +301,8 @@ class Downstream:
         self._rng = rng
         self._warn_again_at = 0.0
         self._router = router
+        self.peer_id = transport.peer_id
+        """This node's own."""
         self.circuit_breaker = CircuitBreaker()
         self.hop_seconds = Meter(HOP_SECONDS)
         """From sending a microbatch to one peer to its answer."""
@@ -315,11 +312,6 @@ class Downstream:
         self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
         """Runs beside the training (`Auditor.run`)."""
 
-    @property
-    def peer_id(self) -> PeerId:
-        """This node's own."""
-        return self._transport.peer_id
-
     async def send(self, outgoing: Outgoing, budget: float) -> Trained:
         """Have the next stage train (or evaluate) a microbatch: choose a peer, call it, settle what came of it.
 
@@ -327,7 +319,7 @@ class Downstream:
         latter is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
         origin tries another peer then: a peer that always says so may be the one at fault.
         """
-        hop = _Hop(outgoing, ambient.monotonic() + budget)
+        hop = _Hop(outgoing, ambient.monotonic() + budget, outgoing.mode == "train")
         while (left := hop.deadline - (began := ambient.monotonic())) * 1000 > MIN_BUDGET_MS:
             peer = self._book.choose(hop.excluded, desperate=hop.rounds >= ROUNDS_TO_DESPAIR)
             if peer is None:
@@ -391,7 +383,7 @@ class Downstream:
         activations = outgoing.activations
         with judging(self._transport, peer, MICROBATCH.name):
             trained = await decoded(read_answer(answer, activations, self._router), codec, activations)
-        return self._came(peer, replace(trained, peer=peer, codec=codec), answer.header, took)
+        return self._came(peer, codec, trained, answer.header, took)
 
     def _codec_for(self, peer: PeerId, outgoing: Outgoing) -> ActivationCodec:
         if outgoing.mode == "evaluate":
@@ -412,17 +404,18 @@ class Downstream:
             codec=codec,
         )
 
-    def _came(self, peer: PeerId, trained: Trained, answer: MicrobatchAnswer, took: float) -> Trained:
+    def _came(
+        self, peer: PeerId, codec: ActivationCodec, trained: Trained, answer: MicrobatchAnswer, took: float
+    ) -> Trained:
         """What an answer that holds says of its peer and of the link, `took` seconds after the request."""
         self._book.reported(peer, answer.load)
         self.circuit_breaker.through()
         link_wait = 0.0
         if trained.gradient is not None:
-            assert trained.codec is not None
-            link_wait = self._codecs.carried(peer, trained.codec, took, answer.work_seconds)
+            link_wait = self._codecs.carried(peer, codec, took, answer.work_seconds)
             self._ledger.note_received(peer, trained.tokens)
             self._transport.peer_stats.worked(peer, trained.tokens)
-        return replace(trained, waited=min(trained.waited, took), link_wait=link_wait)
+        return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took), link_wait=link_wait)
 
     def _settle(self, hop: _Hop, answer: Trained, patience: float, began: float) -> Trained:
         """The microbatch is through: its answer may be audited, and it has waited since its first peer was full."""
