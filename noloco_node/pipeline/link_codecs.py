@@ -21,6 +21,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import moved
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.training.activation_codec import DTYPES, decode, encode
+from noloco_node.transport.frames import BODY_FRAME_BYTES
 
 CARRIED_SHARE = 1 / 4
 """A link is quick enough if carrying takes at most this share of the time that the work takes."""
@@ -63,10 +64,14 @@ class LinkCodecs:
             return self._allowed[-1]
         return codec_for(self._bytes, link.carrying, link.work)
 
-    def asks_first(self, peer: PeerId, codec: ActivationCodec) -> bool:
-        """Whether a microbatch takes so long to come to `peer`, which is half of there and back, that it asks first."""
+    def asks_first(self, peer: PeerId, wire: Tensor, codec: ActivationCodec) -> bool:
+        """Whether a microbatch takes so long to come to `peer`, which is half of there and back, that it asks first.
+
+        A large one does if that is not known yet: the first ones of an origin go out together, and fill its line.
+        """
         link = self._book.of(peer).hop
-        return link is not None and link.carrying.get(codec, 0.0) / 2 > ASK_FIRST_SECONDS
+        seconds = None if link is None else link.carrying.get(codec)
+        return wire.nbytes > BODY_FRAME_BYTES if seconds is None else seconds / 2 > ASK_FIRST_SECONDS
 
     def carried(self, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> float:
         """A microbatch went to `peer` and its gradient came back after `took` seconds. Returns the seconds that it

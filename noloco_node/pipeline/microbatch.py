@@ -368,7 +368,7 @@ class Downstream:
                 specs=(TensorSpec.of(wire),) if outgoing.mode == "train" else (),
                 seconds=seconds,
                 progress=self._spec.pipeline.progress_seconds,
-                asks_first=self._codecs.asks_first(peer, codec),
+                asks_first=self._codecs.asks_first(peer, wire, codec),
             )
             how, took = RequestOutcome.CAME, ambient.monotonic() - asked
         except Refused as refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, PipelineSpec, token_bytes
@@ -122,6 +123,18 @@ def test_in_a_swarm_the_slow_link_carries_int8_and_the_quick_one_does_not(monkey
         late = codecs[len(codecs) // 2 :]
         assert len(late) > 10
         assert late.count(wanted) > 0.9 * len(late), wanted
+
+
+def test_a_microbatch_asks_first_where_its_bytes_take_long() -> None:
+    """Also a large one of which nothing is known yet: it would fill the line."""
+    codecs = LinkCodecs(("fp32",), random.Random(1))
+    small, large = torch.zeros(1000), torch.zeros(100_000)
+    assert [codecs.asks_first(PEER, wire, "fp32") for wire in (small, large)] == [False, True]
+    codecs.carried(PEER, "fp32", WORK + 0.4, WORK)
+    assert not codecs.asks_first(PEER, large, "fp32")
+    for _ in range(8):
+        codecs.carried(PEER, "fp32", WORK + 1.0, WORK)
+    assert codecs.asks_first(PEER, small, "fp32")
 
 
 def test_what_carrying_takes_beyond_the_least_of_late_is_waiting() -> None:
