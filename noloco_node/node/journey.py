@@ -330,10 +330,12 @@ async def _unless_paused(place: _Place, obtaining: Coroutine[Any, Any, BeginsFro
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
-        place.paused = True
-        return None
     finally:
         await cancel_and_wait(tasks)
+    place.paused = True
+    if place.pause.rests:
+        place.emit(_paused_event(place.pause.why()))
+    return None
 
 
 def _keeper(place: _Place, replica: Replica) -> CheckpointKeeper:
