@@ -12,8 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from noloco_node.directory.bucket_turns import READ_AGAIN_AT_LAST
-from noloco_node.directory.buckets import Place
+from noloco_node.directory.buckets import READ_AGAIN_AT_LAST, Place
 from noloco_node.directory.records import SERVING, LiveRecord
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId

@@ -21,22 +21,20 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from noloco_node.directory.bucket_turns import (
+from noloco_node.directory.buckets import (
+    CROWDED,
     HELD,
     READ_AGAIN,
     RENEWED_SECONDS,
-    drawn_again,
-    draws,
-    has_a_place,
-    held_again,
-)
-from noloco_node.directory.buckets import (
-    CROWDED,
     TARGET,
     Place,
     StageLevel,
     bucket_of,
     by_lot,
+    drawn_again,
+    draws,
+    has_a_place,
+    held_again,
     levels_to_write,
     prefix_of,
 )

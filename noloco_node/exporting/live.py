@@ -29,7 +29,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import build_stage
 from noloco_node.node.interrupts import interruptible
 from noloco_node.node.observing import looking_on
-from noloco_node.state_transfer.slow_weights import fetch_slow, of_one_mind
+from noloco_node.state_transfer.copy_fetch import fetch_slow, of_one_mind
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout

@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from noloco_node.directory.bucket_turns import SAMPLED_AGAIN
-from noloco_node.directory.buckets import KEPT
+from noloco_node.directory.buckets import KEPT, SAMPLED_AGAIN
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import (
     Server,

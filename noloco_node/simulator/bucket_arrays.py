@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from noloco_node.directory.bucket_turns import Flags, Floats, Ints
 from noloco_node.directory.buckets import (
     CONFIRMED_AGAIN,
     CONFIRMING,
@@ -25,6 +24,9 @@ from noloco_node.directory.buckets import (
     TARGET,
     UNNAMED,
     Estimate,
+    Flags,
+    Floats,
+    Ints,
     estimated,
 )
 

@@ -7,17 +7,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from noloco_node.directory.bucket_turns import (
+from noloco_node.directory.buckets import (
     HELD,
+    KEPT,
+    MOST_LEVEL,
+    PREFIX_BITS,
+    Estimate,
     Flags,
     Floats,
     Ints,
+    bucket_of,
     drawn_again,
     draws,
+    estimated,
     has_a_place,
     held_again,
+    level_behind,
 )
-from noloco_node.directory.buckets import KEPT, MOST_LEVEL, PREFIX_BITS, Estimate, bucket_of, estimated, level_behind
 from noloco_node.directory.far_stages import few_again, rows_of_each, turn_again
 from noloco_node.directory.sampled_view import WHOLE, root_again
 from noloco_node.directory.store import MOST_RECORDS

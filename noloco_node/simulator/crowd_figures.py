@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from noloco_node.directory.bucket_turns import Ints
-from noloco_node.directory.buckets import PREFIX_BITS
+from noloco_node.directory.buckets import PREFIX_BITS, Ints
 from noloco_node.simulator.crowd import Crowd, CrowdMoment
 
 CLASS_BITS = 4

@@ -14,8 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from noloco_node.config.crowd_spec import CrowdSettings
-from noloco_node.directory.bucket_turns import Flags, Ints
-from noloco_node.directory.buckets import MOST_LEVEL, prefix_of
+from noloco_node.directory.buckets import MOST_LEVEL, Flags, Ints, prefix_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.windows import new_stream_seconds
 

@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from noloco_node.directory.asked_key import MARK_BYTES
-from noloco_node.directory.bucket_turns import RENEWED_SECONDS, Floats, Ints
-from noloco_node.directory.buckets import PREFIX_BITS, Estimate, bucket_of
+from noloco_node.directory.buckets import PREFIX_BITS, RENEWED_SECONDS, Estimate, Floats, Ints, bucket_of
 from noloco_node.directory.dht import ALSO_ASKED, ALSO_TOLD, WALK_AGAIN
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS
 from noloco_node.directory.dht_walk import (

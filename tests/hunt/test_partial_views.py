@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.directory import bucket_turns, buckets, far_stages, sampled_view
+from noloco_node.directory import buckets, far_stages, sampled_view
 from noloco_node.directory.buckets import Place
 from noloco_node.directory.records import DirectoryView
 from noloco_node.directory.sampled_view import SampledView
@@ -24,7 +24,6 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (buckets, sampled_view):
         monkeypatch.setattr(module, "TARGET", RECORDS)
         monkeypatch.setattr(module, "CROWDED", 2 * RECORDS)
-    monkeypatch.setattr(bucket_turns, "TARGET", RECORDS)
     monkeypatch.setattr(far_stages, "MOST_ROWS", FEW)
     monkeypatch.setattr(sampled_view, "PLACES", RECORDS)
     monkeypatch.setattr(sampled_view, "KNOWN_PLACES", RECORDS // 2)

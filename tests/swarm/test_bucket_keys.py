@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.directory import bucket_turns, buckets, sampled_view
+from noloco_node.directory import buckets, sampled_view
 from noloco_node.directory.buckets import CROWDED, MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerState
 from noloco_node.directory.sampled_view import PLACES, places_of
@@ -24,7 +24,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "TARGET", 4)
     monkeypatch.setattr(sampled_view, "WHOLE", 4)
     monkeypatch.setattr(sampled_view, "READ_AGAIN", 0.0)
-    monkeypatch.setattr(bucket_turns, "SAMPLED_AGAIN", 0.0)
+    monkeypatch.setattr(buckets, "SAMPLED_AGAIN", 0.0)
 
 
 async def swarm_of(many: int) -> list[Member]:

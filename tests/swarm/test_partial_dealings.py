@@ -17,8 +17,7 @@ from noloco_node.accounting import receipts as receipts_module
 from noloco_node.accounting.receipts import open_receipts
 from noloco_node.accounting.statements import read_contribution
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.bucket_turns import RENEWED_SECONDS
-from noloco_node.directory.buckets import Place, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.buckets import RENEWED_SECONDS, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.known_peers import MOST_PEERS, HeldState, KnownPeers
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub

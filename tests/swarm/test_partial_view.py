@@ -14,8 +14,7 @@ import pytest
 
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
-from noloco_node.directory.bucket_turns import RENEWED_SECONDS
-from noloco_node.directory.buckets import bucket_of, prefix_of
+from noloco_node.directory.buckets import RENEWED_SECONDS, bucket_of, prefix_of
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale

@@ -11,8 +11,7 @@ from statistics import fmean
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory.bucket_turns import RENEWED_SECONDS
-from noloco_node.directory.buckets import TARGET, Place, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.buckets import RENEWED_SECONDS, TARGET, Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.far_stages import rows_of_each
 from noloco_node.directory.records import EVERYBODY, DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
 from noloco_node.directory.sampled_view import CROWDED, PLACES, SampledView, root_again, shown_of
