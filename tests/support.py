@@ -9,6 +9,7 @@ import resource
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TypeVar
@@ -21,6 +22,10 @@ T = TypeVar("T")
 
 TURNS = 20
 """After so many turns of the loop `eventually` looks only now and then."""
+RAREST = 0.2
+"""Seconds between two looks of `eventually` after some seconds of waiting."""
+ENDS_WITHIN = 10.0
+"""Seconds in which a p2pd whose node has ended is gone."""
 TORCH_CACHE = "torchinductor_"
 """torch makes an empty folder of this name, one a user, among the temporary ones when the first optimizer steps."""
 
@@ -37,15 +42,18 @@ def free_port() -> int:
 async def eventually(check: Callable[[], T], within: float = 60.0, what: str = "", *, every: float = 0.01) -> T:
     """Return `check()` once it is truthy; fail after `within` seconds, naming `what` was awaited. What only tasks of
     this process bring about is seen within a few turns of the loop, other things by looking `every` so many seconds.
+    Where the wait is long the looks are rarer: a look may read a whole file, and daemons need the processor.
     Seconds are the loop's: in virtual time a busy machine ends no wait.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + within
+    began = loop.time()
     looks = 0
     while not (result := check()):
-        if loop.time() > deadline:
+        waited = loop.time() - began
+        if waited > within:
             raise AssertionError(f"not within {within:g} s: {what or check}")
-        await asyncio.sleep(0.0 if looks < TURNS and every < 0.1 else every)
+        pause = max(every, min(RAREST, waited / 20))
+        await asyncio.sleep(0.0 if looks < TURNS and every < 0.1 else pause)
         looks += 1
     return result
 
@@ -82,7 +90,10 @@ def nothing_left_behind() -> Iterator[Path]:
     tempfile.tempdir = str(base)
     try:
         yield base
-        assert not set(p2pd_children()) - before, "a p2pd is still running"
+        until = time.monotonic() + ENDS_WITHIN
+        while set(p2pd_children()) - before:  # one that was killed is there until the system has taken it away
+            assert time.monotonic() < until, "a p2pd is still running"
+            time.sleep(0.02)
         left = sorted(str(path) for path in base.rglob("*") if not path.name.startswith(TORCH_CACHE))
         assert not left, f"left behind: {left}"
     finally:

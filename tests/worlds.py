@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Callable, Sequence
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -27,8 +28,10 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node.replica import Replica
+from noloco_node.simulator.device import SimulatedDevice
+from noloco_node.simulator.loop import SimulatedLoop, in_virtual_time
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
-from noloco_node.training.compute_thread import Compute, ComputeThread
+from noloco_node.training.compute_thread import Compute, ComputeThread, Priority
 from noloco_node.training.placing import on_its_device
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
@@ -111,11 +114,27 @@ def micro_spec(
     )
 
 
+OPERATION_SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.04, Priority.FORWARD: 0.02, Priority.DRAW: 0.02}
+"""What a replica's device takes in virtual time."""
+
+Arguments = ParamSpec("Arguments")
+
+
+def virtually(test: Callable[Arguments, Coroutine[Any, Any, None]]) -> Callable[Arguments, None]:
+    """Run a test in virtual time: it takes the same course on a machine of any speed, and waits for no clock."""
+
+    @functools.wraps(test)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        in_virtual_time(lambda: test(*args, **kwargs))
+
+    return run
+
+
 IN_SUBSPACE: dict[str, object] = {"subspace_rank": 8, "embedding_std": 0.3}
 """The micro run's activations are 8 numbers a token, in place of 32."""
 
 
-@cache
+@functools.cache
 def _built(model: str, index: int) -> Stage:
     return build_stage(ModelSpec.model_validate_json(model), index)
 
@@ -127,16 +146,18 @@ def fresh_stage(model: ModelSpec, index: int) -> Stage:
     return copy.deepcopy(_built(model.model_dump_json(), index))
 
 
+@functools.cache
+def _window_row(index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(index)
+    start, stride = torch.randint(VOCABULARY, (2,), generator=generator).tolist()
+    row = (start + (1 + stride % 5) * torch.arange(LENGTH + 1)) % VOCABULARY
+    noise = torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
+    return torch.where(torch.rand(LENGTH + 1, generator=generator) < 0.1, noise, row)
+
+
 def window_rows(indices: Sequence[int]) -> Tensor:
     """Numbered windows: a learnable sequence with noise, a pure function of the numbers."""
-    rows: list[Tensor] = []
-    for index in indices:
-        generator = torch.Generator().manual_seed(index)
-        start, stride = torch.randint(VOCABULARY, (2,), generator=generator).tolist()
-        row = (start + (1 + stride % 5) * torch.arange(LENGTH + 1)) % VOCABULARY
-        noise = torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
-        rows.append(torch.where(torch.rand(LENGTH + 1, generator=generator) < 0.1, noise, row))
-    return torch.stack(rows).to(torch.int32)
+    return torch.stack([_window_row(index) for index in indices]).to(torch.int32)
 
 
 def window_batch(indices: Sequence[int]) -> Batch:
@@ -209,7 +230,9 @@ async def _populate(
 ) -> None:
     """Put `replicas` a stage into `made`, each where `place(stage, index)` says, on a `device` of its own. The stack
     ends all of it, transports before the compute thread. All share that if no `device` is given: many threads in one
-    process would starve the event loop."""
+    process would starve the event loop. In virtual time each has a simulated one."""
+    if device is None and isinstance(asyncio.get_running_loop(), SimulatedLoop):
+        device = functools.partial(SimulatedDevice, OPERATION_SECONDS.__getitem__)
     shared = None if device else ComputeThread()
     if shared:
         stack.push_async_callback(shared.close)
@@ -270,7 +293,11 @@ async def world(
 
 @asynccontextmanager
 async def libp2p_world(
-    spec: RunSpec, folder: Path, replicas: int = 1, settings: NodeSettings | None = None
+    spec: RunSpec,
+    folder: Path,
+    replicas: int = 1,
+    settings: NodeSettings | None = None,
+    device: Callable[[], Compute] | None = None,
 ) -> AsyncIterator[Swarm]:
     """This swarm on real p2pd processes, one a replica, which find each other through hivemind's DHT. Identities lie in
     `folder`; every process and socket ends with the block."""
@@ -297,7 +324,9 @@ async def libp2p_world(
                 await transport.close()
 
     async with AsyncExitStack() as stack:
-        await _populate(made, stack, spec, replicas, settings or NodeSettings(in_flight=1, drain_seconds=1), place)
+        await _populate(
+            made, stack, spec, replicas, settings or NodeSettings(in_flight=1, drain_seconds=1), place, device
+        )
         yield made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from tests.chaos.lab import Lab
 from tests.chaos.report import Verdict, markdown, write_report
 from tests.chaos.scenarios import SCENARIOS
-from tests.support import nothing_left_behind
 
 WITH_THE_TESTS = (*(pytest.param(name, marks=pytest.mark.long) for name in ("kills", "freeze")), "hostile")
 """Real daemons are killed in `tests/test_local_swarm.py` and `tests/daemons` as well, nodes that freeze are in the
@@ -18,19 +16,12 @@ schedules in virtual time (`tests/hunt`). Others take longer, need root, or only
 `make chaos` runs all."""
 
 
-@pytest.fixture
-def traceless(tmp_path: Path) -> Iterator[Path]:
-    """A folder for the runs; afterwards no process, socket or temporary folder is left."""
-    with nothing_left_behind():
-        yield tmp_path
-
-
 @pytest.mark.daemons
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", WITH_THE_TESTS)
-async def test_a_scenario_holds(name: str, traceless: Path) -> None:
+async def test_a_scenario_holds(name: str, tmp_path: Path, temporary: Path) -> None:
     """Every demand of the scenario, after faults that took effect."""
-    verdict = await SCENARIOS[name](Lab(traceless, seed=0, long=False))
+    verdict = await SCENARIOS[name](Lab(tmp_path, seed=0, long=False))
     assert verdict.passed, verdict.complaint()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.telemetry.events import NodeStarted, OuterStep, Reachability
+from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.routers import PORT, SERVERS, houses_behind_routers, inside, why_no_routers
 from tests.daemons.test_relayed import MICRO, events_of, node, printed, seed_address
 from tests.support import eventually
@@ -19,10 +20,11 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 
 @pytest.mark.skipif(bool(why_no_routers()), reason=why_no_routers() or "possible")
 async def test_behind_a_router_a_node_learns_its_address_where_the_port_is_forwarded_and_asks_for_a_relay_where_not(
-    tmp_path: Path, temporary: Path
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two replicas of stage 0 in two houses have nothing but the seed's address. The first tells others the address
     that the world sees it at, since it was dialled there. The second tells the seed's, which relays. They average."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.05")
     folders = [tmp_path / name for name in ("world", "forwarded", "closed")]
     try:
         async with houses_behind_routers(2) as net, contextlib.AsyncExitStack() as stack:

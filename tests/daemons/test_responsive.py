@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.telemetry.events import OuterStep
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
 from tests.worlds import libp2p_world, micro_spec
 
 BEAT = 0.02
@@ -21,15 +20,8 @@ WORST_LAG = 0.4
 the machine take does not count."""
 
 
-@pytest.fixture
-def traceless(tmp_path: Path) -> Iterator[Path]:
-    """A folder for identities; afterwards no p2pd, socket or temporary folder may be left."""
-    with nothing_left_behind():
-        yield tmp_path
-
-
 @pytest.mark.daemons
-async def test_the_loop_beats_while_fifty_megabytes_cross(traceless: Path) -> None:
+async def test_the_loop_beats_while_fifty_megabytes_cross(tmp_path: Path, temporary: Path) -> None:
     """Two replicas of 13 M weights average over p2pd; a heartbeat measures how long the loop computes meanwhile."""
     small = micro_spec(stages=1, outer=OuterSpec(inner_steps=2, min_inner_steps=0, codec="fp32"))
     config = {**small.model.config, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 14}
@@ -44,7 +36,7 @@ async def test_the_loop_beats_while_fifty_megabytes_cross(traceless: Path) -> No
             await asyncio.sleep(BEAT)
             lags.append(time.thread_time() - before)
 
-    async with libp2p_world(spec, traceless, replicas=2) as made, asyncio.TaskGroup() as group:
+    async with libp2p_world(spec, tmp_path, replicas=2) as made, asyncio.TaskGroup() as group:
         running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
         for replica in made.replicas:
             replica.averaging.open()

@@ -29,6 +29,8 @@ from noloco_node.telemetry.events import (
     NodeStopped,
     P2pdRestarted,
 )
+from tests.chaos.paced_node import OPERATION_SECONDS
+from tests.chaos.swarm import program
 from tests.support import eventually, printed_file
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
@@ -261,7 +263,7 @@ def test_a_torn_and_a_foreign_line_harm_nothing(folder: Path, identity: Identity
 async def node(folder: Path, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, EventReader]]:
     """A daemon; ended with the block if it still runs."""
     with printed_file(folder) as printed:
-        command = [sys.executable, "-m", "noloco_node", *arguments, "--run-folder", str(folder)]
+        command = [*program(), *arguments, "--run-folder", str(folder)]
         process = await asyncio.create_subprocess_exec(*command, stdout=printed, stderr=printed)
     try:
         yield process, EventReader(folder / "events.jsonl")
@@ -288,10 +290,11 @@ def shows(folder: Path, words: str) -> bool:
 @pytest.mark.daemons
 @pytest.mark.timeout(600)
 async def test_the_command_follows_a_node_from_waiting_over_training_to_its_end(
-    tmp_path: Path, temporary: Path
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A founder of stage 0 waits for a stage 1, and trains once one has come. After its end its contribution stands;
     the other one, which served it, has its receipt."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.05")
     founder, second = tmp_path / "founder", tmp_path / "second"
     endless = ("--set", "run.inner.target_tokens=1_000_000_000")
     async with node(founder, "run", str(MICRO), *endless, "--stage", "0") as (first, reader):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,18 +16,11 @@ from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
 from noloco_node.telemetry.events import InnerStep, P2pdRestarted
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import PACED
-from tests.support import eventually, last_account, nothing_left_behind
+from tests.support import eventually, last_account
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-
-
-@pytest.fixture
-def temporary(tmp_path: Path) -> Iterator[Path]:
-    """Temporary files of the daemons, empty again at the end."""
-    with nothing_left_behind() as base:
-        yield base
 
 
 def p2pd_of(node: SwarmNode) -> psutil.Process:

@@ -18,6 +18,7 @@ import pytest
 from noloco_node.errors import ExitCode
 from noloco_node.storage.private_folder import sweep_dead_folders
 from noloco_node.telemetry.events import EventReader, InnerStep, NodeStopped
+from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.hung_node import PART
 from tests.made_runs import MICRO, OWN_TEXT
 from tests.support import eventually, p2pd_children, printed_file
@@ -26,7 +27,7 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
 LEAVES = 3.0
 ALONE = ("run.inner.target_tokens=1_000_000_000", "run.model.stages=1", "node.drain_seconds=0.5")
-SLOW_MACHINE = 20.0
+SLOW_MACHINE = 100.0
 NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 
 
@@ -40,7 +41,7 @@ async def hung_node(part: str, folder: Path, *settings: str) -> AsyncIterator[as
             *overrides,
             stdout=printed,
             stderr=printed,
-            env={**os.environ, PART: part},
+            env={**os.environ, PART: part, OPERATION_SECONDS: "0.02"},
         )
     try:
         yield process
@@ -74,7 +75,7 @@ async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
     said = (folder / "printed").read_text()
     _, hangs, words = said.partition("HANGS")
     assert hangs
-    assert "noloco-node: leaving has taken 3 s and is given up" in words
+    assert re.search(r"noloco-node: leaving has taken \d+ s and is given up", words)
     assert waits_for in words
     assert "hung_node" not in words, "only this package's own places are named"
     stopped = [event for event in reader.new_events() if isinstance(event, NodeStopped)]
@@ -87,7 +88,7 @@ async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
 async def test_a_node_whose_device_is_lost_ends_by_itself(tmp_path: Path, temporary: Path) -> None:
     """It would refuse whatever it is asked for ever. With a code by which a service manager starts it again."""
     async with hung_node("device", folder := tmp_path / "node") as process:
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.CHECK_FAILED
+        assert await asyncio.wait_for(process.wait(), SLOW_MACHINE) == ExitCode.CHECK_FAILED
     said = (folder / "printed").read_text()
     assert "the device answers nothing any more: CUDA error: unspecified launch failure" in said
     sweep_dead_folders()
@@ -96,7 +97,7 @@ async def test_a_node_whose_device_is_lost_ends_by_itself(tmp_path: Path, tempor
 async def test_a_node_whose_device_has_no_memory_for_long_ends_by_itself(tmp_path: Path, temporary: Path) -> None:
     """It says so once as it begins, and what to do as it ends; the text goes on where it was. No defect is told of."""
     async with hung_node("memory", folder := tmp_path / "node") as process:
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.CHECK_FAILED
+        assert await asyncio.wait_for(process.wait(), SLOW_MACHINE) == ExitCode.CHECK_FAILED
     said = (folder / "printed").read_text()
     assert said.count("there is no memory for a microbatch now, so it is refused: CUDA out of memory") == 1
     assert re.search(r"the device has had no memory for a microbatch for \d+ s \(CUDA out of memory", said)

@@ -31,7 +31,17 @@ from noloco_node.training.trainer import LossResult
 from noloco_node.transport.memory import Fault, FaultKind
 from tests.inside import reputes_of
 from tests.support import eventually, last_account
-from tests.worlds import World, last_accounts, micro_spec, peer_name, run_to_the_end, run_with_faults, trainer_of, world
+from tests.worlds import (
+    World,
+    last_accounts,
+    micro_spec,
+    peer_name,
+    run_to_the_end,
+    run_with_faults,
+    trainer_of,
+    virtually,
+    world,
+)
 
 SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.2, Priority.FORWARD: 0.1, Priority.DRAW: 0.1}
 """What the modelled device takes where a test runs in virtual time."""
@@ -83,9 +93,10 @@ QUICK_LIES = ("sign turned",)
 @pytest.mark.parametrize(
     "lie", [lie if lie in QUICK_LIES else pytest.param(lie, marks=pytest.mark.long) for lie in LIES]
 )
+@virtually
 async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(lie: str) -> None:
     """After its third contradiction it gets no microbatch while the others live; samples and accounts do not notice."""
-    async with world(near_spec(steps=60), replicas=3) as made:
+    async with world(near_spec(steps=40), replicas=3) as made:
         lying(made.of_stage(1)[0], LIES[lie])
         await run_to_the_end(made)
         books = [replica.pipeline.book for replica in made.of_stage(0)]
@@ -97,7 +108,7 @@ async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(l
         assert asides == {peer_name(1, 0): 1}
         assert account.strangers.audits[Finding.CONTRADICTED] == SET_ASIDE_AT
     assert tails[0].served <= 3 * SET_ASIDE_AT + 6
-    assert min(tails[1].served, tails[2].served) > 30
+    assert min(tails[1].served, tails[2].served) > 20
 
 
 def leaning(gradient: Tensor) -> Tensor:
@@ -106,6 +117,7 @@ def leaning(gradient: Tensor) -> Tensor:
     return gradient + 0.663 * float(gradient.norm() / direction.norm()) * direction
 
 
+@virtually
 async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_audits_agree_with_each() -> None:
     """One origin and three tails, so that few microbatches are enough. The honest ones are never found to lean."""
     async with world(micro_spec(layers=2, steps=30, microbatches_a_step=3), replicas=3) as made:
@@ -121,10 +133,11 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
     assert not account.audits.get(Finding.CONTRADICTED, 0)
 
 
+@virtually
 async def test_honest_replicas_agree_through_a_whole_run() -> None:
     """Every microbatch is looked at, beside three stages that average and move, and nobody is ever contradicted,
     however narrow the numbers are that travel."""
-    spec = near_spec(stages=3, steps=30)
+    spec = near_spec(stages=3, steps=15)
     pipeline = spec.pipeline.model_copy(update={"activations": ("int4",)})
     spec = spec.model_copy(update={"pipeline": pipeline})
     async with world(spec, replicas=3, settings=NodeSettings(in_flight=2)) as made:
@@ -136,13 +149,14 @@ async def test_honest_replicas_agree_through_a_whole_run() -> None:
     assert sum(account.strangers.audits[Finding.AGREED] for account in accounts[:3]) > 20
 
 
+@virtually
 async def test_an_audit_asks_for_what_the_first_was_asked_whatever_the_codec_of_each_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each link has its own codec, but any peer asked in an audit gets the first one's: all agree, all of one
     microbatch went the same way. But for its id nothing in its header tells one from an ordinary one, the budget
     included."""
-    spec = near_spec(steps=20)
+    spec = near_spec(steps=12)
     pipeline = spec.pipeline.model_copy(update={"activations": ("fp32", "bf16", "int8")})
     headers: dict[bytes, list[dict[str, object]]] = {}
     links: set[tuple[int, str]] = set()
@@ -174,6 +188,7 @@ async def test_an_audit_asks_for_what_the_first_was_asked_whatever_the_codec_of_
         assert all(header == same[0] for header in same), same
 
 
+@virtually
 async def test_a_stage_of_two_is_not_audited() -> None:
     """Nobody could decide between them, so the work is saved."""
     async with world(micro_spec(layers=2, steps=6, pipeline=ALWAYS), replicas=2) as made:
@@ -183,9 +198,10 @@ async def test_a_stage_of_two_is_not_audited() -> None:
     assert sum(a.served for a in accounts[2:]) == sum(a.trained for a in accounts[:2])
 
 
+@virtually
 async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -> None:
     """Streams that break in an audit or before it: the books close as ever."""
-    async with world(near_spec(steps=30), replicas=3) as made:
+    async with world(near_spec(steps=20), replicas=3) as made:
         kinds = (FaultKind.LOSE_ANSWER, FaultKind.LOSE_REQUEST, FaultKind.REFUSE)
         await run_with_faults(made, *(Fault(kind, method=MICROBATCH.name, times=8) for kind in kinds))
         accounts = last_accounts(made)

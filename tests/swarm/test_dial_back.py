@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,15 +36,10 @@ from noloco_node.node.start_checks import check_reached, relayed_instead
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
-from tests.support import nothing_left_behind
+
+pytestmark = pytest.mark.usefixtures("temporary")
 
 ID = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
-
-
-@pytest.fixture(autouse=True)
-def _clean(tmp_path: Path) -> Iterator[None]:
-    with nothing_left_behind():
-        yield
 
 
 def octets(data: bytes) -> bytes:

@@ -190,7 +190,7 @@ async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Pat
                     await directory.refresh()
                 return [live_ids(directory, 0) for directory, _ in nodes]
 
-            assert await publish_and_read(1.0) == [ids, ids]
+            assert await publish_and_read(4.0) == [ids, ids]
             for directory, _ in nodes:
                 table = node_of(directory).table
                 for node_id in list(table.uid_to_peer_id):

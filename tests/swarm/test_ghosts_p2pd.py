@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,9 @@ from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import InnerStep
+from tests.chaos.paced_node import OPERATION_SECONDS, PacedThread
 from tests.inside import directory_of, host_of, signs_as
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
 from tests.worlds import Swarm, libp2p_world, micro_spec
 
 GHOSTS = 12
@@ -32,14 +33,6 @@ LIFE = 6.0
 LIMITS = LimitsSpec(record_seconds=LIFE, grace_seconds=2, chunk_bytes=4096, exchange_progress_seconds=2)
 STEPS = 4000
 SETTINGS = NodeSettings(in_flight=1, drain_seconds=1, moves="always", min_stay_seconds=1.0, start_replicas=2)
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
 
 
 def claim(spec: RunSpec, ghost: Identity, stage: int, sequence: int) -> PeerRecord:
@@ -104,10 +97,11 @@ async def test_ghosts_in_a_real_directory_change_no_count_move_nobody_and_put_no
     """There are two replicas a stage. Ghosts of both stages claim the speed of a thousand nodes and a clock far beyond
     the end. Counts and clocks stay as they were, and nobody leaves its stage for that. When stage 1 has lost both
     replicas, one of stage 0 goes there although its ghosts live."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.03")
     monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 1.0)
     spec = micro_spec(steps=STEPS, microbatches_a_step=2, outer=OuterSpec(inner_steps=4), limits=LIMITS)
-    async with libp2p_world(spec, tmp_path, replicas=2, settings=SETTINGS) as made:
+    async with libp2p_world(spec, tmp_path, replicas=2, settings=SETTINGS, device=PacedThread) as made:
         stays = [
             StageLifecycle(spec, SETTINGS, footprint_of(spec), each.context.transport, directory_of(each.membership))
             for each in made.replicas

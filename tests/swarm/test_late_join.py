@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message
 from tests.inside import host_of, served_by
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
@@ -714,14 +714,6 @@ async def test_what_a_resumed_donor_trained_before_is_not_its_pace() -> None:
     """Ten million tokens from a checkpoint, and a clock that did not start with the node."""
     fresh, resumed = PacedDonor(microbatch=100, cost=1e-8), PacedDonor(microbatch=100, cost=1e-8, before=10_000_000)
     assert await resumed.rates(60) == await fresh.rates(60)
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
 
 
 @pytest.mark.daemons

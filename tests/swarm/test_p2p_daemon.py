@@ -24,17 +24,11 @@ from noloco_node.identity.addresses import parse_address, try_peers
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.start import Doors, running_p2p, start_p2p
 from noloco_node.storage.private_folder import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
-from tests.support import eventually, free_port, nothing_left_behind, one_turn, p2pd_children
+from tests.support import eventually, free_port, one_turn, p2pd_children
 
-pytestmark = pytest.mark.daemons
+pytestmark = [pytest.mark.daemons, pytest.mark.usefixtures("temporary")]
 
 NOBODY = "12D3KooWAL5zALa3ZR1piSRmK8WGNFojeALVyS3vgSZQYawt1PGF"
-
-
-@pytest.fixture(autouse=True)
-def _clean(tmp_path: Path) -> Iterator[None]:
-    with nothing_left_behind():
-        yield
 
 
 def joining(*addresses: str, port: int = 0) -> NodeSettings:

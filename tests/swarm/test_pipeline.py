@@ -45,6 +45,7 @@ from tests.worlds import (
     run_to_the_end,
     run_with_faults,
     samples_of,
+    virtually,
     window_rows,
     world,
 )
@@ -92,6 +93,7 @@ async def ask(made: World, message: Message) -> Message:
     )
 
 
+@virtually
 async def test_lost_requests_and_answers_cost_no_sample() -> None:
     """Streams that break before and after the work: every sample is trained, the account closes, repeats count."""
     spec = micro_spec(stages=3, layers=3, steps=40, microbatches_a_step=2, pipeline=QUICK)
@@ -111,6 +113,7 @@ async def test_lost_requests_and_answers_cost_no_sample() -> None:
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8", "int4"])
+@virtually
 async def test_how_large_a_returned_gradient_is_goes_to_the_trainer_with_it(
     codec: ActivationCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,10 +135,11 @@ async def test_how_large_a_returned_gradient_is_goes_to_the_trainer_with_it(
         assert math.isclose(scale, real, rel_tol=1e-3)
 
 
+@virtually
 async def test_a_sample_is_put_back_and_drawn_again() -> None:
     """When a whole hop fails the sample returns to the queue and is trained later: put back is an event, not a loss."""
     pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1)
-    async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
+    async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
         await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
         account = closed_account(made)
         losses = [event for event in made.events[0] if isinstance(event, InnerStep)]
@@ -145,10 +149,11 @@ async def test_a_sample_is_put_back_and_drawn_again() -> None:
     assert len(losses) == 12 == account.trained
 
 
+@virtually
 async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -> None:
     """After put_backs returns a sample is given up; the run goes on with the next ones."""
     pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1, put_backs=2)
-    async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
+    async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
         await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
         account = closed_account(made)
     assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
@@ -156,6 +161,7 @@ async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "loss", "evaluate", "evaluate_loss"])
+@virtually
 async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,10 +189,11 @@ async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
     assert account.dropped == account.held_at_end == 0
 
 
+@virtually
 async def test_an_outage_drops_no_sample() -> None:
     """The only next-stage peer cannot be reached for a while: samples wait with growing pauses, none is dropped."""
     pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, put_backs=1)
-    async with world(micro_spec(steps=12, pipeline=pipeline)) as made:
+    async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
         await run_with_faults(made, Fault(FaultKind.UNREACHABLE, method=microbatch.MICROBATCH.name, times=12))
         account = closed_account(made)
     assert made.network.fired[FaultKind.UNREACHABLE] == 12
@@ -194,11 +201,12 @@ async def test_an_outage_drops_no_sample() -> None:
     assert account.dropped == account.held_at_end == 0
 
 
+@virtually
 async def test_an_outage_two_stages_on_drops_no_sample() -> None:
     """The last of three stages cannot be reached for a while: the middle one says so, and the origin does not count it
     against the samples."""
     pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, put_backs=0, hop_attempts=2)
-    async with world(micro_spec(stages=3, steps=12, pipeline=pipeline)) as made:
+    async with world(micro_spec(stages=3, layers=3, steps=12, pipeline=pipeline)) as made:
         fault = Fault(FaultKind.UNREACHABLE, target=peer_name(2, 0), method=microbatch.MICROBATCH.name, times=16)
         await run_with_faults(made, fault)
         account = closed_account(made)
@@ -207,10 +215,11 @@ async def test_an_outage_two_stages_on_drops_no_sample() -> None:
     assert account.dropped == account.held_at_end == 0
 
 
+@virtually
 async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody serves the last of three stages. The origin holds back, says which stage it waits for, in the log and in
     its account, and trains on as soon as one is there."""
-    async with world(micro_spec(stages=3, steps=12, pipeline=QUICK)) as made:
+    async with world(micro_spec(stages=3, layers=3, steps=12, pipeline=QUICK)) as made:
         origin, middle, last = made.replicas
         async with asyncio.TaskGroup() as group:
             for replica in (origin, middle):
@@ -264,6 +273,7 @@ async def test_fewer_blocks_than_replicas_are_warned_of_once(caplog: pytest.LogC
             assert caplog.text.count("read a text of 2 blocks") == (live > 2)
 
 
+@virtually
 async def test_a_silent_peer_leaves_time_for_another() -> None:
     """A peer that takes a microbatch and never answers costs half of the budget; the second peer trains it."""
     pipeline = PipelineSpec(budget_seconds=3.0, progress_seconds=0.3)
@@ -282,6 +292,7 @@ async def test_a_silent_peer_leaves_time_for_another() -> None:
         assert origin.pipeline.ledger.put_back == 0
 
 
+@virtually
 async def test_an_origin_that_leaves_does_not_end_the_run() -> None:
     """SIGTERM to the only origin far from the target: later stages wait for another instead of leaving as if done."""
     spec = micro_spec(steps=10_000)
@@ -298,6 +309,7 @@ async def test_an_origin_that_leaves_does_not_end_the_run() -> None:
         await asyncio.wait_for(running[1], 60)
 
 
+@virtually
 async def test_a_killed_replica_is_routed_around() -> None:
     """One of two last-stage replicas dies while training: the origin reaches the target, nothing is dropped."""
     spec = micro_spec(layers=2, steps=60, microbatches_a_step=2, pipeline=QUICK)
@@ -485,6 +497,7 @@ async def test_a_subspace_takes_its_own_width_and_every_token(
         assert made.replicas[1].worker.progress.tokens == 0
 
 
+@virtually
 async def test_narrow_activations_learn_the_same() -> None:
     """The last validation loss differs from fp32 on the wire by less than 2 %, and what travels by what it should."""
     losses: dict[str, float] = {}

@@ -14,7 +14,17 @@ from noloco_node.node.replica import Replica
 from noloco_node.pipeline.audit import Finding
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.trainer import LossResult
-from tests.worlds import MICROBATCH, World, last_accounts, micro_spec, run_to_the_end, trainer_of, window_batch, world
+from tests.worlds import (
+    MICROBATCH,
+    World,
+    last_accounts,
+    micro_spec,
+    run_to_the_end,
+    trainer_of,
+    virtually,
+    window_batch,
+    world,
+)
 
 REPLICAS = 3
 
@@ -23,6 +33,7 @@ def spec(steps: int) -> RunSpec:
     """A run that averages often."""
     return micro_spec(
         stages=2,
+        layers=2,
         steps=steps,
         microbatches_a_step=REPLICAS,
         outer=OuterSpec(inner_steps=5, codec="fp32"),
@@ -72,6 +83,7 @@ async def run(steps: int, *, poisoned: bool) -> tuple[float, World]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("steps", "learnt"), [(40, 3.9), pytest.param(80, 3.6, marks=pytest.mark.long)])
+@virtually
 async def test_one_poisoner_costs_the_others_less_than_three_percent_of_the_loss(steps: int, learnt: float) -> None:
     """It poisons every gradient and every exchange from the first on. No microbatch of an honest run is touched by a
     bound; a poisoned one shows what was bounded."""

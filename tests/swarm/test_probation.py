@@ -31,7 +31,7 @@ from noloco_node.peers.scorecard import PeerBook
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.errors import Refusal
 from tests.support import eventually, one_turn
-from tests.worlds import World, micro_spec, peer_name, run_ahead, world
+from tests.worlds import World, micro_spec, peer_name, run_ahead, virtually, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, codec="fp32")
 OLD, NEW, OTHER = PeerId("veteran"), PeerId("newcomer"), PeerId("somebody else")
@@ -317,12 +317,13 @@ async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcome
         assert await newcomer.averaging.dial(peer_name(0, 0))
 
 
+@virtually
 async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> None:
     """Two veterans train and average. The third copies one of them, is on probation, says so in the directory, meets a
     veteran, counts, and is averaged with from both sides."""
     limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=3, grace_seconds=1)
     outer = OUTER.model_copy(update={"max_lag_tokens": 1_000_000})
-    spec = micro_spec(stages=1, steps=100_000, outer=outer, limits=limits)
+    spec = micro_spec(stages=1, layers=2, steps=100_000, outer=outer, limits=limits)
     async with world(spec, replicas=3) as made, asyncio.TaskGroup() as group:
         tasks = [group.create_task(replica.run()) for replica in made.replicas[:2]]
         await eventually(lambda: all(r.worker.progress.outer_rounds > 2 for r in made.replicas[:2]), 60, "rounds")

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,18 +45,14 @@ from noloco_node.pauses import Rest
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
 from tests.inside import handshakes_of, held_by
-from tests.support import eventually, nothing_left_behind, p2pd_children
+from tests.support import eventually, p2pd_children
 from tests.worlds import no_tensors
+
+pytestmark = pytest.mark.usefixtures("temporary")
 
 ONE = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
 OTHER = PeerId("12D3KooWFWEkWNrcf5ddYVUkSwFZ244QyVXmGQx4dezxX5qXpKVh")
 CIRCUIT = f"/ip4/203.0.113.7/tcp/4001/p2p/{ONE}/p2p-circuit/p2p/{OTHER}"
-
-
-@pytest.fixture(autouse=True)
-def _clean(tmp_path: Path) -> Iterator[None]:
-    with nothing_left_behind():
-        yield
 
 
 def fed(data: bytes) -> asyncio.StreamReader:

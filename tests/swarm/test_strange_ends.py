@@ -6,7 +6,7 @@ A ghost is a record of a key with no node behind it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,8 @@ from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
 from tests.inside import host_of
-from tests.support import eventually, nothing_left_behind
-from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, world
+from tests.support import eventually
+from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, run_to_the_end, virtually, world
 
 GRACE = 0.3
 LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=4096, exchange_progress_seconds=0.5)
@@ -53,7 +53,14 @@ DEVICE_SECONDS = {Priority.STEP: 0.002, Priority.BACKWARD: 0.02, Priority.FORWAR
 
 def short_run(**changes: object) -> RunSpec:
     """A run of a fraction of a second."""
-    settings: dict[str, object] = {"stages": 2, "steps": 30, "limits": LIMITS, "pipeline": QUICK, "outer": OUTER}
+    settings: dict[str, object] = {
+        "stages": 2,
+        "layers": 2,
+        "steps": 30,
+        "limits": LIMITS,
+        "pipeline": QUICK,
+        "outer": OUTER,
+    }
     return micro_spec(**(settings | changes))  # pyright: ignore[reportArgumentType]
 
 
@@ -102,6 +109,7 @@ async def never(*_: object, **__: object) -> None:
     await asyncio.Event().wait()
 
 
+@virtually
 async def test_a_ghost_that_says_it_trains_keeps_nobody_from_ending() -> None:
     """Neither the later stage nor the origin waits for a peer whose work nobody has seen, and that answers nobody."""
     async with world(short_run()) as made:
@@ -109,6 +117,7 @@ async def test_a_ghost_that_says_it_trains_keeps_nobody_from_ending() -> None:
         await run_to_the_end(made, within=30)
 
 
+@virtually
 async def test_a_ghost_that_says_finished_ends_nobody_while_the_origin_is_away() -> None:
     """Far from the target: the later stage waits, and the origin finds it when it comes back."""
     async with world(short_run()) as made:
@@ -165,6 +174,7 @@ async def flat(task: asyncio.Task[None], within: float) -> None:
         raise error from None
 
 
+@virtually
 async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_over() -> None:
     """From all peers, but not from the directory. The others end, and so does it."""
     async with world(short_run(steps=60), replicas=2) as made:
@@ -179,6 +189,7 @@ async def test_an_origin_that_is_cut_off_near_the_end_learns_that_the_run_is_ove
 
 
 @pytest.mark.parametrize("state", [PeerState.FINISHING, PeerState.TRAINING])
+@virtually
 async def test_a_ghosts_record_keeps_no_run_from_starting(state: PeerState) -> None:
     """A joiner of a fresh node that answers begins as it did, whatever a ghost's record says. So does the fresh node
     itself."""
@@ -189,6 +200,7 @@ async def test_a_ghosts_record_keeps_no_run_from_starting(state: PeerState) -> N
         assert await become_current(second) is None
 
 
+@virtually
 async def test_a_first_node_begins_whatever_ghosts_say() -> None:
     """It has joined nobody, so the run begins with it."""
     async with world(short_run()) as made:
@@ -197,6 +209,7 @@ async def test_a_first_node_begins_whatever_ghosts_say() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
+@virtually
 async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds the last record of the node that it was told to join, and nobody. It neither starts from the seed nor
     waits for ever."""
@@ -210,6 +223,7 @@ async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytes
         assert "initial peers" in raised.value.remedy
 
 
+@virtually
 async def test_a_ghost_that_says_it_has_finished_keeps_no_run_from_being_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """One record of a free key turned everybody away that joined a new run by its seed alone."""
     monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
@@ -218,6 +232,7 @@ async def test_a_ghost_that_says_it_has_finished_keeps_no_run_from_being_begun(m
         assert await become_current(made.replicas[0]) is None
 
 
+@virtually
 async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answers the other, and both were told to join a node that has finished and left."""
     monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
@@ -233,6 +248,7 @@ async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch
 
 
 @pytest.mark.parametrize("lost", range(1, 5))
+@virtually
 async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> None:
     """The lost ones may ask for peers that are there, or for what a peer can give."""
     limits = LIMITS.model_copy(update={"record_seconds": 20.0})
@@ -244,6 +260,7 @@ async def test_a_joiner_on_a_link_that_loses_requests_asks_again(lost: int) -> N
         assert await become_current(joiner) == peer_name(0, 0)
 
 
+@virtually
 async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -258,6 +275,7 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["silent", "busy"])
+@virtually
 async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_from_starting(
     monkeypatch: pytest.MonkeyPatch, busy: bool
 ) -> None:
@@ -281,6 +299,7 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
 @pytest.mark.parametrize(
     "knows", ["the seed", "the seed, of none that it knows", "the seed, beside a new one", "itself", "nobody"]
 )
+@virtually
 async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_again(knows: str) -> None:
     """Its seed remembers the end, or it has come to it itself; another seed that has begun in a new folder knows
     nothing. If neither is so it goes on from its checkpoint. It does so also if no origin that it has worked with
@@ -309,14 +328,6 @@ async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_aga
 async def refuses(_: object) -> None:
     """A donor that is always busy."""
     raise Refused(Refusal.BUSY, "an older snapshot is being read")
-
-
-@pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files, empty again at the end."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-        yield base
 
 
 async def publish_ghosts(made: Swarm, folder: Path) -> None:

@@ -29,16 +29,12 @@ from noloco_node.storage.private_folder import sweep_dead_folders
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
-from tests.support import eventually, nothing_left_behind, one_turn
+from tests.support import eventually, one_turn
 from tests.worlds import no_tensors
 
+pytestmark = pytest.mark.usefixtures("temporary")
+
 RUN = "ab" * 32
-
-
-@pytest.fixture(autouse=True)
-def _clean(tmp_path: Path) -> Iterator[None]:
-    with nothing_left_behind():
-        yield
 
 
 def test_the_first_restart_is_at_once_the_next_ones_wait_and_then_it_is_enough() -> None:

@@ -158,7 +158,7 @@ async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeyp
     assert [page.status for page in hung] == [503, 503]
     assert all(page.body.startswith(b"the event loop has not come round for 10 s") for page in hung)
     assert len(json.loads(answers["/api/state"]({}).body)["peers"]) == 1
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 8.0
     heartbeat.stop()
 
 

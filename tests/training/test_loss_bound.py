@@ -109,7 +109,7 @@ def test_a_stream_that_is_half_random_labels_ends_where_the_text_alone_does() ->
     def trained(*, noise: bool, bounded: bool) -> float:
         trainer, generator = make_trainer(micro_spec(layers=2), 1), torch.Generator().manual_seed(5)
         embedding = torch.randn(VOCABULARY, 32, generator=generator)
-        for step in range(500):
+        for step in range(260):
             trainer.loss_bound.holds = bounded and step >= 60
             inputs, labels = window_batch(range(step * WINDOWS, (step + 1) * WINDOWS))
             trainer.loss(embedding[inputs], labels, source="honest")
