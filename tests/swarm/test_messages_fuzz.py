@@ -68,7 +68,7 @@ from tests.swarm.wire_examples import served_methods
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, trainer_of, world
 
 ALL = (2500, 500, 300, 300)
-SINGLE, EXCHANGES, BURSTS, OVER_P2PD = (tries(number, one_of=12) for number in ALL)
+SINGLE, EXCHANGES, BURSTS, OVER_P2PD = (tries(number, one_of=6) for number in ALL)
 """Examples; the first three for each of two targets."""
 IDS_KEPT, ANSWERS_KEPT = 40, 10
 """Lowered, so that the limits are reached."""
