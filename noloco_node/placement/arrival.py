@@ -54,10 +54,12 @@ class Arrival:
     ) -> int:
         """Announce this node at the stage that needs it most, look again, and yield where others chose the same at the
         same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold, `line_seconds` as in
-        `choose_stage`."""
+        `choose_stage`. Where nobody is there yet a node that can hold the first stage takes it: the text is here, and
+        need not be with the next one to come."""
         await self._see_how_large_they_are()
         first = self._others(work)
-        chosen = choose_stage(supply_of(first, work), fitting, rng, line_seconds)
+        begins = not first and 0 in fitting and not any(line_seconds)
+        chosen = 0 if begins else choose_stage(supply_of(first, work), fitting, rng, line_seconds)
         await self._publish(chosen, PeerState.JOINING)
         others = await self._others_anew(work)
         if any(line_seconds):

@@ -69,6 +69,20 @@ async def test_joiners_that_look_at_the_same_time_spread_over_the_stages(count: 
     assert announced == counts
 
 
+async def test_the_first_node_that_has_the_text_begins_with_the_first_stage() -> None:
+    """It took any, and moved after ten seconds where the next one had no text."""
+    chosen: set[int] = set()
+    for seed in range(8):
+        hub = MemoryDirectoryHub(len(WORK))
+        first, second = (
+            Arrival(MemoryDirectory(hub), PeerId(f"joiner-{name}"), 20.0, AllAnswer(), one_turn)
+            for name in ("with-text", "without-it")
+        )
+        assert await first.choose(WORK, range(3), random.Random(seed)) == 0
+        chosen.add(await second.choose(WORK, (1, 2), random.Random(seed)))
+    assert chosen == {1, 2}
+
+
 async def test_an_announcement_lives_while_the_node_prepares_and_is_withdrawn_where_it_fails() -> None:
     """It is renewed within its life; a node that gives up does not hold its place."""
     hub = MemoryDirectoryHub(1)
