@@ -84,8 +84,8 @@ def _pid_of(folder: RunFolder) -> int:
     if pid is None:
         raise UserError(
             ExitCode.FAILURE,
-            f"the process of the node in '{folder.path}' is not known",
-            "send it SIGUSR1 (pause) or SIGUSR2 (resume) by its process id",
+            f"the process of the node in '{folder.path}' is not known: it starts, or leaves with everything saved",
+            "say it again in a moment, or send SIGUSR1 (pause) or SIGUSR2 (resume) to its process id",
         )
     return pid
 
