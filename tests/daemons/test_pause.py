@@ -12,7 +12,16 @@ import pytest
 
 from noloco_node.errors import ExitCode
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.telemetry.events import Account, AnyEvent, CheckpointTaken, Doing, InnerStep, NodeStarted
+from noloco_node.telemetry.events import (
+    Account,
+    AnyEvent,
+    CheckpointTaken,
+    Doing,
+    InnerStep,
+    NodeStarted,
+    OuterStep,
+    StateDownload,
+)
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.test_resume import ENDLESS, command, daemon, of
 from tests.support import eventually
@@ -92,3 +101,59 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
         assert later[0].step == last.step + 1
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+
+
+async def test_a_pause_while_a_node_joins_copies_or_leaves_is_answered_and_loses_nothing(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A joiner is paused as it starts, and again while it copies, which its donor's narrow line holds up. Each time it
+    rests and says so, and then goes on to copy and to train. Told to pause as it leaves, it leaves with all saved."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.05")
+    folders = tmp_path / "donor", tmp_path / "joiner"
+    for folder in folders:
+        folder.mkdir()
+    settings = ("run.model.stages=1", "run.limits.chunk_bytes=16384", ENDLESS)
+    donor = command(folders[0], settings=(*settings, "node.uplink_mbit=0.5"))
+    async with daemon(*donor, folder=folders[0]) as (giver, given):
+        await eventually(lambda: of(OuterStep, given), 180, "there is more to copy than the first weights")
+        joins = "--initial-peers", of(NodeStarted, given)[0].addresses[0]
+        joiner = command(folders[1], *joins, settings=settings)
+        async with daemon(*joiner, folder=folders[1]) as (process, events):
+            await _paused_as_soon_as_it_listens(folders[1])
+            await eventually(lambda: paused(events), 180, "it rests before it copies")
+            await say("resume", folders[1])
+            await eventually(lambda: of(StateDownload, events), 180, "it copies")
+            process.send_signal(signal.SIGUSR1)
+            await eventually(lambda: len(paused(events)) == 2, 60, "it rests while it copies")
+            code, printed = await say("pause", folders[1])
+            assert (code, "it is paused already" in printed, of(NodeStarted, events)) == (ExitCode.OK, True, []), (
+                printed
+            )
+            await say("resume", folders[1])
+            stepped = await eventually(lambda: of(InnerStep, events), 180, "it copies anew, and trains")
+            assert stepped[0].clock > of(OuterStep, given)[0].clock
+            process.send_signal(signal.SIGTERM)
+            code, printed = await say("pause", folders[1])
+            leaves = ("about to leave", "it has left", "no node runs", "leaves with everything saved")
+            assert code in (ExitCode.OK, ExitCode.RUN_FOLDER, ExitCode.FAILURE), printed
+            assert any(words in printed for words in leaves), printed
+            assert await asyncio.wait_for(process.wait(), 120) == ExitCode.INTERRUPTED
+        giver.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(giver.wait(), 120) == ExitCode.INTERRUPTED
+    started, last = of(NodeStarted, events)[0], of(InnerStep, events)[-1]
+    assert started.origin == "peer"
+    saved = CheckpointFolder(folders[1] / "checkpoints", keep=2).newest(started.run_id, 0)
+    assert saved is not None
+    assert saved.standing.progress.clock >= last.clock
+
+
+async def _paused_as_soon_as_it_listens(folder: Path) -> None:
+    """Before that the command says that nothing was sent, since it would end the process."""
+    while True:
+        code, printed = await say("pause", folder)
+        if code == ExitCode.OK:
+            assert "it has been told" in printed or "noloco-node resume goes on" in printed, printed
+            return
+        assert code in (ExitCode.RUN_FOLDER, ExitCode.FAILURE), printed
+        words = ("no node has run there", "no node runs", "does not listen", "is not known")
+        assert any(each in printed for each in words), printed

@@ -29,6 +29,8 @@ from noloco_node.telemetry.events import (
     InnerStep,
     NodeStarted,
     NodeStopped,
+    OuterStep,
+    StateDownload,
 )
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import program
@@ -40,7 +42,7 @@ MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 OFTEN = ("node.checkpoint_rounds=1", "node.checkpoint_seconds=0.5", "run.outer.max_lag_tokens=10_000_000")
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
 
-E = TypeVar("E", NodeStarted, InnerStep, Evaluation, Account, CheckpointTaken, NodeStopped)
+E = TypeVar("E", NodeStarted, InnerStep, Evaluation, Account, CheckpointTaken, NodeStopped, OuterStep, StateDownload)
 
 
 def command(folder: Path, *arguments: str, settings: tuple[str, ...]) -> list[str]:
