@@ -20,11 +20,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.events import NodeStarted
+
+if TYPE_CHECKING:  # `noloco-node health` loads no library
+    from noloco_node.telemetry.events import NodeStarted
 
 logger = logging.getLogger(__name__)
 
