@@ -77,9 +77,12 @@ def spawned(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of the commands and daemons of a test, empty again at the end: no socket is left."""
-    with nothing_left_behind() as base:
-        monkeypatch.setenv("TMPDIR", str(base))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def temporary(tmp_path: Path) -> Iterator[Path]:
+    """Temporary files of the commands and daemons of a test, empty again at the end: no socket is left.
+
+    It patches by itself: a test's own `monkeypatch` is then undone before this one, and names no folder that is gone.
+    """
+    with nothing_left_behind() as base, pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TMPDIR", str(base))
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         yield base

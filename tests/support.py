@@ -86,6 +86,7 @@ def nothing_left_behind() -> Iterator[Path]:
     """
     before = set(p2pd_children())
     previous = tempfile.tempdir
+    assert previous is None or Path(previous).is_dir(), f"an earlier test left {previous} as the temporary folder"
     base = Path(tempfile.mkdtemp(prefix="nlt-", dir="/tmp"))
     tempfile.tempdir = str(base)
     try:

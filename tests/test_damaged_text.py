@@ -24,8 +24,9 @@ async def test_the_books_warn_of_each_shard_that_could_not_be_read() -> None:
     told = [[DETAIL], list[str]()]
     async with world(micro_spec()) as made:
         head = made.replicas[0]
-        assert head.pipeline.origin is not None
-        head.pipeline.origin._samples = replace(head.pipeline.origin._samples, passed_over=lambda: told.pop(0))
+        samples = head.pipeline._samples
+        assert samples is not None
+        head.pipeline._samples = replace(samples, passed_over=lambda: told.pop(0))
         head.books.write()
         head.books.write()
     found = [event for event in made.events[0] if isinstance(event, (Warned, Account))]

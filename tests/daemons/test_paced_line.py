@@ -20,10 +20,12 @@ from tests.support import eventually
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 
 MBIT, NARROW = 8.0, 0.5
-SECONDS = 9.0
+SECONDS = 13.0
 ENDLESS = ("--set", "run.inner.target_tokens=100_000_000")
-BEGINS, LASTS = 2.0, 6.0
+BEGINS, LASTS = 2.0, 10.0
 """The line is counted so long after the taker has begun, and for so many seconds."""
+BURST = 8e-6 * (1 << 18) / LASTS
+"""Mbit/s that come on top where the count ends while the machine's buffer of one connection fills at once."""
 
 
 async def peer(net: Halves, half: int, role: str, *arguments: str) -> asyncio.subprocess.Process:
@@ -82,7 +84,8 @@ async def test_a_line_carries_what_it_may_and_small_messages_do_not_wait(
     print(
         f"{rate:.2f} of {MBIT:g} Mbit/s; small answers: median {waits[len(waits) // 2]:.3f} s, worst {waits[-1]:.3f} s"
     )
-    assert 0.7 * MBIT <= rate <= 1.05 * MBIT  # a busy machine does not fill the line; in virtual time it is filled
+    # A busy machine does not fill the line; in virtual time it is filled.
+    assert 0.7 * MBIT <= rate <= 1.05 * MBIT + BURST
     assert waits[len(waits) // 2] < 0.6  # else one of them, 0.26 s, and those that were there before it
 
 

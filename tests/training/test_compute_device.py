@@ -16,7 +16,7 @@ import torch
 from noloco_node.errors import UserError
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.sizing.memory import free_memory
-from noloco_node.training import compute_device, stage_worker
+from noloco_node.training import compute_device, placing
 from noloco_node.training.compute_device import (
     CUDA,
     KINDS,
@@ -242,7 +242,7 @@ def test_amds_devices_are_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_gpu_is_tried_out_before_any_microbatch(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its libraries take their memory while there is some, and its tensor cores take fp32, too. Nothing gathers, and
     the processor's setting stays."""
-    monkeypatch.setattr(stage_worker, "device_kind", lambda _device: MPS if there else None)
+    monkeypatch.setattr(placing, "device_kind", lambda _device: MPS if there else None)
     monkeypatch.setattr(compute_device, "device_kind", lambda _device: MPS if there else None)
     set_to: list[str] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
