@@ -25,6 +25,8 @@ torch.set_num_threads(1)
 
 # A shell without job control starts what runs beside it with Ctrl-C ignored, and what a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A daemon that is started by `nohup` stays when its terminal closes; tests close terminals, and may run by `nohup`.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long examples take, to run or to make, says how busy the machine is. Two runs of the same code have the same
 # examples, so that a change fails for what it changes; `--hypothesis-profile=explore` looks for others.
