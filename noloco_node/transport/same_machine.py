@@ -82,7 +82,10 @@ class SameMachine:
         open."""
         if sys.platform != "linux":
             return None
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError:  # this process has no descriptor left
+            return None
         try:
             link.connect(_name_of(peer))
             reader, writer = await asyncio.open_unix_connection(sock=link, limit=STREAM_BUFFER_BYTES)

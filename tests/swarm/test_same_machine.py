@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -179,6 +180,16 @@ async def test_who_says_nothing_is_not_waited_for(temporary: Path) -> None:
     await eventually(lambda: len(unproven) == 1)
     patient.close()
     assert await reader.read() == b""
+
+
+async def test_a_process_without_descriptors_asks_by_p2pd(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error went through to who had asked, which knows only those of a transport."""
+
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(same_machine.socket, "socket", refuses)
+    assert await SameMachine(PEER).open(HONEST.peer_id) is None
 
 
 @pytest.mark.daemons
