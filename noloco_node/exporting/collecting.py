@@ -6,10 +6,11 @@ An owner's seed does this, so that the owner has a model even where every volunt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +73,8 @@ class Collector:
         self._spool = folder / "collecting"
         self._shapes: Shapes | None = None
         self._failed = ""
+        self._unwritten = self._kept_before()
+        """Weights are kept of which no model was made yet."""
         self._giving_seconds = 0.0
         """For which nodes gave their weights, the last time that they were asked."""
 
@@ -79,6 +82,8 @@ class Collector:
         """Collect now and then, and a few times as soon as nodes say that they are at the run's end, and after it.
         `over` says that the end has come. Before that a record alone asks for little: anybody may write one, and every
         collection costs the nodes."""
+        with self._said_once():
+            await self._make_model()
         due, pause, last = 0.0, FIRST_SECONDS, 0
         ended = False
         while not (over() and ended and (last >= LAST_COLLECTIONS or not self._there())):
@@ -104,19 +109,35 @@ class Collector:
         the place of those before, or with `beside` only of those of the same replicas. A failure is logged once and
         tried again at the next collection."""
         try:
-            if self._shapes is None:
-                self._shapes = await ambient.elsewhere(Shapes, self._run)
-            await ambient.elsewhere(partial(self._spool.mkdir, parents=True, exist_ok=True))
-            gatherer = Gatherer(
-                self._run, self._shapes, self._transport, self._directory, self._spool, _untold, most=most
-            )
-            began = ambient.monotonic()
-            found = {stage: replicas for stage, replicas in (await gatherer.found()).items() if replicas}
-            self._giving_seconds = ambient.monotonic() - began
-            for stage, replicas in found.items():
-                await ambient.elsewhere(self._keep, stage, replicas, beside)
-            if found:
-                await ambient.elsewhere(self._write)
+            with self._said_once():
+                await self._fetch(most, beside)
+                await self._make_model()
+        finally:
+            await ambient.elsewhere(partial(shutil.rmtree, self._spool, ignore_errors=True))
+
+    async def _fetch(self, most: int, beside: bool) -> None:
+        if self._shapes is None:
+            self._shapes = await ambient.elsewhere(Shapes, self._run)
+        await ambient.elsewhere(partial(self._spool.mkdir, parents=True, exist_ok=True))
+        gatherer = Gatherer(self._run, self._shapes, self._transport, self._directory, self._spool, _untold, most=most)
+        began = ambient.monotonic()
+        found = {stage: replicas for stage, replicas in (await gatherer.found()).items() if replicas}
+        self._giving_seconds = ambient.monotonic() - began
+        for stage, replicas in found.items():
+            await ambient.elsewhere(self._keep, stage, replicas, beside)
+            self._unwritten = True
+
+    async def _make_model(self) -> None:
+        """Make the model of what is kept, if that is newer."""
+        if self._unwritten:
+            await ambient.elsewhere(self._write)
+            self._unwritten = False
+
+    @contextlib.contextmanager
+    def _said_once(self) -> Generator[None]:
+        """A failure of the block is logged, and logged again only once it is another one."""
+        try:
+            yield
             self._failed = ""
         except (UserError, OSError) as error:
             told = error.message if isinstance(error, UserError) else str(error)
@@ -124,8 +145,17 @@ class Collector:
                 self._failed = told
                 remedy = error.remedy if isinstance(error, UserError) else f"look after the disk of {self.model.parent}"
                 logger.warning("the run's model is not collected: %s; %s", told, remedy)
-        finally:
-            await ambient.elsewhere(partial(shutil.rmtree, self._spool, ignore_errors=True))
+
+    def _kept_before(self) -> bool:
+        """Whether an earlier life of this seed was ended before it had made the model of all that it had kept."""
+        try:
+            kept = [place.stat().st_mtime for place in self._places()]
+            return not self.model.is_dir() or max(kept) > self.model.stat().st_mtime
+        except OSError:  # some stage never came
+            return False
+
+    def _places(self) -> list[Path]:
+        return [self.collected / f"stage-{stage}" for stage in range(self._run.stages)]
 
     def _there(self) -> list[PeerRecord]:
         """All live records of the run."""
@@ -161,7 +191,7 @@ class Collector:
 
     def _write(self) -> None:
         """Make the model of what is kept, where every stage is there."""
-        there = [self.collected / f"stage-{stage}" for stage in range(self._run.stages)]
+        there = self._places()
         if missing := [place.name for place in there if not place.is_dir()]:
             logger.info("the model waits for the weights of %s", ", ".join(missing))
             return

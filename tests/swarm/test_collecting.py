@@ -42,6 +42,27 @@ async def test_a_seed_has_the_model_when_all_have_left_without_a_word(tmp_path: 
     assert same({name: value.detach() for name, value in loaded.items()}, expected)
 
 
+async def test_a_seed_that_is_ended_before_it_has_made_the_model_makes_it_when_it_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes had left meanwhile: what it had kept of every stage lay there, and no model was ever made of it. One
+    that is whole is not made again."""
+
+    def again() -> None:
+        raise AssertionError("it was whole")
+
+    monkeypatch.setattr(collecting, "LOOK_SECONDS", 0.01)
+    async with trained() as swarm:
+        await collector_of(swarm, tmp_path)._fetch(8, beside=False)  # pyright: ignore[reportPrivateUsage]
+        for replica in swarm.made.replicas:
+            await replica.membership.announce(PeerState.GONE)
+        await collector_of(swarm, tmp_path).follow(lambda: True)
+        assert dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "model")))
+        later = collector_of(swarm, tmp_path)
+        monkeypatch.setattr(later, "_write", again)
+        await later.follow(lambda: True)
+
+
 async def test_a_node_waits_at_its_end_for_a_collector_that_lacks_its_last_weights(tmp_path: Path) -> None:
     """It waited for its whole grace time where these had been collected already, since they were not new."""
     patience = 60.0
