@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from noloco_node.model.stage import build_stage
 from noloco_node.node.interrupts import interruptible
 from noloco_node.node.observing import looking_on
 from noloco_node.state_transfer.copy_fetch import fetch_slow, of_one_mind
+from noloco_node.storage.disk_memory import take_room
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout
@@ -305,11 +305,10 @@ async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]
 
 
 def _room(file: Path, size: int) -> Tensor:
-    """A map of a new file for `size` numbers in fp32. Its blocks are taken at once: writing to a map of a file that the
-    disk has no room for ends the process."""
+    """A map of a new file for `size` numbers in fp32."""
     try:
         with file.open("wb") as opened:
-            os.posix_fallocate(opened.fileno(), 0, 4 * size)
+            take_room(opened.fileno(), 4 * size)
     except OSError as error:
         raise UserError(
             ExitCode.RUN_FOLDER,

@@ -39,6 +39,8 @@ class DescriptorWatch:
 
 def descriptors_of(pid: int) -> tuple[int, int] | None:
     """How many a process has open, and how many it may have; None where that cannot be told."""
+    if not hasattr(resource, "prlimit"):  # macOS
+        return None
     try:
         soft, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         used = psutil.Process(pid).num_fds()

@@ -14,6 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+ZEROS = bytes(1 << 20)
+
+
+def take_room(descriptor: int, size: int) -> None:
+    """Make a new file `size` bytes long, all of them on the disk. A map of a file for which the disk has no room ends
+    the process that writes to it. Raises OSError where there is none."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    while size > 0:  # macOS
+        size -= os.write(descriptor, ZEROS[:size])
+
 
 class DiskMemory:
     """Zeroed bytes on the disk of a folder."""
@@ -24,7 +36,7 @@ class DiskMemory:
         process."""
         there = folder if folder is not None and folder.is_dir() else None
         with tempfile.TemporaryFile(dir=there) as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, size))
+            take_room(file.fileno(), max(1, size))
             self._map = mmap.mmap(file.fileno(), max(1, size))
         self.size = size
         self.bytes = memoryview(self._map)[:size]
