@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from pathlib import Path
 
 import pytest
 
+from noloco_node.diagnostics import pausing
 from noloco_node.diagnostics.pausing import tell_nodes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node.interrupts import Interrupts
@@ -51,6 +53,53 @@ def test_a_signal_is_never_sent_to_a_process_that_it_would_end(tmp_path: Path) -
         list(tell_nodes(tmp_path, "pause"))
     assert str(os.getpid()) in deaf.value.message
     assert deaf.value.exit_code is ExitCode.FAILURE
+
+
+def test_a_signal_is_never_sent_to_another_process_of_the_nodes_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node in a container writes down its number there: outside that was the system's first process, which listens
+    for the signal too."""
+    write(tmp_path, made.started("s0-r0"))
+    monkeypatch.setattr(pausing, "_pid_of", lambda _folder: os.getppid())
+    monkeypatch.setattr(pausing, "_listens", lambda *_: True)
+    killed = list[int]()
+    monkeypatch.setattr(os, "kill", lambda pid, _number: killed.append(pid))
+    with RunFolder(tmp_path).lock(), pytest.raises(UserError, match="is not the node") as another:
+        list(tell_nodes(tmp_path, "pause"))
+    assert "docker exec" in another.value.remedy
+    assert not killed
+
+
+def test_one_node_that_cannot_be_told_keeps_no_other_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine's nodes one was about to leave: those after it were never told, and nothing was said of those
+    before."""
+    monkeypatch.setattr(pausing, "ANSWER_SECONDS", 0.2)
+    told, folders = list[Path](), [tmp_path / name for name in ("a", "b", "c")]
+
+    def send(folder: RunFolder, _pid: int, _word: Word) -> None:
+        if folder.path == folders[1]:
+            raise UserError(ExitCode.FAILURE, "process 7 does not listen for SIGUSR1 (yet)", "wait until it is up")
+        told.append(folder.path)
+
+    monkeypatch.setattr(pausing, "_send", send)
+    with contextlib.ExitStack() as stack:
+        for folder in folders:
+            write(folder, made.started("s0-r0"))
+            stack.enter_context(RunFolder(folder).lock())
+        lines, saying = list[str](), tell_nodes(tmp_path, "pause")
+        with pytest.raises(UserError, match="b: process 7 does not listen"):
+            lines.extend(saying)
+    assert told == [folders[0], folders[2]]
+
+
+def test_a_system_that_does_not_say_who_listens_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has no /proc: the answer was that there is no such file."""
+    write(tmp_path, made.started("s0-r0"))
+    monkeypatch.setattr(pausing, "ABOUT_PROCESSES", tmp_path / "missing")
+    with RunFolder(tmp_path).lock(), pytest.raises(UserError, match="does not say whether process") as unknown:
+        list(tell_nodes(tmp_path, "resume"))
+    assert f"kill -USR2 {os.getpid()}" in unknown.value.remedy
 
 
 async def test_those_that_wait_for_a_rest_or_its_end_hear_of_it() -> None:

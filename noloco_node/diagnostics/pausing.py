@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from noloco_node.diagnostics.status import Events, node_folders
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node.interrupts import WORDS
 from noloco_node.node.pause import Word
+from noloco_node.storage.file_lock import NODE_LOCK
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, EventReader, NodeStopped
 from noloco_node.telemetry.words import one_line
@@ -20,12 +22,13 @@ from noloco_node.telemetry.words import one_line
 ANSWER_SECONDS = 10.0
 """A node has so long to say what it makes of the word; one that trains takes two seconds."""
 LOOK_SECONDS = 0.1
+ABOUT_PROCESSES = Path("/proc")
 SIGNALS = {word: signal.Signals(number) for number, word in WORDS.items()}
 
 
 def tell_nodes(path: Path, word: Word) -> Iterator[str]:
     """Send the word to the node in this folder, or to all nodes with folders in it; a line for what becomes of each.
-    UserError (RUN_FOLDER) if none runs there, (FAILURE) if it cannot be told."""
+    UserError (RUN_FOLDER) if none runs there, (FAILURE) if one cannot be told, after the lines of all others."""
     running = [RunFolder(member) for member in node_folders(path)]
     running = [folder for folder in running if folder.in_use]
     if not running:
@@ -34,10 +37,18 @@ def tell_nodes(path: Path, word: Word) -> Iterator[str]:
             f"no node runs in '{path}': there is nothing to {word}",
             "name the run folder of a running node (runs/node where --run-folder was not given)",
         )
-    asked = [_Asked(folder, word) for folder in running]
+    asked, untold = list[_Asked](), dict[Path, UserError]()
+    for folder in running:
+        try:
+            asked.append(_Asked(folder, word))
+        except UserError as error:
+            untold[folder.path] = error
     until = ambient.monotonic() + ANSWER_SECONDS
     for one in asked:
         yield one_line(f"{one.folder.path}: {one.answer(until)}")
+    if untold:
+        told = "; ".join(f"{path}: {error.message}" for path, error in untold.items())
+        raise UserError(ExitCode.FAILURE, told, next(iter(untold.values())).remedy)
 
 
 class _Asked:
@@ -50,7 +61,7 @@ class _Asked:
         self._doing = None if events.follows(stopped, doing) else doing
         self._reader = EventReader(folder.events)
         list(self._reader.new_events())
-        _send(_pid_of(folder), word)
+        _send(folder, _pid_of(folder), word)
 
     def answer(self, until: float) -> str:
         """What the node makes of it, in one line; what it does then, if it says nothing until that monotonic time."""
@@ -90,11 +101,19 @@ def _pid_of(folder: RunFolder) -> int:
     return pid
 
 
-def _send(pid: int, word: Word) -> None:
-    """Raise UserError (FAILURE) where the process does not listen for it: the signal would end it."""
+def _send(folder: RunFolder, pid: int, word: Word) -> None:
+    """Raise UserError (FAILURE) where the process is not the node, or does not listen: the signal would end it."""
     number = SIGNALS[word]
     remedy = f"wait until it is up; where it runs in a container, tell it there: docker exec NAME noloco-node {word}"
+    if not ABOUT_PROCESSES.is_dir():  # macOS
+        raise UserError(
+            ExitCode.FAILURE,
+            f"this system does not say whether process {pid} listens for {number.name}",
+            f"tell it yourself once it trains (noloco-node status): kill -{number.name.removeprefix('SIG')} {pid}",
+        )
     try:
+        if not _has_open(pid, folder.path / NODE_LOCK):
+            raise UserError(ExitCode.FAILURE, f"process {pid} of this machine is not the node", remedy)
         if not _listens(pid, number):
             raise UserError(ExitCode.FAILURE, f"process {pid} does not listen for {number.name} (yet)", remedy)
         os.kill(pid, number)
@@ -103,8 +122,19 @@ def _send(pid: int, word: Word) -> None:
         raise UserError(ExitCode.FAILURE, f"process {pid} cannot be told to {word}: {why}", remedy) from None
 
 
+def _has_open(pid: int, file: Path) -> bool:
+    """Whether the process has this file open. A node in a container has written down the number that it has there, and
+    outside that is another process."""
+    wanted = file.stat()
+    for link in (ABOUT_PROCESSES / str(pid) / "fd").iterdir():
+        with contextlib.suppress(OSError):  # it was closed just now
+            if os.path.samestat(link.stat(), wanted):
+                return True
+    return False
+
+
 def _listens(pid: int, number: int) -> bool:
     """Whether the process has a handler for this signal, as its system says."""
-    lines = Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines()
+    lines = (ABOUT_PROCESSES / str(pid) / "status").read_text("ascii", "replace").splitlines()
     caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
