@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.diagnostics.pausing import tell_nodes
 from noloco_node.errors import ExitCode, UserError, describe_exit
-from noloco_node.node.interrupts import heeded_signals
+from noloco_node.node.interrupts import WORDS, heeded_signals
+from noloco_node.node.pause import Word
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventReader, NodeStarted
@@ -112,14 +115,16 @@ class DeviceGroup:
         self._processes: dict[str, Process] = {}
         self._up: dict[str, NodeStarted] = {}
         self._ending = False
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
         """Start all, wait until all have ended; returns the exit code of the first that failed, or the last one's. If
         the group founds a swarm (no address to join was given), the first daemon does, and the others join it. The
-        first SIGINT, SIGTERM or SIGHUP is passed on and ends all in order, a second one kills them."""
-        loop, signals = asyncio.get_running_loop(), heeded_signals()
+        first SIGINT, SIGTERM or SIGHUP is passed on and ends all in order, a second one kills them. SIGUSR1 pauses all,
+        and SIGUSR2 lets all go on."""
+        loop, signals = asyncio.get_running_loop(), (*heeded_signals(), *WORDS)
         for number in signals:
-            loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal, number)
         reading, writing = os.pipe()
         try:
             return await self._run_all(reading)
@@ -179,12 +184,24 @@ class DeviceGroup:
             with contextlib.suppress(OSError):  # a full disk ends no training
                 atomic.write_json(self._folder / TARGETS, targets)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, heard: int) -> None:
+        if (word := WORDS.get(heard)) is not None:
+            telling = asyncio.create_task(ambient.elsewhere(self._tell, word))
+            self._telling.add(telling)
+            telling.add_done_callback(self._telling.discard)
+            return
         number = signal.SIGKILL if self._ending else signal.SIGTERM
         self._ending = True
         for process in self._processes.values():
             if process.returncode is None:
                 process.send_signal(number)
+
+    def _tell(self, word: Word) -> None:
+        try:
+            for line in tell_nodes(self._folder, word):
+                self._say(line)
+        except UserError as error:
+            self._say(f"{error.message}; {error.remedy}")
 
 
 def run_devices(arguments: Sequence[str], devices: str, settings: NodeSettings, say: Say) -> int:

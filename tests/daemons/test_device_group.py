@@ -72,13 +72,16 @@ async def test_prometheus_finds_the_daemons_of_a_group_as_they_come_up(tmp_path:
         event = made.started("s0-r0").model_copy(update={"metrics_address": address})
         (words / name).write_text(event.model_dump_json() + "\n", encoding="utf-8")
     members = members_of(["cpu"] * 3, NodeSettings(run_folder=folder))
-    group = DeviceGroup([sys.executable, "-S", "-c", DAEMON, str(words)], members, folder, founds=True, say=print)
+    said = list[str]()
+    group = DeviceGroup([sys.executable, "-S", "-c", DAEMON, str(words)], members, folder, founds=True, say=said.append)
     running = asyncio.create_task(group.run())
 
     def all_there() -> bool:
         return (folder / TARGETS).exists() and len(json.loads((folder / TARGETS).read_text())) == 2
 
     await eventually(all_there, within=60, what="both have a target")
+    os.kill(os.getpid(), signal.SIGUSR1)  # it ended the group, and its daemons with it
+    await eventually(lambda: any("there is nothing to pause" in line for line in said), 30, "it is passed on")
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == ExitCode.NODE_DIED, "this daemon knows no drain"
     assert json.loads((folder / TARGETS).read_text()) == [
