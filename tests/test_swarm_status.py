@@ -54,6 +54,14 @@ def test_nodes_of_several_runs_stand_below_their_own(tmp_path: Path) -> None:
     assert first == ["made-up", "a", "d", "another", "c", "none", "b"]
 
 
+def test_what_stayed_on_this_machine_is_told_apart_from_what_the_line_carried(tmp_path: Path) -> None:
+    """A volunteer with two nodes at home read all of it as sent over the line."""
+    write(tmp_path, made.started("s0-r0"), made.account())
+    assert not any("this machine" in line for line in status_lines(tmp_path, now=1121.0))
+    write(tmp_path, made.account(bytes_nearby=5_000_000))
+    assert "  off the line      5.0 MB of both stayed on this machine" in status_lines(tmp_path, now=1121.0)
+
+
 def test_a_folder_without_nodes_is_still_refused(tmp_path: Path) -> None:
     """Whatever else lies there."""
     (tmp_path / "nodes" / "s0-r0").mkdir(parents=True)

@@ -78,6 +78,14 @@ def test_what_is_not_known_yet_is_a_dash_and_a_small_screen_holds_it() -> None:
     assert len(drawn(follower, height=20).splitlines()) < 26
 
 
+def test_what_stayed_on_this_machine_is_told_apart() -> None:
+    """It is part of what was sent and received, and crossed no line."""
+    given = {"bytes_sent": {"state": 9_000_000}, "bytes_nearby": 7_000_000}
+    text = drawn(Follower(told, "here", told(contribution=given)))
+    assert "of both, on this machine" in text
+    assert "7.0 MB" in text
+
+
 def test_a_node_that_falls_silent_is_shown_as_it_was() -> None:
     """With since when; one that nobody has ever heard of is an error with a remedy."""
     answers = iter([told(), NoState("connection refused")])

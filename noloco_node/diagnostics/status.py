@@ -309,6 +309,8 @@ def _costs(folder: RunFolder, events: Events, started: NodeStarted | None) -> It
         yield f"costs               in {as_long(seconds)}, since it was last started"
         yield f"  sent              {_traffic(account.bytes_sent, seconds)}"
         yield f"  received          {_traffic(account.bytes_received, seconds)}"
+        if account.bytes_nearby:
+            yield f"  off the line      {as_bytes(account.bytes_nearby)} of both stayed on this machine"
         yield f"  device            at work for {min(1.0, account.busy_seconds / seconds):.0%} of the time"
     elif started is not None:
         yield "costs               not written down yet: the node says every few seconds what it has sent"

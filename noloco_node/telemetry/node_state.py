@@ -152,6 +152,8 @@ class Given(_Said):
     bytes_sent: dict[str, int] = {}
     """By kind."""
     bytes_received: dict[str, int] = {}
+    bytes_nearby: int = 0
+    """Of both, what stayed on this machine."""
 
 
 class NodeState(_Said):

@@ -282,6 +282,7 @@ function tablesOfNode(s) {
     ["tokens trained", whole(done.tokens)], ["microbatches drawn", whole(done.drawn)], ["trained to their end", whole(done.trained)],
     ["served for others", whole(done.served)], ["device at work", lasting(done.busy_seconds)], ["up for", lasting(s.uptime_seconds)],
     ["sent", hourly(sum(done.bytes_sent))], ...kinds(done.bytes_sent), ["received", hourly(sum(done.bytes_received))], ...kinds(done.bytes_received),
+    ...(done.bytes_nearby ? [["of both, on this machine", hourly(done.bytes_nearby)]] : []),
   ] : []);
   rows("exchanges", s.exchanges.slice().reverse().map(step => [
     `${clock(step.time)} · ${step.kind.replace("_", " ")}${step.partner ? " with " + short(step.partner) : ""}`, `${known(step.seconds) ? step.seconds.toFixed(step.seconds < 10 ? 2 : 0) : "–"} s`,

@@ -228,6 +228,8 @@ def _traffic(state: NodeState) -> Figures:
     yield "sent", of(sum(sent.values())), "received", of(sum(received.values()))
     for kind in sorted(kind for kind in {*sent, *received} if sent.get(kind, 0) or received.get(kind, 0)):
         yield f"  {printable(kind)}", of(sent.get(kind, 0)), f"  {printable(kind)}", of(received.get(kind, 0))
+    if nearby := state.contribution.bytes_nearby:
+        yield "of both, on this machine", of(nearby), "", ""
 
 
 def outer_steps(counts: Mapping[str, int]) -> str:
