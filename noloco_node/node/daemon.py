@@ -114,7 +114,8 @@ async def _run(
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
-            stopped = stopped_event("interrupted", "before the work under way was finished", started)
+            when = "while it was paused" if interrupts.at_rest else "before the work under way was finished"
+            stopped = stopped_event("interrupted", when, started)
         except UserError as error:
             last_word(stopped_event("failed", error.message, started))
             raise

@@ -43,6 +43,8 @@ class Interrupts:
         self.asked = False
         """A signal has come."""
         self.cancelled_by_signal = False
+        self.at_rest = False
+        """The node is paused, or was as it was cancelled: nothing is under way."""
         self.told: Callable[[], None] = lambda: None
         """Called when a signal has come."""
         self.word: Callable[[Word], None] = _nothing_to_pause

@@ -139,7 +139,7 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
     async with _enter(departure, telemetry, interrupts) as place:
         stage = await _choose(place, departure.show)
         while True:
-            await _rest(place, stage)
+            await _rest(place, stage, interrupts)
             try:
                 async with _obtain(place, stage, interrupts) as stay:
                     in_vain, stopped = stay is None, None
@@ -201,7 +201,7 @@ def _look_back(place: _Place) -> None:
     signed.kept_in(place.folder, spec, saved and saved.standing.progress.clock)
 
 
-async def _rest(place: _Place, stage: int) -> None:
+async def _rest(place: _Place, stage: int, interrupts: Interrupts) -> None:
     """While this node is to rest: be seen as paused at the stage, and do nothing. Afterwards it begins as a node that
     is started again does: from its checkpoint, or from a stage peer's state where it has fallen behind."""
     net, pause, ended_a_stay = place.net, place.pause, place.paused
@@ -210,8 +210,10 @@ async def _rest(place: _Place, stage: int) -> None:
         await ambient.elsewhere(free_cached_memory, net.settings.device)
         if not ended_a_stay:  # else its replica has said so
             place.emit(_paused_event(pause.why()))
+        interrupts.at_rest = True
         async with place.stays.resting(stage):
             await net.beside(pause.ends(), pause.keep(), net.invitation.raised_at_its_end())
+        interrupts.at_rest = False
     if place.kept:
         place.kept = False
         place.saved = await ambient.elsewhere(place.checkpoints.newest, net.spec.run_id, stage)

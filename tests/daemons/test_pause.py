@@ -19,6 +19,7 @@ from noloco_node.telemetry.events import (
     Doing,
     InnerStep,
     NodeStarted,
+    NodeStopped,
     OuterStep,
     StateDownload,
 )
@@ -86,6 +87,7 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
     assert ledger["drawn"] == ledger["trained"] + ledger["dropped"] + len(saved.standing.held)
     account = of(Account, events)[-1]
     assert (ledger["drawn"], ledger["trained"]) == (account.drawn, account.trained)
+    assert of(NodeStopped, events)[-1].detail == "while it was paused", "nothing was under way"
     code, printed = await say("pause", folder)
     assert (code, "no node runs" in printed) == (ExitCode.RUN_FOLDER, True), printed
 
