@@ -33,7 +33,7 @@ from noloco_node.transport.frames import (
 )
 from noloco_node.transport.interface import DIRECTORY, RELAYED
 from noloco_node.transport.messages import Message
-from noloco_node.transport.pacing import UNBOUNDED, Line, at_once
+from noloco_node.transport.pacing import UNBOUNDED, Line, Turn, at_once
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
 from noloco_node.transport.same_machine import SameMachine
 from noloco_node.transport.streams import FramedStream, StreamEnded, StreamStalled
@@ -150,11 +150,15 @@ class Libp2pTransport(CommonTransport):
         check_sendable(request.tensors)
         payload = encode_envelope(method, request.header, request.specs, asks_first=request.asks_first)
         deadline = asyncio.get_running_loop().time() + timeout
-        sending = _Sending(method, payload, request, progress, max_answer_bytes)
+        turn = self._line.turn(waits=request.asks_first)
+        sending = _Sending(method, payload, request, progress, max_answer_bytes, turn)
         try:
+            await _come(turn, deadline, f"{method} of {peer}")
             return await self._try(peer, sending, deadline, fresh=False)
         except _RequestNotSent:
             return await self._try(peer, sending, deadline, fresh=True)
+        finally:
+            turn.over()
 
     async def _try(self, peer: PeerId, sending: _Sending, deadline: float, *, fresh: bool) -> Message:
         open_until = min(deadline, asyncio.get_running_loop().time() + sending.progress)
@@ -261,7 +265,7 @@ class Libp2pTransport(CommonTransport):
         sent = stream.bytes_sent
         envelope = decode_envelope(await stream.read_payload(prefix, progress))
         stream.at_once = at_once(envelope.method)
-        body_read = False
+        body_read, turn = False, self._line.turn(waits=envelope.asks_first)
         try:
             with self._desk.admitted(peer, envelope) as place:
                 if envelope.asks_first:
@@ -270,7 +274,7 @@ class Libp2pTransport(CommonTransport):
                 request = Message(envelope.header, await stream.read_body(envelope.specs, progress, at_most))
                 body_read = True
                 self._answering.add(stream)
-                answering = self._desk.answer(peer, envelope.method, request, place)
+                answering = _then_come(self._desk.answer(peer, envelope.method, request, place), turn)
                 payload, answer = await _while_open(stream, answering, progress)
                 await self._write_answer(stream, payload, answer)
             return True
@@ -281,6 +285,7 @@ class Libp2pTransport(CommonTransport):
             await stream.write_refusal(encode_refusal(refused), progress)
             return body_read or envelope.asks_first or await self._drain(stream, envelope)
         finally:
+            turn.over()
             self._answering.discard(stream)
             self._count(self._desk.traffic_name(envelope.method), stream, sent, received)
 
@@ -314,14 +319,33 @@ class Libp2pTransport(CommonTransport):
 class _Sending:
     """A request as it goes out."""
 
-    __slots__ = ("max_answer_bytes", "method", "payload", "progress", "request")
+    __slots__ = ("max_answer_bytes", "method", "payload", "progress", "request", "turn")
 
-    def __init__(self, method: str, payload: bytes, request: Message, progress: float, max_answer_bytes: int) -> None:
+    def __init__(
+        self, method: str, payload: bytes, request: Message, progress: float, max_answer_bytes: int, turn: Turn
+    ) -> None:
         self.method = method
         self.payload = payload
         self.request = request
         self.progress = progress
         self.max_answer_bytes = max_answer_bytes
+        self.turn = turn
+
+
+async def _come(turn: Turn, deadline: float, what: str) -> None:
+    """Wait for the turn of a request. DeadlinePassed."""
+    try:
+        async with asyncio.timeout_at(deadline):
+            await turn.come()
+    except TimeoutError:
+        raise DeadlinePassed(f"{what}: others were on the line all the time") from None
+
+
+async def _then_come(answering: Coroutine[Any, Any, T], turn: Turn) -> T:
+    """The answer, once it may go."""
+    answer = await answering
+    await turn.come()
+    return answer
 
 
 async def _exchange(lease: Lease, sending: _Sending) -> Message:
@@ -359,6 +383,7 @@ async def _exchange_at_length(lease: Lease, payload: bytes, sending: _Sending) -
     """Exchange a request that takes a while: the stream is read while it is written, since a refusal may come early."""
     stream, progress = lease.stream, sending.progress
     writing = asyncio.create_task(stream.write_message(payload, sending.request.tensors, progress))
+    writing.add_done_callback(lambda _: sending.turn.over())
     try:
         prefix = await _answer_begins(partial(_next_prefix, stream, writing, progress), stream, sending)
         if prefix.kind is not FrameKind.REFUSE:

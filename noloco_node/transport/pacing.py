@@ -2,6 +2,9 @@
 
 A token bucket for each direction, which all streams of the node share. What keeps the swarm together and is small never
 waits: it is charged, and what comes next waits longer. All else goes piece by piece, in the order in which it asked.
+
+Microbatches that take long to cross go two at a time. Equal ones that share a line evenly all end together: until then
+nobody has any work of them, and after that the way out stands idle until their answers are back.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ CREDIT_SECONDS = 0.25
 PACKET_BYTES = 100
 """What a message costs on the line that carries next to nothing."""
 BITS = 8.0
+BODIES_AT_ONCE = 2
+"""So many bodies that asked first go out at once: while one waits for a round trip, the other has the line."""
+TURN_SECONDS = 10.0
+"""After so many seconds the next one goes, too: who reads slowly holds up nobody's line."""
 
 
 class LineRate:
@@ -38,6 +45,8 @@ class LineRate:
         self._now = now
         self._free_at = now()
         self._turn = asyncio.Lock()
+        self.bodies = asyncio.Semaphore(BODIES_AT_ONCE)
+        """Places for those that go now."""
 
     @property
     def slice_bytes(self) -> int:
@@ -58,12 +67,38 @@ class LineRate:
             self.charge(count)
 
 
+class Turn:
+    """The place of one large body among those that a line carries now. It has one between `come` and `over`."""
+
+    def __init__(self, bodies: asyncio.Semaphore | None) -> None:
+        """None for a body that need not wait."""
+        self._bodies = bodies
+        self._lapse: asyncio.TimerHandle | None = None
+
+    async def come(self) -> None:
+        """Wait for a place. Cancelling leaves none taken."""
+        if self._bodies is not None:
+            await self._bodies.acquire()
+            self._lapse = asyncio.get_running_loop().call_later(TURN_SECONDS, self.over)
+
+    def over(self) -> None:
+        """The body has gone, or will not go. Harmless without a place."""
+        if self._bodies is not None and self._lapse is not None:
+            self._lapse.cancel()
+            self._lapse = None
+            self._bodies.release()
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """Both directions; None where there is no bound. Sizes are those of messages, without what the wire adds."""
 
     up: LineRate | None = None
     down: LineRate | None = None
+
+    def turn(self, *, waits: bool) -> Turn:
+        """The turn of a message; one that does not wait needs none, nor does any where the uplink has no bound."""
+        return Turn(self.up.bodies if waits and self.up is not None else None)
 
     async def send(self, count: int) -> None:
         """Wait until so many bytes may be sent."""

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from typing import Literal
 
 import pytest
+import torch
 
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Supply, choose_stage
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.line_needs import LineNeed, check_line, check_uplink, line_needs
 from noloco_node.sizing.preflight import plan
-from noloco_node.transport.pacing import ANSWER_SHARE, SMALL_BYTES, WIRE_SHARE, Line, LineRate, at_once, line_of
+from noloco_node.transport.libp2p import Libp2pTransport
+from noloco_node.transport.messages import JsonObject, Message, TensorSpec
+from noloco_node.transport.pacing import (
+    ANSWER_SHARE,
+    BODIES_AT_ONCE,
+    SMALL_BYTES,
+    TURN_SECONDS,
+    WIRE_SHARE,
+    Line,
+    LineRate,
+    at_once,
+    line_of,
+)
+from noloco_node.transport.pool import Ends, StreamHandler
+from tests.swarm.worlds import NoHost
 from tests.worlds import micro_spec
 
 PIECE = 10_000
@@ -94,6 +111,93 @@ def test_only_what_holds_the_swarm_together_goes_first() -> None:
         0,
     ]
     assert line_of(None, None) == Line()
+
+
+def test_two_bodies_go_at_a_time_and_one_that_nobody_reads_holds_the_line_for_a_while_only() -> None:
+    """Bodies that take three seconds each leave two by two; one that never ends lets the next go after its time."""
+
+    async def leave(seconds: list[float]) -> list[float]:
+        loop = asyncio.get_running_loop()
+        line, begun = Line(up=LineRate(1e5, loop.time)), list[float]()
+
+        async def body(takes: float) -> None:
+            turn = line.turn(waits=True)
+            await turn.come()
+            begun.append(loop.time())
+            await asyncio.sleep(takes)
+            turn.over()
+            turn.over()
+
+        await asyncio.gather(*map(body, seconds))
+        return begun
+
+    assert in_virtual_time(lambda: leave([3.0] * 5)) == pytest.approx([0.0, 0.0, 3.0, 3.0, 6.0])
+    late = in_virtual_time(lambda: leave([1000.0, 1000.0, 1.0, 1.0]))
+    assert late == pytest.approx([0.0, 0.0, TURN_SECONDS, TURN_SECONDS])
+
+
+class Wires(NoHost):
+    """Streams between transports of one process."""
+
+    def __init__(self, own_id: PeerId, hosts: dict[PeerId, Wires]) -> None:
+        super().__init__(own_id)
+        hosts[own_id] = self
+        self._hosts = hosts
+        self._handler: StreamHandler | None = None
+        self.served: list[asyncio.Task[None]] = []
+
+    async def serve_streams(self, protocol: str, handler: StreamHandler) -> None:
+        """See `StreamHost.serve_streams`."""
+        self._handler = handler
+
+    async def open_stream(self, peer: PeerId, protocol: str) -> Ends:
+        """See `StreamHost.open_stream`."""
+        handler = self._hosts[peer]._handler
+        assert handler is not None
+        near, far = [await asyncio.open_unix_connection(sock=end) for end in socket.socketpair()]
+
+        async def serve() -> None:
+            await handler(self.own_id, *far)
+
+        self.served.append(asyncio.create_task(serve()))
+        return near
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+async def test_microbatches_that_ask_first_cross_a_bounded_line_one_after_another(asks_first: bool) -> None:
+    """Only those whose turn it is have a place at their peer: the others ask later. The answers' line is alike."""
+    hosts, course = dict[PeerId, Wires](), list[str]()
+    one, two = (Wires(PeerId(f"{name}-on-a-wire"), hosts) for name in ("caller", "server"))
+    caller = Libp2pTransport(one, line=line_of(80.0, None))
+    server = Libp2pTransport(two, line=line_of(80.0, None))
+    body = torch.zeros(1 << 18)
+
+    def admit(peer: PeerId, header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:
+        del peer, header, specs
+        course.append("asked")
+
+    async def handle(peer: PeerId, message: Message) -> Message:
+        del peer
+        course.append("whole")
+        return Message({}, message.tensors)
+
+    server.serve("large", admit, handle, max_concurrent_per_peer=8)
+    await server.start()
+    try:
+        request = Message({}, (body,), asks_first=asks_first)
+        calls = [
+            caller.call(two.own_id, "large", request, timeout=30.0, progress=10.0, max_answer_bytes=body.nbytes)
+            for _ in range(5)
+        ]
+        for answer in await asyncio.gather(*calls):
+            assert torch.equal(answer.tensors[0], body)
+    finally:
+        await caller.close()
+        await server.close()
+        await asyncio.gather(*one.served)
+    assert course.count("whole") == 5
+    asked_before_one_was_whole = course.index("whole")
+    assert asked_before_one_was_whole <= BODIES_AT_ONCE + 1 if asks_first else asked_before_one_was_whole == 5
 
 
 def test_a_bound_below_what_a_microbatch_needs_is_refused_with_the_arithmetic() -> None:

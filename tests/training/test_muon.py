@@ -96,6 +96,19 @@ def test_the_singular_values_of_a_step_lie_near_one() -> None:
     assert float(values.max()) < 1.3
 
 
+@pytest.mark.parametrize("spread", [0.0, 3.0, 7.0])
+@pytest.mark.parametrize("shape", [(16, 24), (16, 32), (16, 100)])
+def test_wide_matrices_come_out_as_others_do(shape: tuple[int, int], spread: float) -> None:
+    """Also where the singular values lie so many powers of ten apart, whose squares 32 bits do not hold together."""
+    short, long = shape
+    left, _ = torch.linalg.qr(torch.randn(2, short, short, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(2, long, short, dtype=torch.float64))
+    matrices = left @ torch.diag(torch.logspace(0, -spread, short, dtype=torch.float64)) @ right.mT
+    found = Workspace(2 * short * long, 2 * short**2, torch.device("cpu")).orthogonal(list(matrices.float()))
+    for own, matrix in zip(found, matrices, strict=True):
+        torch.testing.assert_close(own.double(), orthogonal(matrix), rtol=0.0, atol=2e-5)
+
+
 def test_one_moment_of_the_matrices_is_kept() -> None:
     """Four bytes a weight less in memory, on the wire and on disk, and the state goes on where it was taken."""
     spec = micro_spec(stages=1, inner={"optimizer": "muon", "embedding_rate": 2.0})
