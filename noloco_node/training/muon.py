@@ -64,10 +64,9 @@ class Matrices:
         return ITERATIONS * self.count * (4.0 * self.short**2 * self.long + 2.0 * self.short**3)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each matrix [short, long] as a view into the flat vector."""
+        """Each matrix [rows, columns] as a view into the flat vector."""
         size = self.rows * self.columns
-        parts = flat[self.offset : self.offset + self.count * size].view(self.count, self.rows, self.columns)
-        return [matrix if self.rows <= self.columns else matrix.mT for matrix in parts]
+        return list(flat[self.offset : self.offset + self.count * size].view(self.count, self.rows, self.columns))
 
 
 class Workspace:
@@ -85,31 +84,42 @@ class Workspace:
         return sum(room.nbytes for room in (*self._matrices, *self._grams))
 
     def orthogonal(self, matrices: Sequence[Tensor]) -> Tensor:
-        """The orthogonalised matrices [count, short, long], in this workspace until the next call. All have one shape,
-        [short, long]. Zeros stay zeros."""
-        count, (short, long) = len(matrices), matrices[0].shape
-        current, spare = (room[: count * short * long].view(count, short, long) for room in self._matrices)
+        """The orthogonalised matrices [count, rows, columns], in this workspace until the next call. All have one
+        shape, [rows, columns]. Zeros stay zeros."""
+        count, shape = len(matrices), matrices[0].shape
+        short, long = sorted(shape)
+        current, spare = (room[: count * short * long].view(count, *shape) for room in self._matrices)
         gram, polynomial = (room[: count * short * short].view(count, short, short) for room in self._grams)
         for row, matrix in zip(current, matrices, strict=True):
             row.copy_(matrix)
         norms = cast(Tensor, torch.linalg.vector_norm(current, dim=(1, 2), keepdim=True))  # pyright: ignore
         current.div_(norms.clamp_(min=SMALLEST_NORM))
+        if tall := shape[0] > shape[1]:  # a product takes a matrix either way, and a copy of one takes long
+            current, spare = current.mT, spare.mT
         if current.dtype is torch.float32 and long >= WIDE * short:
-            return _by_products(current, spare, gram, polynomial)
-        a, b, c = COEFFICIENTS
-        for _ in range(ITERATIONS):
-            torch.bmm(current, current.mT, out=gram)
-            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-            torch.baddbmm(current, polynomial, current, beta=a, out=spare)
-            current, spare = spare, current
-        return current
+            current = _by_products(current, spare, gram, polynomial)
+        else:
+            current = _by_themselves(current, spare, gram, polynomial)
+        return current.mT if tall else current
+
+
+def _by_themselves(current: Tensor, spare: Tensor, gram: Tensor, polynomial: Tensor) -> Tensor:
+    """Matrices [count, short, long], orthogonalised in one of the first two rooms."""
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        torch.bmm(current, current.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(current, polynomial, current, beta=a, out=spare)
+        current, spare = spare, current
+    return current
 
 
 def _by_products(matrices: Tensor, spare: Tensor, gram: Tensor, factor: Tensor) -> Tensor:
     """The same in `spare`, for wide matrices: their products with themselves are iterated, and so is the product of all
     factors. Each iteration multiplies the matrices by its factor; all factors and products commute."""
     count, short, _ = gram.shape
-    rooms = spare.view(-1)[: WIDE * count * short * short].view(WIDE, count, short, short)
+    inner = spare if spare.is_contiguous() else spare.mT
+    rooms = inner.view(-1)[: WIDE * count * short * short].view(WIDE, count, short, short)
     product, room = rooms[0], rooms[1]
     a, b, c = COEFFICIENTS
     torch.bmm(matrices, matrices.mT, out=gram)
@@ -141,7 +151,7 @@ class Muon:
         self._master, self._gradient, self._momentum = master, gradient, momentum
         kinds: defaultdict[tuple[int, int], list[Matrices]] = defaultdict(list)
         for matrices in map(Matrices.of, entries):
-            kinds[matrices.short, matrices.long].append(matrices)
+            kinds[matrices.rows, matrices.columns].append(matrices)
         self._batches = [batch for alike in kinds.values() for batch in _batches(alike, master, gradient)]
         self._workspace = Workspace(*workspace_numbers([*map(Matrices.of, entries)]), master.device)
 
@@ -168,24 +178,24 @@ def workspace_numbers(matrices: Sequence[Matrices]) -> tuple[int, int]:
     """Numbers of the largest batch of matrices, and of its products with itself. Zeros without any matrix."""
     shapes: defaultdict[tuple[int, int], int] = defaultdict(int)
     for each in matrices:
-        shapes[each.short, each.long] += each.count
+        shapes[each.rows, each.columns] += each.count
     counts = {shape: min(count, _at_once(*shape)) for shape, count in shapes.items()}
-    numbers = [count * short * long for (short, long), count in counts.items()]
-    grams = [count * short * short for (short, _), count in counts.items()]
+    numbers = [count * math.prod(shape) for shape, count in counts.items()]
+    grams = [count * min(shape) ** 2 for shape, count in counts.items()]
     return max(numbers, default=0), max(grams, default=0)
 
 
-def _at_once(short: int, long: int) -> int:
-    return max(1, AT_ONCE // (short * long))
+def _at_once(rows: int, columns: int) -> int:
+    return max(1, AT_ONCE // (rows * columns))
 
 
 def _batches(
     alike: Sequence[Matrices], master: Tensor, gradient: Tensor
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Weights and gradients of matrices of one shape, [short, long] each."""
+    """Weights and gradients of matrices of one shape, [rows, columns] each."""
     weights = [view for matrices in alike for view in matrices.views(master)]
     gradients = [view for matrices in alike for view in matrices.views(gradient)]
-    most = _at_once(alike[0].short, alike[0].long)
+    most = _at_once(alike[0].rows, alike[0].columns)
     for begin in range(0, len(weights), most):
         yield weights[begin : begin + most], gradients[begin : begin + most]
 
