@@ -11,6 +11,6 @@ COUNTS = ' data-md-component="source"'
 
 
 def on_post_page(output: str, page: Any, **_: object) -> str:
-    """The page with the copy in docs/assets in its place, wherever in the site the page is. It asks for no counts."""
-    own = output.replace(SHIM, "../" * page.url.count("/") + "assets/iframe-worker.js")
+    """The page with our own stand-in from docs/assets, wherever in the site the page is. It asks for no counts."""
+    own = output.replace(SHIM, "../" * page.url.count("/") + "assets/frame-worker.js")
     return own.replace(COUNTS, "")

@@ -156,6 +156,6 @@ def test_a_page_of_the_site_loads_its_search_from_beside_it() -> None:
     had every reader's browser ask GitHub for the repository's stars."""
     page = SimpleNamespace(url="results/first/table.html")
     made = on_post_page(f'<a{COUNTS} href="x"></a><script src="{SHIM}"></script>', page, config=None)
-    assert made == '<a href="x"></a><script src="../../assets/iframe-worker.js"></script>'
-    assert (DOCS / "assets/iframe-worker.js").stat().st_size > 1000
+    assert made == '<a href="x"></a><script src="../../assets/frame-worker.js"></script>'
+    assert (DOCS / "assets/frame-worker.js").stat().st_size > 1000
     assert "deploy/site_hooks.py" in yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["hooks"]
