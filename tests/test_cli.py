@@ -132,6 +132,28 @@ def test_validate_says_what_a_run_comes_to(capsys: pytest.CaptureFixture[str]) -
         assert words in output
 
 
+LACKS = ["--set", "run.data.source=text", "--set", "run.data.path=gone-*.txt"]
+PARTS = ["--set", "run.data.mixture=[{source: stdlib}, {source: text, path: gone-*.txt}]"]
+
+
+@pytest.mark.parametrize("text", [LACKS, PARTS])
+def test_a_card_is_judged_without_the_runs_text(
+    text: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages have a volunteer ask before he has it, and the command ended in an error. A text with another fault, or
+    none where no card is named, is one still."""
+    monkeypatch.chdir(tmp_path)
+    asked = ["config", "validate", str(MICRO), *text]
+    assert cli.main([*asked, "--device", "RTX 4060", "--uplink", "20Mbit"]) == ExitCode.OK
+    told = capsys.readouterr().out
+    assert "device works" in told
+    assert re.search(r"text +not looked at: .*'gone-\*\.txt', which does not exist\n", told)
+    assert cli.main(asked) == ExitCode.DATA
+    (tmp_path / "gone-1.txt").write_text("short")
+    if text is LACKS:
+        assert cli.main([*asked, "--device", "RTX 4060"]) == ExitCode.DATA
+
+
 def test_guard_copies_of_one_stage_are_said_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody serves another stage that could keep them."""
     arguments = ["config", "validate", str(MICRO), "--set", "run.guard_copies=1", "--set"]

@@ -19,7 +19,6 @@ from noloco_node.cli.node_options import (
     seed_settings,
 )
 from noloco_node.cli.printing import (
-    print_fingerprint,
     print_finished,
     print_lab_plan,
     print_plan,
@@ -27,6 +26,7 @@ from noloco_node.cli.printing import (
     print_run,
     print_seed,
     print_sized_plan,
+    print_text,
     start_json_log,
     teller,
 )
@@ -246,7 +246,7 @@ def validate(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set, os.environ)
     say_loading()
     print_sized_plan(config, options.device, options.uplink, options.round_trip)
-    print_fingerprint(config.run)
+    print_text(config, may_lack=options.device is not None)  # who asks for a card has not got the text yet
     if "lab" in config.model_fields_set:
         print_lab_plan(config)
     print(f"{options.config} is valid")

@@ -34,8 +34,8 @@ def print_plan(config: Config) -> None:
 
 
 def print_sized_plan(config: Config, device: str | None, uplink: str | None, round_trip: str) -> None:
-    """`print_plan` with memory by part and, where a device is named, how much it would work. UserError also (USAGE) as
-    `device_by_name` and the quantities raise it."""
+    """The plan with memory by part and, where a device is named, how much it would work. UserError as `plan` raises it,
+    and (USAGE) as `device_by_name` and the quantities do."""
     from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
 
     bound = config.node.uplink_mbit
@@ -59,7 +59,19 @@ def print_sized_plan(config: Config, device: str | None, uplink: str | None, rou
         lines += expectation_lines(config, named, link, found, needs)
     print("\n".join(lines))
     sys.stdout.flush()
+
+
+def print_text(config: Config, *, may_lack: bool) -> None:
+    """What is to be said of the text and its tokenizer, with their fingerprints. UserError as `check_text` and
+    `print_fingerprint` raise it. If it `may_lack` here, it is only said that it does."""
+    from noloco_node.data.sources import lacking_text
+
+    lacking = lacking_text(config.run.data) if may_lack else None
+    if lacking is not None:
+        print(f"  text              not looked at: {lacking}", flush=True)
+        return
     _check_text(config)
+    print_fingerprint(config.run)
 
 
 def _print_numbers(config: Config) -> None:

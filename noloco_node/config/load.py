@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -326,8 +327,9 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     try:
         value: object = parse_yaml(text)
     except yaml.YAMLError:
+        quoted = shlex.quote(f"{name.strip()}={json.dumps(text, ensure_ascii=False)}")
         raise UserError(
-            ExitCode.USAGE, f"--set {override}: the value is not valid YAML", "quote it: --set 'name=\"value\"'"
+            ExitCode.USAGE, f"--set {override}: the value is not valid YAML", f"quote it: --set {quoted}"
         ) from None
     group = raw
     for part in parts[:-1]:

@@ -140,7 +140,7 @@ def with_column(
     if count and not found:
         raise no_column(field, place(lacking[0][0]), list(lacking[0][1]))
     if count:
-        logger.warning("%s: %d rows without the column '%s' are passed over", where, count, field)
+        logger.warning("%s: rows without the column '%s' are passed over: %d", where, field, count)
 
 
 def _whole_numbers(value: object) -> Tokens | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from noloco_node.data.documents import data_error
 from noloco_node.data.folders import Listed, glob_files, keys_of, rows_of_datasets, walk_files
 from noloco_node.data.formats import READABLE, Format, Look, Packing, ReadMeter, look
-from noloco_node.errors import UserError
+from noloco_node.errors import ExitCode, UserError
 
 _ABOUT = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 """`datasets` writes these files beside the rows."""
@@ -81,12 +81,14 @@ def find_files(path: str, split: str, encoding: str | None = None) -> Found:
         return _of_folder(place, split, encoding)
     if glob.has_magic(path):
         return _of_glob(path, split, encoding)
-    raise absent(path)
+    raise Absent(path)
 
 
-def absent(path: str, remedy: str = "name an existing file or folder, or a glob of files") -> UserError:
+class Absent(UserError):
     """There is nothing of that name."""
-    return data_error(f"run.data.path is '{path}', which does not exist", remedy)
+
+    def __init__(self, path: str, remedy: str = "name an existing file or folder, or a glob of files") -> None:
+        super().__init__(ExitCode.DATA, f"run.data.path is '{path}', which does not exist", remedy)
 
 
 def _of_folder(folder: Path, split: str, encoding: str | None) -> Found:
@@ -116,7 +118,7 @@ def _of_glob(pattern: str, split: str, encoding: str | None) -> Found:
     looks = [look(path, encoding) for path in own]
     if not looks:
         hint = "; in a glob `[` begins a set of characters, and `[[]` stands for itself" if "[" in pattern else ""
-        raise absent(pattern, f"name files that are there; quote a glob so that the shell leaves it alone{hint}")
+        raise Absent(pattern, f"name files that are there; quote a glob so that the shell leaves it alone{hint}")
     for seen in looks:
         if seen.format is None:
             raise seen.error

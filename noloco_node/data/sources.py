@@ -18,7 +18,8 @@ from noloco_node.data.formats import Format, ReadMeter
 from noloco_node.data.hub import check_not_here, hub_documents
 from noloco_node.data.loaders import first_look, load
 from noloco_node.data.mixture import naming_part
-from noloco_node.data.places import Found, find_files
+from noloco_node.data.places import Absent, Found, find_files
+from noloco_node.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +109,16 @@ def check_source(spec: DataSpec) -> None:
     for number, part in enumerate(spec.parts):
         with naming_part(spec, number):
             _check_one(part)
+
+
+def lacking_text(spec: DataSpec) -> str | None:
+    """What is to be said of a text that is not on this machine. None where it is, or has another fault."""
+    try:
+        if spec.prepared is None:
+            check_source(spec)
+    except UserError as error:
+        return error.message if isinstance(error.__cause__ or error, Absent) else None
+    return None
 
 
 def _check_one(spec: DataSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -207,6 +208,15 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_an_override_that_is_none_is_a_usage_error(tmp_path: Path, override: str) -> None:
     """`--set` takes name=value."""
     assert refusal(tmp_path, GOOD, override).exit_code is ExitCode.USAGE
+
+
+@pytest.mark.parametrize("value", ["[2024] books", "it's {a} b: c: d", '@home, "no"'])
+def test_a_value_that_is_no_yaml_is_shown_quoted_as_a_shell_takes_it(value: str, tmp_path: Path) -> None:
+    """A folder's name may begin with a bracket."""
+    remedy = refusal(tmp_path, GOOD, f"run.data.path={value}").remedy
+    words = shlex.split(remedy.removeprefix("quote it: "))
+    assert words[0] == "--set"
+    assert load(tmp_path, GOOD, "run.data.source=text", words[1]).run.data.path == value
 
 
 def test_the_last_override_wins(tmp_path: Path) -> None:

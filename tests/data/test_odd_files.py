@@ -87,7 +87,7 @@ def test_a_row_without_the_column_costs_that_row_alone(
         (tmp_path / name).write_text(content)
         caplog.clear()
         assert texts(text_spec(tmp_path / name)) == TEXTS
-        assert f"'{name}': 3 rows without the column 'text' are passed over" in caplog.text
+        assert f"'{name}': rows without the column 'text' are passed over: 3" in caplog.text
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
     streamed = datasets.IterableDataset.from_generator(lambda: iter(rows))

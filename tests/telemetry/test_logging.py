@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from noloco_node.cli.commands import parser
 from noloco_node.cli.main import main
 from noloco_node.cli.printing import print_run, print_seed, teller
 from noloco_node.config.load import load_config
@@ -90,6 +92,22 @@ def test_beside_a_log_of_json_a_command_says_nothing_that_is_none(capsys: pytest
     assert [row["level"] for row in rows] == ["INFO", "INFO", "ERROR"]
     for row, words in zip(rows, ("run micro", "others join with", "no address of a peer"), strict=True):
         assert words in row["message"]
+
+
+@pytest.mark.usefixtures("untouched_logging")
+def test_who_founds_a_swarm_says_so_and_how_a_seed_comes_into_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that two founded trained in halves, and nobody was told. A seed that came in by a node founds nothing."""
+    log, run, address = NodeLog(), load_config(MICRO).run, "/ip4/203.0.113.7/tcp/31337/p2p/QmX"
+    configure_logging("INFO", log)
+    for founded in (True, False):
+        log.observe(made.started("s0-r0").model_copy(update={"founded": founded, "addresses": [address]}))
+        seeds = re.findall(r"noloco-node (seed CONFIG .*)", capsys.readouterr().err)
+        assert len(seeds) == founded
+        if founded:
+            assert parser().parse_args(shlex.split(seeds[0])).initial_peers == [address]
+    for begins, told in (("anew", True), ("among_others", False), ("after_the_end", False)):
+        print_seed(run, [address], begins)
+        assert ("BEGINS A NEW SWARM" in capsys.readouterr().out) is told
 
 
 @pytest.mark.usefixtures("untouched_logging")
