@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-swarm test-the-rest test-long test-durations proof metrics reference site dashboards chaos lint clean
+.PHONY: help swarm test test-daemons test-more-daemons test-swarm test-the-rest test-long test-durations proof metrics reference site dashboards chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
@@ -42,18 +42,22 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-# Three thirds of about the same length: each waits much of its time for daemons or for a clock, and the others compute.
-WITH_DAEMONS := tests/daemons tests/hunt
+# Four parts of about the same length. Those with daemons wait for most of their time, and the others compute meanwhile.
+DAEMONS := $(wildcard tests/daemons/test_[a-q]*.py) tests/hunt
+MORE_DAEMONS := $(wildcard tests/daemons/test_[r-z]*.py)
 WITH_SWARM := tests/swarm tests/virtual
-THE_REST := $(addprefix --ignore=,$(WITH_DAEMONS) $(WITH_SWARM))
+THE_REST := $(addprefix --ignore=,tests/daemons tests/hunt $(WITH_SWARM))
 
 # Every test process would compile the package anew where the environment says that nothing compiled is kept.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: style
-	@$(MAKE) --no-print-directory -j4 types test-daemons test-swarm test-the-rest
+	@$(MAKE) --no-print-directory -j5 types test-daemons test-more-daemons test-swarm test-the-rest
 
 test-daemons: $(STAMP)
-	$(BIN)/pytest $(WITH_DAEMONS)
+	$(BIN)/pytest $(DAEMONS)
+
+test-more-daemons: $(STAMP)
+	$(BIN)/pytest $(MORE_DAEMONS)
 
 test-swarm: $(STAMP)
 	$(BIN)/pytest $(WITH_SWARM)
@@ -66,9 +70,9 @@ test-long: export NOLOCO_TESTS_LONG := 1
 test-long: export NOLOCO_TESTS_SPAWN := 1
 test-long: test
 
-# One third after the other on a machine that does nothing else: what is over its budget (tests/budgets.py).
+# One part after the other on a machine that does nothing else: what is over its budget (tests/budgets.py).
 test-durations: $(STAMP)
-	@for folders in "$(WITH_DAEMONS)" "$(WITH_SWARM)" "$(THE_REST)"; \
+	@for folders in "tests/daemons tests/hunt" "$(WITH_SWARM)" "$(THE_REST)"; \
 	  do $(BIN)/pytest --judge-budgets $$folders || failed=1; done; test -z "$$failed"
 
 proof: $(STAMP)

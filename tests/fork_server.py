@@ -317,14 +317,18 @@ def _run(arguments: Sequence[str]) -> NoReturn:
 def _load() -> None:
     """What daemons and most other commands import."""
     import uvloop  # noqa: F401
+    from hivemind.utils.multiaddr import Multiaddr
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     from noloco_node.diagnostics.doctor import examine  # noqa: F401
     from noloco_node.exporting.generating import generate_live  # noqa: F401
     from noloco_node.launch.device_group import run_devices  # noqa: F401
     from noloco_node.launch.local_swarm import LocalSwarm  # noqa: F401
+    from noloco_node.node import early_checks  # noqa: F401
     from noloco_node.node.daemon import run_node  # noqa: F401
     from noloco_node.node.seed import run_seed  # noqa: F401
+
+    Multiaddr("/ip4/127.0.0.1/tcp/1").to_bytes()  # with the first address it imports what reads addresses
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from noloco_node.launch.local_swarm import LocalSwarm
 from noloco_node.telemetry.events import AnyEvent, EventReader, InnerStep, NodeStarted, NodeStopped, OuterStep
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import PACED, program
+from tests.fork_server import spawning
 from tests.made_runs import OWN_TEXT
 from tests.support import eventually, printed_file
 
@@ -119,19 +120,24 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
     assert not any(node.died for node in swarm.nodes)
 
 
-@pytest.mark.spawned
-async def test_a_stranger_joins_with_nothing_but_an_address(tmp_path: Path, temporary: Path) -> None:
+async def test_a_stranger_joins_with_nothing_but_an_address(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The address is the one in the line that the first node prints. The joiner shows the run before it trains, takes
     the stage that nobody serves, passes over a dead address, and says when it had first trained and averaged. The run
     trains on a text of each volunteer's own, which the joiner does not have, so it leaves the first stage to others."""
     founder, stranger = tmp_path / "founder", tmp_path / "stranger"
     own_text = [word for setting in OWN_TEXT for word in ("--set", setting)]
+    monkeypatch.setenv(OPERATION_SECONDS, "0.05")  # the founder's alone: the stranger's command is as users start it
     async with node(founder, "run", str(MICRO), "--set", ENDLESS, *own_text, "--stage", "0") as events:
+        monkeypatch.delenv(OPERATION_SECONDS)
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 150, "it is up"))[0]
         assert f"join {first.addresses[0]} --data-path PATH\n" in (founder / "printed").read_text()
         command = (founder / "printed").read_text().partition("others join with: noloco-node ")[2].split()[:2]
         assert command == ["join", first.addresses[0]]
-        async with node(stranger, *command, DEAD) as joined:
+        async with contextlib.AsyncExitStack() as stack:
+            with spawning():
+                joined = await stack.enter_async_context(node(stranger, *command, DEAD))
             trained = await eventually(lambda: [e for e in joined if isinstance(e, InnerStep)], 150, "it trains")
             await eventually(lambda: [e for e in joined if isinstance(e, OuterStep)], 150, "an outer round")
             await eventually(lambda: [e for e in events if isinstance(e, InnerStep)], 150, "the first one trains too")

@@ -38,6 +38,8 @@ MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 E = TypeVar("E", bound=AnyEvent)
 
 RELAY = "10.78.0.1"
+SHORT = ("--set", "run.inner.target_tokens=24_576")
+"""Four outer rounds."""
 PORT = 31337
 
 
@@ -123,12 +125,12 @@ async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_rel
     folders = [tmp_path / name for name in ("first", "second", "last")]
     try:
         async with two_houses_and_a_relay() as (one, other, middle), contextlib.AsyncExitStack() as stack:
-            serving = ("seed", str(MICRO), "--port", str(PORT), "--announce", RELAY, "--relay-for-others")
+            serving = ("seed", str(MICRO), *SHORT, "--port", str(PORT), "--announce", RELAY, "--relay-for-others")
             seed = await stack.enter_async_context(
                 node(inside(middle), tmp_path / "seed", *serving, "--host", "0.0.0.0")
             )
             address = await seed_address(tmp_path / "seed")
-            joining = ("run", str(MICRO), "--initial-peers", address, "--relay", "--host", "0.0.0.0", "--stage")
+            joining = ("run", str(MICRO), *SHORT, "--initial-peers", address, "--relay", "--host", "0.0.0.0", "--stage")
             assert await answer_of(one, RELAY, PORT) == 0
             assert await answer_of(one, "10.78.2.2", PORT) == errno.ENETUNREACH
             assert await answer_of(other, "10.78.1.2", PORT) == errno.ENETUNREACH

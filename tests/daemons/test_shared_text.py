@@ -71,6 +71,7 @@ def starts(spans: Iterable[tuple[int, int]]) -> set[int]:
     return {start for start, _ in spans}
 
 
+@pytest.mark.long
 async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_pat
         assert logs.count("stage 1 was restored from a copy") == 1
 
 
+@pytest.mark.long
 async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_stage_peer_and_averages_with_it(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from noloco_node.simulator.hunting import command_of, go_hunting, schedules_of
 from noloco_node.simulator.invariants import Run
 from tests.profiles import tries
 
-SEEDS = tries(198, one_of=33)
+SEEDS = tries(198, one_of=66)
 EACH = 3
 
 
@@ -127,9 +127,9 @@ def test_what_cannot_be_hunted_is_refused(override: str, said: str) -> None:
     assert said in f"{refused.value} {refused.value.remedy}"
 
 
-@pytest.mark.parametrize("schedule", [draw(4), draw(0, 4, 4, ("crash",))], ids=["swarm", "with checkpoints"])
-def test_one_seed_is_one_course(schedule: Schedule) -> None:
+def test_one_seed_is_one_course() -> None:
     """A schedule gives the same trace, bit for bit, wherever its checkpoints lie."""
+    schedule = draw(0, 4, 4, ("crash",))
     assert carry_out(schedule) == carry_out(Schedule.model_validate_json(schedule.model_dump_json()))
 
 
