@@ -225,24 +225,25 @@ def validate(raw: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) 
     hub_token.settle(raw)
     raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
 
-    def remedy(unknown: Collection[str]) -> str:
-        sound = [pair for pair in overrides if not any(_sets(pair, setting) for setting in unknown)]
-        again = ["noloco-node", "config", "validate", where, *(word for pair in sound for word in ("--set", pair))]
+    def remedy(unknown: Collection[str], wrong: Collection[str]) -> str:
+        known = [pair for pair in overrides if not _sets_any(pair, unknown)]
+        open_ones = [f"{pair.partition('=')[0]}=VALUE" if _sets_any(pair, wrong) else pair for pair in known]
+        again = ["noloco-node", "config", "validate", where, *(word for pair in open_ones for word in ("--set", pair))]
         return f"correct it, then check with: {shlex.join(again)}"
 
     return _validated(Config, raw, where, remedy)
 
 
-def _sets(override: str, setting: str) -> bool:
-    """Whether `dotted.name=value` sets this setting, or something in it."""
+def _sets_any(override: str, settings: Collection[str]) -> bool:
+    """Whether `dotted.name=value` sets one of these settings, or something in it."""
     name = override.partition("=")[0].strip()
-    return name == setting or name.startswith((f"{setting}.", f"{setting}["))
+    return any(name == setting or name.startswith((f"{setting}.", f"{setting}[")) for setting in settings)
 
 
 NO_SUCH = "there is no such setting"
 
-_Remedy = str | Callable[[Collection[str]], str]
-"""The remedy. If it depends on the unknown names, it is a function of them; they are not to be repeated."""
+_Remedy = str | Callable[[Collection[str], Collection[str]], str]
+"""The remedy. It may be a function of the unknown names and of those with a wrong value: neither is to be repeated."""
 
 
 def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: _Remedy) -> S:
@@ -466,7 +467,8 @@ def _meaning(setting: str, root: type[Settings]) -> str:
 
 def _as_user_error(problems: Sequence[Problem], where: str, remedy: _Remedy) -> UserError:
     if not isinstance(remedy, str):
-        remedy = remedy([problem.setting for problem in problems if NO_SUCH in str(problem)])
+        unknown = [problem.setting for problem in problems if NO_SUCH in str(problem)]
+        remedy = remedy(unknown, [problem.setting for problem in problems if problem.setting not in ("", *unknown)])
     shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
     if len(problems) > MAX_PROBLEMS_SHOWN:
         shown.append(f"  and {len(problems) - MAX_PROBLEMS_SHOWN} more")
