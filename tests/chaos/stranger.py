@@ -34,11 +34,13 @@ LOOK_SECONDS = 1.0
 CLOCK_SECONDS = 5.0
 LIVES = "lives"
 TURNS = (
-    frozenset({"lying clocks", "bad answers to exchanges"}),
+    frozenset({"bad answers to exchanges"}),
     frozenset({"exchanges of NaN", "abandoned proposals", "malformed requests"}),
+    frozenset({"lying clocks"}),
 )
 """Attacks that would spoil each other under one key: each life carries out the others and one of these sets. The
-patient one comes first. Nobody dials a newcomer for some inner steps, and the other set is banned before that."""
+patient one comes first. Nobody dials a newcomer for some inner steps, the second set is banned before that, and a peer
+with a clock beyond belief is no partner at all."""
 
 
 async def haunt(life: Life, names: list[str], seconds: float) -> None:

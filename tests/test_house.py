@@ -1,0 +1,33 @@
+"""The house does not grow unseen: whatever makes it larger than these figures changes the figure, too, and says why."""
+
+from __future__ import annotations
+
+from tests.house import journeys, sizes
+
+BOUNDS = {
+    "lines of the package": 68_400,
+    "lines of the tests": 65_100,
+    "lines of benchmarks and deploy": 7_100,
+    "module-level numbers": 795,
+    "files of the package": 376,
+    "files of the package below 60 lines": 51,
+    "kB of Markdown": 470,
+    "kB of results in docs": 1_400,
+    "decision records": 40,
+}
+WAYS = {"a microbatch": 44, "an outer step": 45}
+"""Files of the package on each way. An outer step may meet one more, as its two halves run beside each other."""
+
+
+def test_no_figure_of_the_house_is_beyond_its_bound() -> None:
+    """`python -m tests.house` prints them all."""
+    found = sizes()
+    assert found.keys() == BOUNDS.keys()
+    assert not {name: figure for name, figure in found.items() if figure > BOUNDS[name]}
+
+
+def test_a_microbatch_and_an_outer_step_visit_few_files() -> None:
+    """A reader goes through these files, from a trace of both."""
+    found = journeys()
+    assert found.keys() == WAYS.keys()
+    assert not {name: files for name, files in found.items() if len(files) > WAYS[name]}
