@@ -33,6 +33,8 @@ messages: Any = dht_pb2
 LOOK_SECONDS = 1.0
 CLOCK_SECONDS = 5.0
 LIVES = "lives"
+KEYS = "keys of: "
+"""Before the name of an attack: the peer ids of the lives that carry it out."""
 TURNS = (
     frozenset({"bad answers to exchanges"}),
     frozenset({"exchanges of NaN", "abandoned proposals", "malformed requests"}),
@@ -113,6 +115,8 @@ async def _live_again_and_again(spec: RunSpec, arguments: argparse.Namespace) ->
         now = [name for name in names if name in turn or not any(name in other for other in TURNS)]
         try:
             async with living(spec, read_victims(arguments.victims), arguments.folder, tally, rng) as life:
+                for name in now:
+                    tally.count(KEYS + name, life.identity.peer_id)
                 await haunt(life, now, arguments.life_seconds)
         except UserError as error:
             tally.count(LIVES, LOST)

@@ -170,15 +170,17 @@ async def test_what_a_stranger_says_of_itself_is_what_gets_it_asked() -> None:
 
 @pytest.mark.parametrize("method", ANSWERS.values())
 def test_an_attack_that_nobody_asked_for_is_met_only_where_it_shows(method: str) -> None:
-    """The stranger must have been there, honest nodes must have asked others, and it never."""
+    """A key that carries it out must have been there, honest nodes must have asked others, and such a key never.
+    Another key of the stranger may be asked: it has other answers."""
     there, asked = {"look": 0.1, "strangers": ["stranger", "late"]}, {"asked": method, "peer": "honest"}
-    honest = {"honest", "late"}
-    assert passed_over([there, asked, asked], honest, method) == (
+    keys, honest = {"stranger"}, {"honest", "late"}
+    another = {"asked": method, "peer": "another stranger"}
+    assert passed_over([there, asked, asked, another], keys, honest, method) == (
         "never asked: there in 1 looks of honest nodes, which asked each other 2 times"
     )
-    assert not passed_over([{"look": 0.1, "strangers": ["late"]}, asked], honest, method)
-    assert not passed_over([there], honest, method)
-    assert not passed_over([there, asked, {"asked": method, "peer": "stranger"}], honest, method)
+    assert not passed_over([{"look": 0.1, "strangers": ["late"]}, asked], keys, honest, method)
+    assert not passed_over([there, another], keys, honest, method)
+    assert not passed_over([there, asked, {"asked": method, "peer": "stranger"}], keys, honest, method)
 
 
 async def test_endless_evaluations_arrive_and_are_rationed() -> None:

@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from tests.chaos.outcome import merged_loss
 from tests.chaos.paced_node import DOOR, OPERATION_SECONDS, READY, open_door
 from tests.chaos.report import Verdict
 from tests.chaos.slower import Looks, slower
-from tests.chaos.stranger import LIVES
+from tests.chaos.stranger import KEYS, LIVES
 from tests.chaos.swarm import CONFIG, Node, Place, Swarm
 from tests.chaos.watched_node import HONEST, WATCHED
 
@@ -397,7 +397,8 @@ def _judge_attacks(arm: Arm, verdict: Verdict) -> None:
         shown = {outcome: times for outcome, times in outcomes.items() if times and outcome not in NO_SIGN}
         evidence = ", ".join(f"{outcome} {times}" for outcome, times in sorted(shown.items()))
         if not evidence and name in ANSWERS and "attack" in arm.spans:
-            evidence = passed_over(_attack_lines(arm), _peers(arm), ANSWERS[name])
+            keys = counts.get(KEYS + name, {}).keys()
+            evidence = passed_over(_attack_lines(arm), keys, _peers(arm), ANSWERS[name])
             verdict.demand(
                 f"{name}: honest nodes ask others", held=bool(evidence), found=evidence or "nothing shows it"
             )
@@ -408,15 +409,16 @@ def _judge_attacks(arm: Arm, verdict: Verdict) -> None:
     verdict.figures["lives of the stranger"] = {name: float(n) for name, n in counts.get(LIVES, {}).items()}
 
 
-def passed_over(lines: Sequence[Mapping[str, Any]], honest: set[str], method: str) -> str:
-    """What shows that the stranger was there to be asked for `method` and honest nodes asked each other: that is how an
-    attack by answers is met. Empty where they asked the stranger, so that its own code must have failed, or where
-    nothing shows it."""
-    there = sum(bool(set(line["strangers"]) - honest) for line in lines if "strangers" in line)
+def passed_over(lines: Sequence[Mapping[str, Any]], keys: Collection[str], honest: Collection[str], method: str) -> str:
+    """What shows that a stranger with one of these keys was there to be asked for `method`, and that honest nodes asked
+    each other: that is how an attack by answers is met. Empty where they asked such a stranger, so that its own code
+    must have failed, or where nothing shows it."""
+    there = sum(not set(keys).isdisjoint(line["strangers"]) for line in lines if "strangers" in line)
     asked = [line["peer"] for line in lines if line.get("asked") == method]
-    if not there or not asked or not honest.issuperset(asked):
+    among_themselves = sum(peer in honest for peer in asked)
+    if not there or not among_themselves or not set(keys).isdisjoint(asked):
         return ""
-    return f"never asked: there in {there} looks of honest nodes, which asked each other {len(asked)} times"
+    return f"never asked: there in {there} looks of honest nodes, which asked each other {among_themselves} times"
 
 
 def _peers(arm: Arm) -> set[str]:
