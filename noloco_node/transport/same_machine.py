@@ -34,6 +34,9 @@ NONCE_OCTETS = 32
 STREAM_BUFFER_BYTES = 256 * 1024
 BACKLOG = 128
 """So many streams may wait to be accepted. One more is opened by p2pd."""
+MOST_UNPROVEN = 128
+"""So many streams may be open whose peer has not proven itself yet. One more is ended, and its caller goes by p2pd:
+5,000 that said nothing held as many descriptors of a node."""
 
 _LENGTH = struct.Struct(">H")
 _CREDENTIALS = struct.Struct("iII")
@@ -121,6 +124,9 @@ class SameMachine:
     async def _taken(
         self, handler: StreamHandler, within: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if len(self._unproven) >= MOST_UNPROVEN:
+            writer.transport.abort()
+            return
         self._unproven.add(writer)
         try:
             async with asyncio.timeout(within):

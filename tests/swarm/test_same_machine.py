@@ -182,6 +182,27 @@ async def test_who_says_nothing_is_not_waited_for(temporary: Path) -> None:
     assert await reader.read() == b""
 
 
+async def test_those_that_say_nothing_hold_no_more_of_a_node_than_a_few_descriptors(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5,000 held as many, each for as long as a proof may take. Who comes meanwhile goes by p2pd at once."""
+    monkeypatch.setattr(same_machine, "MOST_UNPROVEN", 3)
+    server = SameMachine(HONEST)
+    await server.serve(Taken(), WITHIN)
+    silent = [await asyncio.open_unix_connection(name_of(HONEST.peer_id)) for _ in range(3)]
+    unproven: Any = server._unproven  # pyright: ignore[reportPrivateUsage]
+    await eventually(lambda: len(unproven) == 3)
+    assert await SameMachine(PEER).open(HONEST.peer_id) is None
+    assert len(unproven) == 3
+    for _, writer in silent:
+        writer.close()
+    await eventually(lambda: not unproven)
+    ends = await SameMachine(PEER).open(HONEST.peer_id)
+    assert ends is not None
+    ends[1].close()
+    server.close()
+
+
 async def test_a_process_without_descriptors_asks_by_p2pd(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's error went through to who had asked, which knows only those of a transport."""
 
