@@ -167,13 +167,14 @@ class Membership:
         return [peer for peer in self.stage_peers(*states) if not self._known.failed(peer)]
 
     def partners(self, *states: PeerState) -> list[PeerId]:
-        """Stage peers to average with: those that are there, or if there are none, those that once were.
+        """Stage peers to average with: those that are there, or if there are none, those that once were. A paused one
+        is none.
 
         Peers that have had their chance and did not work are left out while there are others.
         """
-        stage_peers = self.stage_peers(*states)
+        stage_peers = [PeerId(r.peer_id) for r in self.there(self.stage, *states) if not r.shown.paused]
         if not stage_peers:
-            records = self.live(self.stage, *states)
+            records = [record for record in self.live(self.stage, *states) if not record.shown.paused]
             return [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
         return [peer for peer in stage_peers if not self._heads.idles(peer)] or stage_peers
 

@@ -158,9 +158,10 @@ class Collector:
         return [self.collected / f"stage-{stage}" for stage in range(self._run.stages)]
 
     def _there(self) -> list[PeerRecord]:
-        """All live records of the run."""
+        """All live records of the run, without those of paused nodes, which give nothing."""
         now, view = self._directory.now(), self._directory.view
-        return [record for stage in range(self._run.stages) for record in view.live(stage, now)]
+        records = [record for stage in range(self._run.stages) for record in view.live(stage, now)]
+        return [record for record in records if not record.shown.paused]
 
     def _whole(self) -> bool:
         """Whether every stage has a node that trains."""

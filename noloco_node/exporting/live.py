@@ -177,7 +177,8 @@ class Gatherer:
     def _candidates(self, stage: int) -> list[PeerId]:
         live = self._directory.view.live(stage, self._directory.now())
         there = [PeerId(record.peer_id) for record in live if record.state in GIVING]
-        there = there or [PeerId(record.peer_id) for record in live if record.state in LEAVING]
+        leaving = [record for record in live if record.state in LEAVING and not record.shown.paused]
+        there = there or [PeerId(record.peer_id) for record in leaving]
         self._rng.shuffle(there)
         return there
 

@@ -135,8 +135,6 @@ class ReplicaCourse:
                     await membership.refresh()
                     await moved.wait(LAST_LOOK_SECONDS)
         except TimeoutError:
-            logger.info(
-                "the grace time is over: leaving with %d stage peers still there", len(membership.stage_peers())
-            )
+            logger.info("the grace time is over: leaving; stage peers still there: %d", len(membership.stage_peers()))
         if not self._outer_steps.last_taken and not self._averaging.under_way:
             await self._averaging.step_alone()

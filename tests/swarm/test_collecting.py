@@ -63,6 +63,21 @@ async def test_a_seed_that_is_ended_before_it_has_made_the_model_makes_it_when_i
         await later.follow(lambda: True)
 
 
+async def test_a_paused_node_is_not_asked_and_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run a seed warned ten times that one would not give its weights: it leaves, it said."""
+    monkeypatch.setattr(collecting, "LOOK_SECONDS", 0.01)
+    async with trained() as swarm:
+        paused, *others = swarm.made.replicas
+        paused.rested, swarm.copies[0].gives = True, False
+        await paused.membership.announce(PeerState.DRAINING)
+        for replica in others:
+            await replica.membership.announce(PeerState.GONE)
+        await asyncio.wait_for(collector_of(swarm, tmp_path).follow(lambda: True), 20)
+    assert "is not to be had" not in caplog.text
+
+
 async def test_a_node_waits_at_its_end_for_a_collector_that_lacks_its_last_weights(tmp_path: Path) -> None:
     """It waited for its whole grace time where these had been collected already, since they were not new."""
     patience = 60.0

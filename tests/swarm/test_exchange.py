@@ -19,6 +19,7 @@ from noloco_node import aio
 from noloco_node.averaging import messages as exchange
 from noloco_node.averaging import session as exchange_session
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.directory.records import PeerState
 from noloco_node.node.replica import Replica
 from noloco_node.outer import CodecName, clipping
 from noloco_node.outer.clipping import Judgement
@@ -352,6 +353,18 @@ async def test_a_fragment_alone_leaves_the_others() -> None:
         assert replica.averaging.side.free_since_step == 0, "the search for the other fragment's partner goes on"
 
 
+async def test_a_paused_stage_peer_is_no_partner_of_the_last_step() -> None:
+    """One that came to the run's end proposed to it 116 times, for its whole grace time, and stepped alone then."""
+    async with two_replicas() as (_, left, right):
+        left.averaging.side.begin_last_round()
+        for paused in (False, True):
+            right.rested = paused
+            await right.membership.announce(PeerState.DRAINING)
+            await left.membership.refresh()
+            dialled = [] if paused else [right.context.transport.peer_id]
+            assert list(left.outer_steps.pairing_state(0.0).stage_peers()) == dialled
+
+
 async def test_a_step_alone_says_what_came_of_the_proposals_before_it() -> None:
     """A replica that was refused and could not reach its partner names both; after a step it counts anew."""
     async with two_replicas() as (made, left, _):
@@ -365,7 +378,7 @@ async def test_a_step_alone_says_what_came_of_the_proposals_before_it() -> None:
         await left.averaging.step_alone(None)
         await left.averaging.step_alone(None)
         said = [event.reason for event in outer_steps(made, 0, "alone")]
-        assert said == ["refused: too_early 2", "no_partner: nobody was worth asking"]
+        assert said == ["refused: too_early 2", "no_partner: no other replica of the stage could be asked"]
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4"])
