@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.node import journey
 from noloco_node.node.daemon import run_node
+from noloco_node.node.interrupts import Interrupts
 from noloco_node.node.journey import run_and_save
 from noloco_node.node.network import out_of_reach
 from noloco_node.sizing.preflight import plan
@@ -21,6 +28,40 @@ from noloco_node.training.compute_device import check_device, describe_device, i
 from tests.support import one_turn
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
+
+
+@pytest.mark.parametrize("was_paused", [True, False])
+async def test_a_run_that_ends_while_a_node_is_paused_is_no_failure_of_it(
+    was_paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resumed after the end it stopped as failed, with the exit code of one that comes for the first time."""
+    place: Any = SimpleNamespace(stays=SimpleNamespace(moving=None), was_paused=was_paused)
+    departure: Any = SimpleNamespace(show=None, started=0.0)
+
+    async def nothing(*_: object) -> int:
+        return 0
+
+    @contextlib.asynccontextmanager
+    async def entered(*_: object) -> AsyncGenerator[Any]:
+        yield place
+
+    @contextlib.asynccontextmanager
+    async def comes_too_late(*_: object) -> AsyncGenerator[Any]:
+        raise RunHasEnded(ExitCode.NO_DONOR, "it has come to its end", "start a new one")
+        yield
+
+    for name, stand_in in (("_enter", entered), ("_obtain", comes_too_late), ("_choose", nothing), ("_rest", nothing)):
+        monkeypatch.setattr(journey, name, stand_in)
+    travelling = journey.travel(departure, departure, Interrupts())
+    if not was_paused:
+        with pytest.raises(RunHasEnded):
+            await travelling
+        return
+    stopped = await travelling
+    assert (stopped.reason, stopped.detail) == (
+        "target_reached",
+        "the run has come to its end while this node was paused",
+    )
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", f"cuda:{torch.cuda.device_count()}", ""])

@@ -111,6 +111,8 @@ class _Place:
     """It has told that it is up."""
     paused: bool = False
     """A pause has ended the last stay, and this node is to come back to its stage."""
+    was_paused: bool = False
+    """It has trained, and a pause ended that stay."""
     kept: bool = False
     """A stay that a pause has ended goes on from this node's newest checkpoint."""
     refused: UserError | None = None
@@ -147,9 +149,11 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
                         await _train(place, stay, interrupts)
                         stopped = await _leave(place, stay, interrupts, departure.started)
             except RunHasEnded:
-                if place.stays.moving is None:
+                if place.stays.moving is not None:
+                    return _ended_between_two_stages(place, departure.started)
+                if not place.was_paused:
                     raise
-                return _ended_between_two_stages(place, departure.started)
+                return _ended_without_this_node("while this node was paused", departure.started)
             del stay  # two stages may be more than the memory holds
             if stopped is not None:
                 return stopped
@@ -218,6 +222,7 @@ async def _rest(place: _Place, stage: int, interrupts: Interrupts) -> None:
         place.kept = False
         place.saved = await ambient.elsewhere(place.checkpoints.newest, net.spec.run_id, stage)
     if ended_a_stay:
+        place.was_paused |= place.started
         place.stays.near = False  # others have gone on since
         _look_back(place)
 
@@ -399,11 +404,13 @@ async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: fl
 def _ended_between_two_stages(place: _Place, started: float) -> NodeStopped:
     """How a node ends that had left its state to its stage peers, who have come to the run's end without it."""
     spec = place.net.spec
-    logger.warning("the run has come to its end while this node was between two stages")
     place.folder.mark_ended(spec.run_id, spec.name)
-    return stopped_event(
-        "target_reached", "the run has come to its end while this node was between two stages", started
-    )
+    return _ended_without_this_node("while this node was between two stages", started)
+
+
+def _ended_without_this_node(when: str, started: float) -> NodeStopped:
+    logger.warning("the run has come to its end %s", when)
+    return stopped_event("target_reached", f"the run has come to its end {when}", started)
 
 
 async def _stop_when_refused(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
@@ -577,6 +584,7 @@ def _started_event(place: _Place, stay: _Stay, origin: BeginsFrom, *, resumed: b
         addresses=daemon.visible_addresses(),
         metrics_address=place.telemetry.address,
         parameters=stay.parameters,
+        outer_rounds=stay.replica.worker.progress.outer_rounds,
         origin=origin,
         resumed=resumed,
         device=device,
