@@ -54,6 +54,13 @@ def test_nodes_of_several_runs_stand_below_their_own(tmp_path: Path) -> None:
     assert first == ["made-up", "a", "d", "another", "c", "none", "b"]
 
 
+def test_a_paused_node_says_for_how_long(tmp_path: Path) -> None:
+    """`resume goes on, for 4 s` told when it would."""
+    write(tmp_path, Doing(time=1117.0, what="paused", detail="paused: noloco-node resume goes on", since=1117.0))
+    with RunFolder(tmp_path).lock():
+        assert any(line.endswith("resume goes on (for 4 s)") for line in status_lines(tmp_path, now=1121.0))
+
+
 def test_what_stayed_on_this_machine_is_told_apart_from_what_the_line_carried(tmp_path: Path) -> None:
     """A volunteer with two nodes at home read all of it as sent over the line."""
     write(tmp_path, made.started("s0-r0"), made.account())

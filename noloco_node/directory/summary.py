@@ -59,16 +59,17 @@ def outlook_of(view: DirectoryView, now: float, target_tokens: int) -> SwarmSumm
 
 
 def node_seen(record: PeerRecord, *, clock: float, against: float, answers: bool) -> NodeSeen:
-    """A node by its record, whose clock has moved on to `clock`, beside one that stands at `against`."""
-    shown = record.shown
+    """A node by its record, whose clock has moved on to `clock`, beside one that stands at `against`. One that comes or
+    rests says nothing of its clock."""
+    shown, tells = record.shown, record.clock > 0.0 or record.state in SERVING
     return NodeSeen(
         peer_id=record.peer_id,
         stage=record.stage,
         state=record.shown_state,
         version=record.version,
         answers=answers,
-        clock=clock,
-        lag=against - clock,
+        clock=clock if tells else None,
+        lag=against - clock if tells else None,
         tokens_per_second=record.tokens_per_second,
         capacity=record.capacity,
         outer_rounds=record.outer_rounds,

@@ -162,7 +162,7 @@ class StageLifecycle:
     @contextlib.asynccontextmanager
     async def arriving(self, stage: int) -> AsyncGenerator[None]:
         """Announce this node at `stage` while the block builds a replica of it and loads its state."""
-        self.stage, self._began = stage, ambient.monotonic()
+        self.stage = stage
         async with self.arrival.announced(stage):
             yield
 
@@ -220,6 +220,7 @@ class StageLifecycle:
             why=move.why,
             origin=origin,
             clock=replica.worker.progress.clock,
+            outer_rounds=replica.worker.progress.outer_rounds,
             parameters=self._footprint.parameters[replica.stage],
             flop_per_token=self.flop_per_token(replica.stage),
             seconds=ambient.monotonic() - self._began,
@@ -294,7 +295,7 @@ class StageLifecycle:
             for peer in shut if move.why == "lost" else ():
                 self._known.let_down(peer)
             logger.warning("leaving stage %d for stage %d, which %s", replica.stage, move.stage, _why(move))
-            self.move = move
+            self.move, self._began = move, ambient.monotonic()
             replica.stop.set()
 
     def _shut(self, replica: Replica) -> list[PeerId]:

@@ -74,6 +74,8 @@ class NodeStarted(Event):
     """Forward and backward of this stage."""
     codec: str = ""
     """Codec of the run's outer steps."""
+    outer_rounds: int = 0
+    """Of the state that it begins with."""
     invites: list[str] = Field(default_factory=list[str])
     """The commands that others join with, one for each address."""
     founded: bool = False
@@ -94,6 +96,8 @@ class NodeMoved(Event):
     clock: float
     parameters: int
     """Parameters of the new stage."""
+    outer_rounds: int = 0
+    """Of that state."""
     seconds: float
     """From the decision to the new stage's state."""
     flop_per_token: float = 0.0

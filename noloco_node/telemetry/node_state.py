@@ -260,6 +260,8 @@ class NodeView:
         """Those behind the speeds: no jump of the run's clock lies between them."""
         self._doing: Doing | None = None
         self._stopped: NodeStopped | None = None
+        self._rested = False
+        """It was paused after the last of these steps."""
         self._outer = Counter[str](paired=0, alone=0, caught_up=0, aborted=0)
         self._faults = Counter[str](skipped_steps=0, failed_checkpoints=0, failed_donors=0, p2pd_restarts=0)
         self.leaving = False
@@ -329,13 +331,17 @@ class NodeView:
             case NodeStarted():
                 self._steps.clear()
                 self._stopped = None  # of an earlier life
-                names = ("peer_id", "stage", "stages", "parameters")
+                names = ("peer_id", "stage", "stages", "parameters", "outer_rounds")
                 run = RunServed(id=event.run_id, name=event.run_name)
                 self._say(run=run, **{name: getattr(event, name) for name in names})
             case NodeMoved():
                 self._steps.clear()
-                self._say(stage=event.stage, parameters=event.parameters, clock=event.clock, spread=None)
+                names = ("stage", "parameters", "clock", "outer_rounds")
+                self._say(spread=None, **{name: getattr(event, name) for name in names})
             case InnerStep():
+                if self._rested:
+                    self._steps.clear()
+                    self._rested = False
                 self._steps.remember(event)
                 self._faults["skipped_steps"] += event.skipped
                 self._say(clock=event.clock, inner_steps=event.step, learning_rate=event.learning_rate)
@@ -350,6 +356,7 @@ class NodeView:
                 self._say(download=_part(Copying, event) if event.received < event.total else None)
             case Doing():
                 self._doing = event
+                self._rested |= event.what == "paused"
             case Warned():
                 line = LogLine(time=event.time, text=shortened(event.detail, LETTERS))
                 self._say(warnings=(*self._last.warnings, line)[-KEPT:])

@@ -205,7 +205,7 @@ function header(v, s) {
 function about(node, v) {
   const lines = [...(node.self ? ["this node"] : [...(node.name ? [node.name] : []), node.peer_id]), `stage ${node.stage}, ${node.state}, version ${node.version}`];
   if (!node.self) lines.push(node.answers ? `it answers ${v.whose}` : "known from its record only",
-    `${whole(Math.abs(node.lag))} tokens ${node.lag < 0 ? "ahead of" : "behind"} ${v.counts ? "the swarm's clock" : "this node"}`,
+    ...(known(node.lag) ? [`${whole(Math.abs(node.lag))} tokens ${node.lag < 0 ? "ahead of" : "behind"} ${v.counts ? "the swarm's clock" : "this node"}`] : []),
     v.counts ? `${whole(node.tokens)} tokens trained, as it says` : `${whole(node.together)} tokens trained with this node`);
   lines.push(`${whole(node.tokens_per_second)} tokens/s${known(node.capacity) ? ` of ${whole(node.capacity)} that it could` : ""}, ${whole(node.outer_rounds)} outer steps`);
   if (known(node.load)) lines.push(`${node.load} microbatches in hand`);

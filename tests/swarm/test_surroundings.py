@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from noloco_node.accounting.stats import surroundings
-from noloco_node.directory.records import PeerState
+from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.summary import node_seen
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.telemetry.node_state import MOST_NODES
 from tests.worlds import MICROBATCH, micro_spec, peer_name, world
@@ -38,6 +39,18 @@ async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
     assert sum(peer.together for peer in later) == 4 * MICROBATCH
     assert any(peer.load == 0 for peer in later)
     assert not any(peer.under_way or peer.left_alone for peer in later)
+
+
+def test_one_that_comes_or_rests_is_not_behind_by_all_that_was_trained() -> None:
+    """Its announcement tells no clock: a paused node was shown behind by the whole run."""
+    record = PeerRecord(peer_id="one-that-rests", stage=1, state=PeerState.DRAINING, protocol=1, version="1")
+    for state in (PeerState.DRAINING, PeerState.JOINING):
+        seen = node_seen(record.model_copy(update={"state": state}), clock=0.0, against=1e6, answers=True)
+        assert (seen.clock, seen.lag) == (None, None)
+    began = record.model_copy(update={"state": PeerState.TRAINING})
+    assert node_seen(began, clock=0.0, against=1e6, answers=True).lag == 1e6
+    leaves = record.model_copy(update={"clock": 4e5})
+    assert node_seen(leaves, clock=5e5, against=1e6, answers=True).lag == 5e5
 
 
 async def test_of_a_large_swarm_those_are_shown_that_answer() -> None:

@@ -103,6 +103,22 @@ def test_a_view_without_events_can_be_shown_and_names_are_never_markup() -> None
     assert "[/bold]" in screen_of(view_of(made.started("s0-r0").model_copy(update={"run_name": "[/bold]"})))
 
 
+def test_a_pause_is_no_slow_training() -> None:
+    """The first step afterwards was shown as 149 tokens a second, with four hours left of four minutes."""
+    view = half_way(Doing(time=HALF, what="paused", detail="paused: device and line are free", since=HALF))
+    for step in (31, 32):
+        view.observe(made.inner_step(step, time=HALF + 3600.0 + step))
+    figures = view.state(HALF + 3632.0)
+    assert figures.tokens_per_second == pytest.approx(512)
+    assert figures.swarm_tokens_per_second == pytest.approx(1024)
+
+
+def test_a_node_that_comes_home_goes_on_with_its_outer_rounds() -> None:
+    """Each line of its log said `round 0` until its next outer step."""
+    home = made.started("s0-r0").model_copy(update={"outer_rounds": 77, "resumed": True})
+    assert view_of(home).state().outer_rounds == 77
+
+
 def test_speeds_are_right_again_after_this_machines_clock_was_set_back() -> None:
     """By a day."""
     view = NodeView()
