@@ -188,7 +188,7 @@ _WORDS: tuple[tuple[type[Exception], str], ...] = (
 def why_alone(refusals: Mapping[str, int]) -> str:
     """The `reason` of a step alone, after so many proposals that came to nothing, by word."""
     counts = ", ".join(f"{word} {times}" for word, times in sorted(refusals.items()))
-    return f"refused: {counts}" if counts else "no_partner: nobody was worth asking"
+    return f"refused: {counts}" if counts else "no_partner: no other replica of the stage could be asked"
 
 
 def failure_of(error: Refused | TransportError | NotFinite) -> str:

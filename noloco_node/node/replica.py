@@ -252,7 +252,7 @@ class Replica:
                 while any(participant.under_way for participant in self.participants):
                     await self.context.moved.wait(DRAIN_LOOK_SECONDS)
         except TimeoutError:
-            logger.info("the time to finish is over: %d microbatches are unfinished", self.pipeline.in_hand)
+            logger.info("the time to finish is over; microbatches that are unfinished: %d", self.pipeline.in_hand)
             for participant in self.participants:
                 participant.hand_back()
         await cancel_and_wait((course,))

@@ -85,10 +85,10 @@ async def revive(
     if copy is None and checkpoint is not None:
         await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
         logger.warning(
-            "stage %d was restored from this node's own checkpoint %s at clock %.0f: all of its replicas are gone",
+            "stage %d was restored from this node's own checkpoint %s at %s tokens: nobody served it any more",
             stage,
             checkpoint.path,
-            beyond,
+            f"{beyond:,.0f}",
         )
         return "checkpoint"
     if copy is None and first is not None:
@@ -100,7 +100,7 @@ async def revive(
     clock = min(copy.clock, max(beyond, median(record.clock for record in there))) if there else copy.clock
     rounds = [record.outer_rounds for record in there] or [copy.manifest.outer_rounds]
     await worker.load_slow_weights(clock, min(median_high(rounds), copy.manifest.outer_rounds), copy.weights)
-    logger.warning("stage %d was restored from a copy at clock %.0f: all of its replicas are gone", stage, clock)
+    logger.warning("stage %d was restored from a copy at %s tokens: nobody served it any more", stage, f"{clock:,.0f}")
     return "guard"
 
 

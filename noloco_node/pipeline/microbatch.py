@@ -71,7 +71,6 @@ MIN_BUDGET_MS = 50
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
 ROUNDS_TO_DESPAIR = 3
 """Every peer of good repute must refuse a microbatch in so many rounds before a peer on trial is asked for it."""
-NOBODY_WARNING_SECONDS = 30.0
 
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
@@ -299,7 +298,6 @@ class Downstream:
         self._book = book
         self._ledger = ledger
         self._rng = rng
-        self._warn_again_at = 0.0
         self._router = router
         self.peer_id = transport.peer_id
         """This node's own."""
@@ -344,10 +342,6 @@ class Downstream:
             hop.asks = ASKS_TO_WAIT
             return
         hop.rounds += all_asked
-        now = ambient.monotonic()
-        if not all_asked and now >= self._warn_again_at:
-            self._warn_again_at = now + NOBODY_WARNING_SECONDS
-            logger.warning("stage %d has no replica that this node knows of: waiting for one", self._stage + 1)
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else left
         await self._book.changed.wait(min(pause, left))
 

@@ -56,7 +56,8 @@ class MissingStages:
         for stage in set(unserved) - self._since.keys():
             self._since[stage] = now
             lost = "has lost its last replica" if stage in self._served else "has no replica yet"
-            logger.warning("stage %d %s: microbatches are held back until one comes", stage, lost)
+            then = "microbatches are held back" if stage > 0 else "no microbatch is drawn"
+            logger.warning("stage %d %s: %s until one comes", stage, lost, then)
         self.look_back(unserved)
         self._served |= set(range(stages)) - set(unserved)
 
