@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from noloco_node.config.crowd_spec import Arrivals, CrowdSettings, Cut, Deaths
 from noloco_node.config.data_spec import MixedSource
 from noloco_node.config.environment import variable_of
 from noloco_node.config.lab_spec import LabSpec, VariantSpec
@@ -57,12 +56,9 @@ def _settings() -> Iterator[str]:
     yield from _group(LabSpec, "lab")
     yield from ("", "### Each of `lab.variants`", "", _sentence(VariantSpec.__doc__), "")
     yield from _table(VariantSpec, "", environment=False)
-    for kind, group in (("swarm", SimSpec), ("hunt", HuntSpec), ("crowd", CrowdSettings)):
+    for kind, group in (("swarm", SimSpec), ("hunt", HuntSpec)):
         yield from ("", f"## `sim` of `sim.kind: {kind}`", "", _sentence(group.__doc__))
         yield from _group(group, "sim")
-    for name, group in (("deaths", Deaths), ("arrivals", Arrivals), ("cuts", Cut)):
-        yield from ("", f"### Each of `sim.{name}`", "", _sentence(group.__doc__), "")
-        yield from _table(group, "", environment=False)
 
 
 def _group(group: type[Settings], prefix: str) -> Iterator[str]:

@@ -9,21 +9,6 @@ from collections.abc import Generator
 
 
 @contextlib.contextmanager
-def paused() -> Generator[None]:
-    """All that is garbage now is collected, and nothing in the block. It is for code that makes very many objects, none
-    of which hold each other when they are no longer needed. Going through them took a tenth of a simulated crowd's CPU
-    time."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
 def loading() -> Generator[None]:
     """Nothing is collected in the block; where it has loaded a module, all that is there by its end is never gone
     through again. Within another such block it does nothing.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import crowds, home_line, hop, pipeline, utilisation
+from benchmarks import home_line, hop, pipeline, utilisation
 from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole, whole_or_none
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import find_config
@@ -174,27 +174,3 @@ def test_a_run_at_home_keeps_the_ratio_of_line_and_device_on_its_scale() -> None
     assert forward + backward == pytest.approx(5.0 * home.full_loads[0].compute_seconds, abs=2e-4)
     row = {**home_line.row_of(home, None), "planned_in_full": 0.7617, "planned": 0.7699}
     assert home_line.table([row]).splitlines()[2].startswith("| as the file has it | 0.762 | 0.770 | – |")
-
-
-def test_each_row_of_the_tables_of_crowds_has_as_many_cells_as_the_head(tmp_path: Path) -> None:
-    """Of two sizes for each kind of simulation, by results as `noloco-node simulate` writes them."""
-    figures = {
-        "node_bytes": {"directory read": 17_600.0},
-        "holder_bytes": {"mean": 1.0, "hundred": 2.0, "highest": 3.0},
-    }
-    sizes = [
-        {
-            "figures": {**figures, "nodes": nodes, "error": 0.01},
-            "moments": [{"at": 900.0}],
-            "cpu_seconds": 5.0,
-            "peak_mib": 300.0,
-        }
-        for nodes in (100, 1000)
-    ]
-    results = {"figures": {"sizes": sizes}, "sim": {"work": {"stages": 4}}}
-    for name in ("before", "directory", *crowds.SIZES):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(results), encoding="utf-8")
-    for table in (crowds.directory_table(tmp_path), crowds.costs_table(tmp_path)):
-        assert len(table) > 5
-        assert len({line.count("|") for line in table}) == 1, table[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from noloco_node.collector import loading, paused
+from noloco_node.collector import loading
 
 LOADED = "tests.a_library"
 
@@ -56,18 +55,3 @@ def test_where_nothing_is_loaded_nothing_is_kept_from_the_collector() -> None:
         assert not gc.isenabled()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-
-
-def test_nothing_is_collected_where_it_is_paused() -> None:
-    """What is garbage before is gone; afterwards all is as it was, an error or not."""
-    with contextlib.suppress(ValueError), paused():
-        assert not gc.isenabled()
-        raise ValueError
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with paused():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

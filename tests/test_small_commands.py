@@ -196,7 +196,7 @@ def test_an_example_is_written_whole_and_never_over_a_file(
     assert cli.main(["config", "init", "lab/first", "--to", "a.yaml"]) == ExitCode.OK
     assert load_config(Path("a.yaml")) == load_config(Path("lab/first"))
     capsys.readouterr()
-    assert cli.main(["config", "init", "sim/crowd", "--to", "b.yaml"]) == ExitCode.OK
+    assert cli.main(["config", "init", "sim/hunt", "--to", "b.yaml"]) == ExitCode.OK
     assert "noloco-node simulate b.yaml" in capsys.readouterr().out
 
 

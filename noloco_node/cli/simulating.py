@@ -1,4 +1,4 @@
-"""`noloco-node simulate`: a swarm in virtual time, a hunt by drawn faults, a crowd by events."""
+"""`noloco-node simulate`: a swarm in virtual time, or a hunt by drawn faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from noloco_node.config.load import Config, CrowdConfig, HuntConfig
+    from noloco_node.config.load import Config, HuntConfig
     from noloco_node.simulator.report import Simulation
 
 LINE_PERCENT = 5
@@ -28,14 +28,12 @@ SIMULATE_HELP = """\
 Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
   swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)
   hunt    many small swarms under faults that are drawn from seeds; what fails is shortened and told (exit code 20)
-  crowd   up to 100,000 nodes by events, on the node's own decisions
 DIR gets results.json, table.md and a plot. The same command gives the same course, whose hash is printed. What is
 modelled, and how far to trust it: docs/simulator.md.
 
 examples:
   noloco-node simulate sim/swarm --out results/sim --set sim.nodes=64 --set sim.hours=0.5
-  noloco-node simulate sim/hunt --out results/hunt --seeds 10000
-  noloco-node simulate sim/crowd --out results/crowd --set 'sim.nodes=[1000, 10000]'"""
+  noloco-node simulate sim/hunt --out results/hunt --seeds 10000"""
 
 
 def simulate_arguments(command: argparse.ArgumentParser) -> None:
@@ -56,7 +54,7 @@ def simulate_arguments(command: argparse.ArgumentParser) -> None:
 def _simulate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from noloco_node.config.load import Config, HuntConfig, load_simulation
+    from noloco_node.config.load import Config, load_simulation
 
     sets = [*options.set, *([f"sim.seeds={options.seeds}"] if options.seeds is not None else [])]
     config = load_simulation(options.config, sets)
@@ -68,23 +66,9 @@ def _simulate(options: argparse.Namespace) -> int:
     expected = options.same_as and trace_to_keep(options.same_as, settings_of_course(config.sim), run_id, node)
     words = [word for each in sets for word in ("--set", each)]
     command = shlex.join(["noloco-node", "simulate", str(options.config), "--out", str(options.out), *words])
-    files: dict[str, Path] = {}
-
-    def keep(result: Simulation) -> None:
-        files.update(write_results(result, command, options.out))
-
-    try:
-        with _progress(Console()) as told:
-            if isinstance(config, Config):
-                result = _swarm(config, told, keep)
-            elif isinstance(config, HuntConfig):
-                result = _hunt(config, told, keep)
-            else:
-                result = _crowd(config, told, keep)
-    except KeyboardInterrupt:
-        if files:
-            print(f"{options.out} holds what was finished before", file=sys.stderr)
-        raise
+    with _progress(Console()) as told:
+        result = _swarm(config, told) if isinstance(config, Config) else _hunt(config, told)
+    files = write_results(result, command, options.out)
     print(result.table)
     for name, path in files.items():
         print(f"{name:<30} {path}")
@@ -111,7 +95,7 @@ def _can_be_written(folder: Path) -> None:
         ) from None
 
 
-def _swarm(config: Config, told: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+def _swarm(config: Config, told: Callable[[float, float], None]) -> Simulation:
     from noloco_node.simulator.course import simulate
     from noloco_node.simulator.report import of_swarm
 
@@ -119,30 +103,14 @@ def _swarm(config: Config, told: Callable[[float, float], None], keep: Callable[
     print(
         f"{sim.nodes} nodes of {config.run.stages} stages, {sim.hours:g} virtual hours, seed {sim.seed}, {sim.tensors}"
     )
-    result = of_swarm(config, simulate(config, told))
-    keep(result)
-    return result
+    return of_swarm(config, simulate(config, told))
 
 
-def _hunt(config: HuntConfig, told: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
+def _hunt(config: HuntConfig, told: Callable[[float, float], None]) -> Simulation:
     from noloco_node.simulator.hunting import go_hunting
     from noloco_node.simulator.report import of_hunt
 
-    result = of_hunt(config.sim, go_hunting(config.sim, print, told))
-    keep(result)
-    return result
-
-
-def _crowd(config: CrowdConfig, told: Callable[[float, float], None], keep: Callable[[Simulation], None]) -> Simulation:
-    from noloco_node.simulator.events import CrowdSize, simulate_sizes
-    from noloco_node.simulator.report import of_crowd
-
-    sim, sizes = config.sim, list[CrowdSize]()
-    print(f"{', '.join(f'{many:,}' for many in sim.nodes)} nodes of {sim.work.stages} stages, {sim.hours:g} h each")
-    for size in simulate_sizes(sim, told):
-        sizes.append(size)
-        keep(of_crowd(sim, sizes))
-    return of_crowd(sim, sizes)
+    return of_hunt(config.sim, go_hunting(config.sim, print, told))
 
 
 @contextlib.contextmanager

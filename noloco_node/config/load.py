@@ -16,7 +16,6 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from noloco_node.config import hub_token
-from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, NodeSettings, why_not_compiled
@@ -78,21 +77,8 @@ class HuntConfig(Settings):
     """What is hunted."""
 
 
-class CrowdConfig(Settings):
-    """A file for `noloco-node simulate` alone: a crowd by events."""
-
-    sim: CrowdSettings
-    """What crowd it is."""
-
-
-SimulationConfig = Config | HuntConfig | CrowdConfig
-"""The configurations that `noloco-node simulate` takes, by `sim.kind`."""
-SIMULATED_ALONE: Mapping[object, type[HuntConfig | CrowdConfig]] = MappingProxyType(
-    {"hunt": HuntConfig, "crowd": CrowdConfig}
-)
-"""Kinds of simulations that no run belongs to."""
-SWARM = "swarm"
-"""The kind that a run belongs to, and that is meant if none is named."""
+SWARM, HUNT = "swarm", "hunt"
+"""The kinds of simulations. A run belongs to the first, which is meant if none is named; the other has none."""
 
 
 class OwnData(Settings):
@@ -156,7 +142,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
     for override in overrides:
         _apply(raw, override)
     kind = _simulated_kind(raw)
-    if kind in SIMULATED_ALONE:
+    if kind == HUNT:
         raise UserError(
             ExitCode.CONFIG,
             f"{path}: sim.kind is {kind}: it says what to simulate, and has no run that nodes could train",
@@ -165,24 +151,23 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
     return validate(raw, str(path), overrides)
 
 
-def load_simulation(path: Path, overrides: Sequence[str] = ()) -> SimulationConfig:
+def load_simulation(path: Path, overrides: Sequence[str] = ()) -> Config | HuntConfig:
     """Read and validate a file for `noloco-node simulate`, by its `sim.kind`. Raises `UserError` as `load_config`."""
     raw = _read(path)
     for override in overrides:
         _apply(raw, override)
     kind = _simulated_kind(raw)
-    alone = SIMULATED_ALONE.get(kind)
-    if alone is None and kind not in (None, SWARM):  # else all that such a kind has would be named as wrong
-        known = (SWARM, *map(str, SIMULATED_ALONE))
+    if kind not in (None, SWARM, HUNT):  # else all that such a kind has would be named as wrong
         raise UserError(
             ExitCode.CONFIG,
             f"{path}: a setting is wrong\n  sim.kind: {value_in_words(kind)} is not allowed: must be one of "
-            f"{', '.join(known)}",
+            f"{SWARM}, {HUNT}",
             "correct it; docs/settings.md lists every setting of sim: by its kind",
         )
-    if alone is None:
+    if kind != HUNT:
         return validate(raw, str(path), overrides)
-    return _validated(alone, raw, str(path), "correct it; docs/settings.md lists every setting of sim: by its kind")
+    remedy = "correct it; docs/settings.md lists every setting of sim: by its kind"
+    return _validated(HuntConfig, raw, str(path), remedy)
 
 
 def _simulated_kind(raw: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ class SimSpec(Settings):
     """A swarm in virtual time: the node's own code on modelled devices, links and directory."""
 
     kind: Literal["swarm"] = "swarm"
-    """What is simulated; `hunt` and `crowd` have settings of their own, below."""
+    """What is simulated; `hunt` has settings of its own, below."""
     nodes: Annotated[int, Field(gt=0, le=MOST_NODES)] = 16
     """Nodes in all, dealt out to the stages in turn."""
     hours: Annotated[float, Field(gt=0.0, le=10_000.0)] = 1.0

@@ -9,9 +9,8 @@ other, and each side would take itself for the whole stage. The nodes of bucket 
 always shows some 64 nodes of a stage of any size. Newcomers, swarms that meet, and askers whether the stage is served
 at all read it. The zeros at the beginning of those nodes' hashes tell the level that they come from.
 
-When a node reads another bucket of a stage, and when that bucket takes the place of one that it holds.
-
-The functions work for one node, or for many at once by rows: a simulation has more nodes than it can step one by one.
+The last part says when a node reads another bucket of a stage, and when that bucket takes the place of one that it
+holds.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
 
@@ -349,16 +345,8 @@ record is renewed at a third of its life."""
 SETTLED = 4
 """A node that has come to a level reads so many of its buckets at once, one at each look."""
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
-
-@overload
-def drawn_again(fullness: float, life: float) -> float: ...
-@overload
-def drawn_again(fullness: Floats, life: float) -> Floats: ...
-def drawn_again(fullness: float | Floats, life: float) -> float | Floats:
+def drawn_again(fullness: float, life: float) -> float:
     """Seconds between two buckets that are read for the number alone; `fullness` is the number of records in a bucket.
 
     The fuller buckets are, the more rarely they are read, so that as many records come in a second.
@@ -366,47 +354,29 @@ def drawn_again(fullness: float | Floats, life: float) -> float | Floats:
     return SAMPLED_AGAIN * life * _times_full(fullness)
 
 
-@overload
-def held_again(fullness: float, life: float) -> float: ...
-@overload
-def held_again(fullness: Floats, life: float) -> Floats: ...
-def held_again(fullness: float | Floats, life: float) -> float | Floats:
+def held_again(fullness: float, life: float) -> float:
     """Seconds between two reads of a held bucket; all records that are shown must be read again before they end."""
-    return life * np.minimum(READ_AGAIN * _times_full(fullness), READ_AGAIN_AT_LAST)
+    return life * min(READ_AGAIN * _times_full(fullness), READ_AGAIN_AT_LAST)
 
 
-def _times_full(fullness: float | Floats) -> Floats:
-    return np.clip(np.asarray(fullness, np.float64) / TARGET, 1.0, RAISE)
+def _times_full(fullness: float) -> float:
+    return min(max(fullness / TARGET, 1.0), RAISE)
 
 
-@overload
-def draws(drawn_here: int, confirming: bool, has_place: bool, since: float, again: float) -> bool: ...
-@overload
-def draws(drawn_here: Ints, confirming: Flags, has_place: Flags, since: Floats, again: Floats) -> Flags: ...
-def draws(
-    drawn_here: int | Ints,
-    confirming: bool | Flags,
-    has_place: bool | Flags,
-    since: float | Floats,
-    again: float | Floats,
-) -> bool | Flags:
+def draws(drawn_here: int, *, confirming: bool, has_place: bool, since: float, again: float) -> bool:
     """Tell whether a node reads a bucket for the number now.
 
     It has read `drawn_here` buckets of its level and may be `confirming` that it leaves the level. `has_place` says
     that it would hold the next bucket (`has_a_place`). It drew the last one `since` seconds ago and usually draws one
     `again` after so many seconds.
     """
-    return (drawn_here < SETTLED) | confirming | has_place | (since >= again)
+    return drawn_here < SETTLED or confirming or has_place or since >= again
 
 
-@overload
-def has_a_place(level: int, held: int, since: float) -> bool: ...
-@overload
-def has_a_place(level: Ints, held: Ints, since: Floats) -> Flags: ...
-def has_a_place(level: int | Ints, held: int | Ints, since: float | Floats) -> bool | Flags:
+def has_a_place(level: int, held: int, since: float) -> bool:
     """Tell whether a bucket drawn at a level is held from now on.
 
     The node holds `held` buckets and has exchanged one of them `since` seconds ago. If all places are taken, the eldest
     goes, unless there are no other buckets.
     """
-    return (held < HELD) | ((since >= RENEWED_SECONDS) & (level > WHOLLY_HELD))
+    return held < HELD or (since >= RENEWED_SECONDS and level > WHOLLY_HELD)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from noloco_node import __version__
-from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.canvas import PALETTE, Sheet, caption, whole_numbers
 from noloco_node.simulator.course import Simulated
-from noloco_node.simulator.events import CrowdSize
 from noloco_node.simulator.hunting import Hunted
 from noloco_node.telemetry.words import one_line
 
@@ -134,7 +131,7 @@ def settings_of_nodes(config: Config) -> dict[str, Any]:
     return config.node.model_dump(mode="json", exclude_defaults=True)
 
 
-def settings_of_course(sim: SimSpec | HuntSpec | CrowdSettings) -> dict[str, Any]:
+def settings_of_course(sim: SimSpec | HuntSpec) -> dict[str, Any]:
     """All that a course goes by: not how many processes carry it out."""
     return sim.model_dump(mode="json", exclude={"workers"})
 
@@ -161,21 +158,6 @@ def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
     )
 
 
-def of_crowd(settings: CrowdSettings, sizes: Sequence[CrowdSize]) -> Simulation:
-    """What came of a crowd's sizes, so far."""
-    courses = hashlib.sha256("".join(size.figures.trace for size in sizes).encode())
-    return Simulation(
-        kind="crowd",
-        sim=settings_of_course(settings),
-        trace=courses.hexdigest(),
-        virtual_hours=settings.hours * len(sizes),
-        core_hours=sum(size.cpu_seconds for size in sizes) / 3600.0,
-        figures={"sizes": [asdict(size) for size in sizes]},
-        rows=_crowd_rows(sizes),
-        draw=lambda path: _draw_crowd(sizes, path),
-    )
-
-
 def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     figures = found.figures
     yield "virtual time", f"{found.virtual_hours:.2f} h"
@@ -199,38 +181,6 @@ def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     for method, octets in sorted(figures.sent_per_node.items(), key=lambda each: -each[1])[:8]:
         yield f"sent a node: {method}", f"{octets / 1e3:.2f} kB/s"
     yield "trace", found.trace
-
-
-def _crowd_rows(sizes: Sequence[CrowdSize]) -> list[_Row]:
-    """A column for each size."""
-    rows: dict[str, list[str]] = {"figure": [f"{size.figures.nodes:,} nodes" for size in sizes]}
-
-    def row(name: str, said: Callable[[CrowdSize], str]) -> None:
-        rows[name] = [said(size) for size in sizes]
-
-    row("devices at work", lambda size: f"{size.figures.working:.1%}")
-    row("trained microbatches a second", lambda size: f"{size.figures.trained:.4g}")
-    row("of the best assignment", lambda size: f"{size.figures.of_best:.1%}")
-    row("outer steps a node and hour", lambda size: f"{size.figures.outer_steps:.1f}")
-    row("of those, alone", lambda size: f"{size.figures.alone:.2%}")
-    row("spread left", lambda size: f"{size.figures.contraction:.3g}")
-    row("spread left, by arithmetic", lambda size: f"{size.figures.contraction_expected:.3g}")
-    row("evenness of pairing (1: chance)", lambda size: _number(size.figures.evenness))
-    row("evenness of routes (1: chance)", lambda size: _number(size.figures.evenness_of_routes))
-    row("counts wrong by (rms)", lambda size: f"{size.figures.error:.1%}")
-    for kind in sorted({kind for size in sizes for kind in size.figures.node_bytes}):
-        row(f"sent a node: {kind}", lambda size, kind=kind: f"{size.figures.node_bytes.get(kind, 0) / 1e3:.2f} kB/s")
-    row("the busiest holder", lambda size: f"{size.figures.holder_bytes['highest'] / 1e3:.1f} kB/s")
-    row("microbatches lost", lambda size: f"{size.figures.lost:.2%}")
-    row("a newcomer serves after", lambda size: _number(size.figures.joined_after, " s"))
-    row("moves a node and hour", lambda size: f"{size.figures.moves:.2f}")
-    row("processor time", lambda size: f"{size.cpu_seconds:.0f} s")
-    row("memory", lambda size: f"{size.peak_mib:.0f} MiB")
-    return [(name, *values) for name, values in rows.items()]
-
-
-def _number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.3g}{unit}"
 
 
 def _plain(value: Any) -> Any:
@@ -269,23 +219,5 @@ def _draw_hunt(found: Hunted, path: Path) -> None:
     panel.barh(kinds, list(found.drawn.values()), color="#d0d0d0", label="drawn")  # pyright: ignore[reportUnknownMemberType]
     panel.barh(kinds, [found.fired[kind] for kind in kinds], color=PALETTE[0], label="took effect")  # pyright: ignore[reportUnknownMemberType]
     whole_numbers(panel.xaxis)
-    sheet.legend()
-    sheet.save(path)
-
-
-def _draw_crowd(sizes: Sequence[CrowdSize], path: Path) -> None:
-    sheet = Sheet(1, 3, title="a crowd by events")
-    names = ("trained, of the best assignment", "spread of weights", "counts wrong by (rms)")
-    for panel, name in zip(sheet.panels[0], names, strict=True):
-        caption(panel, name)
-        panel.set_xlabel("virtual hours")  # pyright: ignore[reportUnknownMemberType]
-    sheet.panels[0][1].set_yscale("log")  # pyright: ignore[reportUnknownMemberType]
-    share, spread, error = (panel.plot for panel in sheet.panels[0])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    for number, size in enumerate(sizes):
-        hours, colour = [moment.at / 3600.0 for moment in size.moments], PALETTE[number % 10]
-        trained = [moment.trained / moment.best if moment.best else math.nan for moment in size.moments]
-        share(hours, trained, color=colour, label=f"{size.figures.nodes:,} nodes")
-        spread(hours, [moment.spread for moment in size.moments], color=colour)
-        error(hours, [moment.error for moment in size.moments], color=colour)
     sheet.legend()
     sheet.save(path)

@@ -8,7 +8,6 @@ window. It does not if messages are no larger than half of a new stream's window
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from noloco_node.identity.peer_id import PeerId
@@ -69,22 +68,6 @@ class StreamWindow:
     def goes_on_at(self) -> float:
         """When a sender goes on that must wait."""
         return self._granted[0][0]
-
-
-def new_stream_seconds(octets: float, rate: float, round_trip: float) -> float:
-    """What a message takes on a new stream of a line of `rate` bytes a second, from its first byte to its last."""
-    if rate * round_trip <= FIRST_OCTETS // 2:  # of so little on the way more is granted before it has all left
-        return octets / rate
-    window, left, now = StreamWindow(0.0), math.ceil(octets), 0.0
-    while left:
-        part = window.room(left, 0, now)
-        if part:
-            now += part / rate
-            window.came(part, round_trip, now)
-            left -= part
-        else:
-            now = window.goes_on_at
-    return now
 
 
 class KeptStream:

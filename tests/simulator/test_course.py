@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 
 from noloco_node import __version__
 from noloco_node.cli.main import main
-from noloco_node.config.crowd_spec import CrowdSettings
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ACTIVATION_CODECS, ActivationCodec, LimitsSpec, OuterSpec, token_bytes
@@ -22,7 +19,6 @@ from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
-from noloco_node.simulator import events
 from noloco_node.simulator.course import check_simulation, device_seconds, quadratic_of, simulate
 from noloco_node.simulator.figures import SimulationFigures, Watcher, evenness
 from noloco_node.simulator.links import Links
@@ -100,27 +96,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
     said = capsys.readouterr()
     assert f"--out {taken} cannot be written" in said.err
     assert "virtual hours" not in said.out
-
-
-def test_a_simulation_that_is_broken_off_says_how_far_it_was_and_keeps_what_was_finished(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a terminal by lines beside the results."""
-    sizes = events.simulate_sizes
-
-    def broken_off(every: CrowdSettings, told: Callable[[float, float], None]) -> Iterator[events.CrowdSize]:
-        yield next(iter(sizes(every, told)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(events, "simulate_sizes", broken_off)
-    changes = ("sim.nodes=[8, 24]", "sim.seconds=300", "sim.warm_up_seconds=0")
-    line = ["simulate", "sim/crowd", "--out", str(tmp_path), *(word for each in changes for word in ("--set", each))]
-    assert main(line) == ExitCode.INTERRUPTED
-    said = capsys.readouterr()
-    assert "25 % simulated\n" in said.err
-    assert f"{tmp_path} holds what was finished before" in said.err
-    assert "simulated" not in said.out
-    assert len(json.loads((tmp_path / "results.json").read_text())["figures"]["sizes"]) == 1
 
 
 def test_who_comes_for_a_dead_node_has_a_device_for_its_stage() -> None:

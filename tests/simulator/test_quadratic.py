@@ -17,7 +17,6 @@ from noloco_node.simulator.world import World
 from noloco_node.telemetry.events import InnerStep
 from noloco_node.training.trainer import ForwardContext
 from tests.simulator.populated import populate
-from tests.simulator.test_crowd import crowd_of
 from tests.worlds import micro_spec
 
 NOISE = 0.5
@@ -36,10 +35,9 @@ async def small_swarm(seed: int, steps: int, replicas: int) -> tuple[str, float]
         return world.trace, sum(each[-1] for each in losses) / len(losses)
 
 
-def traces(seed: int = 1) -> list[str]:
-    """The traces of a short swarm, and of a crowd with deaths and newcomers."""
-    short, _ = in_virtual_time(lambda: small_swarm(seed, 6, 2), seed=seed)
-    return [short, crowd_of(24, churn_an_hour=2.0, seconds=600, seed=seed).nodes.trace]
+def trace(seed: int = 1) -> str:
+    """The trace of a short swarm."""
+    return in_virtual_time(lambda: small_swarm(seed, 6, 2), seed=seed)[0]
 
 
 def test_it_learns_until_the_noise_is_all_that_is_left() -> None:
@@ -48,14 +46,13 @@ def test_it_learns_until_the_noise_is_all_that_is_left() -> None:
     assert BEST_LOSS < loss < BEST_LOSS + NOISE**2
 
 
-def test_another_process_with_another_hash_seed_has_the_same_traces() -> None:
-    """Bit for bit, of whole nodes and of a crowd by events; another seed gives others."""
-    program = "from tests.simulator.test_quadratic import traces\nprint(*traces())"
+def test_another_process_with_another_hash_seed_has_the_same_trace() -> None:
+    """Bit for bit; another seed gives another."""
+    program = "from tests.simulator.test_quadratic import trace\nprint(trace())"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    own = traces()
-    assert other.stdout.split()[-2:] == own
-    assert not set(own) & set(traces(2))
+    assert other.stdout.split()[-1:] == [trace()]
+    assert trace(2) != trace()
 
 
 def test_its_gradient_leads_to_the_optimum_and_belongs_to_the_weights_of_the_forward() -> None:

@@ -11,7 +11,7 @@ from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.simulator.windows import KEPT_SECONDS, KeptStreams, new_stream_seconds
+from noloco_node.simulator.windows import KEPT_SECONDS, KeptStreams
 from noloco_node.transport.errors import BrokenStream, Refusal, Refused, TransportError
 from noloco_node.transport.memory import Parcel
 
@@ -92,13 +92,3 @@ def test_a_stream_is_kept_after_a_refusal_and_not_after_a_call_that_broke(error:
             return second is first
 
     assert in_virtual_time(work) is stays
-
-
-@pytest.mark.parametrize("rate", [BYTES_A_SECOND, 1.3e6])
-@pytest.mark.parametrize("kib", [64, 256, 1024, 20_000])
-def test_crowds_count_what_one_message_on_a_new_stream_waits(kib: int, rate: float) -> None:
-    """As links do where it is alone on them; none where hardly anything is on the way at a time."""
-    octets = kib * KIB + 16
-    (took,) = seconds_of(octets - 16, 1, 0.0, rate)
-    assert new_stream_seconds(octets, rate, ROUND_TRIP) == pytest.approx(took - ROUND_TRIP / 2)
-    assert (took - ROUND_TRIP / 2 > octets / rate * 1.001) == (kib > 128 and rate == BYTES_A_SECOND)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import weakref
@@ -13,7 +14,6 @@ import pytest
 import torch
 
 from noloco_node.address_space import NoMemory
-from noloco_node.collector import paused
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from tests.support import eventually
@@ -153,11 +153,14 @@ async def test_a_call_that_fails_keeps_nothing_of_what_it_worked_with() -> None:
             raise ValueError(str(error)) from None
 
     thread = ComputeThread()
-    with paused():
+    gc.disable()
+    try:
         for each in (work, renamed):
             with pytest.raises((NoMemory, ValueError)):
                 await thread.run(Priority.FORWARD, each)
         assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
     await thread.close()
 
 
