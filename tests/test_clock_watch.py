@@ -17,8 +17,8 @@ from noloco_node.bootstrap import hello as hello_module
 from noloco_node.bootstrap.hello import Hello, serve_hello
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.node import clock_watch
-from noloco_node.node.clock_watch import ClockWatch
+from noloco_node.node import checks
+from noloco_node.node.checks import ClockWatch
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile, Warned
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
@@ -74,7 +74,7 @@ async def test_a_clock_that_is_set_wrong_is_said_once_and_once_that_it_is_right_
 
 async def test_a_step_of_the_clock_is_looked_into_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it runs evenly nobody is asked for ten minutes."""
-    monkeypatch.setattr(clock_watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(checks, "LOOK_SECONDS", 0.01)
     async with watched(monkeypatch) as (watch, ahead, said):
         keeping = asyncio.create_task(watch.keep())
         await asyncio.sleep(0.05)

@@ -22,8 +22,8 @@ from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.finished import merge_run
 from noloco_node.exporting.folders import gather_folders
+from noloco_node.exporting.generating import Wish
 from noloco_node.exporting.read import continued
-from noloco_node.exporting.speech import Wish
 from noloco_node.model.export import generate_sample, load_exported
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import SLOW_FILE, WeightsManifest

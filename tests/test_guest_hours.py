@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from noloco_node.config.node_settings import NodeSettings, as_time, inside, next_begin, parse_hours
-from noloco_node.node.pause import PauseState, looked, told
+from noloco_node.node.interrupts import PauseState, looked, told
 
 
 def minute(text: str) -> int:

@@ -13,8 +13,7 @@ import pytest
 from noloco_node.diagnostics import pausing
 from noloco_node.diagnostics.pausing import tell_nodes
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.node.interrupts import Interrupts
-from noloco_node.node.pause import PauseSwitch, Word
+from noloco_node.node.interrupts import Interrupts, PauseSwitch, Word
 from noloco_node.storage.run_folder import RunFolder
 from tests.support import eventually
 from tests.telemetry import made_events as made

@@ -9,7 +9,7 @@ import pytest
 from noloco_node.cli.printing import print_finished, print_result
 from noloco_node.errors import ExitCode
 from noloco_node.laboratory.experiment import Finished
-from noloco_node.laboratory.result import Result
+from noloco_node.laboratory.figures import Result
 from noloco_node.launch.local_run import MODEL, SwarmResult
 from noloco_node.telemetry.words import as_lag, as_long
 from tests.telemetry import made_events as made

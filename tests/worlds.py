@@ -28,8 +28,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node.replica import Replica
-from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import SimulatedLoop, in_virtual_time
+from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation
 from noloco_node.training.compute_thread import Compute, ComputeThread, Priority
 from noloco_node.training.placing import on_its_device

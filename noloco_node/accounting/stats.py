@@ -16,7 +16,7 @@ from noloco_node.participant import ReplicaContext
 from noloco_node.peers.stats import PeerStats
 from noloco_node.pipeline.participant import Pipeline
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.placement.start_barrier import MissingStages
+from noloco_node.placement.arrival import MissingStages
 from noloco_node.telemetry.events import Account, Strangers, Warned
 from noloco_node.telemetry.node_state import MOST_NODES, NodeSeen, Surroundings
 from noloco_node.transport.interface import DIRECTORY, RELAYED

@@ -10,10 +10,9 @@ from typing import Any, NoReturn, cast
 
 from noloco_node import __version__
 from noloco_node.cli import handlers
-from noloco_node.cli.data import prepare_arguments
+from noloco_node.cli.data import prepare_arguments, train_arguments
 from noloco_node.cli.evaluating import eval_arguments, generate_arguments
 from noloco_node.cli.exporting import export_arguments
-from noloco_node.cli.folders import pause_arguments, report_arguments, status_arguments
 from noloco_node.cli.help_texts import (
     COMPLETION_HELP,
     CONFIG_HELP,
@@ -64,10 +63,12 @@ from noloco_node.cli.small import (
     health_arguments,
     init_arguments,
     list_arguments,
+    pause_arguments,
+    report_arguments,
+    status_arguments,
     top_arguments,
     watch_arguments,
 )
-from noloco_node.cli.tokenizers import train_arguments
 from noloco_node.errors import EXIT_MEANINGS, near_words, suggestion
 
 READS_ENVIRONMENT = frozenset({"swarm", "run", "join", "seed", "doctor", "show", "validate"})

@@ -22,8 +22,7 @@ from noloco_node.exporting.sources import (
     say,
     with_text,
 )
-from noloco_node.telemetry.waiting import say_loading
-from noloco_node.telemetry.words import plain_text
+from noloco_node.telemetry.words import plain_text, say_loading
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -154,8 +153,8 @@ def _generate(options: argparse.Namespace) -> int:
         raise UserError(ExitCode.USAGE, message, "name one folder, which `noloco-node export` wrote")
     say_loading()
     with loading():
+        from noloco_node.exporting.generating import Wish
         from noloco_node.exporting.read import continued
-        from noloco_node.exporting.speech import Wish
 
     wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
     with _own_line():
@@ -172,8 +171,7 @@ def _generate_live(options: argparse.Namespace) -> int:
         import uvloop
 
         from noloco_node.config.load import load_join
-        from noloco_node.exporting.generating import generate_live
-        from noloco_node.exporting.speech import Wish
+        from noloco_node.exporting.generating import Wish, generate_live
 
     wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
     with _own_line():

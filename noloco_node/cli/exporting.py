@@ -22,7 +22,7 @@ from noloco_node.exporting.sources import (
     with_text,
     with_tokenizer,
 )
-from noloco_node.telemetry.waiting import say_loading
+from noloco_node.telemetry.words import say_loading
 
 if TYPE_CHECKING:
     from noloco_node.exporting.gathered import Gathered
@@ -56,8 +56,7 @@ def _export(options: argparse.Namespace) -> int:
     say_loading()
     with loading():
         from noloco_node.exporting.evaluation import Bench, HeldOut
-        from noloco_node.exporting.push import check_push, push
-        from noloco_node.exporting.write import BEST, check_out, export
+        from noloco_node.exporting.write import BEST, check_out, check_push, export, push
 
     check_out(options.out)
     if options.push is not None:

@@ -32,7 +32,7 @@ from noloco_node.cli.printing import (
 )
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
-from noloco_node.telemetry.waiting import say_asking, say_loading
+from noloco_node.telemetry.words import say_asking, say_loading
 
 if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
@@ -185,7 +185,7 @@ def lab(options: argparse.Namespace) -> int:
 
 def invite(options: argparse.Namespace) -> int:
     """Sign an invitation."""
-    from noloco_node.cli.invitations import make_invitation
+    from noloco_node.cli.identity import make_invitation
     from noloco_node.config.load import load_config
 
     run = load_config(options.config, options.set).run

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from noloco_node.cli.node_options import set_argument
 from noloco_node.errors import ExitCode
-from noloco_node.telemetry.waiting import say_loading
+from noloco_node.telemetry.words import say_loading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

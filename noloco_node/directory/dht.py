@@ -21,7 +21,7 @@ from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_o
 from noloco_node.directory.dht_node import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
 from noloco_node.directory.dht_walk import Walker
 from noloco_node.directory.intake import Intake
-from noloco_node.directory.lost_peers import LostPeers
+from noloco_node.directory.known_peers import LostPeers
 from noloco_node.directory.records import (
     EVERYBODY,
     DirectoryView,

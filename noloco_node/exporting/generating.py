@@ -1,11 +1,11 @@
-"""A text that a model continues, token by token: drawn here, shown as it comes."""
+"""A text that a model continues, token by token: drawn here, and shown as it comes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,75 @@ from noloco_node.data.encoding import check_of_text, fitting_tokenizer
 from noloco_node.data.tokenizers import NoTokenizer, PretrainedTokenizer, Tokenizer
 from noloco_node.directory.records import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.speech import Shown, Spoken, Wish
 from noloco_node.model.cut import build_config
 from noloco_node.node.interrupts import interruptible
-from noloco_node.node.observing import looking_on
+from noloco_node.node.network import looking_on
 from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+
+HALF_A_CHARACTER = "\ufffd"
+"""A tokenizer shows this for bytes that make no character yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a model."""
+
+    prompt: str
+    tokens: int
+    """So many at most."""
+    temperature: float
+    """0: always the likeliest."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What came of it."""
+
+    tokens: int
+    full: bool
+    """It ends since the model sees no longer text."""
+    seconds: float
+    """From the first question to the last answer."""
+    replaced: int = 0
+    """Peers that were asked for their part and did not give it."""
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer, be it of this package or of transformers."""
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """The text of the ids."""
+        ...
+
+
+class Shown:
+    """Text that grows by tokens, given on in whole characters."""
+
+    def __init__(self, tokenizer: Decoder, ids: Sequence[int], write: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._write = write
+        self.ids = list(ids)
+        self._came = len(tokenizer.decode(self.ids))
+
+    def add(self, token: int) -> None:
+        """One more token."""
+        self.ids.append(token)
+        text = self._tokenizer.decode(self.ids)
+        if not text.endswith(HALF_A_CHARACTER):
+            self._give(text)
+
+    def end(self) -> None:
+        """Nothing more comes: also what is no whole character."""
+        self._give(self._tokenizer.decode(self.ids))
+
+    def _give(self, text: str) -> None:
+        if len(text) > self._came:
+            self._write(text[self._came :])
+            self._came = len(text)
 
 
 def drawn(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

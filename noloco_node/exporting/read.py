@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from noloco_node import ambient
 from noloco_node.data.tokenizers import encodable
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.speech import Shown, Spoken, Wish
+from noloco_node.exporting.generating import Shown, Spoken, Wish
 from noloco_node.model.export import continue_ids, load_exported, pretrained_tokenizer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.telemetry.waiting import say_asking, say_loading
+from noloco_node.telemetry.words import say_asking, say_loading
 
 if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings

@@ -14,8 +14,8 @@ from noloco_node.config.load import Config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import check_points, expand
 from noloco_node.laboratory.experiment import Experiment, Journal, OnFinished, planned
+from noloco_node.laboratory.figures import Result, Results
 from noloco_node.laboratory.report import markdown
-from noloco_node.laboratory.result import Result, Results
 from noloco_node.storage import atomic
 
 

@@ -127,8 +127,7 @@ def check_points(cells: tuple[Cell, ...]) -> None:
     """Raise UserError (CONFIG) if a point's model cannot be cut, as `check_cut` does, or trains routers. It is raised
     too if a point's global batch cannot be divided among its replicas. Loads torch and transformers."""
     from noloco_node.laboratory.training import microbatch_windows
-    from noloco_node.model.anatomy import check_cut
-    from noloco_node.model.cut import check_parts_documents
+    from noloco_node.model.cut import check_cut, check_parts_documents
 
     points = [point for cell in cells for point in cell.points]
     models = {canonical_json(point.run.model.model_dump(mode="json")): point.run.model for point in points}

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from noloco_node import ambient
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.laboratory.expansion import Cell, Job, Point, is_one_for_all, job_of
-from noloco_node.laboratory.result import Result
+from noloco_node.laboratory.figures import Result
 from noloco_node.workers import Workers
 
 

@@ -27,8 +27,17 @@ from noloco_node.laboratory.canvas import (
     tokens_axis,
 )
 from noloco_node.laboratory.expansion import GAMMA
-from noloco_node.laboratory.figures import FigureLine, Spot, as_text, best, best_of, lines, setting, spread_follows_rate
-from noloco_node.laboratory.result import Results
+from noloco_node.laboratory.figures import (
+    FigureLine,
+    Results,
+    Spot,
+    as_text,
+    best,
+    best_of,
+    lines,
+    setting,
+    spread_follows_rate,
+)
 from noloco_node.outer import Momentum
 from noloco_node.outer.stability import admissible_gamma
 

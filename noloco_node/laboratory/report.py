@@ -8,6 +8,7 @@ from typing import Any
 
 from noloco_node.laboratory.figures import (
     FigureLine,
+    Results,
     Spot,
     activation_bytes,
     as_text,
@@ -15,7 +16,6 @@ from noloco_node.laboratory.figures import (
     lines,
     spread_follows_rate,
 )
-from noloco_node.laboratory.result import Results
 
 NONE = "–"
 

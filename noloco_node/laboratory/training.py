@@ -24,7 +24,7 @@ from noloco_node.data.windows import Windows, load_windows
 from noloco_node.document_marks import positions_of
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.laboratory.result import MeasuredLoss, MeasuredSpread, Measurement
+from noloco_node.laboratory.figures import MeasuredLoss, MeasuredSpread, Measurement
 from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_losses
 from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup, disturb
 from noloco_node.pipeline.routing import Candidate, choose_peer

@@ -13,28 +13,31 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
+import base58
 import psutil
 from hivemind.p2p import P2P, PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.aio import Pulse, cancel_and_wait, end_process, run_to_end
 from noloco_node.errors import UserError
 from noloco_node.identity.addresses import (
+    CIRCUIT,
     PeerAddress,
     Reach,
     parse_address,
     reach_of,
     widest_first,
 )
-from noloco_node.identity.multiaddrs import as_texts, to_dial
+from noloco_node.identity.keys import varint
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.arguments import MAPS_PORT, announcing
-from noloco_node.libp2p.failures import FailedStart, explain
+from noloco_node.libp2p.arguments import MAPS_PORT, FailedStart, announcing, explain
 from noloco_node.libp2p.hivemind_link import (
     connect_hivemind,
     disconnect_hivemind,
@@ -44,6 +47,45 @@ from noloco_node.libp2p.hivemind_link import (
 from noloco_node.storage.private_folder import PrivateFolder
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHandler
+
+MOST_ADDRESSES = 16
+P2P_CODE = 421
+CIRCUIT_CODE = 290
+
+
+@dataclass(frozen=True, slots=True)
+class RawAddress:
+    """Stands for hivemind's `Multiaddr` where only its bytes are wanted."""
+
+    raw: bytes
+
+    def to_bytes(self) -> bytes:
+        """The address in binary form."""
+        return self.raw
+
+
+def to_dial(text: str) -> RawAddress:
+    """Where a connection to the peer of this address begins: the address without the peer itself.
+
+    hivemind's codec writes a relay's peer id as a CID, which p2pd does not understand. ValueError for no address.
+    """
+    relay = parse_address(text).relay
+    place = text.partition(CIRCUIT)[0] if relay is not None else text
+    raw = bytes(Multiaddr(place.rpartition("/p2p/")[0]).to_bytes())
+    if relay is not None:
+        named = base58.b58decode(relay)
+        raw += varint(P2P_CODE) + varint(len(named)) + named + varint(CIRCUIT_CODE)
+    return RawAddress(raw)
+
+
+def as_texts(addresses: Sequence[bytes]) -> list[str]:
+    """Those addresses that can be dialled from elsewhere, as text; a stranger's bytes may be anything."""
+    texts: list[str] = []
+    for raw in list(addresses)[:MOST_ADDRESSES]:
+        with contextlib.suppress(ValueError, LookupError):
+            texts.append(str(Multiaddr(raw)))
+    return texts
+
 
 logger = logging.getLogger(__name__)
 

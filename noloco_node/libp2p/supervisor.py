@@ -1,4 +1,7 @@
-"""p2pd may die or freeze; the node lives on. Started again under the same identity and port, but not for ever."""
+"""p2pd may die or freeze; the node lives on. Started again under the same identity and port, but not for ever.
+
+The share of its allowed descriptors is watched too. Without any left p2pd takes no new peer, and says nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,61 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar
 
+import psutil
+
 from noloco_node.aio import Pulse, cancel_and_wait, first_alone
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.descriptors import DescriptorWatch, descriptors_of
 from noloco_node.pauses import Doubling
 
 logger = logging.getLogger(__name__)
+
+SHORT = 0.9
+"""Newcomers may find no place from this share in use on."""
+RELAXED = 0.7
+"""Below this share the shortage is over; it is reported anew when it comes again."""
+
+
+class DescriptorWatch:
+    """Says once that p2pd has hardly a descriptor left, until that is over."""
+
+    def __init__(self) -> None:
+        self.short = False
+
+    def look(self, used: int, limit: int) -> None:
+        """`used` of `limit` are open now."""
+        if self.short and used < RELAXED * limit:
+            self.short = False
+            logger.warning("p2pd has descriptors to spare again: %d of %d are open", used, limit)
+        elif not self.short and used >= SHORT * limit:
+            self.short = True
+            logger.warning(
+                "p2pd has %d of %d descriptors open, so hardly anybody can connect any more: somebody may be opening "
+                "connections without end. Raise the limit before the start (ulimit -n 65536, LimitNOFILE, --ulimit "
+                "nofile), and have the firewall limit new connections for each address (docs/operations.md)",
+                used,
+                limit,
+            )
+
+
+def descriptors_of(pid: int) -> tuple[int, int] | None:
+    """How many a process has open, and how many it may have; None where that cannot be told."""
+    if not hasattr(resource, "prlimit"):  # macOS
+        return None
+    try:
+        soft, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = psutil.Process(pid).num_fds()
+    except (OSError, psutil.Error):
+        return None
+    return None if soft == resource.RLIM_INFINITY else (used, soft)
+
 
 WINDOW_SECONDS = 600.0
 RESTARTS = Doubling(1.0, 4.0)

@@ -19,8 +19,7 @@ from noloco_node.config.hub_token import hub_token
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.tokenizer_files import files_to_copy
 from noloco_node.document_marks import positions_of, without_marks
-from noloco_node.model.anatomy import build_on_meta
-from noloco_node.model.cut import build_config
+from noloco_node.model.cut import build_config, build_on_meta
 from noloco_node.model.subspace import dense_state
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.finite import all_finite
-from noloco_node.model.anatomy import build_on_meta, check_anatomy
-from noloco_node.model.cut import StageCut, build_config, cut_model, not_llama_type
+from noloco_node.model.cut import StageCut, build_config, build_on_meta, check_anatomy, cut_model, not_llama_type
 from noloco_node.model.pretrained import Weights
 from noloco_node.model.router import Router, router_of
 from noloco_node.model.subspace import (

@@ -14,8 +14,8 @@ from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.evaluation import Evaluations
 from noloco_node.pipeline.microbatch import MicrobatchSource
+from noloco_node.placement.arrival import CommonStart, MissingStages
 from noloco_node.placement.run_end import EndOfRun
-from noloco_node.placement.start_barrier import CommonStart, MissingStages
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.prepared import check_text_here
 from noloco_node.errors import UserError
-from noloco_node.model.weights_check import with_own_weights
+from noloco_node.model.pretrained import with_own_weights
 from noloco_node.node.claiming import check_folder
 from noloco_node.node.interrupts import interruptible
 from noloco_node.node.journey import Departure, Show, stopped_event, travel

@@ -38,8 +38,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node import start_checks
 from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.checks import ClockWatch
 from noloco_node.node.claiming import open_run
-from noloco_node.node.clock_watch import ClockWatch
 from noloco_node.node.custody import (
     BACK,
     final_lacks,
@@ -47,9 +47,8 @@ from noloco_node.node.custody import (
     unusable_checkpoints,
 )
 from noloco_node.node.first_state import obtain_state
-from noloco_node.node.interrupts import Interrupts
+from noloco_node.node.interrupts import Interrupts, PauseSwitch
 from noloco_node.node.network import Agree, Entrance, Network, network
-from noloco_node.node.pause import PauseSwitch
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_of
 from noloco_node.sizing.devices import peak_of

@@ -1,4 +1,7 @@
-"""A node's place in the network: identity, p2pd and its supervisor, transport, the run that it agrees on, directory."""
+"""A node's place in the network: identity, p2pd and its supervisor, transport, the run that it agrees on, directory.
+
+A look at a run from outside is connected to its nodes, with their RunSpec and directory, and is no node of it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +19,8 @@ from typing import Any, TypeVar
 from noloco_node import ambient
 from noloco_node.bootstrap.dial_back import serve_dial_back
 from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
+from noloco_node.bootstrap.spec_fetch import fetch_run_spec
+from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
@@ -269,3 +275,48 @@ def supervisor(daemon: PrivateP2P, directory: DhtDirectory, known: KnownPeers, s
         await directory.rejoin(peers())
 
     return Supervisor(daemon, settings.p2pd_start_seconds, peers, rejoin)
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """The parts that an onlooker is built from."""
+
+    spec: RunSpec
+    door: Entrance
+    directory: DhtDirectory
+    supervisor: Supervisor
+
+
+@contextlib.asynccontextmanager
+async def looking_on(settings: NodeSettings, *, as_guest: bool = False) -> AsyncGenerator[Outside]:
+    """Look at the run that the peers at `settings.initial_peers` serve: publishes nothing, has no place in the
+    directory, and leaves nothing behind. The peer id is one made for the purpose, but for a guest's.
+
+    `as_guest`: be let in as the run's access demands it, with `settings.invitation` and `settings.identity`, so that
+    its nodes give more than their hello. Raises UserError as a node that joins does, where no peer answers, none gives
+    a RunSpec, or the run does not admit a guest.
+    """
+    with tempfile.TemporaryDirectory(prefix="noloco-look-") as made:
+        kept = settings.identity if as_guest else None
+        own = settings.model_copy(update={"run_folder": Path(made), "identity": kept})
+        async with entrance(own, RunFolder(own.run_folder), run=None, may_found=False) as door:
+            joined = door.daemon.joined_peers
+            spec = await fetch_run_spec(door.transport, joined, OwnData(), reads_text=False)
+            start_checks.report(await start_checks.among_peers(door.transport, joined))
+            if as_guest:
+                access = own_access(spec, settings.invitation, door.identity.peer_id)
+                if access.proof is not None:
+                    door.transport.introduce_with(Introduction(door.transport, access.proof).show)
+            directory = await join_directory(
+                door.daemon,
+                door.identity,
+                spec.run_id,
+                spec.stages,
+                peer_stats=door.transport.peer_stats,
+                record_seconds=spec.limits.record_seconds,
+                only_asks=True,
+            )
+            try:
+                yield Outside(spec, door, directory, supervisor(door.daemon, directory, door.known, own))
+            finally:
+                await directory.close()

@@ -1,5 +1,10 @@
 """A seed: a light node without a stage. It holds the directory together, shows the swarm to whoever watches it, and
-relays only where its owner says so."""
+relays only where its owner says so.
+
+It trains with nobody, so it asks the origins themselves whether they are at work, and so learns the end of the run. A
+record alone decides nothing, since a key costs nothing. One record of a free key without a process had a seed forget
+an ended run for good.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from noloco_node import ambient
 from noloco_node.aio import Heartbeat
 from noloco_node.bootstrap.hello import check_same_run, serve_hello
 from noloco_node.bootstrap.spec_fetch import fetch_run_spec, serve_spec
@@ -17,14 +23,15 @@ from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
-from noloco_node.directory.last_words import LastWords
-from noloco_node.directory.records import Directory
+from noloco_node.directory.health_checks import HealthChecks
+from noloco_node.directory.live_estimate import is_there
+from noloco_node.directory.records import SERVING, Directory, PeerRecord
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import UserError
 from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Entrance, entrance, keep_life, supervisor
 from noloco_node.node.way_out import WayOut
-from noloco_node.observer.onlooker import Onlooker
+from noloco_node.observer.swarm_view import Onlooker
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.swarm_metrics import SwarmPages
@@ -33,6 +40,65 @@ from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access, Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
+
+LOOKS_A_LIFE = 3
+"""Looks within the life of a record, so that no last word is missed."""
+
+
+class LastWords:
+    """Follows the origins of a run. `end` gets what they say; `keep` is told once that the run has come to its end."""
+
+    def __init__(
+        self, transport: Transport, directory: Directory, spec: RunSpec, end: SignedEnd, keep: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._directory = directory
+        self._end = end
+        self._keep = keep
+        self._life = spec.limits.record_seconds
+        self.checks = HealthChecks(
+            transport,
+            directory,
+            spec.run_id,
+            lambda: None,
+            self._life,
+            self._introduced,
+            self._judge,
+            ambient.chance(),
+        )
+        """Asks the origins that records introduce whether they are there."""
+
+    @property
+    def over(self) -> bool | None:
+        """Whether the run is over; None where this seed has never seen an origin at work."""
+        return self._end.ended or (False if self._end.origins else None)
+
+    async def run(self) -> None:
+        """Look again and again, and ask the origins, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.checks.run())
+            while True:
+                await self.look()
+                await asyncio.sleep(self._life / LOOKS_A_LIFE)
+
+    async def look(self) -> None:
+        """Read the records anew."""
+        await self._directory.refresh()
+        self.checks.look()
+        self._judge()
+
+    def _introduced(self) -> list[PeerRecord]:
+        view, now = self._directory.view, self._directory.now()
+        own = self._transport.peer_id
+        return [record for record in view.live(0, now) if record.peer_id != own] if view.stages else []
+
+    def _judge(self) -> None:
+        known = self._transport.peer_stats
+        self._end.look(lambda record: record.state in SERVING and is_there(known, record))
+        if self._end.known and not self._end.ended:
+            self._end.ended = True
+            self._keep()
+
 
 logger = logging.getLogger(__name__)
 

@@ -26,14 +26,13 @@ import torch
 from torch import Tensor
 
 from noloco_node.outer import CodecName
-from noloco_node.outer.decoupled import GROUP, DecoupledCodes, decoupled_bytes, decoupled_sketch
+from noloco_node.outer.decoupled import GROUP, DecoupledCodes, Motion, Signs, Waves, decoupled_bytes, decoupled_sketch
 from noloco_node.outer.modulo_codes import (
     BLOCK,
     SKETCH_PER_BLOCK,
     ModuloCodes,
     sketch_of,
 )
-from noloco_node.outer.motion import Motion, Signs, Waves
 
 _FP16_MAX = 65504.0
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, cos, floor, log10, pi, sin
 
-from noloco_node.report.charts import Bars, ChartGraph, ChartLine, ChartPoint, Curves, Timeline
-from noloco_node.report.figures import named, shares
+from noloco_node.report.figures import Bars, ChartGraph, ChartLine, ChartPoint, Curves, Timeline, named, shares
 
 WIDE, HIGH = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38

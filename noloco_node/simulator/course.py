@@ -17,11 +17,10 @@ from noloco_node.config.sim_spec import SimSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.figures import SimulationFigures, Watcher
-from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.links import Attachment, Links, SharedWay, as_they_are
 from noloco_node.simulator.loop import ThreadSeconds, in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
-from noloco_node.simulator.quadratic import Quadratic, weigh_as
+from noloco_node.simulator.quadratic import Quadratic, RealTensors, weigh_as
 from noloco_node.simulator.stays import StayingWorld
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of

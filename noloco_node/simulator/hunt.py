@@ -30,14 +30,12 @@ from noloco_node.simulator.faults import (
     Partition,
     Schedule,
 )
-from noloco_node.simulator.hunted import HuntedLinks, HuntedWorld
 from noloco_node.simulator.invariants import Run, Told, breaches
-from noloco_node.simulator.learning import RealTensors
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.outer_ledger import Watched
-from noloco_node.simulator.quadratic import Quadratic
+from noloco_node.simulator.quadratic import Quadratic, RealTensors
 from noloco_node.simulator.stays import StayingNode
-from noloco_node.simulator.strikes import Strikes
+from noloco_node.simulator.strikes import HuntedLinks, HuntedWorld, Strikes
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.training.compute_thread import Priority
 

@@ -19,7 +19,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule
-from noloco_node.simulator.learning import Learning
+from noloco_node.simulator.quadratic import Learning
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.placing import PlacedStage

@@ -24,12 +24,11 @@ from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
-from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.directory import SimulatedDirectory
 from noloco_node.simulator.invariants import left_open
-from noloco_node.simulator.learning import Learning
 from noloco_node.simulator.links import Links
-from noloco_node.simulator.node import Node, weights_of
+from noloco_node.simulator.node import Node, SimulatedDevice, weights_of
+from noloco_node.simulator.quadratic import Learning
 from noloco_node.simulator.world import DeviceTimes, World
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.memory import Memory

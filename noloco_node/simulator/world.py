@@ -14,10 +14,10 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.directory import SimulatedDht
-from noloco_node.simulator.learning import Learning, RealTensors
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import Machine, this_loop
 from noloco_node.simulator.node import Node, identity_of
+from noloco_node.simulator.quadratic import Learning, RealTensors
 from noloco_node.telemetry.events import Account, AnyEvent
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import MemoryNetwork

@@ -10,8 +10,7 @@ import torch
 
 from noloco_node.collector import loading
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.model.anatomy import build_on_meta
-from noloco_node.model.cut import build_config, cut_model, cut_width, idle_experts
+from noloco_node.model.cut import build_config, build_on_meta, cut_model, cut_width, idle_experts
 from noloco_node.model.subspace import SubspaceExperts, SubspaceLinear, bind_to_subspace
 from noloco_node.sizing.activations import ActivationGraph, graph_of
 from noloco_node.training.inner_optimizer import is_for_muon

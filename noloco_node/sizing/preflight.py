@@ -46,7 +46,7 @@ class Plan:
 def plan(config: Config) -> Plan:
     """`plan_run`, with what is seldom meant in this configuration. Raises UserError also as `check_lines` does."""
     from noloco_node.sizing.footprint import footprint_of
-    from noloco_node.sizing.line_needs import check_lines, line_needs
+    from noloco_node.sizing.traffic import check_lines, line_needs
 
     numbers = plan_run(config.run)
     if (config.node.uplink_mbit, config.node.downlink_mbit) != (None, None):
@@ -61,9 +61,8 @@ def plan_run(run: RunSpec) -> Plan:
     too if a microbatch is too large to travel, a window is longer than the model's positions, or a stage is too small
     for its fragments. It raises DATA if the weights to start from are not there, or not the model's.
     """
-    from noloco_node.model.anatomy import check_cut
-    from noloco_node.model.cut import build_config, check_parts_documents, cut_width
-    from noloco_node.model.weights_check import pretrained_lines
+    from noloco_node.model.cut import build_config, check_cut, check_parts_documents, cut_width
+    from noloco_node.model.pretrained import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
     from noloco_node.sizing.traffic import traffic_of
     from noloco_node.training.placing import check_fragments

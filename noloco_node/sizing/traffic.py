@@ -1,11 +1,14 @@
-"""Bytes that a replica sends: for a microbatch, and for an outer step."""
+"""Bytes that a replica sends for a microbatch and for an outer step, and what a run needs of one node's line, stage by
+stage. On a line with less a microbatch would never come in time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, token_bytes
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import fragments_of
 from noloco_node.sizing.footprint import Footprint
@@ -89,3 +92,104 @@ def exchange_bytes(run: RunSpec, parameters: int) -> tuple[int, ...]:
     """On the wire for each fragment of a stage of so many weights."""
     codec = CODECS[run.outer.codec]
     return tuple(codec.wire_bytes(part.size) for part in fragments_of(parameters, run.outer.fragments))
+
+
+BITS = 8e-6
+"""Mbit of a byte."""
+CHUNK_SHARE = 0.5
+"""A chunk of weights may take this share of the time after which an exchange without one is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineNeed:
+    """What a replica of one stage must be able to send and receive."""
+
+    sent: float
+    """Bytes that it sends for a microbatch, forward and backward; by the run's narrowest codec."""
+    received: float
+    seconds: float
+    """The microbatch's time for one hop: its whole budget, shared by the hops."""
+    chunk: int
+    """Bytes of a chunk of weights, which goes both ways in an outer step."""
+    chunk_seconds: float
+
+    @property
+    def least_up(self) -> float:
+        """Mbit/s."""
+        return BITS * max(self.sent / self.seconds, self.chunk / self.chunk_seconds)
+
+    @property
+    def least_down(self) -> float:
+        """Mbit/s."""
+        return BITS * max(self.received / self.seconds, self.chunk / self.chunk_seconds)
+
+    def borne_by(self, up: float | None, down: float | None) -> bool:
+        """Whether a line with these bounds in Mbit/s is enough; None is no bound."""
+        return (up is None or up >= self.least_up) and (down is None or down >= self.least_down)
+
+    def line_seconds(self, up: float | None, down: float | None) -> float:
+        """What a microbatch takes of such a line at this stage: it is the same both ways at a time."""
+        one_way = [BITS * count / mbit for count, mbit in ((self.sent, up), (self.received, down)) if mbit is not None]
+        return max(one_way, default=0.0)
+
+
+def line_needs(run: RunSpec, footprint: Footprint) -> tuple[LineNeed, ...]:
+    """The needs of each stage. Pure arithmetic."""
+    traffic, limits = traffic_of(run, footprint), run.limits
+    hops = max(1, run.stages - 1)
+    return tuple(
+        LineNeed(
+            sent=own.microbatch,
+            received=(traffic[stage - 1].forward if stage > 0 else 0.0)
+            + (traffic[stage + 1].backward if stage < run.stages - 1 else 0.0),
+            seconds=run.pipeline.budget_seconds / hops,
+            chunk=min(limits.chunk_bytes, max(own.fragments)),
+            chunk_seconds=CHUNK_SHARE * limits.exchange_progress_seconds,
+        )
+        for stage, own in enumerate(traffic)
+    )
+
+
+def check_uplink(run: RunSpec, settings: NodeSettings) -> None:
+    """Raise UserError (CONFIG) where the bound on the uplink is below what the run asks its nodes for."""
+    asked, up = run.limits.least_uplink_mbit, settings.uplink_mbit
+    if asked is not None and up is not None and up < asked:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.uplink_mbit is {up:g}, and run '{run.name}' asks its nodes for {asked:g} "
+            "(run.limits.least_uplink_mbit)",
+            f"set node.uplink_mbit to {asked:g} or more, or join another run",
+        )
+
+
+def check_lines(run: RunSpec, settings: NodeSettings, needs: Sequence[LineNeed]) -> None:
+    """Raise UserError (CONFIG) where a bound of `settings` is below what the run asks for, or what its stage needs.
+
+    A node that names no stage has the one that needs least.
+    """
+    check_uplink(run, settings)
+    stage = settings.stage
+    if stage == "auto":
+        stage = min(range(len(needs)), key=lambda each: needs[each].least_up)
+    if stage < len(needs):
+        check_line(run, settings, needs[stage], stage)
+
+
+def check_line(run: RunSpec, settings: NodeSettings, needs: LineNeed, stage: int) -> None:
+    """Raise UserError (CONFIG) where a bound of `settings` is below what the stage needs."""
+    ways = (
+        ("uplink_mbit", settings.uplink_mbit, needs.least_up, needs.sent, "sends"),
+        ("downlink_mbit", settings.downlink_mbit, needs.least_down, needs.received, "receives"),
+    )
+    for name, mbit, least, count, does in ways:
+        if mbit is None or mbit >= least:
+            continue
+        what, size, seconds = f"for a microbatch it {does}", count, needs.seconds
+        if BITS * count / seconds < least:
+            what, size, seconds = "a chunk of weights has", float(needs.chunk), needs.chunk_seconds
+        raise UserError(
+            ExitCode.CONFIG,
+            f"node.{name} is {mbit:g}, too little for stage {stage} of run '{run.name}': {what} {size / 1e6:,.3g} MB, "
+            f"which take {BITS * size / mbit:,.3g} s of that, and have {seconds:,.3g} s: {least:,.3g} Mbit/s and more",
+            f"raise node.{name}, serve another stage (--stage), or pause the node while you need the line",
+        )

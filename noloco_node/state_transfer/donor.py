@@ -26,8 +26,7 @@ from noloco_node.state_transfer.messages import (
     root_of,
     sign_manifest,
 )
-from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate, least_rate
-from noloco_node.state_transfer.readers import Readers
+from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate, Readers, least_rate
 from noloco_node.training.frozen_state import Thawed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on

@@ -24,7 +24,7 @@ from noloco_node.pauses import Doubling
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
-from noloco_node.state_transfer.readers import WHOLE_SECONDS
+from noloco_node.state_transfer.rate import WHOLE_SECONDS
 from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call, floor_of

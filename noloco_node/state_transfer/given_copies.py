@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.copy_manifest import StageCopy
-from noloco_node.state_transfer.readers import MOST_WAITING, WHOLE_SECONDS
+from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS
 
 
 @dataclass(slots=True)

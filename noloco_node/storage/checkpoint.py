@@ -1,19 +1,23 @@
 """A node's own checkpoints: everything needed to go on, the last few of them, none ever taken for what it is not.
 
-`checkpoints/00000012/` holds one safetensors file and a manifest with the file's SHA-256 and a seal over itself. The
-folder is written under another name, synced and renamed.
+`checkpoints/00000012/` holds one safetensors file, written piece by piece, and a manifest with the file's SHA-256 and a
+seal over itself. The folder is written under another name, synced and renamed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -31,10 +35,59 @@ from noloco_node.data.samples import Position
 from noloco_node.finite import all_finite
 from noloco_node.plain_files import check_plain, read_small
 from noloco_node.storage import atomic
-from noloco_node.storage.tensor_file import whole, write_tensors
 from noloco_node.storage.weights import MANIFEST, Sealed, Sha256, file_sha256
-from noloco_node.training.frozen_state import FrozenState, Thawed
+from noloco_node.training.frozen_state import FrozenState, Sizes, Thawed
 from noloco_node.training.progress import Progress
+
+_DTYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+def write_tensors(path: Path, sizes: Sizes, pieces: Iterable[tuple[str, int, Tensor]]) -> tuple[str, int]:
+    """Write the tensors of these `sizes`, in their order, wide dtypes first. `pieces` are their numbers on the host in
+    that order: name, beginning and what comes there. Returns the file's SHA-256 as hex and the bytes of its tensors.
+
+    Raises OSError as the file system does, and whatever `pieces` raises; the file is no good then.
+    """
+    header, size = _header(sizes)
+    digest = hashlib.sha256(header)
+    written = 0
+    with path.open("wb") as file:
+        file.write(header)
+        for _, _, piece in pieces:
+            data = piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            file.write(data)
+            digest.update(data)
+            written += len(data)
+    assert written == size, f"{written} bytes were given where {size} were announced"
+    return digest.hexdigest(), size
+
+
+def whole(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, int, Tensor]]:
+    """Tensors in memory as pieces: each is one."""
+    return ((name, 0, tensor) for name, tensor in tensors.items())
+
+
+def _header(sizes: Sizes) -> tuple[bytes, int]:
+    entries: dict[str, object] = {}
+    offset = 0
+    for name, (dtype, shape) in sizes.items():
+        assert offset % dtype.itemsize == 0, "wide dtypes come first, so that each number is aligned"
+        end = offset + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offset
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
-"""Figures in words for a person: the same on every screen and in every line of the log."""
+"""Figures in words for a person, the same on every screen and in every line of the log; and what a command says before
+it is silent for seconds, which looks like a process that hangs."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
@@ -122,3 +124,35 @@ def one_line(text: str) -> str:
 def plain_text(text: str) -> str:
     """The text without control characters; it may have several lines."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
+
+ASKING_SECONDS = 30
+"""Seconds to load, to start p2pd, and to find that an address is dead; roughly, for a waiting person."""
+LOADING_SECONDS = 10
+"""Seconds to load what trains; roughly, from a cold disk more."""
+SLOW_TO_LOAD = "torch"
+
+
+def say_asking(peers: Sequence[str], log_format: str = "text") -> None:
+    """Before peers are asked for their run; without any it is `say_loading`. Nothing beside a log of JSON, in which it
+    would be no line."""
+    if not peers:
+        say_loading(log_format)
+    elif log_format == "text":
+        whom = "the peer" if len(peers) == 1 else f"{len(peers)} peers"
+        _say(f"asking {whom} at {', '.join(peers)} for the run: up to {ASKING_SECONDS} s")
+
+
+def say_loading(log_format: str = "text") -> None:
+    """Before torch and transformers are loaded, where they are not yet. Nothing beside a log of JSON."""
+    if log_format == "text" and SLOW_TO_LOAD not in sys.modules:
+        _say(f"loading torch and transformers: about {LOADING_SECONDS} s")
+
+
+def say_drawing() -> None:
+    """Before a report is made."""
+    _say("reading the run folder and drawing: some seconds")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -22,8 +22,7 @@ from noloco_node.data.token_file import TokenFile
 from noloco_node.data.windows import load_windows
 from noloco_node.document_marks import BEGINS
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.generating import continue_text
-from noloco_node.exporting.speech import Wish
+from noloco_node.exporting.generating import Wish, continue_text
 from tests.data.made_files import write_table
 from tests.data.splits import load_split
 from tests.data.test_made_tokens import laid_out, tokens_spec

@@ -9,8 +9,7 @@ import pytest
 
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.model.anatomy import check_cut
-from noloco_node.model.cut import build_config, cut_model
+from noloco_node.model.cut import build_config, check_cut, cut_model
 from noloco_node.model.stage import build_stage
 from tests.model.families import FAMILIES, spec_of
 

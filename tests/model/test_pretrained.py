@@ -23,8 +23,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model import pretrained
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, export_model, load_exported
+from noloco_node.model.pretrained import pretrained_lines, with_own_weights
 from noloco_node.model.stage import build_stage
-from noloco_node.model.weights_check import pretrained_lines, with_own_weights
 from tests.model.families import FAMILIES, build_all, parameters_by_full_name, spec_of, token_ids
 from tests.model.test_stage import compose
 

@@ -13,9 +13,9 @@ from noloco_node.config.model_spec import ModelSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import TAKES_SUBSPACE, build_config, cut_model
 from noloco_node.model.export import evaluate_model, export_model, load_exported, merge_replicas, parameters_of
+from noloco_node.model.pretrained import pretrained_lines
 from noloco_node.model.stage import Stage, build_stage, stage_without_weights
 from noloco_node.model.subspace import WRITTEN, Subspace, basis_of, dense_state
-from noloco_node.model.weights_check import pretrained_lines
 from tests.model.families import FAMILIES, LAYERS, build_all, parameters_by_full_name, spec_of, token_ids
 from tests.model.test_pretrained import run_of, saved
 from tests.model.test_stage import ordinary_model

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import BLOCK, CODECS
-from noloco_node.outer.decoupled import GROUP, decoupled_bytes
-from noloco_node.outer.motion import Signs, dct_matrix
+from noloco_node.outer.decoupled import GROUP, Signs, dct_matrix, decoupled_bytes
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import meet, replica_of, replicas, step, vectors

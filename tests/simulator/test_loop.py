@@ -14,9 +14,9 @@ from noloco_node import ambient
 from noloco_node.ambient import OneByOne
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator import loop as simulated_loop
-from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import WALL, Stuck, in_virtual_time
+from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

@@ -16,10 +16,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.course import PIECES, exchange_arithmetic
-from noloco_node.simulator.learning import Learning, RealTensors
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import WALL, in_virtual_time
-from noloco_node.simulator.quadratic import Quadratic
+from noloco_node.simulator.quadratic import Learning, Quadratic, RealTensors
 from noloco_node.simulator.world import SECONDS, World
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, OuterStep, StateDownload

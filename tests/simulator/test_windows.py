@@ -9,9 +9,8 @@ import pytest
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.links import Attachment, Links, SharedWay
+from noloco_node.simulator.links import KEPT_SECONDS, Attachment, KeptStreams, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.simulator.windows import KEPT_SECONDS, KeptStreams
 from noloco_node.transport.errors import BrokenStream, Refusal, Refused, TransportError
 from noloco_node.transport.memory import Parcel
 

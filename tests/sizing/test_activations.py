@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
 
 from noloco_node.config.model_spec import ModelSpec
-from noloco_node.model.anatomy import build_on_meta
-from noloco_node.model.cut import build_config
+from noloco_node.model.cut import build_config, build_on_meta
 from noloco_node.model.stage import build_stage
 from noloco_node.sizing.activations import graph_of
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from noloco_node import PROTOCOL_VERSION, peer_table
 from noloco_node.cli.commands import parser
-from noloco_node.cli.invitations import make_invitation
+from noloco_node.cli.identity import make_invitation
 from noloco_node.config.own_paths import join_line
 from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub

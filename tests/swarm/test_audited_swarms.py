@@ -23,8 +23,8 @@ from noloco_node.peers.scorecard import SET_ASIDE_AT, Trust
 from noloco_node.pipeline.audit import Finding
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.pipeline.server import PipelineServer
-from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.trainer import LossResult

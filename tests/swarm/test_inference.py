@@ -22,8 +22,7 @@ from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer, Tokens
 from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.generating import continue_text, drawn
-from noloco_node.exporting.speech import Wish
+from noloco_node.exporting.generating import Wish, continue_text, drawn
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import model_of
 from noloco_node.pipeline import live_model

@@ -14,8 +14,7 @@ from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord,
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.arguments import announced_address, check_port_free, one_family
-from noloco_node.libp2p.failures import FailedStart, explain
+from noloco_node.libp2p.arguments import FailedStart, announced_address, check_port_free, explain, one_family
 from noloco_node.node.network import seen_before
 from tests.support import eventually
 

@@ -16,13 +16,12 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import AccessSpec, RunSpec
-from noloco_node.directory.last_words import LOOKS_A_LIFE, LastWords
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.node.seed import last_words
+from noloco_node.node.seed import LOOKS_A_LIFE, LastWords, last_words
 from noloco_node.storage.run_folder import MARK, RunFolder
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.admission import Access

@@ -19,9 +19,9 @@ from noloco_node.config.run_spec import PipelineSpec, RoutingName, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.admission import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
-from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.training.compute_thread import DeviceLoad, Priority
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Release

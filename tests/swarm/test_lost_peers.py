@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory.lost_peers import (
+from noloco_node.directory.known_peers import (
     FORGET_SECONDS,
     PAUSES,
     LostPeers,

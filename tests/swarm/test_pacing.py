@@ -18,8 +18,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import Supply, choose_stage
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.line_needs import LineNeed, check_line, check_uplink, line_needs
 from noloco_node.sizing.preflight import plan
+from noloco_node.sizing.traffic import LineNeed, check_line, check_uplink, line_needs
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from noloco_node.transport.pacing import (

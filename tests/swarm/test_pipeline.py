@@ -22,8 +22,8 @@ from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.messages import MicrobatchHeader, Sample
 from noloco_node.pipeline.microbatch import MicrobatchSource
 from noloco_node.pipeline.server import MicrobatchName
-from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.stage_trainer import StageTrainer

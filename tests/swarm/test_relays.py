@@ -20,10 +20,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import Identity, load_or_create_identity
-from noloco_node.identity.multiaddrs import to_dial
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p import start as p2pd_start
-from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.daemon import PrivateP2P, to_dial
 from noloco_node.libp2p.relay import places as relay_places
 from noloco_node.libp2p.relay import server as circuit_relay
 from noloco_node.libp2p.relay.messages import (

@@ -22,9 +22,16 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.descriptors import DescriptorWatch, descriptors_of
 from noloco_node.libp2p.start import running_p2p
-from noloco_node.libp2p.supervisor import MOST_DEATHS, WINDOW_SECONDS, Probes, Supervisor, restart_delay
+from noloco_node.libp2p.supervisor import (
+    MOST_DEATHS,
+    WINDOW_SECONDS,
+    DescriptorWatch,
+    Probes,
+    Supervisor,
+    descriptors_of,
+    restart_delay,
+)
 from noloco_node.storage.private_folder import sweep_dead_folders
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.libp2p import Libp2pTransport

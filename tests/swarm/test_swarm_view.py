@@ -16,8 +16,7 @@ from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import believed
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.observer.onlooker import Onlooker
-from noloco_node.observer.swarm_view import nothing_seen, view_swarm
+from noloco_node.observer.swarm_view import Onlooker, nothing_seen, view_swarm
 from noloco_node.peers.scorecard import NOBODY
 from noloco_node.telemetry.metric_table import SEED_TABLE
 from noloco_node.telemetry.node_state import MOST_NODES

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.placement.start_barrier import START_SECONDS, CommonStart
+from noloco_node.placement.arrival import START_SECONDS, CommonStart
 from tests.support import eventually
 from tests.worlds import micro_spec, world
 

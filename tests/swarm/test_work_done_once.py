@@ -23,8 +23,8 @@ from noloco_node.identity.keys import verify as identity_verify
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.pauses import BANS
-from noloco_node.simulator.device import SimulatedDevice
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.bans import Bans, Offence

@@ -15,7 +15,7 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import Job, Point, expand
 from noloco_node.laboratory.experiment import is_tuned
-from noloco_node.laboratory.result import MeasuredLoss, MeasuredSpread, Result, Results
+from noloco_node.laboratory.figures import MeasuredLoss, MeasuredSpread, Result, Results
 from noloco_node.outer.stability import contraction_factor
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"

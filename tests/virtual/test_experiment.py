@@ -17,7 +17,7 @@ import pytest
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import expand
 from noloco_node.laboratory.experiment import Experiment, Finished, Journal, Train
-from noloco_node.laboratory.result import Result
+from noloco_node.laboratory.figures import Result
 from tests.support import eventually
 from tests.virtual import made_results as made
 

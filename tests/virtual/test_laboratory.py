@@ -15,7 +15,7 @@ from noloco_node.errors import ExitCode
 from noloco_node.laboratory.course import command_line, plan_lab
 from noloco_node.laboratory.expansion import expand, job_of
 from noloco_node.laboratory.experiment import train
-from noloco_node.laboratory.result import Measurement, Result, Results
+from noloco_node.laboratory.figures import Measurement, Result, Results
 from tests.virtual import made_results as made
 
 LAB = """

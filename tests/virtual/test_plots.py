@@ -12,7 +12,7 @@ import pytest
 from noloco_node.config.lab_spec import Plot
 from noloco_node.laboratory import plots
 from noloco_node.laboratory.canvas import PALETTE, Sheet, whole_numbers
-from noloco_node.laboratory.result import Results
+from noloco_node.laboratory.figures import Results
 from noloco_node.outer.stability import admissible_gamma
 from tests.virtual import made_results as made
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from noloco_node.laboratory.figures import lines, pearson, spread_follows_rate
+from noloco_node.laboratory.figures import MeasuredLoss, Results, lines, pearson, spread_follows_rate
 from noloco_node.laboratory.report import markdown
-from noloco_node.laboratory.result import MeasuredLoss, Results
 from tests.virtual import made_results as made
 
 VARIANTS = [

@@ -13,7 +13,7 @@ from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.sampler import WindowSampler
-from noloco_node.laboratory.result import Measurement
+from noloco_node.laboratory.figures import Measurement
 from noloco_node.laboratory.training import DrawnWindows, Training, simulate
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.stability import contraction_factor
