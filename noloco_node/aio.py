@@ -17,7 +17,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LAG_PROBE_SECONDS = 0.1
-BEAT_SECONDS = 1.0
 CANCEL_AGAIN_SECONDS = 10.0
 """Seconds before a second cancellation: longer than any clean-up takes that it would cut short."""
 
@@ -170,7 +169,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._last = ambient.monotonic()
-        self._next = self._loop.call_later(BEAT_SECONDS, self._beat)
+        self._next = self._loop.call_later(1.0, self._beat)
         self._beats += 1
         if self._beats:  # the first is this object's making, before anybody knows it
             self._on_beat(self._beats)

@@ -20,9 +20,6 @@ from noloco_node.errors import ExitCode, UserError
 Task = TypeVar("Task")
 _Answer = TypeVar("_Answer")
 
-END_SECONDS = 5.0
-"""Seconds that a worker has to end after it was told to, before it is killed."""
-
 
 def cores() -> int:
     """Processor cores that this process may use."""
@@ -88,7 +85,7 @@ class Workers(AbstractContextManager["Workers[Task, _Answer]"], Generic[Task, _A
         for worker in self._workers:
             worker.process.terminate()
         for worker in self._workers:
-            worker.process.join(END_SECONDS)
+            worker.process.join(5.0)
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()

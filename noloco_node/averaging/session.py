@@ -38,8 +38,6 @@ DEADLINES_OF_GRACE = 2.0
 STALE_SECONDS, STALE_WINDOWS = 5.0, 1
 """An opening is refused if it comes later than both after the agreement: seconds, and windows of H inner steps of this
 replica. Such an opening is of weights from before. Both sides would move by half of what was trained since."""
-LEAVE_SECONDS = 2.0
-"""Seconds to tell a partner that an exchange is over. Without it the partner finds out by itself, only later."""
 NOBODY = PeerId("")
 """A step alone has this id as its partner."""
 
@@ -202,7 +200,8 @@ def failure_of(error: Refused | TransportError | NotFinite) -> str:
 async def say_goodbye(transport: Transport, session: Session) -> None:
     """Tell the partner that the exchange is over, so that it is free at once and not after its deadline."""
     try:
-        await call(transport, session.partner, LEAVE, LeaveExchange(exchange=session.exchange), seconds=LEAVE_SECONDS)
+        # Without it the partner finds out by itself, only later.
+        await call(transport, session.partner, LEAVE, LeaveExchange(exchange=session.exchange), seconds=2.0)
     except (Refused, TransportError) as error:
         logger.debug("%s was not told that the exchange is over: %r", session.partner, error)
 

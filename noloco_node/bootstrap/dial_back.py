@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 MAX_PORTS = 2
 MAX_HOSTS = 2
 """One peer is seen at, and dialled at, at most so many hosts."""
-DIAL_SECONDS = 4.0
-TIMEOUT_SECONDS = 20.0
 PEER_SECONDS = 20.0
 """Two questions of one peer are at least so many seconds apart."""
 AT_ONCE = 2
@@ -121,12 +119,12 @@ def serve_dial_back(transport: Transport, connections: Connections) -> None:
 
 async def ask_dial_back(transport: Transport, peer: PeerId, ports: Sequence[int]) -> Dialled:
     """What a peer says of this node's ports. Raises Refused or TransportError."""
-    return await call(transport, peer, DIAL_BACK, DialBack(ports=tuple(ports)), seconds=TIMEOUT_SECONDS)
+    return await call(transport, peer, DIAL_BACK, DialBack(ports=tuple(ports)), seconds=20.0)
 
 
 async def _dial(peer: PeerId, host: str, port: int) -> Reached:
     try:
-        found = await who_answers(host, port, DIAL_SECONDS)
+        found = await who_answers(host, port, 4.0)
     except NoAnswer as error:
         logger.debug("dialled back to %s at %s port %d: %s", peer, host, port, error)
         return Reached.NO

@@ -26,7 +26,6 @@ from noloco_node.transport.messages import ClockValue, ProtocolVersion, StageInd
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 10.0
-CLOCK_TRIES = 3
 
 Plain = Annotated[str, Field(max_length=64, pattern=r"^[ -~]*$")]
 """Text of a stranger that can be shown on a terminal: printable ASCII, without control characters."""
@@ -121,7 +120,7 @@ class MeasuredClock:
 async def measure_hello(transport: Transport, peer: PeerId) -> MeasuredClock | None:
     """What a peer says of itself, and its clock by the quickest of a few answers; None where it says nothing of use."""
     best: MeasuredClock | None = None
-    for _ in range(CLOCK_TRIES):
+    for _ in range(3):
         asked = ambient.wall()
         hello = await hello_or_none(transport, peer)
         if hello is None:

@@ -51,7 +51,6 @@ REMEDY = (
     "others wait for its calls: open the port in the firewall or forward it in the router (docker run -p), tell others "
     "another one with --announce HOST:PORT, or join by a seed that was started with --relay-for-others"
 )
-TICK_SECONDS = 2.0
 RELAYED_LOOK_SECONDS = 10.0
 """Seconds between two looks at which peers are connected through relays only."""
 LOST_SECONDS = 25.0
@@ -145,7 +144,7 @@ class ReachWatch:
                 looked = now
             if now >= self._due:
                 await self.look()
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(2.0)
 
     async def _look_who_is_relayed(self) -> None:
         with contextlib.suppress(OSError, TimeoutError, EOFError):

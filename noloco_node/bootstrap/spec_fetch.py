@@ -30,8 +30,6 @@ from noloco_node.transport.messages import first_problem
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_SECONDS = 20.0
-PROGRESS_SECONDS = 10.0
 MAX_SPEC_BYTES = 128 * 1024
 """The largest RunSpec that travels, in bytes; an ordinary one has 2 KiB."""
 SPEC = Method("hello.spec", Nothing, Nothing, at_once=2, text_bytes=MAX_SPEC_BYTES)
@@ -328,7 +326,7 @@ async def _hello_or_reason(transport: Transport, address: str) -> Hello | str:
 
 async def _fetch(transport: Transport, peer: PeerId, hello: Hello) -> RunSpec:
     """One peer's RunSpec, equal to the run that it said it serves. Raises Refused or TransportError."""
-    answer = await ask(transport, peer, SPEC, NOTHING, seconds=TIMEOUT_SECONDS, progress=PROGRESS_SECONDS)
+    answer = await ask(transport, peer, SPEC, NOTHING, seconds=20.0, progress=10.0)
     with judging(transport, peer, SPEC.name):
         return _spec_of(answer.tensors[0].numpy().tobytes(), hello)
 

@@ -78,7 +78,6 @@ def _words(*manifests: TextManifest) -> str:
     return f"{training + held_out:,} tokens, {held_out:,} of them held out, of {documents:,} documents"
 
 
-TEXT_BYTES = 1_000_000_000
 NOT_YET = ("run.data.tokenizer=bytes", "run.data.tokenizer_fingerprint=null")
 """These settings stand instead of the run's tokenizer, which may be the one that is to be learnt."""
 
@@ -95,7 +94,7 @@ def train_arguments(command: argparse.ArgumentParser) -> None:
     )
     add("--out", metavar="DIR", type=Path, required=True, help="where it goes, a folder that does not exist")
     add("--documents", metavar="N", type=int, help="read so many documents at most (default: any number)")
-    add("--text-bytes", metavar="N", type=int, default=TEXT_BYTES, help="read so much text at most (default: 1 GB)")
+    add("--text-bytes", metavar="N", type=int, default=1_000_000_000, help="read so much text at most (default: 1 GB)")
     command.set_defaults(call=_train)
 
 

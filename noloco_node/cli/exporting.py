@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from noloco_node.exporting.merge import SavedReplica
     from noloco_node.exporting.write import Exported
 
-SHARD_BYTES = 5_000_000_000
-
 
 def export_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `export`."""
@@ -39,7 +37,7 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", type=Path, required=True, help="where the model goes, a folder that does not exist")
     add("--replicas", metavar="mean|best|PEER", default="mean", help="which of each stage (default: mean)")
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
-    add("--shard-bytes", metavar="N", type=int, default=SHARD_BYTES, help="largest file of weights (default: 5 GB)")
+    add("--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="largest file of weights (default: 5 GB)")
     add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
     add("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub too, with your own token, as private")
     add("--public", action="store_true", help="a repository that --push makes is for everybody")

@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from noloco_node.config.node_settings import NodeSettings
     from noloco_node.telemetry.events import NodeStopped
 
-ORPHAN_SECONDS = 30.0
-"""Seconds that a daemon of a local swarm has to end in order after its launcher has vanished. Nobody waits for it, and
-one that is killed on a busy machine leaves its sockets behind."""
-
 
 def swarm(options: argparse.Namespace) -> int:
     """Train on a swarm of nodes on this machine."""
@@ -263,6 +259,7 @@ def _end_with_stdin() -> None:
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(ORPHAN_SECONDS)
+    # Nobody waits for it, and one that is killed on a busy machine leaves its sockets behind.
+    time.sleep(30.0)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)

@@ -26,7 +26,6 @@ MIN_PASSPHRASE = 12
 """A new passphrase has at least so many characters: it is all that protects a backup."""
 MAX_PASSPHRASE_BYTES = 1023
 """The encryption takes at most so many bytes."""
-MAX_BACKUP_BYTES = 64 * 1024
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -92,7 +91,7 @@ def import_identity(backup: Path, target: Path, passphrase_file: Path | None) ->
     _refuse_existing(target)
     try:
         with backup.open("rb") as file:
-            content = file.read(MAX_BACKUP_BYTES)
+            content = file.read(64 * 1024)
         key = key_of_backup(content, known_passphrase(passphrase_file))
         written = write_new_private_file(target, key)
     except WrongPassphrase:

@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
 
-MOST_NODES = 4096
-"""Beyond some hundreds a virtual minute takes a real one."""
 MOST_HUNTED = 64
 
 
@@ -18,7 +16,7 @@ class SimSpec(Settings):
 
     kind: Literal["swarm"] = "swarm"
     """What is simulated; `hunt` has settings of its own, below."""
-    nodes: Annotated[int, Field(gt=0, le=MOST_NODES)] = 16
+    nodes: Annotated[int, Field(gt=0, le=4096)] = 16
     """Nodes in all, dealt out to the stages in turn."""
     hours: Annotated[float, Field(gt=0.0, le=10_000.0)] = 1.0
     """Virtual hours; less where the run's end comes first."""

@@ -7,8 +7,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-_ROUNDS = 6
-
 
 class Permutation:
     """A random-looking bijection of range(count), the same for the same key on every machine and library version.
@@ -37,7 +35,7 @@ class Permutation:
 
     def _step(self, value: int) -> int:
         left, right = value >> self._half_bits, value & self._mask
-        for number in range(_ROUNDS):
+        for number in range(6):
             left, right = right, left ^ self._round(number, right)
         return left << self._half_bits | right
 

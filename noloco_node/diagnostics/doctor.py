@@ -41,7 +41,6 @@ from noloco_node.telemetry.words import as_utc
 from noloco_node.training.compute_device import all_devices, check_device, idle_gpu, resolve_device
 from noloco_node.trust.admission import own_access
 
-ADDRESS_SECONDS = 5.0
 MOST_ASKED = 5
 """At most so many peers are asked to dial back."""
 
@@ -150,7 +149,7 @@ async def _address(text: str) -> Check:
     name = "peer"
     try:
         address = parse_address(text)
-        found = await who_answers(address.host, address.port, ADDRESS_SECONDS)
+        found = await who_answers(address.host, address.port, 5.0)
     except ValueError as error:
         return Check(name, CheckOutcome.FAIL, f"{text}: {error}", "copy the whole line that the node printed")
     except NoAnswer as error:

@@ -20,7 +20,6 @@ from noloco_node.telemetry.words import one_line
 
 ANSWER_SECONDS = 10.0
 """A node has so long to say what it makes of the word; one that trains takes two seconds."""
-LOOK_SECONDS = 0.1
 ABOUT_PROCESSES = Path("/proc")
 SIGNALS = {word: signal.Signals(number) for number, word in WORDS.items()}
 
@@ -70,7 +69,7 @@ class _Asked:
             for event in self._reader.new_events():
                 if (said := self._heard(event)) is not None:
                     return said
-            time.sleep(LOOK_SECONDS)
+            time.sleep(0.1)
         if self._doing is not None and self._doing.what in ("finishing", "draining"):
             return f"it is about to leave, with everything saved, and does not {self._word}"
         now = "it is still starting" if self._doing is None else f"it is {self._doing.what.replace('_', ' ')}"

@@ -103,7 +103,6 @@ def _print_json(view: SwarmView) -> None:
 
 
 ANSWER_SECONDS = 4.0
-MOST_BYTES = 4 << 20
 OF_A_SWARM = "nodes_answering"
 """This field of a swarm's state is in no node's."""
 PAGES = "start the node with --metrics-port N, and name that port here; a node says where its pages are when it is up"
@@ -123,7 +122,7 @@ class NoState(Exception):
 def ask_state(host: str, port: int) -> NodeState:
     """The state of the node whose pages are there. Raises NoState."""
     try:
-        status, body = ask_page(host, port, "/api/state", seconds=ANSWER_SECONDS, most_bytes=MOST_BYTES)
+        status, body = ask_page(host, port, "/api/state", seconds=ANSWER_SECONDS, most_bytes=4 << 20)
     except Hangs as error:
         raise NoState(str(error), WAKE) from None
     except TimeoutError:

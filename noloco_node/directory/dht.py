@@ -48,8 +48,6 @@ STORE_SECONDS = 5.0
 WALK_AGAIN = 0.5
 """All nodes near the stages' keys are asked every so many record lives."""
 JOIN_SECONDS = 20.0
-ENTER_TRIES = 2
-"""One lost request does not decide that the nodes that let this one in are gone."""
 MAX_LIFE_SECONDS = 3600.0
 """A record that claims to live more than so many seconds from now is not held: its owner could never leave."""
 WITHDRAWAL_SECONDS = 10.0
@@ -155,7 +153,8 @@ class DhtDirectory:
         if not peers:
             return
         answers: list[bool | BaseException] = []
-        for _ in range(ENTER_TRIES):
+        # One lost request does not decide that the nodes that let this one in are gone.
+        for _ in range(2):
             answers = await self._introduce_itself()
             if True not in answers:
                 break

@@ -46,12 +46,9 @@ logger = logging.getLogger(__name__)
 _pb: Any = dht_pb2
 
 PING, STORE, FIND = "DHTProtocol.rpc_ping", "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
-RPC_SECONDS = 3.0
 BUCKET_SIZE, DEPTH_MODULO = 20, 5
 REPLICAS = 5
 """Records are stored at so many nodes nearest to their key."""
-MOST_CALLS = 128
-"""At most so many own requests are under way."""
 MOST_ASKED = 256
 """A request for records has at most so many keys: a run has no more stages."""
 MOST_STORED = 256
@@ -179,7 +176,7 @@ class DhtNode:
         self.node_id: Any = node_id_of(self._p2p.peer_id)
         self.table: Any = BoundedTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
         self._info: Any = _pb.NodeInfo(node_id=b"" if only_asks else self.node_id.to_bytes())
-        self._calls = asyncio.Semaphore(MOST_CALLS)
+        self._calls = asyncio.Semaphore(128)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pings = 0
         self._calling_back: set[Any] = set()
@@ -363,7 +360,7 @@ class DhtNode:
     async def _asked(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
         """The answer; None, and the peer is no longer in the routing table, where there is none."""
         try:
-            async with asyncio.timeout(RPC_SECONDS):
+            async with asyncio.timeout(3.0):
                 return await self._p2p.call_protobuf_handler(peer, name, request, answer)
         except (P2PDaemonError, P2PHandlerError, DecodeError, OSError, TimeoutError) as error:
             logger.debug("%s of %s came to nothing: %r", name, peer, error)

@@ -28,8 +28,6 @@ from noloco_node.transport.messages import ProtocolVersion, RunName, StageIndex,
 MOST_TOLD = 12
 """A message tells at most so many records, the teller's own included: what a header holds, and few enough to check at
 once."""
-MOST_WANTED = 1024
-"""A message may ask for so many records; at most `MOST_TOLD` are told."""
 FEW_TOLD = 4
 """So many records are told to a peer that has said before what it serves. Its own record goes from either to the other
 each time. It hears of others by the DHT and by all the peers that call it."""
@@ -69,7 +67,7 @@ class RecordsMessage(WireModel):
     stage: StageIndex | None = None
     """The one that the sender serves."""
     records: Annotated[list[ToldRecord], Field(max_length=MOST_TOLD, default_factory=list)]
-    wanted: Annotated[int, Field(ge=1, le=MOST_WANTED)] = MOST_TOLD
+    wanted: Annotated[int, Field(ge=1, le=1024)] = MOST_TOLD
     """The sender would be told at most so many records. A later release may ask for more than go into a message.
 
     The field does not travel if it is as many as go in.

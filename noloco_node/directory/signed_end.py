@@ -32,8 +32,7 @@ HALF_WAY = 0.5
 """Share of the target before which no run is near its end."""
 MOST_WORDS = 32
 """Words that are kept and handed on."""
-MAX_TEXT_BYTES = 160 * 1024
-END = Method("hello.end", Nothing, Nothing, at_once=2, text_bytes=MAX_TEXT_BYTES)
+END = Method("hello.end", Nothing, Nothing, at_once=2, text_bytes=160 * 1024)
 """The answer is a tensor u8 [bytes]: a list of `EndWord` in JSON."""
 _WORDS = TypeAdapter(list[EndWord])
 

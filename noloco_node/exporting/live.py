@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 MOST_REPLICAS = 8
 """At most so many replicas of each stage are averaged: more would add little to the mean, and each costs a download."""
 LOOKS = 4
-BUSY_LOOKS = 40
-"""Busy nodes are asked so many times: a peer that broke off in the middle of a copy keeps its place for a minute."""
 LOOK_SECONDS = 3.0
 """The directory is read every so many seconds while a stage has given nothing yet."""
 LEAST_LATE_SECONDS = 60.0
@@ -147,7 +145,8 @@ class Gatherer:
         """What each stage gave, nothing where none of its replicas gave any. UserError (RUN_FOLDER) where the disk
         refuses."""
         copies: list[_Copy] = []
-        for look in range(BUSY_LOOKS):
+        # A peer that broke off in the middle of a copy keeps its place for a minute.
+        for look in range(40):
             self._busy = False
             await self._directory.refresh()
             missing = set(range(self._run.stages)) - {copy.stage for copy in copies}

@@ -23,7 +23,6 @@ _ADDRESS = re.compile(
     r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[^/]+)/tcp/(?P<port>\d{1,5})"
     rf"(?:/p2p/(?P<relay>[^/]+){CIRCUIT})?/p2p/(?P<peer>[^/]+)/?"
 )
-RETRY_SECONDS = 0.25
 CONNECT_SECONDS = 3.0
 MAX_SHOWN = 300
 MOST_ADDRESSES = 4
@@ -141,7 +140,7 @@ async def try_peers(texts: Sequence[str], within: float) -> tuple[list[PeerAddre
         if live or loop.time() >= deadline:
             return live, reasons | silent
         # A peer that is just starting gives no sign that could be awaited: asking again is the only way.
-        await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(0.25)
     return [], reasons
 
 

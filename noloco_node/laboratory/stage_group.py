@@ -25,9 +25,6 @@ from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.peers.partners import Partners
 from noloco_node.training.progress import Progress
 
-DIALS_A_TICK = 6
-"""A replica dials so many times in one tick: a daemon pauses for 0.05 to 0.3 of an inner step after a refusal."""
-
 
 @dataclass(slots=True)
 class ReplicaAccount:
@@ -132,7 +129,8 @@ class StageGroup:
         if self._everyone:
             self._meet_all(now)
             return
-        for _ in range(DIALS_A_TICK):
+        # A daemon pauses for 0.05 to 0.3 of an inner step after a refusal.
+        for _ in range(6):
             order = [index for index, account in enumerate(self._accounts) if account.present and not account.engaged]
             self._rng.shuffle(order)
             for index in order:

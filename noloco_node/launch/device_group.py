@@ -16,16 +16,12 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.diagnostics.pausing import tell_nodes
 from noloco_node.errors import ExitCode, UserError, describe_exit
-from noloco_node.node.interrupts import WORDS, heeded_signals
-from noloco_node.node.pause import Word
+from noloco_node.node.interrupts import WORDS, Word, heeded_signals
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventReader, NodeStarted
 from noloco_node.telemetry.web import TARGETS, scrape_targets
 from noloco_node.training.compute_device import all_devices
-
-POLL_SECONDS = 0.2
-"""The first daemon's event file, which cannot be awaited, is read every so many seconds until it is up."""
 
 Say = Callable[[str], None]
 
@@ -175,7 +171,8 @@ class DeviceGroup:
                 self._up[member.name] = started
                 self._write_targets()
                 return started
-            await asyncio.wait((living,), timeout=POLL_SECONDS)
+            # The first daemon's event file cannot be awaited.
+            await asyncio.wait((living,), timeout=0.2)
         return None
 
     def _write_targets(self) -> None:

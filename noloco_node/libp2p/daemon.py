@@ -92,8 +92,6 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 3.0
 AWAY_LOOK_SECONDS = 0.2
 FIND_SECONDS = 3.0
-LAST_LINES = 20
-STREAM_BUFFER_BYTES = 256 * 1024
 
 _pb: Any = p2pd_pb2
 
@@ -113,7 +111,7 @@ class PrivateP2P:
         self._folder = folder
         self._arguments = tuple(arguments)
         self._peers = tuple(peers)
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._lines: deque[str] = deque(maxlen=20)
         self._started = asyncio.Event()
         self._child: asyncio.subprocess.Process
         self._reading: asyncio.Task[None] | None = None
@@ -246,7 +244,7 @@ class PrivateP2P:
         """Put one request to p2pd on a connection of its own. _DaemonAway where nobody answers, OSError as the system
         says. Cancelling leaves nothing open."""
         try:
-            reader, writer = await asyncio.open_unix_connection(self.folder / "d", limit=STREAM_BUFFER_BYTES)
+            reader, writer = await asyncio.open_unix_connection(self.folder / "d", limit=256 * 1024)
         except (ConnectionError, FileNotFoundError) as error:
             raise _DaemonAway(f"p2pd is away ({error})") from None
         try:

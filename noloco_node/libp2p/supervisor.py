@@ -69,7 +69,6 @@ WINDOW_SECONDS = 600.0
 RESTARTS = Doubling(1.0, 4.0)
 MOST_DEATHS = 5
 """After so many deaths within the window something is wrong that starting again does not mend."""
-CONNECT_SECONDS = 5.0
 RENEW_SECONDS = 5.0
 """Seconds that a p2pd has to end when told to, and to be there again."""
 
@@ -227,7 +226,7 @@ class Supervisor:
 
     async def _connect(self, peer: PeerId, addresses: Sequence[str]) -> bool:
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(5.0):
                 return await self._daemon.connect(peer, addresses) is None
         except TimeoutError:
             return False

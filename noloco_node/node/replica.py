@@ -106,7 +106,6 @@ class Neighbourhood(Participant):
 
 logger = logging.getLogger(__name__)
 
-ACCOUNT_SECONDS = 2.0
 DRAIN_LOOK_SECONDS = 0.1
 PAUSE_SECONDS = 1.0
 """A replica that rests has so long to finish what is under way: device and line are to be free within two."""
@@ -319,7 +318,7 @@ class Replica:
 
     async def _keep_account(self) -> None:
         while True:
-            await asyncio.sleep(ACCOUNT_SECONDS)
+            await asyncio.sleep(2.0)
             self.books.write()
             self.state_transfer.donor.tend()
             idle = self.activity.idle_seconds(self.worker.last_trained.at)

@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 FirstWeights = Callable[[], Awaitable[Tensor]]
 """A function that gives the first weights [parameters] of a stage of the run, fp32."""
 
-LOOK_SECONDS = 1.0
 RESTORE_SECONDS = 600.0
 """A node that comes to a lost stage waits so many seconds for another that came as well and announces itself."""
 
@@ -125,5 +124,5 @@ async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed
         if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
             return True
         # The directory gives no sign of a change: asking again is the only way.
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(1.0)
         await membership.refresh()

@@ -326,12 +326,6 @@ def _nodes(
     )
 
 
-CALLS_A_SECOND = 16.0
-"""An onlooker makes so many calls a second, four times those of a node, which knows its neighbours by work as well. It
-asks 960 nodes within the time that an answer counts. Of a larger swarm, those that were asked of late are counted, and
-the others are claimed."""
-
-
 class Onlooker:
     """An onlooker. It does not show peers that cannot take part: outsiders of an invited run, nodes of another protocol
     version.
@@ -361,7 +355,10 @@ class Onlooker:
             self._introduced,
             lambda: None,
             ambient.chance(),
-            calls_a_second=CALLS_A_SECOND,
+            # Four times those of a node, which knows its neighbours by work as well. It asks 960 nodes within the time
+            # that an answer counts. Of a larger swarm those that were asked of late are counted, and the others are
+            # claimed.
+            calls_a_second=16.0,
         )
         self.last = nothing_seen(spec, over=over)
         """What was seen last. It is replaced as a whole: any thread may read it."""

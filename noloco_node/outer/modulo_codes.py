@@ -72,7 +72,6 @@ _WEYL = 40503
 _PRIOR_SAMPLES = 2.0
 _FINEST_STEP = 2.0**-18
 _LARGEST_CODE = 2.0**23
-_SMALLEST_STEP = 1e-30
 _BLOCKS_IN_CACHE = 128
 _AMBIGUOUS = -128
 """This code is half the range either way, so it counts as no difference."""
@@ -184,7 +183,7 @@ def _steps(bits: int, range_in_deviations: float, sketches: Sequence[Tensor]) ->
     overall = math.fsum(squares.numpy()) / (SKETCH_PER_BLOCK * max(1, len(squares)))
     mean = (squares + _PRIOR_SAMPLES * overall) / (SKETCH_PER_BLOCK + _PRIOR_SAMPLES)
     step = mean.sqrt() * (range_in_deviations / ((1 << (bits - 1)) - 1))
-    finest = (stacked.abs().amax(2).amax(0) * _FINEST_STEP).clamp_(min=_SMALLEST_STEP)
+    finest = (stacked.abs().amax(2).amax(0) * _FINEST_STEP).clamp_(min=1e-30)
     return step.maximum(finest).float()
 
 

@@ -18,7 +18,6 @@ from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
 
-FINAL_TRIES = 3
 AT_ONCE = 2
 """So many microbatches of an evaluation are under way."""
 
@@ -79,7 +78,7 @@ class Evaluations:
 
     async def last(self) -> None:
         """The evaluation at the run's end, which is worth a few tries."""
-        for _ in range(FINAL_TRIES):
+        for _ in range(3):
             if await self._evaluate(final=True):
                 return
 

@@ -45,7 +45,6 @@ DEADLINE_SECONDS = 3 * 3600.0
 """A run that is not over after so many virtual seconds will never be: a node waits at most an hour for a lost stage."""
 STEPS = 24
 """The inner steps of the swarm."""
-INNER_STEPS = 3
 BATCH_MICROBATCHES = 4
 """So many microbatches are behind an inner step. A stage of more than `FEW` replicas has one of each. Otherwise a run
 would be over before all have taken part in an outer step."""
@@ -103,7 +102,7 @@ def run_spec(stages: int, guard_copies: int = 0, replicas: int = 1) -> RunSpec:
             learning_rate=1e-2,
             warmup_tokens=2 * batch,
         ),
-        outer=OuterSpec(inner_steps=INNER_STEPS, min_inner_steps=1, codec="int8"),
+        outer=OuterSpec(inner_steps=3, min_inner_steps=1, codec="int8"),
         evaluation=EvaluationSpec(every_tokens=batch * STEPS, windows=windows),
         limits=LimitsSpec(chunk_bytes=4096, **renewed),
         guard_copies=guard_copies,

@@ -121,8 +121,6 @@ class HuntedWorld(StayingWorld):
             node.directory.change = change
 
 
-LOOK_SECONDS = 0.25
-"""Whether a fault's moment has come is checked every so many seconds."""
 FAR_AHEAD = 1e15
 LOST = {"request": FaultKind.LOSE_REQUEST, "answer": FaultKind.LOSE_ANSWER, "dial": FaultKind.UNREACHABLE}
 
@@ -170,7 +168,7 @@ class Strikes:
         for index in order:
             fault = self.schedule.faults[index]
             while self.share() < fault.at:  # noqa: ASYNC110 - nothing tells that a clock has moved
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(0.25)
             await self._strike(index, fault)
 
     def settle(self) -> None:

@@ -20,7 +20,6 @@ EXCHANGE_SHARE = 0.5
 OUTER_BLAME = 0.33
 """The outer step, and not the uplink, limits if this share of what a quick uplink would bring is lost to it."""
 SETTLED = 1e-6
-ROUNDS = 200
 
 FULL_UPLINK = 0.8
 """An uplink limits if this share of it is used; used less, it stands idle while the few under way are elsewhere."""
@@ -84,7 +83,7 @@ def outlook_of(
     `step_microbatches` counts those of a replica behind one inner step."""
     between = float(h * step_microbatches)
     rate = 1.0 / max(stage.compute_seconds for stage in stages)
-    for _ in range(ROUNDS):
+    for _ in range(200):
         left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
         new = _rate(stages, left, link, in_flight)
         settled, rate = abs(new - rate) < SETTLED * rate, (new + rate) / 2

@@ -62,9 +62,6 @@ COPIES_COMPARED = 3
 """So many strangers' copies are fetched to be compared."""
 EXPORT_FRESH_SECONDS = 30.0
 """A copy in full precision goes to newcomers for so many seconds: an exporter asks all replicas at once."""
-MOST_COLLECTORS = 4
-"""At the run's end a node waits for at most so many exporters."""
-HAND_OVER_LOOK_SECONDS = 0.2
 LARGEST = 65504.0
 """The largest number in half precision."""
 
@@ -99,7 +96,7 @@ class StageCopies:
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),
             "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1, reading_seconds=self.reading_seconds),
         }
-        self._collectors = PeerTable[PeerId, str](MOST_COLLECTORS)
+        self._collectors = PeerTable[PeerId, str](4)
         """Peers that have read a whole copy in full precision of this stay's weights, and the root of the latest."""
         self._pace: _Pace = unpaced
         self._taking = asyncio.Lock()
@@ -152,7 +149,7 @@ class StageCopies:
             if late or now - began > self.reading_seconds:
                 logger.info("collectors that have not taken the last weights: %s", ", ".join(waited))
                 return
-            await asyncio.sleep(HAND_OVER_LOOK_SECONDS)
+            await asyncio.sleep(0.2)
 
     async def newest(
         self,

@@ -23,8 +23,6 @@ from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import ClockValue, ProtocolVersion, Rounds, RunName, StageIndex, WireModel
 
 DIGEST_BYTES = 16
-MAX_SEAL_CHARACTERS = 8192
-MAX_MANIFEST_CHARACTERS = 4096
 
 
 class StateRequest(WireModel):
@@ -67,8 +65,8 @@ class StateManifest(WireModel):
 class SignedManifest(WireModel):
     """A manifest as text, and its donor's seal over that text as hex. With it travel the digests, u8 [chunks, 16]."""
 
-    manifest: Annotated[str, Field(max_length=MAX_MANIFEST_CHARACTERS)]
-    seal: Annotated[str, Field(max_length=MAX_SEAL_CHARACTERS, pattern=r"^([0-9a-f]{2})+$")]
+    manifest: Annotated[str, Field(max_length=4096)]
+    seal: Annotated[str, Field(max_length=8192, pattern=r"^([0-9a-f]{2})+$")]
 
 
 OFFER = Method("state.offer", StateRequest, StateOffer)

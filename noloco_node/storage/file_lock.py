@@ -12,7 +12,6 @@ from noloco_node import ambient
 
 PATIENCE_SECONDS = 0.2
 """A process that asks for the holder of the file holds it for an instant: that must not fail a start."""
-PAUSE_SECONDS = 0.01
 
 NODE_LOCK = "node.lock"
 """This file in a node's run folder is held by its process."""
@@ -83,7 +82,7 @@ def _take(file: int) -> None:
         except BlockingIOError:
             if ambient.monotonic() >= until:
                 raise LockHeld(_holder_in(file)) from None
-        time.sleep(PAUSE_SECONDS)
+        time.sleep(0.01)
 
 
 def _holder_in(file: int) -> str:

@@ -31,7 +31,6 @@ from noloco_node.telemetry.node_state import LETTERS, LogLine, NodeState, NodeVi
 from noloco_node.telemetry.words import as_long, as_loss, shortened
 
 LOGGER_NAME = "noloco_node"
-TAIL_LINES = 60
 QUIET_SECONDS = 60.0
 """After so many seconds without a line from INFO up the next inner step is shown. At a low pace an outer step takes
 minutes, and a node that says nothing for as long looks like one that hangs."""
@@ -201,7 +200,7 @@ class LogTail(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: deque[LogLine] = deque(maxlen=TAIL_LINES)
+        self._lines: deque[LogLine] = deque(maxlen=60)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Called by logging, under this handler's lock."""

@@ -23,8 +23,6 @@ BEATEN_WITHIN_SECONDS = 10.0
 """An event loop that has not come round for more seconds is stuck."""
 CACHED_SECONDS = 1.0
 """The state is made at most once in so many seconds, however many ask for it."""
-LOOK_SECONDS = 0.2
-"""The event loop has so many seconds to say which peers the node sees; else what it said last stands."""
 
 Headers = Mapping[str, str]
 
@@ -145,7 +143,8 @@ class NodePages:
 
         try:
             loop.call_soon_threadsafe(see)
-            seen.result(LOOK_SECONDS)
+            # A loop that is busy for longer has said before which peers the node sees: that stands.
+            seen.result(0.2)
         except (TimeoutError, RuntimeError):
             pass  # it hangs, or has ended
         return self._around

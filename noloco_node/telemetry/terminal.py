@@ -41,7 +41,6 @@ LAST_LINES = 8
 WARNINGS_SHOWN = 3
 LOOK_SECONDS = 1.0
 """A screen is drawn anew every so many seconds."""
-NAME_WIDTH = 24
 WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "moved to"}
 
 Figures = Iterable[tuple[str, str, str, str]]
@@ -165,7 +164,7 @@ def _table(columns: str, rows: Iterable[_Row], left: str = "") -> RenderableType
     for."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     first, *others = columns.split(", ")
-    table.add_column(first, max_width=NAME_WIDTH, no_wrap=True, overflow="ellipsis")
+    table.add_column(first, max_width=24, no_wrap=True, overflow="ellipsis")
     for name in others:
         table.add_column(name, justify="right")
     for cells, style in rows:

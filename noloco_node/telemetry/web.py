@@ -35,10 +35,6 @@ MAX_CONNECTIONS = 32
 """So many connections may be open. For one more an answered one is closed, or the oldest once it has had its time."""
 ASKING_SECONDS = 0.25
 """A client has so many seconds to ask and be answered while others wait: an honest one takes milliseconds."""
-ACCEPT_AGAIN_SECONDS = 1.0
-"""After the system had no descriptor for one more, the server waits so many seconds."""
-WAITING_CONNECTIONS = 128
-"""The system keeps so many connections that are not accepted yet."""
 REQUEST_SECONDS = 5.0
 """Seconds from the opening of a connection to the last byte of the answer."""
 MAX_HEAD_BYTES = 8192
@@ -159,7 +155,8 @@ class WebServer:
                 client, _ = await loop.sock_accept(listener)
                 reader, writer = await asyncio.open_connection(sock=client, limit=MAX_HEAD_BYTES)
             except OSError:
-                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
+                # The system had no descriptor for one more.
+                await asyncio.sleep(1.0)
                 continue
             connection = _Connection(reader, writer)
             self._open[connection] = None
@@ -248,7 +245,7 @@ def _error(status: HTTPStatus) -> Page:
 def _listener(host: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(address[0]), port), family=family, backlog=WAITING_CONNECTIONS)
+        return socket.create_server((str(address[0]), port), family=family, backlog=128)
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UserError(

@@ -13,7 +13,6 @@ from statistics import median_low
 
 from noloco_node.peer_table import FEW_PEERS, PeerTable
 
-NORMS_OF_A_SOURCE = 9
 FORGOTTEN_AFTER = 512
 """Norms after which a source that gave none of them has no say any more."""
 LARGEST_RISE = 1.05
@@ -56,7 +55,7 @@ class NormBound:
 
     def _remember(self, source: str, norm: float) -> None:
         self._count += 1
-        norms, _ = self._norms.get(source) or (deque[float](maxlen=NORMS_OF_A_SOURCE), 0)
+        norms, _ = self._norms.get(source) or (deque[float](maxlen=9), 0)
         norms.append(norm)
         self._norms[source] = norms, self._count
         _, heard = next(iter(self._norms.values()))

@@ -47,10 +47,9 @@ MAX_DETAIL_CHARACTERS = 300
 MAX_METHOD_CHARACTERS = 64
 MAX_JSON_DEPTH = 12
 MAX_JSON_INTEGER = (1 << 63) - 1
-MAX_DIMENSION = (1 << 31) - 1
 MAX_ELEMENTS = 1 << 48
 
-_Dimension = Annotated[int, Field(ge=0, le=MAX_DIMENSION)]
+_Dimension = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 _Shape = Annotated[tuple[_Dimension, ...], Field(max_length=MAX_DIMENSIONS, strict=False)]
 _Dtype = Annotated[str, Field(pattern=f"^({'|'.join(WIRE_DTYPES)})$")]
 _Spec = Annotated[tuple[_Dtype, _Shape], Field(strict=False)]

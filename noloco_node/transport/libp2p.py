@@ -46,10 +46,6 @@ STREAM_PROTOCOL = "noloco/1"
 LINGER_SECONDS = 1.0
 """A stream that will be closed is still read for so many seconds, so that the refusal reaches the other side."""
 
-AT_WORK_SECONDS = 1.0
-"""A caller hears every so many seconds that its request is still in hand; far below any progress deadline."""
-UNWATCHED_SECONDS = 0.02
-"""A handler may take so many seconds before its caller's presence is checked: most take less."""
 MOST_AT_WORK = 4096
 """So many AT_WORK frames may come before an answer; a peer that sends more only wants to keep this node busy."""
 
@@ -457,7 +453,8 @@ async def _while_open(stream: FramedStream, answering: Coroutine[Any, Any, T], p
     """
     handling = asyncio.create_task(answering)
     try:
-        await asyncio.wait((handling,), timeout=UNWATCHED_SECONDS)
+        # Most take less than the time before the caller's presence is checked.
+        await asyncio.wait((handling,), timeout=0.02)
         if not handling.done():
             await _watched(stream, handling, progress)
         if handling.cancelled():
@@ -472,7 +469,8 @@ async def _watched(stream: FramedStream, handling: asyncio.Task[Any], progress: 
     watching = asyncio.create_task(stream.wait_for_end())
     both = (handling, watching)
     try:
-        while not (await asyncio.wait(both, timeout=AT_WORK_SECONDS, return_when=asyncio.FIRST_COMPLETED))[0]:
+        # The caller hears that its request is still in hand, far below any progress deadline.
+        while not (await asyncio.wait(both, timeout=1.0, return_when=asyncio.FIRST_COMPLETED))[0]:
             await stream.write_at_work(progress)
         if watching.done():
             watching.result()

@@ -35,7 +35,6 @@ RENEW_SECONDS = 10.0
 LOOK_SECONDS = 2.0
 """Seconds between two searches for peers that are connected through a relay and could be dialled."""
 ASK_SECONDS = 10.0
-DIAL_SECONDS = 3.0
 MOST_RELAYS = 3
 NOT_A_RELAY = "it relays for nobody"
 DIRECT_AGAIN = Doubling(4.0, 300.0)
@@ -190,7 +189,7 @@ async def _dial_directly(host: RelayedHost, peer: PeerId) -> bool:
 
 async def _answers(address: PeerAddress) -> bool:
     try:
-        return await who_answers(address.host, address.port, DIAL_SECONDS) == address.peer
+        return await who_answers(address.host, address.port, 3.0) == address.peer
     except NoAnswer:
         return False
 

@@ -50,7 +50,6 @@ MOST_HANDSHAKES_OF_ONE = 16
 """If so many requests of one peer are being read or refused, the next is dropped. A node may call many peers at once,
 each in an instant. Only a peer that never finishes its requests has as many open."""
 HANDSHAKE_SECONDS = 10.0
-COPY_BYTES = 256 * 1024
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -234,7 +233,7 @@ class CircuitRelay:
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(COPY_BYTES):
+            while data := await reader.read(256 * 1024):
                 await self._count(len(data))
                 writer.write(data)
                 self.carried_bytes += len(data)
