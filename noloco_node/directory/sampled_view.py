@@ -333,7 +333,8 @@ class SampledView:
         """
         if each.drawn is not None and _since(each.drawn_at, now) > self._life:  # nobody answers for it
             each.drawn = None
-        draw = draws(each.drawn_here, each.level.confirming, due, _since(each.drawn_at, now), again)
+        confirming, since = each.level.confirming, _since(each.drawn_at, now)
+        draw = draws(each.drawn_here, confirming=confirming, has_place=due, since=since, again=again)
         if each.drawn is None and draw:
             each.drawn, each.drawn_at = Place(stage, *each.level.next_bucket()), now
         return [] if each.drawn is None else [each.drawn]
