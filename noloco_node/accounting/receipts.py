@@ -41,9 +41,13 @@ is a line in a file."""
 OF_DEALINGS = 0.05
 """In between, the interval is this part of the time that the peer has served; at most so much is lost if either
 goes."""
+RECALLED_BYTES = 2 << 20
+"""A new life reads so many bytes from the end of the file to know what was filed: some 3,700 receipts. A sender asks no
+more than `TRIES` times for one."""
 LEAST_SECONDS = 5.0
 """In the long run two receipts of one peer are at least so many seconds apart. Two may come at once, and what comes
 more often is refused as `busy`."""
+LAST_PAUSE_SECONDS = 0.5
 TRIES = 10
 
 
@@ -176,7 +180,7 @@ class Receipts:
                 await self.settle()
                 while self._pending:
                     # Nothing tells that a peer would take it now: asking again is the only way.
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(LAST_PAUSE_SECONDS)
                     await self.settle()
         except TimeoutError:
             logger.info("%d peers did not take their last receipt", len(self._pending))
@@ -298,8 +302,7 @@ async def open_receipts(
 ) -> Receipts:
     """Read the end of the contribution file at `path`, make it where missing, and serve receipts from now on. OSError
     as the file system says."""
-    # Some 3,700 receipts from the end of the file. A sender asks no more than `TRIES` times for one.
-    entries = await ambient.elsewhere(lambda: list(read_entries(path, _unchecked, last=2 << 20)))
+    entries = await ambient.elsewhere(lambda: list(read_entries(path, _unchecked, last=RECALLED_BYTES)))
     file = await ambient.elsewhere(ContributionFile, path)
     receipts = Receipts(run_id, stage, transport, ledger, progress, file)
     receipts.recall(entries)

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _pb: Any = dht_pb2
 
 PING, STORE, FIND = "DHTProtocol.rpc_ping", "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
+RPC_SECONDS = 3.0
 BUCKET_SIZE, DEPTH_MODULO = 20, 5
 REPLICAS = 5
 """Records are stored at so many nodes nearest to their key."""
@@ -360,7 +361,7 @@ class DhtNode:
     async def _asked(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
         """The answer; None, and the peer is no longer in the routing table, where there is none."""
         try:
-            async with asyncio.timeout(3.0):
+            async with asyncio.timeout(RPC_SECONDS):
                 return await self._p2p.call_protobuf_handler(peer, name, request, answer)
         except (P2PDaemonError, P2PHandlerError, DecodeError, OSError, TimeoutError) as error:
             logger.debug("%s of %s came to nothing: %r", name, peer, error)

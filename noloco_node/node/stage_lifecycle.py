@@ -42,6 +42,8 @@ from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 2.0
+"""A node considers a move every so many seconds; the directory is read as often."""
 
 BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
 
@@ -267,8 +269,7 @@ class StageLifecycle:
         )
         relocation, began = Relocation(standing, self._rng), replica.worker.progress.clock
         while True:
-            # The directory is read as often.
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(LOOK_SECONDS)
             if replica.stop.is_set() or not replica.course.run_goes_on():
                 continue
             view, shut = self._directory.view, self._shut(replica)

@@ -12,7 +12,7 @@ import torch
 
 from noloco_node import __version__
 from noloco_node.cli.main import main
-from noloco_node.config.load import Config, load_config
+from noloco_node.config.load import Config, HuntConfig, load_config, load_simulation
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ACTIVATION_CODECS, ActivationCodec, LimitsSpec, OuterSpec, token_bytes
 from noloco_node.config.shipped import shipped_config
@@ -84,6 +84,22 @@ def test_a_stage_that_nobody_holds_and_more_memory_than_there_is_are_refused_wit
     assert "run.limits.exchange_progress_seconds to 54" in (one_chunk.value.remedy or "")
     check_simulation(shipped("sim.life_hours=1", PATIENT), footprint)
     check_simulation(shipped("sim.life_hours=1", "sim.tensors=real", "sim.nodes=2"), footprint)
+
+
+def test_what_is_simulated_alone_is_refused_as_a_run(tmp_path: Path) -> None:
+    """With the command that simulates it. What comes along is sound, and its mistakes are named."""
+    assert isinstance(load_simulation(Path("sim/hunt")), HuntConfig)
+    with pytest.raises(UserError) as refused:
+        load_config(Path("sim/hunt"))
+    assert "noloco-node simulate sim/hunt" in refused.value.remedy
+    with pytest.raises(UserError, match=r"sim\.most"):
+        load_simulation(Path("sim/hunt"), ["sim.most=65"])
+    with pytest.raises(UserError, match=r"sim\.fewest \(9\) exceeds"):
+        load_simulation(Path("sim/hunt"), ["sim.fewest=9"])
+    unknown = tmp_path / "crowd.yaml"
+    unknown.write_text("sim:\n  kind: crowd\n  nodes: [10]\n")
+    with pytest.raises(UserError, match=r"sim\.kind: 'crowd' is not allowed: must be one of swarm, hunt"):
+        load_simulation(unknown)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
