@@ -121,6 +121,14 @@ def test_who_comes_for_a_dead_node_has_a_device_for_its_stage() -> None:
         assert [device_seconds(config, number, stage)(Priority.FORWARD) for stage in (0, 1)] == [1.0, 3.0]
 
 
+def test_slow_devices_do_not_hold_up_quick_ones() -> None:
+    """Devices unlike each other, on free links: those of one stage hardly ever wait. They work 0.76 of the time if
+    nobody is told that a device is busy, and 0.83 as it is."""
+    free = ("sim.up_mbit=1000", "sim.down_mbit=1000", "sim.round_trips_ms=[[5]]", "node.in_flight=auto")
+    config = shipped("sim.nodes=12", "sim.hours=0.04", "sim.device_spread=0.8", *free)
+    assert max(simulate(config, lambda _done, _all: None).figures.work_share) > 0.8
+
+
 def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
     """Nodes die all the time, and only those there from the beginning say whether meetings are even."""
     whole, dying = (
