@@ -46,8 +46,8 @@ def least_us(call: Callable[[], object]) -> float:
 def decisions(count: int) -> dict[str, Callable[[], object]]:
     """What a node does for every microbatch and every look, that knows so many peers."""
     peers = [PeerId(f"12D3KooW{number:044d}") for number in range(count)]
-    book, limiter = LoadBalancer("balanced", random.Random(7), lambda: 1000.0), MicrobatchLimiter(8, lambda: 1000.0)
-    book.update(peers, 0)
+    balancer, limiter = LoadBalancer("balanced", random.Random(7), lambda: 1000.0), MicrobatchLimiter(8, lambda: 1000.0)
+    balancer.update(peers, 0)
     for peer in peers[:2048]:
         place = limiter.take(peer)
         limiter.answered(peer)
@@ -62,7 +62,7 @@ def decisions(count: int) -> dict[str, Callable[[], object]]:
         stage.took(level, bucket, held[bucket])
         assert stage.estimate
 
-    return {"route": book.choose, "admit": lambda: limiter.take(peers[next(turn) % count])(), "look": look}
+    return {"route": balancer.choose, "admit": lambda: limiter.take(peers[next(turn) % count])(), "look": look}
 
 
 def test_decisions_for_each_microbatch_cost_the_same_among_many() -> None:

@@ -41,7 +41,7 @@ class NodeStats:
         """The peers that this node sees, and what it holds."""
         known, clock = self._transport.peer_stats, self._worker.progress.clock
         in_hand, queued = self._pipeline.in_hand, self._worker.queued
-        return surroundings(self._membership, known, self._pipeline.book, clock, in_hand=in_hand, queued=queued)
+        return surroundings(self._membership, known, self._pipeline.balancer, clock, in_hand=in_hand, queued=queued)
 
     def write(self) -> None:
         """Write the account of this moment, as an event. It also warns of each part of the text that could not be read
@@ -86,7 +86,7 @@ class NodeStats:
                     bans=dict(conduct.bans),
                     banned_now=conduct.banned_now,
                     audits=dict(downstream.auditor.findings) if downstream else {},
-                    set_aside_now=pipeline.book.set_aside_now,
+                    set_aside_now=pipeline.balancer.set_aside_now,
                     no_room=dict(self._membership.no_room),
                     bounded={"activations": pipeline.server.out_of_scale, **self._worker.bounded},
                 ),
@@ -109,7 +109,7 @@ def _bytes_by_kind(by_method: Mapping[str, int]) -> dict[str, int]:
 def surroundings(
     membership: Membership,
     known: PeerStats,
-    book: LoadBalancer,
+    balancer: LoadBalancer,
     clock: float,
     *,
     in_hand: int,
@@ -127,9 +127,12 @@ def surroundings(
         peer = PeerId(record.peer_id)
         training = round(replicas[record.stage] * membership.scale(record.stage))
         present = membership.present_clock(record, training)
-        under_way, load = book.burden_of(peer)
+        under_way, load = balancer.burden_of(peer)
         card = known.of(peer)
-        reasons = (card.left_alone(ambient.monotonic()), "it said a moment ago that it is full" * book.is_full(peer))
+        reasons = (
+            card.left_alone(ambient.monotonic()),
+            "it said a moment ago that it is full" * balancer.is_full(peer),
+        )
         own = {"together": card.tokens, "under_way": under_way, "load": load}
         made = node_seen(record, clock=present, against=clock, answers=record.peer_id in answering)
         return made.model_copy(update={**own, "left_alone": "; ".join(filter(None, reasons))})

@@ -355,7 +355,7 @@ class Replica:
         membership, progress = self.membership, self.worker.progress
         self._neighbourhood.checks.look()
         self._behind.look()
-        self.pipeline.book.update(membership.next_stage_peers(), membership.own_rank())
+        self.pipeline.balancer.update(membership.next_stage_peers(), membership.own_rank())
         self.worker.live_replicas = membership.live_replicas()
         self.averaging.standing.look(membership.stage_peers(), progress.steps, outer_rounds=progress.outer_rounds)
         if self.course.run_goes_on():

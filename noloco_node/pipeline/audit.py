@@ -106,7 +106,7 @@ class Auditor:
     def __init__(
         self,
         share: float,
-        book: LoadBalancer,
+        balancer: LoadBalancer,
         train_again: Callable[[PeerId, Outgoing, float], Awaitable[Trained]],
         rng: random.Random,
         clock: Callable[[], float] = ambient.monotonic,
@@ -117,7 +117,7 @@ class Auditor:
         many there may be at once to begin with. `train_again` has a peer train a microbatch again, under another id,
         with the budget (seconds) that the first had: nothing must tell the two apart. Refused, TransportError."""
         self._share = share
-        self._book = book
+        self._balancer = balancer
         self.train_again = train_again
         self._rng = rng
         self._clock = clock
@@ -138,24 +138,24 @@ class Auditor:
         peer = PeerId(first.peer)
         self._credit = min(self._most_credit, self._credit + self._share)
         unusual = self._norms.factor(peer, first.scale) < 1.0
-        if self._share == 0.0 or self._at_work or self._book.trust(peer) is Trust.SET_ASIDE:
+        if self._share == 0.0 or self._at_work or self._balancer.trust(peer) is Trust.SET_ASIDE:
             return
-        doubted, suspects = self._book.doubted, self._to_be_heard()
-        spotless = len(self._book.peers) - len(doubted)
+        doubted, suspects = self._balancer.doubted, self._to_be_heard()
+        spotless = len(self._balancer.peers) - len(doubted)
         if spotless + (peer in doubted or bool(suspects)) < JURY:
             return
         if peer in doubted or suspects:
             self._take_up(_Case(first, outgoing, budget, took))
-        elif self._credit >= 1.0 and (unusual or self._book.repute(peer).audits == 0 or self._is_drawn()):
+        elif self._credit >= 1.0 and (unusual or self._balancer.repute(peer).audits == 0 or self._is_drawn()):
             self._credit -= 1.0
             self._take_up(_Case(first, outgoing, budget, took))
 
     def compare(self, peer: PeerId, signs: Tensor) -> None:
         """Compare what an answer of `peer` did to this node's weights, by `signs` of its gradients, with what others'
         do. Not while it is set aside: what it still had in hand is no new lie."""
-        if self._book.trust(peer) is not Trust.SET_ASIDE and self._leanings.leans(peer, signs):
+        if self._balancer.trust(peer) is not Trust.SET_ASIDE and self._leanings.leans(peer, signs):
             self.findings[Finding.LEANT.value] += 1
-            self._book.leant(peer)
+            self._balancer.leant(peer)
 
     def _is_drawn(self) -> bool:
         """Twice as often as the share allows: it is the credit that holds it down, and hardly any is left unused."""
@@ -204,8 +204,8 @@ class Auditor:
 
     def _note(self, against: Mapping[PeerId, bool | None]) -> None:
         for index, (peer, verdict) in enumerate(against.items()):
-            self._book.audited(peer, against=verdict, by_copy=index > 0)
-            if self._book.trust(peer) is Trust.SET_ASIDE:
+            self._balancer.audited(peer, against=verdict, by_copy=index > 0)
+            if self._balancer.trust(peer) is Trust.SET_ASIDE:
                 self._leanings.forget(peer)
 
     async def _ask(self, peer: PeerId, case: _Case) -> Tensor | None:
@@ -220,21 +220,21 @@ class Auditor:
         except (TransportError, TimeoutError) as error:
             why = repr(error)
         logger.debug("%s gave no answer to an audit: %s", peer, why)
-        self._book.cards.hop(peer).no_audit_until = self._clock() + silent
+        self._balancer.cards.hop(peer).no_audit_until = self._clock() + silent
         return None
 
     def _next_juror(self, asked: Collection[PeerId]) -> PeerId | None:
         """At most one that is doubted, before the others."""
-        doubted = self._book.doubted
+        doubted = self._balancer.doubted
         if doubted.isdisjoint(asked) and (suspects := self._to_be_heard()):
             return self._rng.choice(suspects)
-        return self._book.choose({*asked, *doubted})
+        return self._balancer.choose({*asked, *doubted})
 
     def _to_be_heard(self) -> list[PeerId]:
         """Peers on trial that are worth asking now."""
-        now, book = self._clock(), self._book
-        willing = (peer for peer in book.doubted if now >= book.cards.hop(peer).no_audit_until)
-        return sorted(peer for peer in willing if book.trust(peer) is Trust.ON_TRIAL)
+        now, balancer = self._clock(), self._balancer
+        willing = (peer for peer in balancer.doubted if now >= balancer.cards.hop(peer).no_audit_until)
+        return sorted(peer for peer in willing if balancer.trust(peer) is Trust.ON_TRIAL)
 
 
 async def _off_loop(compare: Callable[..., T], *gradients: Tensor) -> T:

@@ -286,7 +286,7 @@ class Downstream:
         spec: RunSpec,
         stage: int,
         transport: Transport,
-        book: LoadBalancer,
+        balancer: LoadBalancer,
         ledger: Ledger,
         rng: random.Random,
         router: Router | None = None,
@@ -295,7 +295,7 @@ class Downstream:
         self._spec = spec
         self._stage = stage
         self._transport = transport
-        self._book = book
+        self._balancer = balancer
         self._ledger = ledger
         self._rng = rng
         self._router = router
@@ -306,8 +306,8 @@ class Downstream:
         """From sending a microbatch to one peer to its answer."""
         hops = spec.stages - 1
         share = share_of_a_hop(spec.pipeline.audit_share, hops)
-        self._codecs = LinkCodecs(spec.pipeline.activations, rng, book.cards)
-        self.auditor = Auditor(share, book, self._train_again, rng, allowance=JURY / hops)
+        self._codecs = LinkCodecs(spec.pipeline.activations, rng, balancer.cards)
+        self.auditor = Auditor(share, balancer, self._train_again, rng, allowance=JURY / hops)
         """Runs beside the training (`Auditor.run`)."""
 
     async def send(self, outgoing: Outgoing, budget: float) -> Trained:
@@ -319,11 +319,11 @@ class Downstream:
         """
         hop = _Hop(outgoing, ambient.monotonic() + budget, outgoing.mode == "train")
         while (left := hop.deadline - (began := ambient.monotonic())) * 1000 > MIN_BUDGET_MS:
-            peer = self._book.choose(hop.excluded, desperate=hop.rounds >= ROUNDS_TO_DESPAIR)
+            peer = self._balancer.choose(hop.excluded, desperate=hop.rounds >= ROUNDS_TO_DESPAIR)
             if peer is None:
                 await self._begin_another_round(hop, left)
                 continue
-            hop.asks, patience = max(hop.asks, self._book.asks_for(peer)), self._patience(left)
+            hop.asks, patience = max(hop.asks, self._balancer.asks_for(peer)), self._patience(left)
             try:
                 answer = await self._call(peer, outgoing, hop.asks, patience)
             except (Refused, TransportError) as error:
@@ -343,14 +343,14 @@ class Downstream:
             return
         hop.rounds += all_asked
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else left
-        await self._book.changed.wait(min(pause, left))
+        await self._balancer.changed.wait(min(pause, left))
 
     async def _call(self, peer: PeerId, outgoing: Outgoing, asks: int, seconds: float) -> Trained:
         """Ask one peer, and note what that says of it."""
         codec = self._codec_for(peer, outgoing)
         wire = await to_wire(outgoing.activations, codec)
         header = self._header(outgoing, codec, asks, seconds)
-        began, asked = self._book.sent(peer), ambient.monotonic()
+        began, asked = self._balancer.sent(peer), ambient.monotonic()
         how = RequestOutcome.FAILED
         try:
             answer = await ask(
@@ -372,7 +372,7 @@ class Downstream:
             how = RequestOutcome.UNTOLD
             raise
         finally:
-            self._book.done(peer, began, how)
+            self._balancer.done(peer, began, how)
         self.hop_seconds.add(took)
         activations = outgoing.activations
         with judging(self._transport, peer, MICROBATCH.name):
@@ -402,7 +402,7 @@ class Downstream:
         self, peer: PeerId, codec: ActivationCodec, trained: Trained, answer: MicrobatchAnswer, took: float
     ) -> Trained:
         """What an answer that holds says of its peer and of the link, `took` seconds after the request."""
-        self._book.reported(peer, answer.load)
+        self._balancer.reported(peer, answer.load)
         self.circuit_breaker.through()
         link_wait = 0.0
         if trained.gradient is not None:
@@ -479,9 +479,9 @@ class Downstream:
 
     def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
         if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
-            self._book.failed(peer)
+            self._balancer.failed(peer)
             self._transport.peer_stats.idle(peer)
         elif error.reason is Refusal.BUSY:
-            self._book.full(peer)
-        elif error.reason in PASSED_UPWARD and self._book.yields_little(peer):
+            self._balancer.full(peer)
+        elif error.reason in PASSED_UPWARD and self._balancer.yields_little(peer):
             self._transport.peer_stats.idle(peer)

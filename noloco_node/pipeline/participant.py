@@ -30,13 +30,15 @@ class Pipeline(Participant):
         self._context = context
         self._samples = samples
         self.ledger = ledger
-        self.book = LoadBalancer(
+        self.balancer = LoadBalancer(
             spec.pipeline.routing, context.rng, ambient.monotonic, context.transport.peer_stats.book
         )
         self.downstream = (
             None
             if context.cut.is_last
-            else Downstream(spec, context.stage, context.transport, self.book, ledger, context.rng, router=stage.router)
+            else Downstream(
+                spec, context.stage, context.transport, self.balancer, ledger, context.rng, router=stage.router
+            )
         )
         self.server = PipelineServer(
             spec,
@@ -132,4 +134,4 @@ class Pipeline(Participant):
 
     def heed_relays(self, relayed: Callable[[], Collection[PeerId]]) -> None:
         """Peers that are connected through relays only, as of now: others are preferred."""
-        self.book.relayed = relayed
+        self.balancer.relayed = relayed

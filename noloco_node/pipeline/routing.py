@@ -1,4 +1,4 @@
-"""The choice of the peer for the next microbatch: a pure function, and the book that remembers what it needs.
+"""The choice of the peer for the next microbatch: a pure function, and the balancer that remembers what it needs.
 
 A stage may be filled by peers that answer, and train nothing. Those that send to it see by what came of their own
 microbatches that nothing gets through (`CircuitBreaker`). Nobody else need believe them: one of them can go there

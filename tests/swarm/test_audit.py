@@ -79,9 +79,11 @@ class Stage:
         self.stalling: set[PeerId] = set()
         self.honest_to_copies = False
         self.asked: list[PeerId] = []
-        self.book = LoadBalancer("uniform", random.Random(0), lambda: self.now)
-        self.book.update(self.peers, 0)
-        self.auditor = Auditor(share, self.book, self._answer, random.Random(0), lambda: self.now, allowance=allowance)
+        self.balancer = LoadBalancer("uniform", random.Random(0), lambda: self.now)
+        self.balancer.update(self.peers, 0)
+        self.auditor = Auditor(
+            share, self.balancer, self._answer, random.Random(0), lambda: self.now, allowance=allowance
+        )
 
     async def _answer(self, peer: PeerId, outgoing: Outgoing, budget: float) -> Trained:
         self.asked.append(peer)
@@ -98,9 +100,9 @@ class Stage:
         return Trained(1.0, 1, size * self.liars.get(peer, GRADIENT), size, peer)
 
     async def microbatch(self, first: PeerId | None = None, size: float = 1.0) -> list[PeerId]:
-        """One more is answered, by a peer of the book's choice unless it is said; returns the peers asked to audit
+        """One more is answered, by a peer of the balancer's choice unless it is said; returns the peers asked to audit
         it."""
-        chosen = first or self.book.choose()
+        chosen = first or self.balancer.choose()
         assert chosen is not None
         asked = len(self.asked)
         self.auditor.consider(self.answer_of(chosen, size), BODY, budget=9.0, took=0.0)
@@ -118,11 +120,11 @@ class Stage:
 
     def served(self) -> set[PeerId]:
         """The peers that get ordinary microbatches."""
-        return {peer for _ in range(300) if (peer := self.book.choose())}
+        return {peer for _ in range(300) if (peer := self.balancer.choose())}
 
     def trust(self, number: int) -> Trust:
         """In one of the peers."""
-        return self.book.trust(self.peers[number])
+        return self.balancer.trust(self.peers[number])
 
 
 async def test_the_first_microbatch_of_each_and_a_share_of_the_others_are_audited() -> None:
@@ -131,7 +133,7 @@ async def test_the_first_microbatch_of_each_and_a_share_of_the_others_are_audite
     assert len(await stage.microbatch(stage.peers[0])) == 1
     count = 1 + sum([len(await stage.microbatch()) for _ in range(1599)])
     assert 90 < count <= 101
-    assert all(stage.book.repute(peer).audits for peer in stage.peers)
+    assert all(stage.balancer.repute(peer).audits for peer in stage.peers)
     assert set(stage.auditor.findings) == {Finding.AGREED}
     for idle in (Stage(4, share=0.0), Stage(2, share=1.0)):
         assert not any([await idle.microbatch() for _ in range(20)])
@@ -157,14 +159,14 @@ async def test_who_is_on_trial_is_only_compared_until_it_is_cleared_or_set_aside
     assert [await stage.microbatch(others[0]) for _ in range(9)] == [[suspect]] * 8 + [[]]
     assert stage.served() == set(stage.peers)
     assert [len(await stage.microbatch(suspect)) for _ in range(9)] == [1] * 8 + [0]
-    assert not stage.book.doubted
+    assert not stage.balancer.doubted
 
     stage.liars = {suspect: -GRADIENT}
     asked = [await stage.microbatch(suspect, size=3.0)] + [await stage.microbatch() for _ in range(3)]
     assert [len(some) for some in asked] == [2, 2, 2, 0]
-    assert (stage.trust(0), stage.book.set_aside_now) == (Trust.SET_ASIDE, 1)
+    assert (stage.trust(0), stage.balancer.set_aside_now) == (Trust.SET_ASIDE, 1)
     stage.now = BANS.first
-    assert (stage.trust(0), stage.book.set_aside_now) == (Trust.ON_TRIAL, 0)
+    assert (stage.trust(0), stage.balancer.set_aside_now) == (Trust.ON_TRIAL, 0)
     assert stage.served() == set(others)
     assert suspect in await stage.microbatch()
     assert stage.trust(0) is Trust.SET_ASIDE
@@ -187,7 +189,7 @@ async def test_a_trial_without_a_jury_ends_by_itself() -> None:
     stage = await Stage(3, share=1e-9).known()
     stage.liars = {stage.peers[0]: -GRADIENT}
     await stage.microbatch(stage.peers[0], size=2.1)
-    stage.book.update(stage.peers[:2], 0)
+    stage.balancer.update(stage.peers[:2], 0)
     assert stage.served() == {stage.peers[1]}
     assert not await stage.microbatch()
     stage.now = TRIAL_SECONDS
@@ -228,14 +230,14 @@ async def test_a_stage_in_which_most_were_doubted_is_audited_again_in_time() -> 
     """Two of three were contradicted, say by a liar further on: nobody can decide. Time forgives; a liar is found."""
     stage = await Stage(3, share=1.0).known()
     for peer in stage.peers[:2]:
-        stage.book.audited(peer, against=True, by_copy=False)
+        stage.balancer.audited(peer, against=True, by_copy=False)
     assert not await stage.microbatch()
     stage.liars = {stage.peers[0]: -GRADIENT}
     for _ in range(1200):
         stage.now += 1.0
         await stage.microbatch()
     assert stage.trust(0) is Trust.SET_ASIDE
-    assert stage.book.repute(stage.peers[1]).aside.times == stage.book.repute(stage.peers[2]).aside.times == 0
+    assert stage.balancer.repute(stage.peers[1]).aside.times == stage.balancer.repute(stage.peers[2]).aside.times == 0
 
 
 @pytest.mark.parametrize("same_lie", [True, False])
@@ -248,7 +250,7 @@ async def test_two_liars_of_twelve_are_found_and_clear_or_outvote_nobody(same_li
         stage.now += 0.1
         await stage.microbatch()
     assert [stage.trust(number) for number in range(12)] == [Trust.SET_ASIDE] * 2 + [Trust.ORDINARY] * 10
-    stage.now = max(stage.book.repute(peer).aside.until for peer in stage.peers) + 0.1
+    stage.now = max(stage.balancer.repute(peer).aside.until for peer in stage.peers) + 0.1
     for _ in range(100):
         await stage.microbatch()
     assert stage.served() == set(stage.peers[2:])
@@ -264,7 +266,7 @@ async def test_who_lies_now_and_then_is_found_as_well(share_of_lies: float, hone
     for _ in range(6000):
         stage.now += 0.1
         stage.liars = {stage.peers[0]: -GRADIENT} if rng.random() < share_of_lies else {}
-        chosen = stage.book.choose()
+        chosen = stage.balancer.choose()
         await stage.microbatch(chosen)
         used += chosen in stage.liars
     assert used < 0.3 * 6000 / 4 * share_of_lies
@@ -290,7 +292,7 @@ async def test_books_about_peers_do_not_grow_with_their_names(monkeypatch: pytes
     """Those heard last are remembered."""
     monkeypatch.setattr(peer_table, "MOST_PEERS", 4)
     stage = await Stage(12).known()
-    assert len(reputes_of(stage.book)) == 4
+    assert len(reputes_of(stage.balancer)) == 4
 
 
 async def test_a_failure_in_an_audit_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -329,9 +331,9 @@ class Chain:
         transport = MemoryTransport(self.network, name)
         self.transports.append(transport)
         if stage + 1 < self.spec.stages:
-            book = LoadBalancer("uniform", self.rng, time.monotonic)
-            book.update(self.names[stage + 1], 0)
-            self.downstream[name] = Downstream(self.spec, stage, transport, book, Ledger(), self.rng)
+            balancer = LoadBalancer("uniform", self.rng, time.monotonic)
+            balancer.update(self.names[stage + 1], 0)
+            self.downstream[name] = Downstream(self.spec, stage, transport, balancer, Ledger(), self.rng)
 
         async def handle(_peer: PeerId, message: Message) -> Message:
             activations, labels = message.tensors

@@ -99,7 +99,7 @@ async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(l
     async with world(near_spec(steps=40), replicas=3) as made:
         lying(made.of_stage(1)[0], LIES[lie])
         await run_to_the_end(made)
-        books = [replica.pipeline.book for replica in made.of_stage(0)]
+        books = [replica.pipeline.balancer for replica in made.of_stage(0)]
         accounts = last_accounts(made)
     heads, tails = accounts[:3], accounts[3:]
     check_books(made, heads, tails)
@@ -125,7 +125,7 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
         head = made.of_stage(0)[0]
         made.replicas[1:3] = []
         await run_to_the_end(made)
-    reputes = reputes_of(head.pipeline.book)
+    reputes = reputes_of(head.pipeline.balancer)
     assert {peer for peer, repute in reputes.items() if repute.aside.times} == {peer_name(1, 0)}
     account = last_account(made.events[0]).strangers
     assert account.audits[Finding.LEANT] >= 1
@@ -236,7 +236,7 @@ async def _loses_its_weights() -> None:
             await eventually(lambda: lost.worker.progress.steps > 20, 60)
             await _scramble(lost)
             before = len(outer_steps(made, 3))
-            books = [replica.pipeline.book for replica in made.of_stage(0)]
+            books = [replica.pipeline.balancer for replica in made.of_stage(0)]
             await eventually(lambda: any(book.trust(peer_name(1, 0)) is Trust.SET_ASIDE for book in books), 60)
             await eventually(lambda: any(e.kind == "caught_up" for e in outer_steps(made, 3)[before:]), 60)
             served = lost.pipeline.ledger.served

@@ -44,12 +44,12 @@ def test_relayed_peers_get_fewer_microbatches_where_others_are_connected_directl
 
 def test_the_book_asks_who_is_relayed_when_it_chooses() -> None:
     """What is known changes while a node lives."""
-    book, relayed = LoadBalancer("balanced", random.Random(1), lambda: 0.0), {PEERS[0]}
-    book.update(PEERS[:2], 0)
-    book.relayed = lambda: relayed
-    before = Counter(book.choose() for _ in range(1000))
+    balancer, relayed = LoadBalancer("balanced", random.Random(1), lambda: 0.0), {PEERS[0]}
+    balancer.update(PEERS[:2], 0)
+    balancer.relayed = lambda: relayed
+    before = Counter(balancer.choose() for _ in range(1000))
     relayed.clear()
-    after = Counter(book.choose() for _ in range(1000))
+    after = Counter(balancer.choose() for _ in range(1000))
     assert before[PEERS[0]] == pytest.approx(200, abs=50)
     assert after[PEERS[0]] == pytest.approx(500, abs=60)
 

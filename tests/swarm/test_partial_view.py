@@ -127,16 +127,16 @@ def test_every_pair_of_replicas_is_as_likely_to_meet_as_any_other() -> None:
 
 
 def test_routes_reach_every_next_stage_peer_in_the_long_run() -> None:
-    """There are 300 in four buckets, of which a node sees two. All are reached within an hour, each by the book that
-    chooses."""
+    """There are 300 in four buckets, of which a node sees two. All are reached within an hour, each by the balancer
+    that chooses."""
     keys = Keys(10, 300)
     observer, reached = Observer(keys, seed=5), set[PeerId]()
-    book = LoadBalancer("uniform", random.Random(2), lambda: observer.now)
+    balancer = LoadBalancer("uniform", random.Random(2), lambda: observer.now)
     for _ in range(30):
         view = observer.look(int(RENEWED_SECONDS / LOOK))
         assert 0 < len(view.stages[1]) < 300
-        book.update(sorted(view.stages[1]), 0)
-        chosen = {book.choose() for _ in range(1500)}
+        balancer.update(sorted(view.stages[1]), 0)
+        chosen = {balancer.choose() for _ in range(1500)}
         assert chosen <= set(view.stages[1])
         reached |= {peer for peer in chosen if peer is not None}
     assert reached == {PeerId(f"peer-1-{i:06}") for i in range(300)}
@@ -150,9 +150,9 @@ def test_fixed_routing_stays_with_one_while_it_is_seen_and_crowds_nobody() -> No
         seen = [[p for b in rng.sample(range(8), HELD) for p in stage[b]] for stage in (own_stage, next_stage)]
         members = membership_of(own, 0, view_of(seen, [MANY, MANY]), AllAnswer())
         assert 0 <= members.own_rank() < 1.4 * MANY
-        book = LoadBalancer("fixed", random.Random(1), lambda: 0.0)
-        book.update(members.next_stage_peers(), members.own_rank())
-        chosen = {book.choose() for _ in range(4)}
+        balancer = LoadBalancer("fixed", random.Random(1), lambda: 0.0)
+        balancer.update(members.next_stage_peers(), members.own_rank())
+        chosen = {balancer.choose() for _ in range(4)}
         assert len(chosen) == 1
         asked.update(peer for peer in chosen if peer is not None)
     assert max(asked.values()) <= 4

@@ -85,18 +85,18 @@ def test_a_peer_on_trial_helps_out_where_all_others_are_suspended_but_not_one_th
 def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:
     """Leaving the directory and coming back gains it nothing, until its time is over."""
     now = 0.0
-    book = LoadBalancer("uniform", random.Random(0), lambda: now)
-    book.update(PEERS[:3], 0)
+    balancer = LoadBalancer("uniform", random.Random(0), lambda: now)
+    balancer.update(PEERS[:3], 0)
     for _ in range(3):
-        book.audited(PEERS[0], against=True, by_copy=False)
-    assert book.set_aside_now == 1
-    book.update(PEERS[1:3], 0)
-    assert (book.set_aside_now, book.doubted) == (0, set())
-    book.update(PEERS[:3], 0)
-    assert {book.choose() for _ in range(50)} == set(PEERS[1:3])
+        balancer.audited(PEERS[0], against=True, by_copy=False)
+    assert balancer.set_aside_now == 1
+    balancer.update(PEERS[1:3], 0)
+    assert (balancer.set_aside_now, balancer.doubted) == (0, set())
+    balancer.update(PEERS[:3], 0)
+    assert {balancer.choose() for _ in range(50)} == set(PEERS[1:3])
     now = 1e6
-    assert book.set_aside_now == 0
-    assert {book.choose() for _ in range(50)} == set(PEERS[:3])
+    assert balancer.set_aside_now == 0
+    assert {balancer.choose() for _ in range(50)} == set(PEERS[:3])
 
 
 def test_suspended_peers_are_passed_over_unless_all_are() -> None:
@@ -118,17 +118,17 @@ def test_nobody_may_be_asked() -> None:
 def test_the_book_forgets_those_who_left_and_suspends_those_who_failed() -> None:
     """Suspension ends by time, by a good answer, and with the peer."""
     now = [10.0]
-    book = LoadBalancer("uniform", random.Random(0), lambda: now[0])
-    book.update(PEERS[:2], 0)
-    book.failed(PEERS[0])
-    assert {book.choose() for _ in range(50)} == {"b"}
+    balancer = LoadBalancer("uniform", random.Random(0), lambda: now[0])
+    balancer.update(PEERS[:2], 0)
+    balancer.failed(PEERS[0])
+    assert {balancer.choose() for _ in range(50)} == {"b"}
     now[0] += SUSPENSIONS.first + 0.1
-    assert {book.choose() for _ in range(50)} == {"a", "b"}
-    book.failed(PEERS[1])
-    book.reported(PEERS[1], 0)
-    assert {book.choose() for _ in range(50)} == {"a", "b"}
-    book.update(PEERS[1:2], 0)
-    assert {book.choose() for _ in range(50)} == {"b"}
+    assert {balancer.choose() for _ in range(50)} == {"a", "b"}
+    balancer.failed(PEERS[1])
+    balancer.reported(PEERS[1], 0)
+    assert {balancer.choose() for _ in range(50)} == {"a", "b"}
+    balancer.update(PEERS[1:2], 0)
+    assert {balancer.choose() for _ in range(50)} == {"b"}
 
 
 def test_balanced_routing_keeps_using_every_peer() -> None:
@@ -136,9 +136,9 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
     out for ever. Every origin therefore keeps asking every server, each at least half of its fair share."""
     rng, now = random.Random(3), [0.0]
     servers = [PeerId(name) for name in ("x", "y", "z")]
-    books = [LoadBalancer("balanced", random.Random(seed), lambda: now[0]) for seed in range(3)]
-    for book in books:
-        book.update(servers, 0)
+    balancers = [LoadBalancer("balanced", random.Random(seed), lambda: now[0]) for seed in range(3)]
+    for balancer in balancers:
+        balancer.update(servers, 0)
     free_at = dict.fromkeys(servers, 0.0)
     queued: dict[PeerId, list[float]] = {server: [] for server in servers}
     events = [(rng.random(), origin) for origin in range(3) for _ in range(2)]
@@ -149,13 +149,13 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
         events.remove((now[0], origin))
         for done in [entry for entry in under_way if entry[0] <= now[0]]:
             under_way.remove(done)
-            books[done[1]].done(done[2], done[3], RequestOutcome.CAME)
+            balancers[done[1]].done(done[2], done[3], RequestOutcome.CAME)
             queued[done[2]].remove(done[0])
-            books[done[1]].reported(done[2], len(queued[done[2]]))
-        server = books[origin].choose()
+            balancers[done[1]].reported(done[2], len(queued[done[2]]))
+        server = balancers[origin].choose()
         assert server is not None
         asked[origin, server] += 1
-        began = books[origin].sent(server)
+        began = balancers[origin].sent(server)
         free_at[server] = max(free_at[server], now[0]) + rng.uniform(0.5, 1.5)
         queued[server].append(free_at[server])
         under_way.append((free_at[server], origin, server, began))
@@ -168,20 +168,20 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
 def test_a_peer_that_keeps_failing_is_passed_over_longer_each_time() -> None:
     """5 s, 10 s, 20 s and so on up to a minute; one good answer forgives all of it."""
     now = [0.0]
-    book = LoadBalancer("uniform", random.Random(0), lambda: now[0])
-    book.update(PEERS[:2], 0)
+    balancer = LoadBalancer("uniform", random.Random(0), lambda: now[0])
+    balancer.update(PEERS[:2], 0)
     pauses: list[float] = []
     for _ in range(6):
-        book.failed(PEERS[0])
+        balancer.failed(PEERS[0])
         start = now[0]
-        while {book.choose() for _ in range(30)} == {"b"}:
+        while {balancer.choose() for _ in range(30)} == {"b"}:
             now[0] += 0.5
         pauses.append(now[0] - start)
     assert pauses == pytest.approx([5, 10, 20, 40, 60, 60], abs=1.0)
-    book.reported(PEERS[0], 0)
-    book.failed(PEERS[0])
+    balancer.reported(PEERS[0], 0)
+    balancer.failed(PEERS[0])
     now[0] += 5.1
-    assert {book.choose() for _ in range(50)} == {"a", "b"}
+    assert {balancer.choose() for _ in range(50)} == {"a", "b"}
 
 
 class Counted(frozenset[PeerId]):
@@ -194,11 +194,11 @@ class Counted(frozenset[PeerId]):
         return False
 
 
-def book_of(strategy: RoutingName, many: int) -> tuple[LoadBalancer, list[PeerId]]:
-    """A book with so many peers; its time stands still."""
-    book, peers = LoadBalancer(strategy, random.Random(1), lambda: 100.0), [PeerId(f"p{n:05}") for n in range(many)]
-    book.update(peers, own_rank=7)
-    return book, peers
+def balancer_of(strategy: RoutingName, many: int) -> tuple[LoadBalancer, list[PeerId]]:
+    """A balancer with so many peers; its time stands still."""
+    balancer, peers = LoadBalancer(strategy, random.Random(1), lambda: 100.0), [PeerId(f"p{n:05}") for n in range(many)]
+    balancer.update(peers, own_rank=7)
+    return balancer, peers
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "balanced"])
@@ -206,11 +206,11 @@ def test_a_choice_looks_at_a_few_peers_however_many_there_are(strategy: RoutingN
     """As many at 10,000 as at 100."""
     looks: list[int] = []
     for many in (100, 10_000):
-        book, _ = book_of(strategy, many)
+        balancer, _ = balancer_of(strategy, many)
         counted = Counted()
-        book.relayed = lambda counted=counted: counted
+        balancer.relayed = lambda counted=counted: counted
         for _ in range(20):
-            assert book.choose() is not None
+            assert balancer.choose() is not None
         looks.append(counted.asked)
     assert looks[0] == looks[1] <= 20 * 8
 
@@ -218,58 +218,61 @@ def test_a_choice_looks_at_a_few_peers_however_many_there_are(strategy: RoutingN
 @pytest.mark.parametrize("strategy", ["uniform", "balanced"])
 def test_of_many_peers_all_are_equally_likely(strategy: RoutingName) -> None:
     """Chi-square against uniform over 40 peers: 39 degrees of freedom, within four standard deviations of the mean."""
-    book, peers = book_of(strategy, 40)
-    counts = Counter(book.choose() for _ in range(8000))
+    balancer, peers = balancer_of(strategy, 40)
+    counts = Counter(balancer.choose() for _ in range(8000))
     assert sum((counts[peer] - 200) ** 2 / 200 for peer in peers) < 39 + 4 * (2 * 39) ** 0.5
 
 
 def test_balanced_takes_the_less_loaded_of_two_among_many() -> None:
     """A quarter of the peers are loaded: one of them is taken where both of two are, which is one time in sixteen."""
-    book, peers = book_of("balanced", 40)
+    balancer, peers = balancer_of("balanced", 40)
     for peer in peers[:10]:
-        book.reported(peer, 5)
-    loaded = sum(book.choose() in peers[:10] for _ in range(4000))
+        balancer.reported(peer, 5)
+    loaded = sum(balancer.choose() in peers[:10] for _ in range(4000))
     assert loaded == pytest.approx(4000 * 10 * 9 / (40 * 39), abs=70)
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "balanced"])
 def test_of_many_peers_only_those_are_asked_that_may_be(strategy: RoutingName) -> None:
     """A suspended, tried, or excluded peer gets nothing while three of a hundred others are free; then None."""
-    book, peers = book_of(strategy, 100)
+    balancer, peers = balancer_of(strategy, 100)
     free = set(peers[20:23])
     for peer in peers[:20]:
-        book.audited(peer, against=True, by_copy=False)
+        balancer.audited(peer, against=True, by_copy=False)
     for peer in peers[23:60]:
-        book.failed(peer)
+        balancer.failed(peer)
     excluded = set(peers[60:])
-    assert {book.choose(excluded) for _ in range(100)} == free
-    book, peers = book_of(strategy, 100)
-    assert book.choose(set(peers)) is None
+    assert {balancer.choose(excluded) for _ in range(100)} == free
+    balancer, peers = balancer_of(strategy, 100)
+    assert balancer.choose(set(peers)) is None
 
 
 def test_fixed_routing_among_many_is_that_of_all() -> None:
     """With and without peers that are on trial or excluded."""
-    book, peers = book_of("fixed", 100)
+    balancer, peers = balancer_of("fixed", 100)
     shuffled = peers[:]
     random.Random(2).shuffle(shuffled)
-    book.update(shuffled, own_rank=107)
-    assert book.choose() == peers[7]
-    assert book.choose({peers[3]}) == peers[107 % 99 + 1]
-    book.audited(peers[0], against=True, by_copy=False)
-    assert book.choose() == peers[107 % 99 + 1]
+    balancer.update(shuffled, own_rank=107)
+    assert balancer.choose() == peers[7]
+    assert balancer.choose({peers[3]}) == peers[107 % 99 + 1]
+    balancer.audited(peers[0], against=True, by_copy=False)
+    assert balancer.choose() == peers[107 % 99 + 1]
 
 
 def test_who_is_slow_among_many_is_asked_less() -> None:
     """What is quick is said by all stage peers, not by those that happen to be drawn."""
     now = [0.0]
-    book, peers = LoadBalancer("balanced", random.Random(1), lambda: now[0]), [PeerId(f"p{n:02}") for n in range(30)]
-    book.update(peers, 0)
+    balancer, peers = (
+        LoadBalancer("balanced", random.Random(1), lambda: now[0]),
+        [PeerId(f"p{n:02}") for n in range(30)],
+    )
+    balancer.update(peers, 0)
     for peer in peers:
         now[0] = 0.0
-        began = book.sent(peer)
+        began = balancer.sent(peer)
         now[0] = 1.0 if peer in peers[:10] else 6.0
-        book.done(peer, began, RequestOutcome.CAME)
+        balancer.done(peer, began, RequestOutcome.CAME)
     now[0] = 6.0
-    counts = Counter(book.choose() for _ in range(3000))
+    counts = Counter(balancer.choose() for _ in range(3000))
     quick, slow = (sum(counts[peer] for peer in some) / len(some) for some in (peers[:10], peers[10:]))
     assert 8 * slow < quick

@@ -104,7 +104,7 @@ async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() 
                 book.offended(peer, Offence.NOT_FINITE)
         assert head.membership.stage_peers() == []
         assert head.membership.nodes_per_stage() == [1, 1]
-        assert {head.pipeline.book.choose() for _ in range(20)} == {peer_name(1, 1)}
+        assert {head.pipeline.balancer.choose() for _ in range(20)} == {peer_name(1, 1)}
         assert head.outer_steps.pairing_state(0.0).stage_peers() == []
         caller = made.replicas[2].context.transport
         with pytest.raises(Refused, match="for not_finite, 60 s more") as refused:
@@ -172,7 +172,7 @@ async def test_a_next_stage_whose_answers_break_the_protocol_is_banned_and_the_s
 
         tail.pipeline.server.answer = poison  # type: ignore[method-assign]
         await head.membership.refresh()
-        head.pipeline.book.update([tail.context.transport.peer_id], 0)
+        head.pipeline.balancer.update([tail.context.transport.peer_id], 0)
         assert head.pipeline.origin is not None
         async with asyncio.timeout(60):
             while not head.context.transport.conduct.banned(tail.context.transport.peer_id):

@@ -23,7 +23,7 @@ async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
         for _ in range(4):
             assert await viewer.pipeline.origin.train_one()
         around = viewer.books.surroundings()
-        viewer.pipeline.book.failed(peer_name(1, 0))
+        viewer.pipeline.balancer.failed(peer_name(1, 0))
         failed = viewer.books.surroundings().peers[1]
     assert "a request to it failed" in failed.left_alone
     assert (around.introduced, around.in_hand, around.queued) == (3, 0, 0)
@@ -63,8 +63,8 @@ async def test_of_a_large_swarm_those_are_shown_that_answer() -> None:
         real = row.others()[0]
         ghosts = [real.model_copy(update={"peer_id": f"a-ghost-{n:04}"}) for n in range(2 * MOST_NODES)]
         row.others = lambda *_: [*ghosts, real]
-        known, book = viewer.context.transport.peer_stats, viewer.pipeline.book
-        assert isinstance(book, LoadBalancer)
-        around = surroundings(row, known, book, 0.0, in_hand=0, queued=0)
+        known, balancer = viewer.context.transport.peer_stats, viewer.pipeline.balancer
+        assert isinstance(balancer, LoadBalancer)
+        around = surroundings(row, known, balancer, 0.0, in_hand=0, queued=0)
     assert (len(around.peers), around.introduced) == (MOST_NODES, 2 * MOST_NODES + 1)
     assert [peer.peer_id for peer in around.peers if peer.answers] == [real.peer_id]
