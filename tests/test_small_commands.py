@@ -30,9 +30,9 @@ from noloco_node.config.load import load_config
 from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry import words
 from noloco_node.telemetry.events import EventFile
 from noloco_node.telemetry.web import Page, WebServer
+from noloco_node.telemetry.words import say_asking
 from tests.telemetry import made_events as made
 
 ROOT = Path(__file__).parent.parent
@@ -303,7 +303,7 @@ def test_a_command_says_what_it_does_before_it_is_silent_for_seconds(
         raise Stopped
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(words, "SLOW_TO_LOAD", "nothing that could be loaded")
+    monkeypatch.setattr("noloco_node.telemetry.words.SLOW_TO_LOAD", "nothing that could be loaded")
     for room in ("cli.handlers", "cli.printing", "cli.small", "cli.evaluating", "cli.exporting", "cli.data"):
         monkeypatch.setattr(f"noloco_node.{room}.loading", stop)
     for room in ("exporting.sources", "node.early_checks"):
@@ -316,6 +316,6 @@ def test_a_command_says_what_it_does_before_it_is_silent_for_seconds(
 
 def test_a_log_of_json_has_no_line_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     """What is said to a person would be one."""
-    words.say_asking([DEAD], "json")
-    words.say_asking([], "json")
+    say_asking([DEAD], "json")
+    say_asking([], "json")
     assert capsys.readouterr().err == ""

@@ -10,7 +10,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.known_peers import (
     FORGET_SECONDS,
-    PAUSES,
+    LOST_PAUSES,
     LostPeers,
 )
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
@@ -75,9 +75,9 @@ def test_it_is_asked_for_ever_more_rarely_and_forgotten_in_the_end(lost: LostPee
     lost.seen(view("peer-number-1"), view(), 0.0)
     asked = [float(now) for now in range(3600) if lost.due(now)]
     gaps = [later - earlier for earlier, later in pairwise(asked)]
-    assert asked[0] <= 1.5 * PAUSES.first + 1
-    assert gaps[0] < PAUSES.longest / 2
-    assert 0.5 * PAUSES.longest <= min(gaps[5:]) <= max(gaps[5:]) <= 1.5 * PAUSES.longest + 1
+    assert asked[0] <= 1.5 * LOST_PAUSES.first + 1
+    assert gaps[0] < LOST_PAUSES.longest / 2
+    assert 0.5 * LOST_PAUSES.longest <= min(gaps[5:]) <= max(gaps[5:]) <= 1.5 * LOST_PAUSES.longest + 1
     lost.seen(view(), view(), FORGET_SECONDS - 1)
     assert lost.missed
     lost.seen(view(), view(), FORGET_SECONDS + 1)
@@ -116,4 +116,4 @@ def test_a_clock_that_goes_back_puts_nobody_off(lost: LostPeers) -> None:
     lost.seen(view("the-lost-one"), view(), 7200.0)
     assert lost.due(7210.0) == "the-lost-one"
     assert lost.due(3610.0) is None
-    assert lost.due(3610.0 + 1.5 * PAUSES.longest) == "the-lost-one"
+    assert lost.due(3610.0 + 1.5 * LOST_PAUSES.longest) == "the-lost-one"
