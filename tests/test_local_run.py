@@ -39,6 +39,16 @@ def test_nothing_of_another_run_is_shown_where_its_folder_is_named(claimed: bool
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_where_nothing_can_be_written_no_swarm_is_shown(tmp_path: Path) -> None:
+    """It was said to train on, unseen, before it was refused."""
+    (tmp_path / "file").write_text("no folder")
+    console = Console(file=io.StringIO())
+    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+        run_local_swarm(load_config(MICRO), tmp_path / "file" / "run", console)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
+
+
 def test_a_run_folder_says_what_takes_its_place(tmp_path: Path) -> None:
     """Checkpoints, final weights, the model, and all the rest: nothing is left out, nothing counted twice."""
     for name, size in (

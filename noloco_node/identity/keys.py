@@ -269,8 +269,8 @@ def _create(path: Path) -> bool:
     except OSError as error:
         raise UserError(
             ExitCode.RUN_FOLDER,
-            f"node.identity: {path} cannot be written ({error.strerror})",
-            "choose a folder that this user may write with --run-folder or --identity",
+            f"the identity {path} cannot be written: {error.strerror}",
+            "name a file, or a run folder, that this user may write",
         ) from None
 
 

@@ -60,7 +60,7 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
     )
     observer = _Follower(view, Display(view, console), run_folder)
     swarm = LocalSwarm(config, run_folder, observer=observer)
-    swarm.check_folder()  # before what another run has written there is shown as this one's
+    swarm.prepare_folder()  # before what another run has written there is shown, or that nothing can be written
     interrupted = asyncio.run(_supervise(swarm, observer))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     histories = [NodeHistory.of(node.name, node.events) for node in swarm.nodes]

@@ -196,7 +196,7 @@ class LocalSwarm:
         Raises UserError: RUN_FOLDER if the folder holds another run or cannot be written. It raises the exit code of a
         daemon that ends during the start, and NODE_DIED if they are not up within `start_seconds`.
         """
-        config_path = self._prepare_folder()
+        config_path = self.prepare_folder()
         for node in self.nodes:
             node.recall()
         if {node.stage for node in self.nodes if node.ended} == set(range(self.config.run.stages)):
@@ -275,20 +275,13 @@ class LocalSwarm:
         if self._temporary:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def check_folder(self) -> None:
-        """Raise UserError (RUN_FOLDER) where the run folder holds another run. Writes nothing."""
-        folder, run = RunFolder(self.run_folder), self.config.run
-        folder.judge(run.run_id, run.name)
-        if (self.run_folder / "nodes").exists() and not folder.claimed:
-            raise UserError(
-                ExitCode.RUN_FOLDER,
-                f"the run folder {self.run_folder} already holds a run, and not by this version of noloco-node",
-                "choose another with --run-folder, or remove it",
-            )
+    def prepare_folder(self) -> Path:
+        """Make the folders, or find there what an earlier life of the same swarm left; the configuration's file.
 
-    def _prepare_folder(self) -> Path:
-        """Make the folders, or find there what an earlier life of the same swarm left."""
-        self.check_folder()
+        Raises UserError (RUN_FOLDER) where another run lies there, and writes nothing then, or where nothing can be
+        written.
+        """
+        self._check_folder()
         folder = RunFolder(self.run_folder)
         try:
             self.run_folder.mkdir(parents=True, exist_ok=True)
@@ -304,6 +297,16 @@ class LocalSwarm:
                 "choose a folder that you may write to with --run-folder",
             ) from None
         return config_path
+
+    def _check_folder(self) -> None:
+        folder, run = RunFolder(self.run_folder), self.config.run
+        folder.judge(run.run_id, run.name)
+        if (self.run_folder / "nodes").exists() and not folder.claimed:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the run folder {self.run_folder} already holds a run, and not by this version of noloco-node",
+                "choose another with --run-folder, or remove it",
+            )
 
     async def _up(self, node: SwarmNode, config_path: Path, peers: Sequence[str]) -> NodeStarted:
         await self._launch(node, config_path, peers)
