@@ -42,6 +42,8 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 PATIENT = "run.limits.grace_seconds=30"
 """A busy machine takes its time to collect the last weights."""
+SHORT = "run.inner.target_tokens=24_576"
+"""Four outer rounds."""
 
 
 @contextlib.asynccontextmanager
@@ -97,7 +99,7 @@ def trains(swarm: Mapping[str, Any]) -> list[int]:
 TOLD_SECONDS = 4.0
 """How old what a node's page or the seed's says may be: records are read every two seconds, and pages made anew every
 other one."""
-SEEN_TRAINING = "0.015"
+SEEN_TRAINING = "0.03"
 """Seconds of an operation on the devices of the observed nodes: some looks of the seed fall into any run."""
 
 
@@ -189,7 +191,8 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
     weights that comes back then saves them.
     """
     folders, watched = [tmp_path / f"node{number}" for number in range(3)], Watched(tmp_path / "watch")
-    given = [str(MICRO), "--set", PATIENT, "--metrics-port", str(watched.seed)] if knows_the_run else []
+    given = [str(MICRO), "--metrics-port", str(watched.seed)] if knows_the_run else []
+    given += [word for setting in (PATIENT, SHORT) if knows_the_run for word in ("--set", setting)]
     if knows_the_run:
         monkeypatch.setenv(OPERATION_SECONDS, SEEN_TRAINING)
     async with command(tmp_path / "seed", "seed", *given) as seed, contextlib.AsyncExitStack() as stack:
@@ -239,7 +242,7 @@ async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -
     """One record of a free key with no process behind it: a second later the seed had forgotten the end, for good."""
     victim = Victim(PeerId(address.rpartition("/")[2]), 0, address)
     stranger = living(
-        load_config(MICRO, [PATIENT]).run, [victim], folder, tally := Tally(), random.Random(1), trains=False
+        load_config(MICRO, [PATIENT, SHORT]).run, [victim], folder, tally := Tally(), random.Random(1), trains=False
     )
     async with stranger as life:
         await lives.told_once(life, "ghost", state=PeerState.TRAINING)
