@@ -43,7 +43,7 @@ async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(
 ) -> None:
     """It is the p2pd of the only replica of a stage, so that nothing can go on without it. It is back under its peer id
     and port, the others reach it again, the run ends in order, and every account closes with nothing lost."""
-    overrides = ["local_swarm.replicas=1", "run.limits.record_seconds=20"]
+    overrides = ["local_swarm.replicas=1", "run.limits.record_seconds=20", "run.inner.target_tokens=24_576"]
     monkeypatch.setenv(OPERATION_SECONDS, "0.02")  # such nodes are not nearby for each other
     swarm = LocalSwarm(load_config(MICRO, overrides), tmp_path / "run", command=(*PACED, "run"))
     try:

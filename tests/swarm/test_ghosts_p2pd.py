@@ -89,6 +89,7 @@ def steps_of(made: Swarm) -> list[InnerStep]:
     return [event for events in made.events for event in events if isinstance(event, InnerStep)]
 
 
+@pytest.mark.long
 @pytest.mark.daemons
 @pytest.mark.timeout(240)
 async def test_ghosts_in_a_real_directory_change_no_count_move_nobody_and_put_no_rescue_off(
