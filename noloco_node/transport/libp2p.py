@@ -33,7 +33,7 @@ from noloco_node.transport.frames import (
 )
 from noloco_node.transport.interface import DIRECTORY, RELAYED
 from noloco_node.transport.messages import Message
-from noloco_node.transport.pacing import UNBOUNDED, Line, Turn, at_once
+from noloco_node.transport.pacing import UNBOUNDED, BodyTurn, Line, at_once
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
 from noloco_node.transport.same_machine import SameMachine
 from noloco_node.transport.streams import FramedStream, StreamEnded, StreamStalled
@@ -318,7 +318,7 @@ class _Sending:
     __slots__ = ("max_answer_bytes", "method", "payload", "progress", "request", "turn")
 
     def __init__(
-        self, method: str, payload: bytes, request: Message, progress: float, max_answer_bytes: int, turn: Turn
+        self, method: str, payload: bytes, request: Message, progress: float, max_answer_bytes: int, turn: BodyTurn
     ) -> None:
         self.method = method
         self.payload = payload
@@ -328,7 +328,7 @@ class _Sending:
         self.turn = turn
 
 
-async def _come(turn: Turn, deadline: float, what: str) -> None:
+async def _come(turn: BodyTurn, deadline: float, what: str) -> None:
     """Wait for the turn of a request. DeadlinePassed."""
     try:
         async with asyncio.timeout_at(deadline):
@@ -337,7 +337,7 @@ async def _come(turn: Turn, deadline: float, what: str) -> None:
         raise DeadlinePassed(f"{what}: others were on the line all the time") from None
 
 
-async def _then_come(answering: Coroutine[Any, Any, T], turn: Turn) -> T:
+async def _then_come(answering: Coroutine[Any, Any, T], turn: BodyTurn) -> T:
     """The answer, once it may go."""
     answer = await answering
     await turn.come()

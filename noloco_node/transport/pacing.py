@@ -67,7 +67,7 @@ class LineRate:
             self.charge(count)
 
 
-class Turn:
+class BodyTurn:
     """The place of one large body among those that a line carries now. It has one between `come` and `over`."""
 
     def __init__(self, bodies: asyncio.Semaphore | None) -> None:
@@ -96,9 +96,9 @@ class Line:
     up: LineRate | None = None
     down: LineRate | None = None
 
-    def turn(self, *, waits: bool) -> Turn:
+    def turn(self, *, waits: bool) -> BodyTurn:
         """The turn of a message; one that does not wait needs none, nor does any where the uplink has no bound."""
-        return Turn(self.up.bodies if waits and self.up is not None else None)
+        return BodyTurn(self.up.bodies if waits and self.up is not None else None)
 
     async def send(self, count: int) -> None:
         """Wait until so many bytes may be sent."""
