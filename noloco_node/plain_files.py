@@ -7,9 +7,6 @@ import os
 import stat
 from pathlib import Path
 
-MOST_BYTES = 1 << 20
-"""A file that describes others has at most so many bytes: a manifest or a mark has a few kilobytes."""
-
 
 def is_plain(path: Path) -> bool:
     """Whether an ordinary file lies there, and no link to one."""
@@ -26,7 +23,7 @@ def check_plain(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a link or no ordinary file", str(path))
 
 
-def read_small(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_small(path: Path, most: int = 1 << 20) -> bytes:
     """An ordinary file's content. OSError where it is none, or longer than `most` bytes."""
     check_plain(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 65_700,
+    "lines of the package": 65_600,
     "lines of the tests": 65_100,
     "lines of benchmarks and deploy": 6_600,
-    "module-level numbers": 720,
+    "module-level numbers": 642,
     "files of the package": 337,
     "files of the package below 60 lines": 48,
     "kB of Markdown": 470,

@@ -25,7 +25,6 @@ from noloco_node.transport.messages import ClockValue, ProtocolVersion, StageInd
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_SECONDS = 10.0
 
 Plain = Annotated[str, Field(max_length=64, pattern=r"^[ -~]*$")]
 """Text of a stranger that can be shown on a terminal: printable ASCII, without control characters."""
@@ -100,7 +99,7 @@ def held_out_loss(last: Evaluation | None) -> HeldOutLoss | None:
     return HeldOutLoss(loss=last.loss, clock=last.clock)
 
 
-async def ask_hello(transport: Transport, peer: PeerId, limit: float = TIMEOUT_SECONDS) -> Hello:
+async def ask_hello(transport: Transport, peer: PeerId, limit: float = 10.0) -> Hello:
     """What a peer says of itself, within `limit` seconds. Raises Refused or TransportError where it says nothing of
     use."""
     return await call(transport, peer, HELLO, NOTHING, seconds=limit)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from noloco_node.config.load import Config, HuntConfig
     from noloco_node.simulator.report import Simulation
 
-LINE_PERCENT = 5
-"""Two lines of progress are this percentage of a simulation apart."""
 SIMULATE_HELP = """\
 Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
   swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)
@@ -132,7 +130,7 @@ def _lines() -> Callable[[float, float], None]:
     def show(done: float, every: float) -> None:
         nonlocal said
         percent = int(100.0 * done / every)
-        if said + LINE_PERCENT <= percent < 100:
+        if said + 5 <= percent < 100:
             said = percent
             print(f"{percent} % simulated", file=sys.stderr, flush=True)
 

@@ -29,8 +29,6 @@ DEFAULT_METRICS_PORT = 9100
 """A node is asked on this port if neither an option nor the environment says where it answers."""
 HOST_VARIABLE, PORT_VARIABLE = "NOLOCO_NODE_METRICS_HOST", "NOLOCO_NODE_METRICS_PORT"
 FOLDER_VARIABLE, DEFAULT_RUN_FOLDER = "NOLOCO_NODE_RUN_FOLDER", "runs/node"
-SUMMARY_WIDTH = 150
-"""A line of `config list` has so many letters behind the name."""
 HEALTH_SECONDS = 4.0
 """Seconds for the whole question; the image's health check gives up after 5."""
 NAME_FOLDER = (
@@ -189,7 +187,7 @@ def _list(_: argparse.Namespace) -> int:
     configs = shipped_configs()
     width = max(map(len, configs))
     for name, path in configs.items():
-        print(f"{name:<{width}}  {textwrap.shorten(first_sentence(path), SUMMARY_WIDTH, placeholder=' …')}")
+        print(f"{name:<{width}}  {textwrap.shorten(first_sentence(path), 150, placeholder=' …')}")
     return int(ExitCode.OK)
 
 

@@ -34,8 +34,6 @@ MOST_SOURCES = 64
 """A mixture has at most so many sources."""
 MOST_ROWS = 8
 """A mixture read in blocks has at most so many sources: replicas say of each which blocks they hold."""
-MOST_SHOWN = 80
-"""A name that stands beside figures has at most so many characters."""
 Source = Literal["stdlib", "text", "huggingface"]
 FINGERPRINT = rf"^(({TEXT}|{SHARDS})[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
 TOKENIZER_FINGERPRINT = rf"^({FOLDER}[0-9a-f]{{32}}|{REVISION}[0-9a-f]{{40}})$"
@@ -89,7 +87,7 @@ class MixedSource(Settings):
     def shown(self) -> str:
         """What figures of this source are shown under, if no other source is."""
         hub = "/".join(filter(None, (self.path, self.subset))) if self.source == "huggingface" else self.source
-        return self.name or hub[:MOST_SHOWN]
+        return self.name or hub[:80]
 
 
 class DataSpec(Settings):

@@ -32,8 +32,6 @@ _SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SAMPLE_BYTES = 4096
 _SAMPLES = 4
 """If a tensor is larger than all samples together, so many pieces of it are read, from its start to its end."""
-_MOST_HEADER = 100 << 20
-"""The most bytes of a header, as safetensors itself bounds it."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*)/[\w-][\w.-]*")
@@ -257,7 +255,8 @@ def _of_file(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if length <= min(_MOST_HEADER, size) else b""
+            # safetensors itself bounds a header so.
+            text = file.read(length) if length <= min(100 << 20, size) else b""
             file.seek(0)
             if is_pointer(file.read(size if size < _SAMPLE_BYTES else 0)):
                 raise _unusable(path, POINTER, FETCH)

@@ -11,7 +11,6 @@ from noloco_node.config.run_spec import ED25519_PEER_ID, RUN_NAME
 from noloco_node.errors import near_words, suggestion
 
 MAX_SHOWN = 60
-SUGGESTIONS = 3
 
 _KINDS = {
     "string": "must be text",
@@ -75,5 +74,5 @@ def did_you_mean(setting: str, siblings: Sequence[str], known: Iterable[str]) ->
         leaves = {name.rpartition(".")[2]: name for name in reversed(names)}
         meant = [leaves[near] for near in near_words(leaf, leaves, most=2, cutoff=0.75)]
     if meant:
-        return suggestion(list(dict.fromkeys(meant[:SUGGESTIONS])))
+        return suggestion(list(dict.fromkeys(meant[:3])))
     return f"known here: {', '.join(siblings)}" if siblings else ""

@@ -27,8 +27,6 @@ _OFTEN_COMPLEX = frozenset(
     "的一是不了在人有我他這個們中來上大為和國地到以說時要就出會可也你對生能而子那得於著下自之年過發後作裡"
 )
 _OFTEN_LATIN = frozenset("éèàçäöüßñáíóúâêîôûãõåøæÄÖÜÉ’‘“”–—«»°£€")
-_ENOUGH = 0.4
-"""A guess needs so high a score, from 0 to 1."""
 
 
 def encoding_of(beginning: bytes, named: str | None) -> str:
@@ -76,7 +74,7 @@ def fitting_encoding(content: bytes) -> str | None:
         return _wide(content)
     scores = {name: _score(content, name, of_text) for name, of_text in _SCORES.items()}
     best = max(scores, key=scores.__getitem__)
-    return best if scores[best] >= _ENOUGH else None
+    return best if scores[best] >= 0.4 else None
 
 
 def _wide(content: bytes) -> str | None:

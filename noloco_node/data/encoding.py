@@ -22,9 +22,6 @@ from noloco_node.data.tokenizers import (
 )
 from noloco_node.document_marks import BEGINS
 
-BEGINNING_LENGTH = 1 << 20
-"""So many characters, or ids, of the first documents are examined before anything starts."""
-
 
 def fitting_tokenizer(spec: DataSpec, vocab_size: int) -> Tokenizer:
     """The run's tokenizer, or for `none` a stand-in. It may have more tokens than the model: `encode` checks those that
@@ -121,7 +118,7 @@ def _check_made(spec: DataSpec, tokenizer: Tokenizer) -> None:
 def _check_beginning(spec: DataSpec, tokenizer: Tokenizer) -> None:
     """Check the first documents with a tokenizer that is larger than the model: one that does not belong to it shows
     there."""
-    left = BEGINNING_LENGTH
+    left = 1 << 20  # characters, or ids
     for document in read_documents(spec):
         if not document.is_blank:
             encode(document, tokenizer, spec)

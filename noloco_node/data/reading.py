@@ -30,10 +30,6 @@ from noloco_node.data.windows import Windows, load_windows
 logger = logging.getLogger(__name__)
 
 
-PREFETCH_BYTES = 16_000_000
-"""Windows of the text that a stage-0 replica reads ahead, 4 bytes a token."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reader:
     """The reading replica, and its measure."""
@@ -41,7 +37,7 @@ class Reader:
     peer_id: str
     microbatch_windows: int
     held_out_windows: int
-    prefetch_bytes: int = PREFETCH_BYTES
+    prefetch_bytes: int = 16_000_000
 
 
 MakeTurns = Callable[[int, Position], Turns]

@@ -63,8 +63,6 @@ FALL = 3
 LEAST_OF_MIDDLE, MOST_OF_MIDDLE = 0.625, 1.375
 """A bucket counts for at least and at most these multiples of the middle bucket. By chance three of a thousand buckets
 of 64 lie beyond. For others somebody sought ids, or kept records from being found."""
-SPREAD = 1.4826
-"""The standard deviation of normal counts is so many times their median absolute deviation."""
 
 
 class Place(NamedTuple):
@@ -145,7 +143,8 @@ def estimated(densities: Sequence[float], counts: Sequence[int], buckets: int) -
     least, most = LEAST_OF_MIDDLE * middle, MOST_OF_MIDDLE * middle
     number = sum(min(most, max(least, density)) for density in densities) / len(densities)
     chance = 1.0 / math.sqrt(max(1.0, median(counts)))
-    seen = SPREAD * median(abs(density - middle) for density in densities) / middle
+    # Of normal counts the standard deviation is so many times the median absolute deviation.
+    seen = 1.4826 * median(abs(density - middle) for density in densities) / middle
     unread = math.sqrt(max(1.0 / buckets, 1.0 - len(densities) / buckets))
     return Estimate(number, unread * max(chance, seen) / math.sqrt(len(densities)))
 

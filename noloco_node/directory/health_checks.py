@@ -36,8 +36,6 @@ SWEEP_SECONDS = 10.0
 STRANGERS_SECONDS = 3.0
 """A sweep waits at most so many seconds for peers it knows nothing of, once somebody is there. A crowd of ghosts must
 not hold up a start."""
-CALLS_A_SECOND = 4.0
-"""A node makes so many calls a second in the long run."""
 ASK_AGAIN = 0.8
 """A peer that answers is asked again only after about so many record lives, unless it falls silent. It takes longer if
 the peer called or worked with this node meanwhile."""
@@ -109,7 +107,7 @@ class HealthChecks:
         on_change: Callable[[], None],
         rng: random.Random,
         entrances: Iterable[PeerId] = (),
-        calls_a_second: float = CALLS_A_SECOND,
+        calls_a_second: float = 4.0,
     ) -> None:
         self._transport = transport
         self._calls_a_second = calls_a_second

@@ -28,8 +28,6 @@ from noloco_node.transport.interface import Transport, Withdraw
 
 logger = logging.getLogger(__name__)
 
-HALF_WAY = 0.5
-"""Share of the target before which no run is near its end."""
 MOST_WORDS = 32
 """Words that are kept and handed on."""
 END = Method("hello.end", Nothing, Nothing, at_once=2, text_bytes=160 * 1024)
@@ -40,7 +38,8 @@ _WORDS = TypeAdapter(list[EndWord])
 def near_from(target: float, max_lag: float) -> float:
     """The clock beyond which others may have come to the target, by the lag that clocks may have; all in tokens. A run
     so short that this is less than half of it begins its end half-way."""
-    return max(HALF_WAY * target, target - max_lag)
+    # Before half of its target no run is near its end.
+    return max(0.5 * target, target - max_lag)
 
 
 class SignedEnd:

@@ -26,9 +26,6 @@ from noloco_node.model.subspace import dense_state
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_NATS = 700.0
-"""Beyond so many nats a perplexity is no number any more."""
-
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -45,7 +42,8 @@ class Score:
     @property
     def perplexity(self) -> float:
         """e to the loss; infinite where that is no number."""
-        return math.exp(self.loss) if self.loss < MOST_NATS else math.inf
+        # Beyond that a perplexity is no number any more.
+        return math.exp(self.loss) if self.loss < 700.0 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:

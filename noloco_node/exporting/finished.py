@@ -18,7 +18,6 @@ from noloco_node.exporting.write import export
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import continue_ids, generate_sample, load_exported
 
-SAMPLES = 3
 PROMPT_SHARE = 4
 """A prompt is the first 1/4 of a held-out window; the model continues it to the window's length."""
 
@@ -48,7 +47,7 @@ def merge_run(run: RunSpec, saved: Sequence[Path], folder: Path, tell: Callable[
     exported = export(gather_folders(saved, run), model, "mean", tell, bench=Bench(run, held_out))
     assert exported.score is not None
     tell("letting it continue a text")
-    sample.write_text(_samples(run, model, held_out.rows[:SAMPLES]), encoding="utf-8")
+    sample.write_text(_samples(run, model, held_out.rows[:3]), encoding="utf-8")
     return MergedModel(model, sample, exported.score.loss)
 
 

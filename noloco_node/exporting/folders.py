@@ -25,7 +25,6 @@ from noloco_node.telemetry.words import printable
 
 DEPTH = 4
 """Nodes' folders are searched for up to so many folders below the one that is named."""
-MOST_ID = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ def _of(place: Path, stage: int, clock: float, load: Callable[[], Mapping[str, T
     for folder in _around(place):
         started, _ = _last_events(folder)
         if started is not None:
-            return SavedReplica(stage, clock, printable(str(folder)), load, printable(started.peer_id)[:MOST_ID])
+            return SavedReplica(stage, clock, printable(str(folder)), load, printable(started.peer_id)[:64])
     folders = {each: {RunFolder(each).final, RunFolder(each).checkpoints} for each in _around(place)}
     mine = (each for each, parts in folders.items() if parts & {place, place.parent})
     return SavedReplica(stage, clock, printable(str(next(mine, place))), load)

@@ -45,15 +45,12 @@ logger = logging.getLogger(__name__)
 MOST_REPLICAS = 8
 """At most so many replicas of each stage are averaged: more would add little to the mean, and each costs a download."""
 LOOKS = 4
-LOOK_SECONDS = 3.0
-"""The directory is read every so many seconds while a stage has given nothing yet."""
 LEAST_LATE_SECONDS = 60.0
 """A replica of a stage is waited for at least so many seconds after half of the others. One free key that let chunks
 drip, each just below its deadline, kept a seed for days from every stage's weights."""
 GIVING = (PeerState.TRAINING, PeerState.FINISHING)
 LEAVING = (PeerState.DRAINING,)
 """Nodes in these states are asked if a stage has no others: they may be gone before the copy is whole."""
-HELLO_SECONDS = 5.0
 
 _Progress = Callable[[int, int], None]
 """A function that is told how many bytes have come, and how many will."""
@@ -108,7 +105,7 @@ class Gatherer:
         spool: Path,
         told: _Progress,
         rng: random.Random | None = None,
-        pause: float = LOOK_SECONDS,
+        pause: float = 3.0,
         most: int = MOST_REPLICAS,
     ) -> None:
         """`most`: replicas of each stage that are asked for."""
@@ -163,7 +160,7 @@ class Gatherer:
 
     async def _hellos(self, peers: Sequence[PeerId]) -> list[Hello]:
         """What those say of themselves that answer for this run."""
-        asked = (ask_hello(self._transport, peer, HELLO_SECONDS) for peer in peers)
+        asked = (ask_hello(self._transport, peer, 5.0) for peer in peers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         hellos: list[Hello] = []
         for answer in answers:

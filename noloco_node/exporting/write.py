@@ -105,7 +105,6 @@ STALE = ["*.safetensors", "*.safetensors.index.json"]
 """An earlier push may have left weights under these names; transformers would load them in place of the new ones."""
 NO_ANSWER = cast("type[Exception]", hub_errors.HfHubHTTPError.__bases__[0])
 """The library's HTTP client raises this, whichever client that is."""
-MOST_SHOWN = 300
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN: a token that may write, from the hub's settings"
 
 
@@ -169,4 +168,4 @@ def _failed(folder: Path, repository: str, why: str, remedy: str) -> UserError:
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return printable(lines[0])[:MOST_SHOWN] if lines else type(error).__name__
+    return printable(lines[0])[:300] if lines else type(error).__name__

@@ -24,7 +24,6 @@ _ADDRESS = re.compile(
     rf"(?:/p2p/(?P<relay>[^/]+){CIRCUIT})?/p2p/(?P<peer>[^/]+)/?"
 )
 CONNECT_SECONDS = 3.0
-MAX_SHOWN = 300
 MOST_ADDRESSES = 4
 """So many addresses of one peer are kept."""
 ALL_OFF = (
@@ -158,7 +157,7 @@ def log_passed_over(reasons: Mapping[str, str]) -> None:
 def shown(text: str) -> str:
     """A stranger's or the system's words for a terminal: one line, bounded, without control characters."""
     line = " ".join(text.split())
-    return "".join(letter if letter.isprintable() else "?" for letter in line)[:MAX_SHOWN]
+    return "".join(letter if letter.isprintable() else "?" for letter in line)[:300]
 
 
 def peers_unreachable(reasons: Mapping[str, str], *, comes_back: bool = False) -> UserError:

@@ -41,8 +41,6 @@ def varint(number: int) -> bytes:
 
 MAX_PUBLIC_KEY_BYTES = 1024
 MIN_RSA_BITS, MAX_RSA_BITS = 2048, 4096
-MAX_INLINE_KEY_BYTES = 42
-"""The longest encoded public key that a peer id holds whole rather than as a hash (libp2p's peer id specification)."""
 ED25519_BYTES = 32
 BACKUP_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 BACKUP_OWNER = b"noloco-node identity "
@@ -158,7 +156,8 @@ def _load(path: Path, created: bool) -> Identity:
 
 def peer_id_of(public_key: bytes) -> PeerId:
     """The peer id of an encoded public key: base58 of its multihash (identity hash if short, else SHA-256)."""
-    if len(public_key) <= MAX_INLINE_KEY_BYTES:
+    # libp2p's peer id specification: a longer encoded public key is held as a hash.
+    if len(public_key) <= 42:
         multihash = bytes((0x00, len(public_key))) + public_key
     else:
         multihash = b"\x12\x20" + hashlib.sha256(public_key).digest()

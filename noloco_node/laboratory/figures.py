@@ -192,10 +192,6 @@ def _length(record: Results, result: Result) -> int:
     return min(lengths, key=lambda length: abs(length - result.tokens))
 
 
-LABEL_BYTES = 4
-"""The bytes of a token's label, beside its activations."""
-
-
 def activation_bytes(record: Results, result: Result) -> float | None:
     """Bytes of activations, labels and gradients that one replica of each stage together sends in an inner step. None
     if the model's configuration does not name its width."""
@@ -207,7 +203,8 @@ def activation_bytes(record: Results, result: Result) -> float | None:
         return None
     codec = cast(ActivationCodec, codecs if isinstance(codecs, str) else codecs[0])
     tokens = result.tokens / max(1, result.replicas * result.inner_steps)
-    return tokens * (result.stages - 1) * (2 * token_bytes(width, codec) + LABEL_BYTES)
+    # A token's label, of four bytes, goes beside its activations.
+    return tokens * (result.stages - 1) * (2 * token_bytes(width, codec) + 4)
 
 
 def swept_settings(record: Results) -> dict[str, tuple[str, ...]]:

@@ -26,10 +26,6 @@ from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import as_stages
 
-DISK_SECONDS = 2.0
-"""The launcher checks every so many seconds whether the disk still takes what is written."""
-
-
 MODEL = "model (Hugging Face folder)"
 """What the model is called among the files of a result."""
 
@@ -123,7 +119,7 @@ class _Follower(Observer):
     def on_poll(self) -> None:
         now = ambient.monotonic()
         if now >= self._next_look:
-            self._next_look = now + DISK_SECONDS
+            self._next_look = now + 2.0
             self.view.trouble = _unseen(self._run_folder, RunFolder(self._run_folder).refusal())
         self.display.refresh()
 

@@ -27,9 +27,6 @@ from noloco_node.telemetry.web import TARGETS, scrape_targets
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
 """The command of a daemon; configuration file and options follow."""
 
-DRAIN_SECONDS = 2.0
-"""Seconds to drain. When all daemons stop at once, none is left to finish the others' work, and longer is waiting for
-nothing."""
 STOP_SECONDS = 6.0
 """Seconds from SIGTERM to SIGKILL; a daemon's own drain ends before."""
 POLL_SECONDS = 0.2
@@ -37,7 +34,6 @@ POLL_SECONDS = 0.2
 COMPILING_SECONDS = 300.0
 """Each daemon that compiles its stage (`node.compile`) has so many seconds more to start: they share the machine's
 cores."""
-LOG_LINES_SHOWN = 8
 ORDERLY_EXITS = (ExitCode.OK, ExitCode.INTERRUPTED)
 
 
@@ -135,7 +131,7 @@ class SwarmNode:
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
             text = file.read().decode(errors="replace")
-        return "\n".join("    " + line for line in text.splitlines()[-LOG_LINES_SHOWN:])
+        return "\n".join("    " + line for line in text.splitlines()[-8:])
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the daemon and its children; nothing where all are gone."""
@@ -369,7 +365,8 @@ def _for_daemons(config: Config) -> Config:
             "port": 0,
             "metrics_host": "127.0.0.1",
             "metrics_port": 0,
-            "drain_seconds": min(config.node.drain_seconds, DRAIN_SECONDS),
+            # All daemons stop at once: none is left to finish the others' work, and longer is waiting for nothing.
+            "drain_seconds": min(config.node.drain_seconds, 2.0),
         }
     )
     return config.model_copy(update={"node": node})

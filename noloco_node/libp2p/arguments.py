@@ -148,8 +148,6 @@ ADDRESS_IN_USE = "address already in use"
 NOT_THIS_PEER = "something listens there, but it is not this peer"
 NOT_IN_TIME = f"{NOT_THIS_PEER}, or it is too busy to answer"
 """p2pd does not tell which of these two it was."""
-BUSY_LOAD = 2.0
-"""A machine counts as busy from so many processes waiting for each core on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +200,7 @@ def _likely(failed: FailedStart) -> tuple[str, str]:
         return "a slow disk, which it still waits for", longer
     if failed.process == "stopped":
         return "somebody stopped its process", "let it go on (kill -CONT), or start the node again"
-    if failed.load > BUSY_LOAD:
+    if failed.load > 2.0:
         return f"a busy machine: {failed.load:.1f} processes wait for each core", longer
     if failed.peers:
         stuck = "the identity probe is stuck: " if failed.probe else ""

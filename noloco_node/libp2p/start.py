@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 PEERS_ANSWER_SECONDS = 10.0
 PROBE_SECONDS = 8.0
 PROBE_LOOKS = 3
-PROBE_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ async def _is_found(probe: PrivateP2P, peer: PeerId) -> bool:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             for look in range(PROBE_LOOKS):
-                await asyncio.sleep(PROBE_PAUSE_SECONDS if look else 0.0)
+                await asyncio.sleep(0.5 if look else 0.0)
                 why = await probe.connect(peer)
                 if why is None:
                     return True

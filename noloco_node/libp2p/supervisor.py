@@ -69,8 +69,6 @@ WINDOW_SECONDS = 600.0
 RESTARTS = Doubling(1.0, 4.0)
 MOST_DEATHS = 5
 """After so many deaths within the window something is wrong that starting again does not mend."""
-RENEW_SECONDS = 5.0
-"""Seconds that a p2pd has to end when told to, and to be there again."""
 
 T = TypeVar("T")
 
@@ -147,7 +145,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGKILL):  # the first lets it take its port back from a router
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._daemon.pid, number)
-            await self._renewed.wait(RENEW_SECONDS)
+            # It has that long to end when told to, and to be there again.
+            await self._renewed.wait(5.0)
             if not self._renewing:
                 return
 

@@ -195,10 +195,6 @@ def _first_line(path: str) -> str:
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-ASK_SECONDS = 600.0
-"""Seconds between two rounds of questions while the clock runs evenly: drift is slow."""
-AGAIN_SECONDS = 30.0
-"""Seconds between two rounds of questions while the clock is wrong."""
 STEP_SECONDS = 1.0
 """If the wall's clock moves by so many seconds more or less than the monotonic one, it was set, or the machine
 slept."""
@@ -220,7 +216,8 @@ class ClockWatch:
         while True:
             # Nothing tells that the clock was set: looking again is the only way.
             await asyncio.sleep(LOOK_SECONDS)
-            pause = AGAIN_SECONDS if self._wrong else ASK_SECONDS
+            # Drift is slow while the clock runs evenly.
+            pause = 30.0 if self._wrong else 600.0
             if ambient.monotonic() - asked >= pause or abs(_apart() - apart) > STEP_SECONDS:
                 asked, apart = ambient.monotonic(), _apart()
                 await self.look()

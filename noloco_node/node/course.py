@@ -19,7 +19,6 @@ from noloco_node.placement.run_end import EndOfRun
 
 logger = logging.getLogger(__name__)
 
-LAST_LOOK_SECONDS = 0.3
 COLLECTORS_GRACES = 3.0
 """A peer that collects the run's model has so many grace times to begin with the last weights. After one, a seed on a
 busy machine found the last replica of a stage gone. Its model had that stage as it was at the run's begin."""
@@ -133,7 +132,7 @@ class ReplicaCourse:
                 await membership.announce(PeerState.DRAINING)
                 while membership.stage_peers(PeerState.TRAINING, PeerState.FINISHING) or self._averaging.under_way:
                     await membership.refresh()
-                    await moved.wait(LAST_LOOK_SECONDS)
+                    await moved.wait(0.3)
         except TimeoutError:
             logger.info("the grace time is over: leaving; stage peers still there: %d", len(membership.stage_peers()))
         if not self._outer_steps.last_taken and not self._averaging.under_way:

@@ -23,8 +23,6 @@ HOLDER_SECONDS = 15.0
 HOLDER_LOADS_SECONDS = 60.0
 """As long as that peer is there and on its way back to its stage."""
 LOOK_SECONDS = 1.0
-NAMED = 3
-"""Peers named in a message."""
 
 
 def final_lacks(final: Path, clock: float) -> bool:
@@ -88,9 +86,7 @@ def last_of_stage(
 def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, HeldState]], seconds: float) -> Warned:
     """Names who held a stage's state, the furthest first."""
     now = ambient.wall()
-    rows = [
-        f"{peer} at {held.clock:,.0f} tokens, seen {as_long(now - held.seen)} ago" for peer, held in holders[:NAMED]
-    ]
+    rows = [f"{peer} at {held.clock:,.0f} tokens, seen {as_long(now - held.seen)} ago" for peer, held in holders[:3]]
     return Warned(
         what="state_elsewhere",
         detail=f"THE STATE OF STAGE {stage} IS ELSEWHERE: it was held by {'; '.join(rows)}. Waiting {seconds:.0f} s "

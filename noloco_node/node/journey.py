@@ -70,8 +70,6 @@ from noloco_node.training.placing import on_its_device
 
 logger = logging.getLogger(__name__)
 
-STILL_THERE_SECONDS = 1.0
-"""A node that cannot be paused at the run's end is looked at again so often, should the run go on after all."""
 
 Show = Callable[[RunSpec, SwarmSummary], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
@@ -431,7 +429,8 @@ async def _rest_when_told(place: _Place, replica: Replica) -> None:
         elif not said:
             said = True
             logger.warning("not paused: the run comes to its end here, and this node leaves with everything saved")
-        await replica.context.moved.wait(STILL_THERE_SECONDS)
+        # The run may go on after all.
+        await replica.context.moved.wait(1.0)
 
 
 async def _say_if_shared(place: _Place, replica: Replica) -> None:

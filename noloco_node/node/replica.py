@@ -106,10 +106,6 @@ class Neighbourhood(Participant):
 
 logger = logging.getLogger(__name__)
 
-DRAIN_LOOK_SECONDS = 0.1
-PAUSE_SECONDS = 1.0
-"""A replica that rests has so long to finish what is under way: device and line are to be free within two."""
-
 
 class Replica:
     """The participants of one replica and the order in which they live. `emit` receives every event."""
@@ -304,12 +300,13 @@ class Replica:
             participant.drain()
         seconds = self.context.settings.drain_seconds
         if self._rests is not None:
-            self.rested, seconds = True, min(seconds, PAUSE_SECONDS)
+            # Device and line are to be free within two seconds.
+            self.rested, seconds = True, min(seconds, 1.0)
         group.create_task(self.membership.announce(PeerState.DRAINING))  # peers that do not answer must not delay it
         try:
             async with asyncio.timeout(seconds):
                 while any(participant.under_way for participant in self.participants):
-                    await self.context.moved.wait(DRAIN_LOOK_SECONDS)
+                    await self.context.moved.wait(0.1)
         except TimeoutError:
             logger.info("the time to finish is over; microbatches that are unfinished: %d", self.pipeline.in_hand)
             for participant in self.participants:

@@ -32,7 +32,6 @@ saved; a busy machine takes longer."""
 SAY_SECONDS = 5.0
 """For the last words: whoever reads them may be what hangs."""
 MOST_NAMED = 12
-MOST_STEPS = 4
 
 LISTENING = "signals"
 """The thread that hears them; it never does anything else."""
@@ -197,9 +196,7 @@ def _back_from(frame: FrameType | None) -> Iterator[FrameType]:
 def _steps(frames: Iterator[FrameType] | list[FrameType]) -> str:
     """The last few of this package, as a person may report them."""
     own = [frame for frame in frames if frame.f_code.co_filename.startswith(PACKAGE)]
-    return " > ".join(
-        f"{frame.f_code.co_qualname} ({_place(frame.f_code)}:{frame.f_lineno})" for frame in own[-MOST_STEPS:]
-    )
+    return " > ".join(f"{frame.f_code.co_qualname} ({_place(frame.f_code)}:{frame.f_lineno})" for frame in own[-4:])
 
 
 def _place(code: CodeType) -> str:

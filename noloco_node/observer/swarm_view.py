@@ -39,7 +39,6 @@ from noloco_node.trust.filtered_directory import ScreenedDirectory
 
 FOLLOWED_LIVES = 3.0
 """The motion of a clock is measured over so many record lives: nine renewals."""
-MOST_POINTS = 16
 FAREWELLS = ("finishing", "draining", "paused")
 
 _Said = Callable[[PeerRecord], float | None]
@@ -199,7 +198,7 @@ def _followed(
         points = ()
     if not points or claim.published > points[-1][0]:
         points = (*points, (claim.published, record.clock))
-    recent = tuple(point for point in points if point[0] >= points[-1][0] - window)[-MOST_POINTS:]
+    recent = tuple(point for point in points if point[0] >= points[-1][0] - window)[-16:]
     counted = claim.answers or (before is not None and before.counted)
     known = before or departed
     seen_seconds = (known.seen_seconds if known else 0.0) + (passed if claim.trains else 0.0)

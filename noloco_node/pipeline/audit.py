@@ -38,8 +38,6 @@ T = TypeVar("T")
 
 ALIKE = 0.5
 """Two gradients less alike than this contradict each other (decision 12 has what was measured)."""
-UNUSUAL = 2.0
-"""Times the usual norm from which a gradient is looked at."""
 JURY = 3
 """Peers without which no contradiction can be decided, so that none is looked for."""
 MOST_FAILURES = 3
@@ -125,7 +123,7 @@ class Auditor:
         self._at_work = False
         self._credit, self._most_credit = allowance, max(allowance, float(JURY))
         """Copies that may be asked for now without a doubt."""
-        self._norms = NormBound(UNUSUAL)
+        self._norms = NormBound(2.0)
         self._leanings = Leanings()
         self.findings: Counter[str] = Counter()
         """So far, by `Finding`."""

@@ -18,9 +18,6 @@ from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 2
-"""So many microbatches of an evaluation are under way."""
-
 
 async def evaluate(
     origin: MicrobatchSource, windows: Tensor, size: int, sources: Sequence[int] = ()
@@ -42,7 +39,7 @@ async def evaluate(
         loss, tokens = await origin.evaluate(rows)
         results[number] = (results[number][0] + loss, results[number][1] + tokens)
 
-    await some_at_a_time(AT_ONCE, parts, evaluate_part)
+    await some_at_a_time(2, parts, evaluate_part)
     return results
 
 

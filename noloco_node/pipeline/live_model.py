@@ -40,8 +40,6 @@ LOOK_SECONDS = 15.0
 """Seconds between two readings of the directory, while all is well."""
 PAUSE_SECONDS = (0.25, 1.0)
 """Seconds of pause, least and most, after a round in which every replica of a stage said no."""
-PATIENCE_SECONDS = 120.0
-"""The text ends after a stage has brought nothing for so many seconds."""
 NOBODY_SECONDS = 30.0
 """The text ends after so many seconds if the directory shows nobody at the stage at all."""
 WORTH_SAYING_SECONDS = 5.0
@@ -70,7 +68,7 @@ class LiveModel:
         *,
         rng: random.Random | None = None,
         pause: tuple[float, float] = PAUSE_SECONDS,
-        patience: float = PATIENCE_SECONDS,
+        patience: float = 120.0,
     ) -> None:
         config = build_config(spec.model)
         self._spec = spec

@@ -19,9 +19,6 @@ from noloco_node.placement.balancing import Server, choose_stage, servers_of, se
 
 logger = logging.getLogger(__name__)
 
-SETTLING_LOOKS = 8
-"""Within so many looks the size of the stages is known, if anything of it is to be known."""
-
 
 class Arrival:
     """Publishes this node's `joining` record, which lives `record_seconds` unless it is renewed.
@@ -76,7 +73,8 @@ class Arrival:
         """Look until the size of the stages is known. The first look shows as few nodes of a stage of thousands as of
         one of some dozens, and the same ones to all joiners."""
         looks = 0
-        while not self._directory.view.settled and looks < SETTLING_LOOKS:
+        # The size of the stages is known by then, if anything of it is to be known.
+        while not self._directory.view.settled and looks < 8:
             await self._directory.refresh()
             looks += 1
         if looks:

@@ -30,8 +30,6 @@ HELD_UP_GRACES = 180
 """The same while a stage has no replica, or while others go on and only this node gets nothing to train."""
 BEGINNING_SECONDS = 86_400.0
 """For a node at which the run has not begun: the others may be started by hand, one after another."""
-LONGEST_PAUSE_SECONDS = 0.1
-"""Between two looks where things move faster."""
 
 
 class RunVerdict(StrEnum):
@@ -134,7 +132,7 @@ class EndOfRun:
                 raise self._stalled(sight)
             await self._ask(sight)
             await moved.wait(self._grace / 4)
-            rest = self._looked + min(self._grace / 20, LONGEST_PAUSE_SECONDS) - self._now()
+            rest = self._looked + min(self._grace / 20, 0.1) - self._now()
             if rest > 0:  # pulses come with every step, and a look reads all records of stage 0
                 await asyncio.sleep(rest)
 

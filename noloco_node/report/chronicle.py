@@ -30,7 +30,6 @@ NEAR_THE_END = 0.95
 """From this share of the target on, nodes leave because the run is over."""
 MOST_MOMENTS = 500
 """So many moments of one node are remembered: the last ones, when it had more."""
-REASON_LETTERS = 60
 BEGINNING = ("joining", "downloading")
 """A process does these things before it is up."""
 LEAVING = ("finishing", "draining", "paused")
@@ -246,7 +245,7 @@ def _fresh(doing: str) -> Utilization:
 
 def _kind_of(reason: str) -> str:
     """One reason for all that differ in a number or in a name behind a colon."""
-    return re.sub(r"[\d.,]*\d", "…", printable(reason.partition(":")[0]))[:REASON_LETTERS] or "no reason given"
+    return re.sub(r"[\d.,]*\d", "…", printable(reason.partition(":")[0]))[:60] or "no reason given"
 
 
 def _add(totals: dict[str, float], what: str, seconds: float) -> None:

@@ -10,10 +10,8 @@ from noloco_node.report.figures import Bars, ChartGraph, ChartLine, ChartPoint, 
 
 WIDE, HIGH = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
-RIGHT_WITH_AXIS = 58
 PART_CLASSES = 12
 """The page's style has so many colours of parts, `p0` to `p11`."""
-DECADES_WITHOUT_STEPS = 1.0
 EDGES_COUNTED = 15
 """A graph of up to so many edges has the counts written on them; with more, a count shows under the pointer alone."""
 
@@ -38,7 +36,8 @@ class _Scale:
         """A few round values within; `whole` ones alone, of what is counted."""
         if self.logarithmic:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
-            steps = (1.0,) if log10(self.high / self.low) > DECADES_WITHOUT_STEPS else (1.0, 2.0, 5.0)
+            # Over more than a decade the whole powers of ten are enough.
+            steps = (1.0,) if log10(self.high / self.low) > 1.0 else (1.0, 2.0, 5.0)
             found = [step * 10.0**power for power in powers for step in steps]
             inside = [value for value in found if self.low * 0.999 <= value <= self.high * 1.001]
             return inside[:: max(1, ceil(len(inside) / (about + 1)))] or [self.low]
@@ -61,7 +60,7 @@ def curves(chart: Curves) -> str:
 def _svg(chart: Curves) -> Iterator[str]:
     left = [line for line in chart.lines if not line.right]
     right = [line for line in chart.lines if line.right]
-    edge = WIDE - (RIGHT_WITH_AXIS if right else RIGHT)
+    edge = WIDE - (LEFT if right else RIGHT)
     xs = [x for line in chart.lines for x, _ in line.points]
     x = _Scale(min(0.0, *xs) if len(xs) > 1 else 0.0, max(xs), LEFT, edge)
     yield f'<svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="{escape(chart.title, quote=True)}">'

@@ -129,13 +129,7 @@ class Timeline:
     rows: tuple[ChartRow, ...]
 
 
-NODES_DRAWN = 24
-"""A graph of meetings draws at most so many nodes of a stage."""
-NAMED = 4
-"""So many nodes are named behind a count."""
 GOOD_FINDINGS = ("agreed",)
-LETTERS = 300
-"""So many letters are shown of a text that a peer may have written."""
 UNITS = ((3 * 86400.0, 86400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
 BUSY = {
     "forward": "forward, at the last stage with its backward",
@@ -371,7 +365,7 @@ def _graph(told: ReportedRun, stage: int) -> ChartGraph:
     for (one, other), count in times.items():
         met[one] += count
         met[other] += count
-    kept = sorted(name for name, _ in met.most_common(NODES_DRAWN))
+    kept = sorted(name for name, _ in met.most_common(24))
     edges = tuple(Edge(one, other, count) for (one, other), count in sorted(times.items()) if {one, other} <= set(kept))
     return ChartGraph(f"Stage {stage}", tuple(kept), edges, len(met) - len(kept))
 
@@ -425,7 +419,7 @@ def _of_strangers(books: Account | None) -> Iterator[tuple[str, int]]:
 
 
 def _where(by: Counter[str]) -> str:
-    first = [f"{name} {count:,}" for name, count in by.most_common(NAMED) if count]
+    first = [f"{name} {count:,}" for name, count in by.most_common(4) if count]
     rest = sum(1 for count in by.values() if count) - len(first)
     return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
 
@@ -442,7 +436,7 @@ def named(part: str) -> str:
 
 def words(text: str) -> str:
     """A text that may be a stranger's, as it can be shown."""
-    return one_line(text)[:LETTERS]
+    return one_line(text)[:300]
 
 
 def shares(row: Mapping[str, float], parts: Sequence[str]) -> list[float]:

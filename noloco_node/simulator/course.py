@@ -40,8 +40,6 @@ def exchange_arithmetic(spec: RunSpec, footprint: Footprint, seconds: float) -> 
     return lambda thread: seconds * millions / PIECES if thread == THREAD else 0.0
 
 
-LOOK_SECONDS = 10.0
-"""Progress is reported every so many virtual seconds."""
 BASE_BYTES = 300 << 20
 NODE_BYTES = 2 << 20
 """A node takes so many bytes without weights (measured at 32 nodes: 0.6 MiB; an hour of its events takes some more)."""
@@ -170,7 +168,7 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
             start(number % config.run.stages)
         sample = sim.sample_seconds
         while world.running and loop.time() < end:
-            await asyncio.sleep(min(LOOK_SECONDS, sample, end - loop.time()))
+            await asyncio.sleep(min(10.0, sample, end - loop.time()))
             if loop.time() >= sample:
                 sample += sim.sample_seconds
                 watcher.sample()

@@ -20,7 +20,6 @@ from noloco_node.peers.stats import PeerStats
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.p2p import JoinedP2P, SimulatedP2P
 
-MOST_ENTRANCES = 3
 JOIN_AGAIN_SECONDS = 5.0
 """A node that nobody let in is started again after so many seconds, and names others."""
 
@@ -69,7 +68,7 @@ class SimulatedDht:
                 others = [peer for peer in self.members if peer != identity.peer_id and not self.links.lost(peer)]
                 if not others:
                     raise
-                entrances = rng.sample(others, min(MOST_ENTRANCES, len(others)))
+                entrances = rng.sample(others, min(3, len(others)))
             else:
                 return SimulatedDirectory(directory)
 

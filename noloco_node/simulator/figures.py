@@ -18,9 +18,6 @@ from noloco_node.simulator.p2p import COUNTED_AS
 from noloco_node.simulator.world import World
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, NodeMoved, OuterStep
 
-LONG_ENOUGH_SECONDS = 60.0
-"""A node must live so many seconds to count in what a single node receives and sends in a second."""
-
 
 @dataclass(frozen=True)
 class SimulationSample:
@@ -188,7 +185,8 @@ class Watcher:
             own = sum(counted.get(node.peer, Counter[str]())[kind] for kind in COUNTED_AS.values())
             lived = self._lived(node.number)
             octets, seconds = octets + own, seconds + lived
-            if lived >= LONG_ENOUGH_SECONDS:
+            # Of a shorter life nothing is known of what a single node sends and receives in a second.
+            if lived >= 60.0:
                 rates.append(own / lived)
         mean = octets / max(seconds, 1e-9)
         return mean, max(rates, default=mean)

@@ -39,10 +39,6 @@ from noloco_node.simulator.strikes import HuntedLinks, HuntedWorld, Strikes
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.training.compute_thread import Priority
 
-MOST_TRIES = 200
-"""A failing schedule is made shorter in at most so many runs."""
-DEADLINE_SECONDS = 3 * 3600.0
-"""A run that is not over after so many virtual seconds will never be: a node waits at most an hour for a lost stage."""
 STEPS = 24
 """The inner steps of the swarm."""
 BATCH_MICROBATCHES = 4
@@ -50,10 +46,6 @@ BATCH_MICROBATCHES = 4
 would be over before all have taken part in an outer step."""
 FEW = 8
 IN_FLIGHT = 2
-GUARD_SECONDS = 5.0
-"""Seconds between two looks at a copy of another stage, if a run keeps any."""
-NOISE = 0.5
-"""The standard deviation of a quadratic's gradients."""
 SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.6, Priority.FORWARD: 0.3, Priority.DRAW: 0.3}
 """Seconds of the fastest device for each kind of work."""
 
@@ -76,7 +68,7 @@ def run_spec(stages: int, guard_copies: int = 0, replicas: int = 1) -> RunSpec:
     """The run of every schedule: as small as a stage can be, with the limits that nodes have by default. Copies are
     renewed as often as a run so short asks for."""
     windows, length = 2, 4
-    renewed = {"guard_seconds": GUARD_SECONDS} if guard_copies else {}
+    renewed = {"guard_seconds": 5.0} if guard_copies else {}
     batch = (BATCH_MICROBATCHES if replicas <= FEW else replicas) * windows * length
     return RunSpec(
         name="hunt",
@@ -145,7 +137,7 @@ def shrunk(outcome: HuntOutcome, *, real_tensors: bool = False) -> HuntOutcome:
         found[tried.schedule.faults] = tried
         return any(line.partition(":")[0] in ways for line in tried.breaches)
 
-    return found[tuple(shortest_failing(outcome.schedule.faults, fails, MOST_TRIES))]
+    return found[tuple(shortest_failing(outcome.schedule.faults, fails, 200))]
 
 
 async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:
@@ -173,7 +165,8 @@ async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, rea
         striking = loop.create_task(strikes.run())
         over = True
         try:
-            await world.ended(DEADLINE_SECONDS)
+            # A node waits at most an hour for a lost stage: what is not over after three never will be.
+            await world.ended(3 * 3600.0)
         except TimeoutError:
             over = False
         await cancel_and_wait((striking,))
@@ -194,7 +187,7 @@ def _device(seed: int, number: int) -> Callable[[Priority], float]:
 @cache
 def _quadratic() -> Quadratic:
     """One landscape for all schedules: it takes as long to draw as a tenth of a run."""
-    return Quadratic(0, NOISE)
+    return Quadratic(0, 0.5)
 
 
 @cache

@@ -23,8 +23,6 @@ from noloco_node.workers import Workers, cores
 
 HUNT = "sim/hunt"
 """The name of the configuration that comes along."""
-TOLD_EVERY = 100
-"""Progress is reported after so many schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,7 @@ def go_hunting(hunt: HuntSpec, tell: Callable[[str], None], progress: Callable[[
             made = shortest.schedule.model_dump(mode="json")
             failed.append({"seed": outcome.schedule.seed, "schedule": made, "breaches": list(shortest.breaches)})
             tell(_verdict(outcome, shortest, real_tensors=real))
-        if number % TOLD_EVERY == 0 or number == len(tasks):
+        if number % 100 == 0 or number == len(tasks):
             tell(f"{number} of {len(tasks)} schedules, {len(failed)} failed")
         progress(number, len(tasks))
     kinds = dict(sorted(drawn.items())), {kind: fired[kind] for kind in sorted(drawn)}

@@ -121,7 +121,6 @@ class HuntedWorld(StayingWorld):
             node.directory.change = change
 
 
-FAR_AHEAD = 1e15
 LOST = {"request": FaultKind.LOSE_REQUEST, "answer": FaultKind.LOSE_ANSWER, "dial": FaultKind.UNREACHABLE}
 
 
@@ -333,7 +332,7 @@ async def _for_ever() -> None:
 
 
 def _ahead(record: PeerRecord) -> PeerRecord:
-    return record.model_copy(update={"clock": FAR_AHEAD, "finished": True})
+    return record.model_copy(update={"clock": 1e15, "finished": True})
 
 
 def _gradient(change: Callable[[Message], Message]) -> Callable[[Message], Message]:

@@ -22,8 +22,6 @@ from noloco_node.telemetry.events import Account, AnyEvent
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import MemoryNetwork
 
-ENTRANCES = 3
-"""A joiner names so many of the living nodes."""
 SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.4, Priority.FORWARD: 0.2, Priority.DRAW: 0.2}
 """Seconds of a device for each kind of work if nothing else is said."""
 
@@ -96,7 +94,7 @@ class World:
         by which its wall clock is wrong; `twin_of`: it has that node's identity, as where a folder was copied."""
         number = len(self.nodes)
         running = [node.peer for node in self.running]
-        entrances = self._rng.sample(running, min(ENTRANCES, len(running)))
+        entrances = self._rng.sample(running, min(3, len(running)))
         machine = Machine(f"node {number}", clock_ahead=clock_ahead)
         identity = identity_of(number) if twin_of is None else twin_of.identity
         node = self._kind(

@@ -25,12 +25,10 @@ RECOMPUTED = 4.0 / 3.0
 forwards)."""
 WORTH_SAYING = 1.05
 """A change that lifts the device's share by less than this factor is listed without a figure."""
-MOST_UNDER_WAY = 16
 FIXED_PART = 0.3
 """The size of an embedding's fixed part that is advised: 0.3 and 1.0 did as well in small models, 0.02 far worse."""
 OF_THE_WIDTH = 8
 """A subspace is advised that has this part of the hidden size."""
-SUGGESTIONS = 6
 
 CODEC_SECONDS: Mapping[CodecName, float] = {
     "fp32": 17e-9,
@@ -103,7 +101,7 @@ def expect(config: Config, link: Link, flop_per_second: float) -> Expectation:
         outlook=now,
         under_way=kept,
         compute_seconds=sum(load.compute_seconds for load in loads),
-        suggestions=tuple(found[:SUGGESTIONS]),
+        suggestions=tuple(found[:6]),
         in_vain=tuple(in_vain),
     )
 
@@ -174,7 +172,7 @@ def _changes(config: Config, now_under_way: int, limit: Limit) -> Iterator[_Chan
         beside = {} if run.model.embedding_std is not None else {"run.model.embedding_std": FIXED_PART}
         yield {"run.model.subspace_rank": rank, "run.model.subspace_last_stage_free": True, **beside}
     for more in (2 * now_under_way, 4 * now_under_way):
-        if more <= MOST_UNDER_WAY:
+        if more <= 16:
             yield {"node.in_flight": more}
     now = token_bytes(INT8_BLOCK, run.pipeline.activations[-1])
     narrower: tuple[ActivationCodec, ...] = ("bf16", "int8", "int4")

@@ -24,7 +24,6 @@ from noloco_node.sizing.utilisation import Link
 from noloco_node.telemetry.words import as_bytes
 
 STAGES_SHOWN = 6
-DAY = 86400.0
 KNOWN_DEVICE = "RTX 4090"
 """A node's work is told in shares of this device, if the user has named no other."""
 WORTH_A_PRECISION = 1.5
@@ -88,7 +87,7 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
         if speed > 0.0 and tokens_left > 0.0:
             bits = 8e-6 * speed / tokens_left
             work = loads[stage].compute_seconds * speed / run.microbatch_tokens / max(1, shared[stage])
-            day = DAY * speed / tokens_left
+            day = 86400.0 * speed / tokens_left
             words += f", {bits * use.sent:,.3g} and {bits * use.received:,.3g} Mbit/s"
             words += f"; {as_bytes(day * use.sent)} up and {as_bytes(day * use.received)} down a day"
             words += f"; {_flop(work)} of work a second{_of_a_known_device(work, run.inner.precision)}"

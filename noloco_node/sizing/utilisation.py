@@ -19,7 +19,6 @@ EXCHANGE_SHARE = 0.5
 """An outer step takes this share of an uplink that microbatches want too: connections share it evenly."""
 OUTER_BLAME = 0.33
 """The outer step, and not the uplink, limits if this share of what a quick uplink would bring is lost to it."""
-SETTLED = 1e-6
 
 FULL_UPLINK = 0.8
 """An uplink limits if this share of it is used; used less, it stands idle while the few under way are elsewhere."""
@@ -86,7 +85,7 @@ def outlook_of(
     for _ in range(200):
         left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
         new = _rate(stages, left, link, in_flight)
-        settled, rate = abs(new - rate) < SETTLED * rate, (new + rate) / 2
+        settled, rate = abs(new - rate) < (1e-6) * rate, (new + rate) / 2
         if settled:
             break
     left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]

@@ -60,8 +60,6 @@ OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
 goes on from."""
 COPIES_COMPARED = 3
 """So many strangers' copies are fetched to be compared."""
-EXPORT_FRESH_SECONDS = 30.0
-"""A copy in full precision goes to newcomers for so many seconds: an exporter asks all replicas at once."""
 LARGEST = 65504.0
 """The largest number in half precision."""
 
@@ -92,9 +90,10 @@ class StageCopies:
         idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
         self.reading_seconds = longest_reading(limits, 4 * max(parameters, default=0))
         """A copy in full precision is held for its readers for at most so many seconds."""
+        # An exporter asks all replicas at once.
         self._given: dict[CopyPrecision, GivenCopies] = {
             "fp16": GivenCopies(limits.guard_seconds / 2, idle),
-            "fp32": GivenCopies(EXPORT_FRESH_SECONDS, idle, most=1, reading_seconds=self.reading_seconds),
+            "fp32": GivenCopies(30.0, idle, most=1, reading_seconds=self.reading_seconds),
         }
         self._collectors = PeerTable[PeerId, str](4)
         """Peers that have read a whole copy in full precision of this stay's weights, and the root of the latest."""

@@ -50,8 +50,6 @@ NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT,
 replaced, or a direct connection is being made."""
 RELAYED_REST_SECONDS = 30.0
 """A laggard waits so many seconds between two such tries; it trains meanwhile."""
-TOLD_EVERY_SECONDS = 1.0
-"""Progress events come at most once in so many seconds."""
 
 
 class NoDonor(Exception):
@@ -362,7 +360,7 @@ class _Progress:
     def __call__(self, received: int) -> None:
         now = ambient.monotonic()
         if now >= self._next or received == self._total:
-            self._next = now + TOLD_EVERY_SECONDS
+            self._next = now + 1.0
             seconds = now - self._started
             self._emit(StateDownload(donor=self._donor, received=received, total=self._total, seconds=seconds))
         began, had = self._since = self._since or (now, received)

@@ -30,9 +30,6 @@ from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
 from noloco_node.transport.pieces import Width, side_by_side
 
-MANIFEST_PATIENCE = 3
-"""A donor has so many progress deadlines for its snapshot and the hashing of it."""
-
 
 class Download:
     """What has come of a state so far. It outlives a broken stream and a dead donor: a chunk is fetched only where its
@@ -151,7 +148,8 @@ async def _open(
         OPEN,
         request,
         specs=(TensorSpec("u8", (download.chunks, DIGEST_BYTES)),),
-        seconds=MANIFEST_PATIENCE * limit,
+        # The donor's snapshot and its hashing come before the answer.
+        seconds=3 * limit,
         progress=limit,
     )
     with judging(transport, donor, OPEN.name):

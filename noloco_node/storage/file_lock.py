@@ -10,9 +10,6 @@ from pathlib import Path
 
 from noloco_node import ambient
 
-PATIENCE_SECONDS = 0.2
-"""A process that asks for the holder of the file holds it for an instant: that must not fail a start."""
-
 NODE_LOCK = "node.lock"
 """This file in a node's run folder is held by its process."""
 
@@ -75,7 +72,8 @@ def holder_pid(path: Path) -> int | None:
 
 def _take(file: int) -> None:
     """Lock an open file. Raises LockHeld, and OSError where the file system has no locks."""
-    until = ambient.monotonic() + PATIENCE_SECONDS
+    # A process that asks for the holder of the file holds it for an instant: that must not fail a start.
+    until = ambient.monotonic() + 0.2
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,8 +14,6 @@ import psutil
 PREFIX = "noloco-"
 SHARED_PREFIX = "noloco-swarm-"
 """The name of a folder for the temporary files of all daemons of one launcher begins so."""
-LONGEST_BASE = 60
-"""The longest temporary folder, in characters: a Unix socket's path must fit into about 100 bytes."""
 
 
 class PrivateFolder:
@@ -83,4 +81,5 @@ def _reap_child(folder: Path) -> None:
 
 def _base() -> Path:
     base = tempfile.gettempdir()
-    return Path(base if len(base) <= LONGEST_BASE else "/tmp")
+    # A Unix socket's path must fit into about 100 bytes.
+    return Path(base if len(base) <= 60 else "/tmp")

@@ -19,8 +19,6 @@ from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, holder_
 MARK = "run.json"
 TOKENIZER = "tokenizer.place.json"
 """This file says where the run's tokenizer lies on this machine, beside what all nodes agree on."""
-PROBE_BYTES = 8192
-"""So many bytes are written to see whether the disk has room: fewer may fit into the rest of a block."""
 
 
 class EndWord(BaseModel):
@@ -94,7 +92,8 @@ class RunFolder:
         """Why the disk takes nothing more, in the system's words; empty where a block can be written."""
         probe = self.path / f".room.{os.getpid()}"
         try:
-            probe.write_bytes(bytes(PROBE_BYTES))
+            # Fewer bytes may fit into the rest of a block of a full disk.
+            probe.write_bytes(bytes(8192))
         except OSError as error:
             return error.strerror or str(error)
         finally:

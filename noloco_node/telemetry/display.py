@@ -26,9 +26,6 @@ from noloco_node.telemetry.swarm_state import STATES, Middle, StageSeen, SwarmVi
 from noloco_node.telemetry.terminal import WARNINGS_SHOWN, outer_steps, swarm_screen
 from noloco_node.telemetry.words import as_clock_time, as_long, as_loss, as_nodes, as_rate, as_scientific
 
-PLAIN_INTERVAL = 5.0
-"""Two plain lines are so many seconds apart."""
-
 
 class LocalSwarmView:
     """Follows the events of all nodes of a local swarm. Times are wall time, seconds since 1970."""
@@ -244,7 +241,7 @@ class Display:
             self._line(f"{as_clock_time(when)} {line}")
         self._notes_shown = len(self._view.notes)
         if last or now >= self._next_line:
-            self._next_line = now + PLAIN_INTERVAL
+            self._next_line = now + 5.0
             self._line(f"{as_clock_time(now)} {plain_line(self._view, now)}")
             if self._view.trouble:
                 self._line(f"{as_clock_time(now)} {self._view.trouble}")

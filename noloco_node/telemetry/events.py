@@ -33,7 +33,6 @@ WarningKind = Literal[
 ]
 """Warnings for the user that runs a node."""
 
-TAIL_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 20
 """A line is read up to so many bytes, so that a file without line ends fills no memory."""
 
@@ -479,7 +478,7 @@ def _whole_lines(path: Path) -> int:
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
-            start = max(0, end - TAIL_BYTES)
+            start = max(0, end - (1 << 16))
             file.seek(start)
             last = file.read(end - start).rfind(b"\n")
             if last >= 0:

@@ -21,9 +21,6 @@ from noloco_node.telemetry.node_state import Surroundings
 from noloco_node.telemetry.terminal import NodeDisplay, own_terminal
 from noloco_node.telemetry.web import WebServer
 
-MEMORY_BEATS = 5
-"""The memory is read once in so many beats of the heart."""
-
 
 class Telemetry:
     """`emit` takes every event of the node. Made by `telemetry_of`."""
@@ -83,7 +80,7 @@ class Telemetry:
             self._display.observe(event)
 
     def _look_at_memory(self, beats: int) -> None:
-        if beats % MEMORY_BEATS == 0:
+        if beats % 5 == 0:
             self._memory.look()
 
     def close(self) -> None:

@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
 """So many connections may be open. For one more an answered one is closed, or the oldest once it has had its time."""
-ASKING_SECONDS = 0.25
-"""A client has so many seconds to ask and be answered while others wait: an honest one takes milliseconds."""
-REQUEST_SECONDS = 5.0
-"""Seconds from the opening of a connection to the last byte of the answer."""
 MAX_HEAD_BYTES = 8192
 """The most bytes of request line and headers; a longer request is closed without an answer."""
 
@@ -90,8 +86,8 @@ class WebServer:
         self,
         pages: Mapping[str, PageMaker],
         *,
-        request_seconds: float = REQUEST_SECONDS,
-        asking_seconds: float = ASKING_SECONDS,
+        request_seconds: float = 5.0,
+        asking_seconds: float = 0.25,
     ) -> None:
         self._pages = dict(pages)
         self._seconds = request_seconds

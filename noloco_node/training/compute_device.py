@@ -19,8 +19,6 @@ from noloco_node.errors import ExitCode, UserError
 AUTO = "auto"
 """The first kind of `KINDS` of which there is a device, else the processor."""
 PROCESSOR = "cpu"
-LEAST_VRAM = 4 << 30
-"""AMD's processors show their graphics as a card, too. They set aside less of the machine's memory than this."""
 BUILT_IN = "0000:00:02.0"
 """Intel's processors show their graphics at this place, and torch computes on few of them."""
 
@@ -175,7 +173,8 @@ def _idle_nvidia(root: Path) -> tuple[str, str] | None:
 
 def _idle_amd(root: Path) -> tuple[str, str] | None:
     sizes = [_text(card / "mem_info_vram_total") for card in _cards(root, "0x1002")]
-    if not any(size.isdigit() and int(size) >= LEAST_VRAM for size in sizes):
+    # AMD's processors show their graphics as a card, too. They set aside less of the machine's memory than this.
+    if not any(size.isdigit() and int(size) >= (4 << 30) for size in sizes):
         return None
     if torch.version.hip is None:
         return _built_without("ROCm")

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 STATEMENT = b"noloco stream on one machine 1"
 """A proof begins so: no other statement of a node does."""
-NONCE_OCTETS = 32
 STREAM_BUFFER_BYTES = 256 * 1024
 BACKLOG = 128
 """So many streams may wait to be accepted. One more is opened by p2pd."""
@@ -163,7 +162,7 @@ def _name_of(peer: PeerId) -> str:
 
 def _fresh() -> bytes:
     """What nobody has signed yet, of one length on both ends."""
-    return ambient.token(NONCE_OCTETS).encode()
+    return ambient.token(32).encode()
 
 
 def _statement(role: bytes, caller: PeerId, answerer: PeerId, nonces: bytes) -> bytes:

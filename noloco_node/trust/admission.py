@@ -26,8 +26,6 @@ from noloco_node.transport.messages import WireModel
 
 logger = logging.getLogger(__name__)
 
-EXPIRED_AGAIN_SECONDS = 60.0
-
 
 class ShownProof(WireModel):
     """The caller's proof that it is invited."""
@@ -133,7 +131,7 @@ class Introduction:
             await call(self._transport, peer, ACCESS, shown, seconds=min(seconds, QUESTION_SECONDS))
         except Refused as refused:
             if refused.reason is Refusal.NOT_ADMITTED and ambient.monotonic() >= self._warn_again_at:
-                self._warn_again_at = ambient.monotonic() + EXPIRED_AGAIN_SECONDS
+                self._warn_again_at = ambient.monotonic() + 60.0
                 ended = as_utc(self._proof.grant.expires)
                 logger.warning("peers refuse this node: its invitation ended on %s. Ask the owner for a new one", ended)
             raise

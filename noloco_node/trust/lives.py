@@ -28,9 +28,6 @@ from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
-MOST_TOLD = 3
-"""So many other lives are named to a person in one life of a node: anybody can make up births."""
-
 
 class OwnLife:
     """Implements `Screen`: deals with peers of the same birth, and with those that name none.
@@ -147,7 +144,8 @@ class LifeWatch:
     async def _say_if_another(self, named: dict[PeerId, str]) -> None:
         """A record alone proves nothing: its peer is asked."""
         others = [peer for peer, birth in named.items() if birth != self._life.birth and birth not in self._told]
-        if len(self._told) >= MOST_TOLD or not others:
+        # Anybody can make up births.
+        if len(self._told) >= 3 or not others:
             return
         asked = self._rng.sample(others, min(ASKED_AT_ONCE, len(others)))
         hellos = await asyncio.gather(*(hello_or_none(self._transport, peer) for peer in asked))
