@@ -405,8 +405,10 @@ def at_home(options: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for plain in (*(() if options.without_file else (None,)), *options.plain):
         home = home_line.Home(config, plain, link, device.flop_per_second, options.stretch)
-        found = None
-        if not options.simulated:
+        if options.simulated:
+            made = [home_line.simulated(home, options.settle, options.seconds, seed) for seed in range(SIMULATIONS)]
+            found: dict[str, Any] = {"simulated": made, "device_share": fmean(made)}
+        else:
             found = asyncio.run(home_line.measured(home, options.settle, options.seconds))
         rows.append(home_line.row_of(home, found))
         print(json.dumps(rows[-1]), flush=True)

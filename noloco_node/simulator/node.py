@@ -42,6 +42,7 @@ from noloco_node.training.compute_thread import (
 )
 from noloco_node.training.host_copies import Ahead
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.pacing import line_of
 
 T = TypeVar("T")
 
@@ -237,7 +238,8 @@ class Node:
     @asynccontextmanager
     async def network(self) -> AsyncGenerator[tuple[MemoryTransport, SimulatedDirectory]]:
         """Join, and leave in the end."""
-        transport = MemoryTransport(self._network, self.peer)
+        line = line_of(self._settings.uplink_mbit, self._settings.downlink_mbit)
+        transport = MemoryTransport(self._network, self.peer, line=line)
         self._p2p, began = self._dht.daemon(self.peer), ambient.monotonic()
         try:
             try:

@@ -30,6 +30,7 @@ from noloco_node.transport.errors import (
 )
 from noloco_node.transport.frames import Envelope, check_sendable, decode_envelope, encode_envelope
 from noloco_node.transport.messages import Message, TensorSpec, TrafficCount
+from noloco_node.transport.pacing import UNBOUNDED, Line, Turn
 
 
 class FaultKind(StrEnum):
@@ -197,9 +198,13 @@ _Answered = tuple[Message, int]
 class MemoryTransport(CommonTransport):
     """Implements `Transport` among the transports of one `MemoryNetwork`."""
 
-    def __init__(self, network: MemoryNetwork, peer_id: PeerId, limits: TransportLimits | None = None) -> None:
+    def __init__(
+        self, network: MemoryNetwork, peer_id: PeerId, limits: TransportLimits | None = None, line: Line = UNBOUNDED
+    ) -> None:
+        """Bodies take turns on the `line`. How long they take is the network's affair."""
         super().__init__(limits)
         self._network = network
+        self._line = line
         self._peer_id = peer_id
         self._calls: dict[asyncio.Future[_Answered], tuple[PeerId, float]] = {}
         """The calls under way: to which peer, and the seconds without a byte after which each is given up."""
@@ -227,12 +232,16 @@ class MemoryTransport(CommonTransport):
     ) -> Message:
         check_sendable(request.tensors)
         payload = encode_envelope(method, request.header, request.specs, asks_first=request.asks_first)
+        turn = self._line.turn(waits=request.asks_first)
         try:
             async with asyncio.timeout(timeout):
+                await turn.come()
                 target = await self._reach(peer, method, progress)
-                answer, octets = await self._exchange(target, method, payload, request, progress)
+                answer, octets = await self._exchange(target, method, payload, request, turn, progress)
         except TimeoutError:
             raise DeadlinePassed(f"{method} of {peer} took more than {timeout:g} s") from None
+        finally:
+            turn.over()
         size = sum(spec.nbytes for spec in answer.specs)
         if size > max_answer_bytes:
             raise ProtocolViolation(f"answer of {size} bytes exceeds {max_answer_bytes}")
@@ -260,15 +269,15 @@ class MemoryTransport(CommonTransport):
         return target
 
     async def _exchange(
-        self, target: MemoryTransport, method: str, payload: bytes, request: Message, progress: float
+        self, target: MemoryTransport, method: str, payload: bytes, request: Message, turn: Turn, progress: float
     ) -> _Answered:
         """Run the handler as a task of the target; the call ends with it, or earlier when either side breaks."""
         self.traffic.add_sent(method, len(payload))
-        task = target.start_handler(self._peer_id, payload, request, self.traffic)
+        task = target.start_handler(self._peer_id, payload, request, turn, self.traffic)
         outcome: asyncio.Future[_Answered] = asyncio.get_running_loop().create_future()
         self._calls[outcome] = target.peer_id, progress
         if self._network.fire(FaultKind.REPEAT, self._peer_id, target.peer_id, method):
-            target.start_handler(self._peer_id, payload, request, self.traffic)
+            target.start_handler(self._peer_id, payload, request, turn, self.traffic)
 
         def settle(done: asyncio.Task[_Answered]) -> None:
             if outcome.done():
@@ -288,10 +297,10 @@ class MemoryTransport(CommonTransport):
             task.cancel()
 
     def start_handler(
-        self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount
+        self, caller: PeerId, payload: bytes, request: Message, turn: Turn, sent: TrafficCount
     ) -> asyncio.Task[_Answered]:
         """Called by the caller's transport: answer a request in a task that this transport owns."""
-        task = asyncio.create_task(self._answer(caller, payload, request, sent), context=self._context.copy())
+        task = asyncio.create_task(self._answer(caller, payload, request, turn, sent), context=self._context.copy())
         self._handlers[task] = None
         task.add_done_callback(self._handler_done)
         return task
@@ -301,12 +310,14 @@ class MemoryTransport(CommonTransport):
         if not task.cancelled():
             task.exception()
 
-    async def _answer(self, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount) -> _Answered:
+    async def _answer(
+        self, caller: PeerId, payload: bytes, request: Message, turn: Turn, sent: TrafficCount
+    ) -> _Answered:
         with self._network.lend(caller, self._peer_id) as stream:
-            return await self._answer_over(stream, caller, payload, request, sent)
+            return await self._answer_over(stream, caller, payload, request, turn, sent)
 
     async def _answer_over(
-        self, stream: object, caller: PeerId, payload: bytes, request: Message, sent: TrafficCount
+        self, stream: object, caller: PeerId, payload: bytes, request: Message, turn: Turn, sent: TrafficCount
     ) -> _Answered:
         envelope = decode_envelope(payload)
         name = self._desk.traffic_name(envelope.method)
@@ -318,6 +329,7 @@ class MemoryTransport(CommonTransport):
                 if envelope.asks_first:
                     await self._network.carry(self._peer_id, caller, Parcel(name, 0), stream)
                     await self._network.carry(caller, self._peer_id, Parcel(name, 0, request.specs), stream)
+                    turn.over()
                 received = _copy(envelope, request)
                 sent.add_sent(envelope.method, envelope.body_bytes)
                 self.traffic.add_received(name, envelope.body_bytes)
@@ -331,7 +343,12 @@ class MemoryTransport(CommonTransport):
             raise
         size = len(reply) + sum(spec.nbytes for spec in answer.specs)
         self.traffic.add_sent(name, size)
-        await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs), stream)
+        own_turn = self._line.turn(waits=envelope.asks_first)
+        try:
+            await own_turn.come()
+            await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs), stream)
+        finally:
+            own_turn.over()
         if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):
             raise BrokenStream(f"{self._peer_id}: injected fault")
         return copied, len(reply)
