@@ -172,5 +172,14 @@ def test_a_run_at_home_keeps_the_ratio_of_line_and_device_on_its_scale() -> None
     assert home.line.round_trip == 0.5
     forward, backward = map(float, home.operations[0].split(","))
     assert forward + backward == pytest.approx(5.0 * home.full_loads[0].compute_seconds, abs=2e-4)
-    row = {**home_line.row_of(home, None), "planned_in_full": 0.7617, "planned": 0.7699}
-    assert home_line.table([row]).splitlines()[2].startswith("| as the file has it | 0.762 | 0.770 | – |")
+    found = {"simulated": [0.75, 0.77], "device_share": 0.76}
+    row = {**home_line.row_of(home, found), "planned_in_full": 0.7617, "planned": 0.7699}
+    told = home_line.table([row]).splitlines()
+    assert "simulated / planned" in told[0]
+    assert told[2].startswith("| as the file has it | 0.762 | 0.770 | 0.760 (0.750, 0.770) | 0.99 | – |")
+
+
+def test_a_line_without_a_subspace_does_in_virtual_time_what_is_planned_of_it() -> None:
+    """Its bodies take turns: sharing the line evenly they come to 0.64 of the plan with this seed, and so to 0.87."""
+    home = home_line.Home(find_config(Path("consumer-24gb")), "bf16", Link(2.5e6, 0.1), 66e12, stretch=1.0)
+    assert home_line.simulated(home, 60.0, 60.0, 1) > 0.8 * home.planned().share
