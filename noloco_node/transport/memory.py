@@ -30,7 +30,7 @@ from noloco_node.transport.errors import (
 )
 from noloco_node.transport.frames import Envelope, check_sendable, decode_envelope, encode_envelope
 from noloco_node.transport.messages import Message, TensorSpec, TrafficCount
-from noloco_node.transport.pacing import UNBOUNDED, Line, Turn
+from noloco_node.transport.pacing import UNBOUNDED, BodyTurn, Line
 
 
 class FaultKind(StrEnum):
@@ -269,7 +269,7 @@ class MemoryTransport(CommonTransport):
         return target
 
     async def _exchange(
-        self, target: MemoryTransport, method: str, payload: bytes, request: Message, turn: Turn, progress: float
+        self, target: MemoryTransport, method: str, payload: bytes, request: Message, turn: BodyTurn, progress: float
     ) -> _Answered:
         """Run the handler as a task of the target; the call ends with it, or earlier when either side breaks."""
         self.traffic.add_sent(method, len(payload))
@@ -297,7 +297,7 @@ class MemoryTransport(CommonTransport):
             task.cancel()
 
     def start_handler(
-        self, caller: PeerId, payload: bytes, request: Message, turn: Turn, sent: TrafficCount
+        self, caller: PeerId, payload: bytes, request: Message, turn: BodyTurn, sent: TrafficCount
     ) -> asyncio.Task[_Answered]:
         """Called by the caller's transport: answer a request in a task that this transport owns."""
         task = asyncio.create_task(self._answer(caller, payload, request, turn, sent), context=self._context.copy())
@@ -311,13 +311,13 @@ class MemoryTransport(CommonTransport):
             task.exception()
 
     async def _answer(
-        self, caller: PeerId, payload: bytes, request: Message, turn: Turn, sent: TrafficCount
+        self, caller: PeerId, payload: bytes, request: Message, turn: BodyTurn, sent: TrafficCount
     ) -> _Answered:
         with self._network.lend(caller, self._peer_id) as stream:
             return await self._answer_over(stream, caller, payload, request, turn, sent)
 
     async def _answer_over(
-        self, stream: object, caller: PeerId, payload: bytes, request: Message, turn: Turn, sent: TrafficCount
+        self, stream: object, caller: PeerId, payload: bytes, request: Message, turn: BodyTurn, sent: TrafficCount
     ) -> _Answered:
         envelope = decode_envelope(payload)
         name = self._desk.traffic_name(envelope.method)
