@@ -6,6 +6,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.report.figures import faults
 from noloco_node.report.folder import read_folder
@@ -19,14 +21,14 @@ DETAIL = "the rest of '04.jsonl.gz' is passed over (1 so far), and training goes
 WARNED = Warned(time=1060.0, what="text_damaged", detail=DETAIL)
 
 
-async def test_the_books_warn_of_each_shard_that_could_not_be_read() -> None:
+async def test_the_books_warn_of_each_shard_that_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the next account; not again with the one after it."""
     told = [[DETAIL], list[str]()]
     async with world(micro_spec()) as made:
         head = made.replicas[0]
         samples = head.pipeline._samples
         assert samples is not None
-        head.pipeline._samples = replace(samples, passed_over=lambda: told.pop(0))
+        monkeypatch.setattr(head.pipeline, "_samples", replace(samples, passed_over=lambda: told.pop(0)))
         head.books.write()
         head.books.write()
     found = [event for event in made.events[0] if isinstance(event, (Warned, Account))]
