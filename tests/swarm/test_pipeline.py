@@ -51,7 +51,7 @@ from tests.worlds import (
 )
 
 QUICK = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0)
-LENGTHS = (50, pytest.param(160, marks=pytest.mark.long))
+LENGTHS = (40, pytest.param(160, marks=pytest.mark.long))
 """Steps of a whole run that is to average well."""
 SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.04, Priority.FORWARD: 0.02, Priority.DRAW: 0.02}
 DEVICE = partial(SimulatedDevice, SECONDS.__getitem__)
