@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -16,6 +17,8 @@ from noloco_node.cli.node_options import node_overrides
 from noloco_node.cli.printing import print_run
 from noloco_node.config.data_spec import NOT_READ
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.node.journey import stopped_event
+from noloco_node.telemetry.events import NodeStopped
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
@@ -389,6 +392,25 @@ def test_a_node_of_a_later_stage_needs_no_text(monkeypatch: pytest.MonkeyPatch, 
     text = ["--set", "run.data.source=text", "--set", "run.data.path=gone.txt"]
     assert cli.main(["run", str(MICRO), "--stage", "1", *text]) == ExitCode.FAILURE  # it went as far as the node
     assert cli.main(["run", str(MICRO), "--stage", "0", *text]) == ExitCode.DATA
+
+
+@pytest.mark.parametrize(("reason", "told"), [("target_reached", True), ("interrupted", False)])
+def test_a_node_at_the_runs_end_says_where_its_weights_are_and_how_they_become_a_model(
+    reason: Literal["target_reached", "interrupted"],
+    told: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`stopped (target reached)` was the last word, and a volunteer had to find the rest out."""
+
+    async def end(*_: object) -> NodeStopped:
+        return stopped_event(reason, "", 0.0, final_weights="final")
+
+    monkeypatch.setattr("noloco_node.node.daemon.run_node", end)
+    assert cli.main(["run", str(MICRO), "--run-folder", "here"]) == (0 if told else ExitCode.INTERRUPTED)
+    said = capsys.readouterr().out
+    assert ("are in here/final;" in said) is told
+    assert said.endswith("noloco-node export here --out my-model\n") is told
 
 
 def test_no_invitation_stands_in_a_command_line(capsys: pytest.CaptureFixture[str]) -> None:

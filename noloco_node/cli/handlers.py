@@ -19,6 +19,7 @@ from noloco_node.cli.node_options import (
     seed_settings,
 )
 from noloco_node.cli.printing import (
+    print_ended,
     print_finished,
     print_lab_plan,
     print_plan,
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             from noloco_node.node.daemon import run_node
 
         try:
-            return _exit_code(way_out.run(run_node(config.run, config.node, web, way_out)))
+            return _ended(way_out.run(run_node(config.run, config.node, web, way_out)), config.node)
         finally:
             if options.end_with_stdin:
                 leave_shared_folder()
@@ -109,7 +110,7 @@ def join(options: argparse.Namespace) -> int:
             from noloco_node.node.daemon import join_node
 
         show = partial(print_run, say=teller(config.node.log_format), settings=config.node)
-        return _exit_code(way_out.run(join_node(config.run, config.node, show, web, way_out)))
+        return _ended(way_out.run(join_node(config.run, config.node, show, web, way_out)), config.node)
 
 
 def _on_devices(options: argparse.Namespace, settings: NodeSettings) -> int:
@@ -158,7 +159,9 @@ def doctor(options: argparse.Namespace) -> int:
     return int(ExitCode.CHECK_FAILED if any(c.outcome is CheckOutcome.FAIL for c in checks) else ExitCode.OK)
 
 
-def _exit_code(stopped: NodeStopped) -> int:
+def _ended(stopped: NodeStopped, settings: NodeSettings) -> int:
+    if stopped.reason == "target_reached" and stopped.final_weights:
+        print_ended(settings.run_folder, teller(settings.log_format))
     endings = {"target_reached": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "failed": ExitCode.FAILURE}
     return int(endings[stopped.reason])
 

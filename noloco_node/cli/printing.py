@@ -259,6 +259,14 @@ def print_result(result: SwarmResult) -> None:
         print(f"{'let it continue a text':<30} noloco-node generate {model} --prompt TEXT")
 
 
+def print_ended(run_folder: Path, say: Say = print_now) -> None:
+    """What a node leaves that has come to the run's end, and how it becomes a model."""
+    say(
+        f"the weights of its stage are in {run_folder / 'final'}; with the run folders of the other stages beside it, "
+        f"this makes the model: noloco-node export {run_folder} --out my-model"
+    )
+
+
 def print_seed(
     run: RunSpec | None,
     addresses: list[str],

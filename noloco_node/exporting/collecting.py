@@ -211,7 +211,8 @@ class Collector:
             f"stage {stage} from {as_replicas(len(exported.used[stage]))} at {clock:,.0f} tokens"
             for stage, clock in clocks.items()
         )
-        logger.info("the model is in %s (%s): %s", self.model, as_bytes(4 * exported.parameters), words)
+        size, hear = as_bytes(4 * exported.parameters), f"noloco-node generate {self.model} --prompt TEXT"
+        logger.info("the model is in %s (%s): %s; to let it continue a text: %s", self.model, size, words, hear)
         if late:
             logger.warning("THE MODEL IS OF NO USE YET: %s; %s", _of_different_times(late), NEEDS_FOLDERS)
 

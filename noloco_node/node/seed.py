@@ -281,7 +281,9 @@ def last_words(
     """Follows whether the run is over, as its origins say, and keeps that in the seed's folder, for its next life."""
 
     def keep() -> None:
-        logger.info("run '%s' has come to its end, say %d nodes that trained to it", spec.name, len(end.records()))
+        logger.info(
+            "run '%s' has come to its end; nodes that trained to it and say so: %d", spec.name, len(end.records())
+        )
         try:
             folder.mark_ended(spec.run_id, spec.name)
         except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,11 @@ def collector_of(swarm: Trained, folder: Path) -> Collector:
     return Collector(swarm.made.replicas[0].context.spec, folder, transport, MemoryDirectory(swarm.made.hub))
 
 
-async def test_a_seed_has_the_model_when_all_have_left_without_a_word(tmp_path: Path) -> None:
-    """It collects while they train."""
+async def test_a_seed_has_the_model_when_all_have_left_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It collects while they train, and says where the model is and what to do with it."""
+    caplog.set_level(logging.INFO)
     async with trained() as swarm:
         collector = collector_of(swarm, tmp_path)
         await collector.collect(8)
@@ -40,6 +44,7 @@ async def test_a_seed_has_the_model_when_all_have_left_without_a_word(tmp_path: 
         await collector.collect(8)
     loaded = dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "model")))
     assert same({name: value.detach() for name, value in loaded.items()}, expected)
+    assert f"noloco-node generate {tmp_path / 'model'} --prompt TEXT" in caplog.text
 
 
 async def test_a_seed_that_is_ended_before_it_has_made_the_model_makes_it_when_it_comes_back(
