@@ -53,12 +53,17 @@ async def test_a_seed_that_is_ended_before_it_has_made_the_model_makes_it_when_i
     """All nodes had left meanwhile: what it had kept of every stage lay there, and no model was ever made of it. One
     that is whole is not made again."""
 
+    def refuses() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     def again() -> None:
         raise AssertionError("it was whole")
 
     monkeypatch.setattr(collecting, "LOOK_SECONDS", 0.01)
     async with trained() as swarm:
-        await collector_of(swarm, tmp_path)._fetch(8, beside=False)  # pyright: ignore[reportPrivateUsage]
+        ended = collector_of(swarm, tmp_path)
+        monkeypatch.setattr(ended, "_write", refuses)
+        await ended.collect(8)
         for replica in swarm.made.replicas:
             await replica.membership.announce(PeerState.GONE)
         await collector_of(swarm, tmp_path).follow(lambda: True)

@@ -189,16 +189,17 @@ async def test_those_that_say_nothing_hold_no_more_of_a_node_than_a_few_descript
     monkeypatch.setattr(same_machine, "MOST_UNPROVEN", 3)
     server = SameMachine(HONEST)
     await server.serve(Taken(), WITHIN)
-    silent = [await asyncio.open_unix_connection(name_of(HONEST.peer_id)) for _ in range(3)]
-    unproven: Any = server._unproven  # pyright: ignore[reportPrivateUsage]
-    await eventually(lambda: len(unproven) == 3)
-    assert await SameMachine(PEER).open(HONEST.peer_id) is None
-    assert len(unproven) == 3
+    silent = [await asyncio.open_unix_connection(name_of(HONEST.peer_id)) for _ in range(4)]
+    assert await silent[3][0].read() == b""
+    caller = SameMachine(PEER)
+    assert await caller.open(HONEST.peer_id) is None
+    assert not any(reader.at_eof() for reader, _ in silent[:3])
     for _, writer in silent:
         writer.close()
-    await eventually(lambda: not unproven)
-    ends = await SameMachine(PEER).open(HONEST.peer_id)
-    assert ends is not None
+    ends = None
+    async with asyncio.timeout(WITHIN):
+        while ends is None:
+            ends = await caller.open(HONEST.peer_id)
     ends[1].close()
     server.close()
 
