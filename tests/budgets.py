@@ -27,24 +27,24 @@ class Budget(NamedTuple):
 
 
 BUDGETS: Mapping[str, Budget] = {
-    "tests": Budget(220, 280, 45, 60),
-    "tests/chaos": Budget(75, 110, 25, 40),
+    "tests": Budget(150, 220, 20, 60),
+    "tests/chaos": Budget(40, 80, 25, 40),
     "tests/config": Budget(8, 12, 2, 4),
-    "tests/daemons": Budget(380, 420, 45, 60),
+    "tests/daemons": Budget(200, 480, 30, 70),
     "tests/data": Budget(25, 45, 5, 10),
-    "tests/hunt": Budget(80, 100, 20, 40),
-    "tests/model": Budget(35, 45, 8, 12),
-    "tests/outer": Budget(40, 45, 8, 10),
+    "tests/hunt": Budget(45, 60, 8, 20),
+    "tests/model": Budget(30, 45, 8, 12),
+    "tests/outer": Budget(25, 45, 5, 10),
     "tests/report": Budget(6, 10, 2, 4),
-    "tests/simulator": Budget(40, 50, 25, 30),
+    "tests/simulator": Budget(40, 60, 8, 30),
     "tests/sizing": Budget(8, 12, 1, 2),
     "tests/storage": Budget(8, 12, 2, 4),
-    "tests/swarm": Budget(240, 400, 12, 20),
+    "tests/swarm": Budget(240, 400, 8, 20),
     "tests/telemetry": Budget(20, 40, 3, 8),
-    "tests/training": Budget(40, 50, 15, 18),
-    "tests/virtual": Budget(70, 80, 25, 45),
+    "tests/training": Budget(35, 50, 8, 18),
+    "tests/virtual": Budget(45, 80, 10, 30),
 }
-"""In all some 1,100 seconds of CPU, of which two cores have 1,200 in ten minutes."""
+"""In all some 900 seconds of CPU, of which two cores have 960 in eight minutes."""
 OTHERS = Budget(5, 10, 1, 2)
 """The budget of a folder that is not named, which a test forbids."""
 EXCEEDED = 8

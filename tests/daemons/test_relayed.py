@@ -118,10 +118,11 @@ def printed(folders: Sequence[Path]) -> str:
 
 @pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")
 async def test_nodes_that_cannot_dial_each_other_train_and_average_through_a_relay(
-    tmp_path: Path, temporary: Path
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two replicas of stage 0 are in two networks without a route between them, and stage 1 in one of these. Every
     microbatch of the first, and every average, crosses the relay. All reach the target."""
+    monkeypatch.setenv(OPERATION_SECONDS, "0.02")  # on a quick machine, too, the run outlasts what they ask each other
     folders = [tmp_path / name for name in ("first", "second", "last")]
     try:
         async with two_houses_and_a_relay() as (one, other, middle), contextlib.AsyncExitStack() as stack:
