@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import torch
 import uvloop
 
@@ -24,8 +25,9 @@ from noloco_node.transport.errors import (
 )
 from noloco_node.transport.messages import WIRE_DTYPES, JsonObject, Message, TensorSpec
 from tests.support import eventually, nothing_left_behind
-from tests.swarm.worlds import World, memory_world, nearby_world, real_world
+from tests.swarm.worlds import Daemons, World, memory_world, nearby_world, real_world, two_daemons, world_on
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (0,), (3, 0, 2), (5, 7), (2, 3, 4, 5), (300_001,))
 
 
@@ -35,15 +37,34 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     return uvloop.EventLoopPolicy()
 
 
-@pytest.fixture(params=["memory", "nearby", pytest.param("p2pd", marks=pytest.mark.daemons)])
-async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[World]:
-    """The three worlds."""
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["memory", "nearby", pytest.param("p2pd", marks=pytest.mark.daemons)]
+)
+async def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[str | Daemons]:
+    """Where transports are: in memory, on one machine, or on two p2pds, which all tests share but that which kills."""
     if request.param != "p2pd":
-        async with memory_world() if request.param == "memory" else nearby_world() as made:
-            yield made
+        yield request.param
         return
+    folder = tmp_path_factory.mktemp("keys")
     with nothing_left_behind():
-        async with real_world(tmp_path) as made:
+        async with two_daemons(folder) as daemons:
+            yield daemons
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def world(request: pytest.FixtureRequest, tmp_path: Path, place: str | Daemons) -> AsyncIterator[World]:
+    """The three worlds, with transports of a test's own."""
+    if isinstance(place, str):
+        async with memory_world() if place == "memory" else nearby_world() as made:
+            yield made
+    elif request.function is test_a_peer_killed_while_it_works_breaks_the_call:
+        with nothing_left_behind():
+            async with real_world(tmp_path) as made:
+                yield made
+    else:
+        async with world_on(place) as made:
             yield made
 
 

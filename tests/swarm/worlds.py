@@ -110,27 +110,49 @@ async def memory_world() -> AsyncIterator[World]:
         await server.close()
 
 
+@dataclass
+class Daemons:
+    """Two p2pds that know each other, and the identities behind their peer ids: the server's and the caller's."""
+
+    keys: tuple[Identity, Identity]
+    hosts: tuple[PrivateP2P, PrivateP2P]
+
+
+@contextlib.asynccontextmanager
+async def two_daemons(folder: Path) -> AsyncIterator[Daemons]:
+    """A p2pd for each of two transports."""
+    one, two = (load_or_create_identity(folder / name) for name in ("server.key", "caller.key"))
+    async with (
+        running_p2p(NodeSettings(), one) as first,
+        running_p2p(NodeSettings(initial_peers=tuple(first.visible_addresses())), two) as second,
+    ):
+        yield Daemons((one, two), (first, second))
+
+
+@contextlib.asynccontextmanager
+async def world_on(daemons: Daemons, *, nearby: bool = False) -> AsyncIterator[World]:
+    """Each transport on one of these p2pds, which stay; `nearby`: found on this machine besides."""
+    (one, two), keys = daemons.hosts, daemons.keys
+    near, callers = (Mortal(keys[0]), SameMachine(keys[1])) if nearby else (None, None)
+    server, caller = Libp2pTransport(one, LIMITS, nearby=near), Libp2pTransport(two, LIMITS, nearby=callers)
+    await asyncio.gather(server.start(), caller.start())
+
+    async def kill() -> None:
+        os.kill(one.pid, signal.SIGKILL)
+        await one.wait_until_dead()
+
+    try:
+        yield World(caller, server, kill, real=True, daemons=daemons.hosts, near=near)
+    finally:
+        await caller.close()
+        await server.close()
+
+
 @contextlib.asynccontextmanager
 async def real_world(folder: Path, *, nearby: bool = False) -> AsyncIterator[World]:
     """Each transport on a p2pd of its own; `nearby`: found on this machine besides."""
-    keys = [load_or_create_identity(folder / name) for name in ("server.key", "caller.key")]
-    async with (
-        running_p2p(NodeSettings(), keys[0]) as one,
-        running_p2p(NodeSettings(initial_peers=tuple(one.visible_addresses())), keys[1]) as two,
-    ):
-        near, callers = (Mortal(keys[0]), SameMachine(keys[1])) if nearby else (None, None)
-        server, caller = Libp2pTransport(one, LIMITS, nearby=near), Libp2pTransport(two, LIMITS, nearby=callers)
-        await asyncio.gather(server.start(), caller.start())
-
-        async def kill() -> None:
-            os.kill(one.pid, signal.SIGKILL)
-            await one.wait_until_dead()
-
-        try:
-            yield World(caller, server, kill, real=True, daemons=(one, two), near=near)
-        finally:
-            await caller.close()
-            await server.close()
+    async with two_daemons(folder) as daemons, world_on(daemons, nearby=nearby) as made:
+        yield made
 
 
 class NoHost:
