@@ -28,8 +28,7 @@ from noloco_node.peers.scorecard import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.admission import WANTED_SECONDS
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.training.bounds import NormBound
-from noloco_node.training.leanings import Leanings
+from noloco_node.training.bounds import Leanings, NormBound
 from noloco_node.transport.errors import Refused, TransportError
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,12 @@ from noloco_node.config.run_spec import InnerSpec
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
-from noloco_node.training.bounds import NormBound
+from noloco_node.training.bounds import GradientSigns, NormBound
 from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import PRECISIONS, FlatLayout
-from noloco_node.training.leanings import GradientSigns
 from noloco_node.training.trainer import ForwardContext, LossResult, MicrobatchNotFinite, StepResult, Trainer, Version
 
 GRADIENT_MULTIPLE = 8.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.training.leanings import WINDOW, Leanings
+from noloco_node.training.bounds import WINDOW, Leanings
 
 WEIGHTS = 256
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from noloco_node.training.bounds import PLACES, GradientSigns
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.leanings import PLACES, GradientSigns
 from noloco_node.training.trainer import ForwardContext
 from tests.training.made_trainers import make_trainer
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec
