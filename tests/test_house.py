@@ -12,7 +12,7 @@ BOUNDS = {
     "files of the package": 336,
     "files of the package below 60 lines": 48,
     "kB of Markdown": 470,
-    "kB of results in docs": 1_400,
+    "kB of results in docs": 1_440,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 44, "an outer step": 45}
