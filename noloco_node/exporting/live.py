@@ -228,7 +228,14 @@ class Gatherer:
 
         manifest = None
         try:
-            manifest = await fetch_slow(self._run, stage, self._transport, peer, weights, told)
+            try:
+                manifest = await fetch_slow(self._run, stage, self._transport, peer, weights, told)
+            except Refused as error:
+                if error.reason is not Refusal.UNKNOWN_SNAPSHOT:
+                    raise
+                # It has newer weights by now, as at a run's end: these are taken.
+                self._came, came = self._came - came, 0
+                manifest = await fetch_slow(self._run, stage, self._transport, peer, weights, told)
         except (Refused, TransportError) as error:
             why = (str(error).splitlines() or [repr(error)])[0]
             self._busy |= isinstance(error, Refused) and error.reason is Refusal.BUSY

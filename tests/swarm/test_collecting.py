@@ -6,19 +6,25 @@ import asyncio
 import errno
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from noloco_node import ambient
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
-from noloco_node.exporting import collecting
+from noloco_node.exporting import collecting, live
 from noloco_node.exporting.collecting import Collector, far_behind
 from noloco_node.exporting.folders import gather_folders
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import cut_model
 from noloco_node.model.export import load_exported
+from noloco_node.state_transfer.copy_manifest import CopyManifest
 from noloco_node.storage.weights import save_stage
+from noloco_node.transport.errors import Refusal, Refused
+from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryTransport
 from tests.support import eventually
 from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, shifted, trained
@@ -85,6 +91,27 @@ async def test_a_paused_node_is_not_asked_and_not_waited_for(
         for replica in others:
             await replica.membership.announce(PeerState.GONE)
         await asyncio.wait_for(collector_of(swarm, tmp_path).follow(lambda: True), 20)
+    assert "is not to be had" not in caplog.text
+
+
+async def test_a_replica_that_went_on_to_newer_weights_meanwhile_is_asked_for_these(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run a seed warned that it was not to be had, and came back for it later."""
+    asked, fetch = list[PeerId](), live.fetch_slow
+
+    async def fetch_late(spec: RunSpec, stage: int, transport: Transport, donor: PeerId, *rest: Any) -> CopyManifest:
+        asked.append(donor)
+        if asked.count(donor) == 1:
+            rest[1](1)
+            raise Refused(Refusal.UNKNOWN_SNAPSHOT)
+        return await fetch(spec, stage, transport, donor, *rest)
+
+    monkeypatch.setattr(live, "fetch_slow", fetch_late)
+    async with trained() as swarm:
+        await collector_of(swarm, tmp_path).collect(8)
+    assert len(asked) == 2 * len(set(asked)) > 0
+    assert dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "model")))
     assert "is not to be had" not in caplog.text
 
 
