@@ -19,6 +19,7 @@ from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.records import LOOK_AGAIN_SECONDS, SERVING, PeerRecord, PeerState
+from noloco_node.directory.signed_end import near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
@@ -42,6 +43,8 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.training.layout import FlatLayout
 
 logger = logging.getLogger(__name__)
+
+NEAR_AND_NOBODY = "it was near its end, and nobody that answers trains any more"
 
 STARTS_ALONE = (
     "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
@@ -89,7 +92,11 @@ async def obtain_state(
         donor = await become_current(replica, saved_clock)
     except UserError as error:
         ended = isinstance(error, RunHasEnded) and stays.near
-        if ended or error.exit_code is not ExitCode.NO_DONOR or stays.moving is None:
+        if ended or error.exit_code is not ExitCode.NO_DONOR:
+            raise
+        if stays.moving is None:
+            if (stays.near or _all_are_near(replica)) and not replica.membership.others_there(*SERVING):
+                raise run_has_ended(replica.context.spec, NEAR_AND_NOBODY) from None
             raise
         logger.warning("could not move to stage %d: %s", replica.stage, error.message)
         return None
@@ -100,8 +107,15 @@ async def obtain_state(
     if not stays.met_under_way:
         return "seed"
     if stays.near and not replica.membership.others_there(*SERVING):
-        raise run_has_ended(replica.context.spec, "it was near its end, and nobody that answers trains any more")
+        raise run_has_ended(replica.context.spec, NEAR_AND_NOBODY)
     return await _begin_again(replica, stays, checkpoints)
+
+
+def _all_are_near(replica: Replica) -> bool:
+    """Whether every node that the directory knows is near the run's end: then a state that nobody gives is no loss."""
+    spec, others = replica.context.spec, replica.membership.others()
+    near = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
+    return bool(others) and all(record.clock > near for record in others)
 
 
 def say_that_it_looks(replica: Replica) -> None:

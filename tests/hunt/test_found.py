@@ -301,3 +301,11 @@ def test_who_is_between_two_stages_when_the_others_leave_begins_no_stage_anew() 
     outcome = carry_out(Schedule(seed=61055, replicas=(2, 3), faults=faults))
     assert all(outcome.fired)
     assert outcome.breaches == ()
+
+
+def test_who_comes_as_the_others_leave_at_the_end_is_told_that_the_run_has_ended() -> None:
+    """It was told that none of five replicas gave its state, all of which had just left (seed 53)."""
+    faults = (Join(at=0.167), Join(at=0.838), Join(at=1.0))
+    outcome = carry_out(Schedule(seed=53, replicas=(4, 4), faults=faults, guard_copies=0))
+    assert all(outcome.fired)
+    assert outcome.breaches == ()
