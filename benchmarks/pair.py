@@ -43,7 +43,7 @@ from noloco_node.outer import CodecName
 from noloco_node.participant import ReplicaContext
 from noloco_node.state_transfer.donor import nobody_relayed
 from noloco_node.state_transfer.participant import StateTransfer
-from noloco_node.telemetry.events import OuterStep
+from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
@@ -114,10 +114,10 @@ class HeldReplica:
         self.worker = StageWorker(spec, trainer, outer, self._thread, lambda _: None)
         cut, moved = cut_model(spec.model)[0], Pulse()
         context = ReplicaContext(
-            spec, self._settings, cut, self._transport, self.worker, random.Random(1), moved, lambda _: None
+            spec, self._settings, cut, self._transport, self.worker, random.Random(1), moved, self._tell
         )
         clocks = PeerClocks(math.inf, lambda: self.worker.progress.clock, lambda: (), lambda: ())
-        self.averaging = Averaging(context, clocks, self._steps.put_nowait, lambda _reason, _steps: None)
+        self.averaging = Averaging(context, clocks)
         self.averaging.side.begin_last_round()  # so that it steps whenever it is asked
         self.giving = StateTransfer(context, lambda claimed: claimed, nobody_relayed)
         for participant in (self.averaging, self.giving):
@@ -125,6 +125,10 @@ class HeldReplica:
             participant.open()
         self._running = [asyncio.create_task(self.averaging.run()), asyncio.create_task(self._tend())]
         return outer.size
+
+    def _tell(self, event: AnyEvent) -> None:
+        if isinstance(event, OuterStep):
+            self._steps.put_nowait(event)
 
     async def _tend(self) -> None:
         while True:

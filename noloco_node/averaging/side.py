@@ -82,7 +82,6 @@ class Side:
         *,
         clocks: PeerClocks,
         standing: ProbationStanding,
-        on_outer_step: Callable[[OuterStep], None],
         within: Participant,
     ) -> None:
         self.spec = spec = context.spec
@@ -91,7 +90,6 @@ class Side:
         self.worker = worker = context.worker
         self.clocks = clocks
         self.standing = standing
-        self._on_outer_step = on_outer_step
         parts = (*worker.outer.fragments, worker.outer.whole)
         self.bounds = {part: PartnerBound(spec.outer.clip_multiple) for part in parts}
         self.contract = worker.contract
@@ -104,6 +102,8 @@ class Side:
         """Proposals are taken while it accepts."""
         self.last_round = False
         """This replica has trained to the run's end, and takes its last outer step."""
+        self.last_taken = False
+        """The last outer step, of the whole stage, is done."""
         self.catch_up_from: PeerId | None = None
         """This replica is to take that peer's state, since it lags too far behind to be averaged with."""
         self.refusals = Counter[str]()
@@ -111,6 +111,7 @@ class Side:
         self.free_since_step = 0
         """Inner steps of this replica when its last exchange ended; a step alone is none."""
         self._moved = context.moved
+        self._emit = context.emit
 
     @property
     def stage_peers(self) -> int:
@@ -223,7 +224,7 @@ class Side:
             meeting = Meeting(judgement.norm, largest, self.standing.loss.mean, session.stage_peer_loss)
             self.standing.met(meeting, commit.progress.steps)
         self.refusals.clear()
-        self._on_outer_step(commit_event(session, snapshot, commit, judgement))
+        self._report(commit_event(session, snapshot, commit, judgement))
         self.close(session)
 
     async def measure(self, session: Session) -> None:
@@ -242,7 +243,15 @@ class Side:
     def report_abort(self, session: Session, reason: str) -> None:
         """Tell of an exchange that came to nothing."""
         progress, rate = self.worker.progress, self.worker.current_learning_rate()
-        self._on_outer_step(abort_event(session, progress, rate, reason))
+        self._report(abort_event(session, progress, rate, reason))
+
+    def _report(self, event: OuterStep) -> None:
+        if self.last_round and event.kind != "aborted" and event.fragment is None:
+            self.last_taken = True
+        if event.kind == "paired" and event.partner is not None:
+            carried, now = event.bytes_sent + event.bytes_received, ambient.monotonic()
+            self.partners.exchanged(PeerId(event.partner), event.seconds, carried, now)
+        self._emit(event)
 
     def close(self, session: Session) -> None:
         """What `session` was is over; harmless when repeated."""

@@ -14,7 +14,7 @@ replicas by half the difference / N.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 
@@ -41,7 +41,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.peers.probation import Ending, ProbationStanding
-from noloco_node.telemetry.events import OuterStep
+from noloco_node.telemetry.events import ProbationEnded
 from noloco_node.training.stage_worker import Snapshot
 from noloco_node.transport.calls import A, Answer, Method, Q, ask
 from noloco_node.transport.errors import DeadlinePassed, Refusal, Refused, TransportError
@@ -59,28 +59,18 @@ once."""
 class Averaging(Participant):
     """Takes outer steps when told to, and answers stage peers that ask for one; at most one exchange at a time.
 
-    `on_outer_step` receives an event for every commit, and for every exchange that was agreed and came to nothing.
-    `on_probation_end` receives why, and after how many inner steps, this replica counts itself. A fragment is named by
-    its index; None is the whole stage, also where it is cut into one. `ReplicaContext.moved` fires when an exchange has
+    Every commit is an event, and so is every exchange that was agreed and came to nothing. A fragment is named by its
+    index; None is the whole stage, also where it is cut into one. `ReplicaContext.moved` fires when an exchange has
     ended or a catch-up is due.
     """
 
-    def __init__(
-        self,
-        context: ReplicaContext,
-        clocks: PeerClocks,
-        on_outer_step: Callable[[OuterStep], None],
-        on_probation_end: Callable[[Ending, int], None],
-    ) -> None:
+    def __init__(self, context: ReplicaContext, clocks: PeerClocks) -> None:
+        def counts_itself(reason: Ending, steps: int) -> None:
+            context.emit(ProbationEnded(reason=reason, steps=steps))
+
         inner_steps, book = context.spec.outer.inner_steps, context.transport.peer_stats.book
-        self.standing = ProbationStanding(inner_steps, on_probation_end, book)
-        self.side = Side(
-            context,
-            clocks=clocks,
-            standing=self.standing,
-            on_outer_step=on_outer_step,
-            within=self,
-        )
+        self.standing = ProbationStanding(inner_steps, counts_itself, book)
+        self.side = Side(context, clocks=clocks, standing=self.standing, within=self)
         self.responder = Responder(self.side)
 
     def serve(self) -> tuple[Withdraw, ...]:
@@ -100,6 +90,11 @@ class Averaging(Participant):
     def under_way(self) -> bool:
         """Whether an exchange is open or proposed, or a stage peer's state is being taken over."""
         return self.side.engagement.phase is not Phase.FREE
+
+    def begin_on_probation(self) -> None:
+        """This replica's state is a stage peer's copy: others do not count it yet."""
+        self.side.partners.forget_distances()
+        self.standing.begin(self.side.worker.progress.steps)
 
     @contextmanager
     def taking_state(self) -> Generator[None]:

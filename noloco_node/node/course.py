@@ -10,7 +10,6 @@ from noloco_node.averaging.step import Averaging
 from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerState
-from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.evaluation import Evaluations
 from noloco_node.pipeline.microbatch import MicrobatchSource
@@ -36,7 +35,6 @@ class ReplicaCourse:
         context: ReplicaContext,
         membership: Membership,
         averaging: Averaging,
-        outer_steps: OuterSteps,
         end: EndOfRun,
         missing: MissingStages,
         *,
@@ -46,7 +44,6 @@ class ReplicaCourse:
         self._context = context
         self._membership = membership
         self._averaging = averaging
-        self._outer_steps = outer_steps
         self._end = end
         self._missing = missing
         self._origin = origin
@@ -127,7 +124,7 @@ class ReplicaCourse:
         moved.fire()
         try:
             async with asyncio.timeout(self._context.spec.limits.grace_seconds):
-                while not self._outer_steps.last_taken:
+                while not self._averaging.side.last_taken:
                     await moved.wait()
                 await membership.announce(PeerState.DRAINING)
                 while membership.stage_peers(PeerState.TRAINING, PeerState.FINISHING) or self._averaging.under_way:
@@ -135,5 +132,5 @@ class ReplicaCourse:
                     await moved.wait(0.3)
         except TimeoutError:
             logger.info("the grace time is over: leaving; stage peers still there: %d", len(membership.stage_peers()))
-        if not self._outer_steps.last_taken and not self._averaging.under_way:
+        if not self._averaging.side.last_taken and not self._averaging.under_way:
             await self._averaging.step_alone()

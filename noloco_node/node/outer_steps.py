@@ -18,10 +18,9 @@ from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
-from noloco_node.peers.probation import Ending
 from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.state_transfer.messages import StateManifest
-from noloco_node.telemetry.events import OuterStep, ProbationEnded
+from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Pace, Progress
 from noloco_node.transport.errors import Refused, TransportError
 
@@ -53,8 +52,6 @@ class OuterSteps:
         self._copier = copier
         self._pace = pace
         self._behind = behind
-        self.last_taken = False
-        """The last outer step, of the whole stage, is done."""
         self.relayed: Callable[[], Collection[PeerId]] = frozenset
         """Peers that are connected through relays only, as of now."""
         self._book = context.transport.peer_stats.book
@@ -103,7 +100,7 @@ class OuterSteps:
             next_try=next_try,
             last_round=last_round,
             behind=self._behind.stands_back,
-            last_done=self.last_taken,
+            last_done=self._side.last_taken,
             weigh=self._weights,
         )
 
@@ -122,28 +119,10 @@ class OuterSteps:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
         self._behind.look()
-        self.begin_on_probation()
+        self._averaging.begin_on_probation()
         logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
         rate, seconds = self._worker.current_learning_rate(), ambient.monotonic() - started
         self._emit(_caught_up_event(partner, self._worker.progress, manifest, rate, seconds))
-
-    def begin_on_probation(self) -> None:
-        """The state is a stage peer's copy."""
-        self._side.partners.forget_distances()
-        self._standing.begin(self._worker.progress.steps)
-
-    def probation_ended(self, reason: Ending, steps: int) -> None:
-        """The copy counts in averages from now on; `steps` inner steps were taken until then."""
-        self._emit(ProbationEnded(reason=reason, steps=steps))
-
-    def taken(self, event: OuterStep) -> None:
-        """An outer step was committed, or an exchange that was agreed came to nothing."""
-        if self._side.last_round and event.kind != "aborted" and event.fragment is None:
-            self.last_taken = True
-        if event.kind == "paired" and event.partner is not None:
-            carried, known = event.bytes_sent + event.bytes_received, self._side.partners
-            known.exchanged(PeerId(event.partner), event.seconds, carried, ambient.monotonic())
-        self._emit(event)
 
 
 def _caught_up_event(

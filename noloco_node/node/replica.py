@@ -147,12 +147,7 @@ class Replica:
         self._clocks = self._make_clocks()
         self._behind = FarBehind(self._clocks)
         self.pipeline = Pipeline(context, stage, samples, ledger or Ledger(), self._behind)
-        self.averaging = Averaging(
-            context,
-            self._clocks,
-            on_outer_step=lambda event: self.outer_steps.taken(event),
-            on_probation_end=lambda reason, steps: self.outer_steps.probation_ended(reason, steps),
-        )
+        self.averaging = Averaging(context, self._clocks)
         self.state_transfer = StateTransfer(context, self._clocks.not_beyond, relayed)
         self._served: list[Withdraw] = []
         self.participants = (self._neighbourhood, self.pipeline, self.averaging, self.state_transfer)
@@ -208,7 +203,6 @@ class Replica:
             self.context,
             self.membership,
             self.averaging,
-            self.outer_steps,
             self.end,
             self.missing,
             origin=self.pipeline.origin,
@@ -247,7 +241,7 @@ class Replica:
     def begins_as_copy(self) -> None:
         """Its state is a stage peer's: it begins on probation, and the run has begun."""
         self.begins_late()
-        self.outer_steps.begin_on_probation()
+        self.averaging.begin_on_probation()
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""

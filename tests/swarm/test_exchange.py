@@ -333,7 +333,7 @@ async def test_fragments_find_partners_of_their_own() -> None:
         for fragment, is_the_last in ((0, False), (None, True)):
             assert await first.averaging.dial(peer_name(0, 1), fragment)
             await eventually(lambda: not any(replica.averaging.under_way for replica in made.replicas))
-            assert ending.outer_steps.last_taken is is_the_last, "only the whole is a last outer step"
+            assert ending.averaging.side.last_taken is is_the_last, "only the whole is a last outer step"
         assert ending.worker.progress.steps_since_outer == (0, 0)
         assert [event.fragment for event in outer_steps(made, 0, "paired")] == [0, 1, 0, None]
 
