@@ -7,12 +7,10 @@ relative to the stages' mean, strength is capacity × work: a node keeps its str
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from statistics import NormalDist, median
+from statistics import median
 
 from noloco_node.directory.buckets import TARGET
 from noloco_node.directory.live_estimate import WELCOME_SHARE, is_there, sampled_share, unasked_share
@@ -23,8 +21,9 @@ from noloco_node.peers.stats import PeerStats
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 
-SHORTAGE = 0.03
-"""Nobody moves while the poorest stage is within this of what a perfect division would give every stage."""
+SHORTAGE, SHORTAGE_IN_PART = 0.03, 0.2
+"""Nobody moves to a stage that is within the first part of what a perfect division would give every stage. The second
+holds if one of the stages is seen in part: by chance a sample of 128 nodes is off by a tenth."""
 DAMPING = 0.5
 """Share of a stage's surplus that moves at each look, on average: views are stale, and all look at the same time."""
 CLEAR_GAIN = 0.5
@@ -32,13 +31,6 @@ CLEAR_GAIN = 0.5
 ABOUT_AS_POOR = 1.25
 """A joiner whose line has a bound takes stages for equals up to so many times the least throughput. Without it the line
 would decide only where nobody serves yet."""
-BY_CHANCE = 0.134
-"""The chance that any of the other stages that are seen in part looks poor though none is. It is divided among them
-(Bonferroni): 1.5 standard deviations for two or fewer, 2.4 for sixteen. The more a stage lacks beyond, the more go
-there."""
-PRIOR_SERVERS = 4
-"""A sample is taken to hold so many more nodes, as unlike each other as their mean is large. A few nodes may be alike
-by chance."""
 RESCUE_SLOT_SECONDS = 5.0
 """Each next candidate waits so many seconds longer before it moves to a lost stage: long enough to see that another
 did."""
@@ -56,8 +48,6 @@ class Server:
     """The stage of which it keeps a copy."""
     stands_for: float = 1.0
     """So many of its stage, where only a sample of that is seen."""
-    error: float = 0.0
-    """The relative error of the strength of its stage, as a sample tells it, one standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +58,8 @@ class Supply:
     """Sum over its nodes, those on their way included."""
     work: tuple[float, ...]
     """Relative work for a token."""
-    errors: tuple[float, ...] = ()
-    """Standard deviations of `strength`; empty where everybody is seen."""
+    in_part: bool = False
+    """Whether a stage is seen in part."""
 
     @property
     def throughput(self) -> list[float]:
@@ -81,33 +71,10 @@ class Supply:
         """Tokens/s of every stage if strength could be divided at will: no assignment gives the swarm more."""
         return sum(self.strength) / sum(self.work)
 
-    def clear_share(self, poor: int) -> float:
-        """The share of a stage's shortage that is no matter of chance; 1 if the stage is seen whole. The shortage is
-        beside an even division."""
-        if not self.errors:
-            return 1.0
-        part = self.work[poor] / sum(self.work)
-        others = sum(error > 0.0 for s, error in enumerate(self.errors) if s != poor)
-        deviation = math.hypot(*(error * (part - (s == poor)) for s, error in enumerate(self.errors)))
-        doubt = _significant_deviations(others) * deviation
-        lack = self.level * self.work[poor] - self.strength[poor]
-        return max(0.0, 1.0 - doubt / lack) if lack > 0.0 else 0.0
-
-
-@lru_cache
-def _significant_deviations(others: int) -> float:
-    """Standard deviations that a stage must lack, beside so many `others` that are seen in part: see `BY_CHANCE`."""
-    return NormalDist().inv_cdf(1.0 - BY_CHANCE / max(2, others))
-
-
-def sample_error(seen: int, total: float, squares: float, number: float, number_error: float) -> float:
-    """The relative standard deviation of a stage's strength. `number` nodes (known to `number_error`) are taken to be
-    like the `seen` ones. These were drawn at random, and their strengths have this `total` and sum of `squares`."""
-    if not seen or total <= 0.0:
-        return 1.0
-    unlike = max(0.0, squares * seen / total**2 - 1.0)
-    unlike = (seen * unlike + PRIOR_SERVERS) / (seen + PRIOR_SERVERS)
-    return math.sqrt(number_error**2 + unlike / seen * max(0.0, 1.0 - seen / number))
+    def poor(self) -> list[int]:
+        """The stages that lack something beside an even division."""
+        enough = (1.0 - (SHORTAGE_IN_PART if self.in_part else SHORTAGE)) * self.level
+        return [stage for stage, throughput in enumerate(self.throughput) if throughput < enough]
 
 
 def servers_of(
@@ -150,7 +117,7 @@ def _servers_of_stage(
 ) -> list[Server]:
     """The nodes of one stage that are there, with their strengths, and how many of its `rows` and of others each stands
     for."""
-    scale, each, error = view.scale(stage), view.scale(stage).each, 0.0
+    each = view.scale(stage).each
     unsure = list[PeerId]()
     if (each > 1.0 or len(rows) > TARGET) and len(there) < len(rows):
         answering = {r.peer_id for r, _ in there}
@@ -158,15 +125,12 @@ def _servers_of_stage(
         unsure = [peer for peer in others if known.unsure(peer, stage)]
     if not there and each > 1.0:
         # Nobody of these was asked yet: it says no more of the stage than that they may be on their way there.
-        return [Server(peer, stage, usual, present=False, stands_for=each, error=1.0) for peer in unsure]
+        return [Server(peer, stage, usual, present=False, stands_for=each) for peer in unsure]
     if unsure and there:
         asked = len(rows) - len(unsure)
         share = unasked_share(asked, len(there)) if each > 1.0 else sampled_share(asked, len(there))
         each *= 1.0 + len(unsure) * share / len(there)
-    if each > 1.0:
-        total, squares = math.fsum(s for _, s in there), math.fsum(s * s for _, s in there)
-        error = sample_error(len(there), total, squares, each * len(there), scale.error)
-    return [Server(PeerId(r.peer_id), stage, s, r.state in SERVING, r.guards, each, error) for r, s in there]
+    return [Server(PeerId(r.peer_id), stage, s, r.state in SERVING, r.guards, each) for r, s in there]
 
 
 def as_far_trained(stage_peers: Sequence[PeerId], clocks: Mapping[PeerId, float], least: float) -> list[PeerId]:
@@ -197,12 +161,10 @@ def usual_strength(servers: Sequence[Server]) -> float:
 
 def supply_of(servers: Sequence[Server], work: Sequence[float]) -> Supply:
     """Sum the nodes up by stage."""
-    totals, errors = [0.0] * len(work), [0.0] * len(work)
+    totals = [0.0] * len(work)
     for server in servers:
         totals[server.stage] += server.strength * server.stands_for
-        errors[server.stage] = max(errors[server.stage], server.error)
-    known = tuple(error * total for error, total in zip(errors, totals, strict=True))
-    return Supply(tuple(totals), tuple(work), known if any(known) else ())
+    return Supply(tuple(totals), tuple(work), any(server.stands_for > 1.0 for server in servers))
 
 
 def choose_stage(
@@ -259,33 +221,16 @@ def plan_move(
 
     Each node of a stage with a surplus moves with a probability by which half of the surplus moves on average. It goes
     to a poor stage drawn by how much it lacks. Thousands that decide alone, on views that are old, therefore move about
-    as many as are needed. None moves if the poorer of the two stages would gain less than half of what it brings. For
-    stages that are seen in part, it moves the more rarely the more of their difference may be chance.
+    as many as are needed. None moves if the poorer of the two stages would gain less than half of what it brings.
     """
-    level, throughput = supply.level, supply.throughput
+    level = supply.level
     surplus = supply.strength[own_stage] - level * supply.work[own_stage]
-    if surplus <= 0.0 or min(throughput) >= (1.0 - SHORTAGE) * level:
+    if surplus <= 0.0 or rng.random() >= DAMPING * surplus / supply.strength[own_stage]:
         return None
-    if rng.random() >= DAMPING * surplus / supply.strength[own_stage]:
-        return None
-    poor = poor_stages(supply, own_stage, own_strength, fitting)
+    poor = [s for s in supply.poor() if s in fitting and worth_moving(supply, own_stage, own_strength, s)]
     if not poor:
         return None
-    lacks = [level * supply.work[stage] - supply.strength[stage] for stage in poor]
-    chosen = rng.choices(poor, weights=[max(lack, 1e-9 * level) for lack in lacks])[0]
-    clear = supply.clear_share(chosen)
-    return chosen if clear >= 1.0 or rng.random() < clear else None
-
-
-def poor_stages(supply: Supply, own_stage: int, own_strength: float, fitting: Collection[int]) -> list[int]:
-    """Stages that gain by this node's move, and lack more than chance explains."""
-    return [
-        stage
-        for stage in sorted(fitting)
-        if stage != own_stage
-        and worth_moving(supply, own_stage, own_strength, stage)
-        and supply.clear_share(stage) > 0.0
-    ]
+    return rng.choices(poor, weights=[level * supply.work[stage] - supply.strength[stage] for stage in poor])[0]
 
 
 def worth_moving(supply: Supply, own_stage: int, own_strength: float, to: int) -> bool:

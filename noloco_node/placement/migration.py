@@ -1,93 +1,24 @@
 """When a node moves to another stage: one node's standing decision, a pure function of what it sees, time and chance.
 
 Two reasons: another stage is poor for its work (rare, damped, after a long stay), or it has lost its last node (soon).
-Several looks at stages that are seen in part tell more than one.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from noloco_node.directory.buckets import KEPT, SAMPLED_AGAIN
-from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.balancing import (
     Server,
-    Supply,
     plan_move,
-    poor_stages,
     rescue_rank,
     rescue_wait,
     supply_of,
     unserved_stages,
     worth_moving,
 )
-
-RECOUNTED = KEPT * SAMPLED_AGAIN
-"""After so many record lives a stage's number is that of other buckets. Within that time no look is a wholly new one,
-whichever peers are seen."""
-
-
-@dataclass(slots=True)
-class _StageSeen:
-    """What was seen of one stage."""
-
-    looks: int = 0
-    strength: float = 0.0
-    """Sum over the looks."""
-    variance: float = 0.0
-    independent: float = 0.0
-    """So many looks that have nothing in common would tell as much."""
-    peers: frozenset[PeerId] = frozenset()
-    at: float = -math.inf
-
-
-@dataclass(slots=True)
-class SupplyHistory:
-    """What one node has seen of all stages since it began. Times are seconds on a clock that never goes back."""
-
-    record_seconds: float
-    """Life of a record."""
-    _began: float | None = None
-    _stages: dict[int, _StageSeen] = field(default_factory=dict[int, _StageSeen])
-
-    def age(self, now: float) -> float:
-        """Seconds since the first look."""
-        return now - self._began if self._began is not None else 0.0
-
-    def look(self, now: float, servers: Sequence[Server], work: Sequence[float]) -> Supply:
-        """What the stages have by this look and those before; a stage that is seen whole as it is now."""
-        supply = supply_of(servers, work)
-        self._began = now if self._began is None else self._began
-        if not supply.errors:
-            self._stages.clear()
-            return supply
-        strengths, errors = list(supply.strength), list(supply.errors)
-        for stage, error in enumerate(supply.errors):
-            if error <= 0.0:
-                self._stages.pop(stage, None)
-                continue
-            seen = self._stages.setdefault(stage, _StageSeen())
-            peers = frozenset(server.peer for server in servers if server.stage == stage)
-            since = (now - seen.at) / (RECOUNTED * self.record_seconds)
-            _take(seen, peers, supply.strength[stage], error, since)
-            seen.at = now
-            strengths[stage] = seen.strength / seen.looks
-            errors[stage] = math.sqrt(seen.variance / seen.looks / seen.independent)
-        return Supply(tuple(strengths), supply.work, tuple(errors))
-
-
-def _take(seen: _StageSeen, peers: frozenset[PeerId], strength: float, error: float, since: float) -> None:
-    fresh = min(since, len(peers - seen.peers) / max(1, len(peers)))
-    seen.independent += fresh if seen.looks else 1.0
-    seen.looks += 1
-    seen.strength += strength
-    seen.variance += error * error
-    seen.peers = peers
-
 
 LOOKS_A_STAY = 20
 """A node looks so many times for a poorer stage within the shortest stay; a decision waits up to the time between two
@@ -138,10 +69,8 @@ class Relocation:
     _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _shut: int | None = field(default=None, init=False)
-    _supply_history: SupplyHistory = field(init=False)
 
     def __post_init__(self) -> None:
-        self._supply_history = SupplyHistory(self.standing.confirm_seconds)
         self._next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
 
     @property
@@ -199,7 +128,7 @@ class Relocation:
     def _balance(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
         if now < self._next_look:
             return None
-        supply = self._supply_history.look(now, [*others, here], self.standing.work)
+        supply = supply_of([*others, here], self.standing.work)
         planned, self._planned = self._planned, None
         pause = self.standing.stay_seconds * self._pause
         fitting = [stage for stage in self.standing.fitting if stage not in lost]
@@ -207,10 +136,6 @@ class Relocation:
         if due is not None and worth_moving(supply, here.stage, here.strength, due):
             return Move(due, "poor")
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)
-        told = bool(poor_stages(supply, here.stage, here.strength, fitting))
-        if told or self._supply_history.age(now) >= self.standing.stay_seconds:
-            # By what it saw a node draws once: at each look anew, and all would go before one sees that some went.
-            self._supply_history = SupplyHistory(self.standing.confirm_seconds)
         if target is None:
             self._next_look = now + pause * self.rng.uniform(0.5, 1.5)
         else:
