@@ -68,7 +68,6 @@ class NodeStats:
                 bytes_received=_bytes_by_kind(traffic.received),
                 bytes_nearby=traffic.nearby,
                 nodes_per_stage=self._membership.nodes_per_stage(),
-                replicas_error=self._membership.replicas().error,
                 missing_stages=self._missing.stages,
                 loop_lag_seconds=self.lag.take(),
                 busy_seconds=self._worker.busy_seconds,

@@ -292,8 +292,7 @@ def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
         yield f"progress            the run is over: {account.target:,} tokens; its clock stood at {account.clock:,.0f}"
     elif account is not None:
         yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({_share(account)})"
-        known = f"; its own stage's to {account.replicas_error:.0%}" if account.replicas_error >= 0.005 else ""
-        yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them{known}"
+        yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them"
     if step is not None:
         yield f"  training loss     {step.loss:.4f} nats/token at inner step {step.step}"
     if loss is not None:

@@ -20,7 +20,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from statistics import median
@@ -73,15 +72,6 @@ class Place(NamedTuple):
     bucket: int
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """How many records a stage has."""
-
-    number: float
-    error: float = 0.0
-    """Relative, one standard deviation; 0 where all are seen."""
-
-
 @lru_cache(maxsize=16_384)
 def prefix_of(peer: PeerId) -> int:
     """The first 32 bits of the hash that names a peer's buckets."""
@@ -129,24 +119,14 @@ def level_behind(prefixes: Collection[int]) -> int:
     return 0
 
 
-def estimated(densities: Sequence[float], counts: Sequence[int], buckets: int) -> Estimate:
-    """The number that some of so many `buckets` speak for, and its error.
+def bounded_mean(densities: Sequence[float]) -> float:
+    """The number that some buckets speak for: their mean, which each moves by at most its share of 0.375 of the middle.
 
-    The number is their mean; each bucket moves it by no more than its share of 0.375 of the middle one. Of four buckets
-    that are all read the middle alone would be off by 4 to 5 %, for every node alike. The error is what such counts
-    vary by chance, or what these vary, whichever is more. It covers the buckets that were not read, and at least one of
-    them.
+    Of four buckets that are all read the middle alone would be off by 4 to 5 %, for every node alike.
     """
     middle = median(densities)
-    if middle <= 0.0:
-        return Estimate(0.0, 1.0)
     least, most = LEAST_OF_MIDDLE * middle, MOST_OF_MIDDLE * middle
-    number = sum(min(most, max(least, density)) for density in densities) / len(densities)
-    chance = 1.0 / math.sqrt(max(1.0, median(counts)))
-    # Of normal counts the standard deviation is so many times the median absolute deviation.
-    seen = 1.4826 * median(abs(density - middle) for density in densities) / middle
-    unread = math.sqrt(max(1.0 / buckets, 1.0 - len(densities) / buckets))
-    return Estimate(number, unread * max(chance, seen) / math.sqrt(len(densities)))
+    return sum(min(most, max(least, density)) for density in densities) / len(densities)
 
 
 class BucketLook(NamedTuple):
@@ -202,22 +182,21 @@ class StageLevel:
         self._doubted_for = 0
 
     @property
-    def estimate(self) -> Estimate:
-        """How many records the stage has."""
+    def number(self) -> float:
+        """An estimate of the records of the stage; exact at level 0."""
         if not self._counts:
-            return Estimate(0.0, 1.0)
+            return 0.0
         if self.level == 0:
             latest = self._counts[-1]
-            return Estimate(float(latest.records << latest.level))
+            return float(latest.records << latest.level)
         counts = [min(look.records, CROWDED) if look.level else look.records for look in self._counts]
-        densities = [float(count << look.level) for count, look in zip(counts, self._counts, strict=True)]
-        return estimated(densities, counts, 1 << self.level)
+        return bounded_mean([float(count << look.level) for count, look in zip(counts, self._counts, strict=True)])
 
     @property
     def fullness(self) -> float:
         """Records that the middle one of the latest buckets of this level held."""
         if not self._here:
-            return self.estimate.number / (1 << self.level)
+            return self.number / (1 << self.level)
         ordered = self._latest
         return ordered[len(ordered) // 2]
 

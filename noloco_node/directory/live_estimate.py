@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from noloco_node import ambient
-from noloco_node.directory.buckets import Estimate
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import QUIET_PAUSES
@@ -80,12 +79,6 @@ def unasked_share(asked: int, there: int) -> float:
     Few of its peers have been asked when another part is seen.
     """
     return there / asked if 0 < asked < SAMPLE else sampled_share(asked, there)
-
-
-def share_error(number: float, rows: int) -> float:
-    """Relative standard deviation, by chance, of the share of a larger stage that counts, where of so many `rows` of it
-    `number` do."""
-    return math.sqrt(max(0.0, 1.0 - number / rows) / max(1.0, number))
 
 
 def count(working: float, first: float, later: Sequence[tuple[float, float]], first_share: float) -> float:
@@ -162,25 +155,20 @@ class LiveReplicaEstimate:
             return False
         return self._stands_still(seen)
 
-    def replicas(
-        self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False
-    ) -> Estimate:
-        """An estimate of the replicas of the stage that train, this one included, and its error.
+    def replicas(self, answering: Iterable[PeerId], unsure: Iterable[PeerId] = (), *, sampled: bool = False) -> float:
+        """An estimate of the replicas of the stage that train, this one included.
 
         The `answering` peers answer; it is not known whether the `unsure` ones do. In a stage that is `sampled` a
         peer's coming does not say how long it has been there. All that have shown nothing yet then count alike, at most
         with the share of peers that worked when they had their chance. A peer whose clock was not watched for long
-        counts at most with the share of watched peers whose clock moved. The error is half of what the partly counted
-        peers would add.
+        counts at most with the share of watched peers whose clock moved.
         """
         working, first, later, shares = 0.0, 0.0, list[tuple[float, float]](), dict[float, float]()
         moving = self._moving_share() if sampled else 1.0
         called, uncalled = dict.fromkeys(answering, 1.0), self._sampled(unsure)
-        could = 1.0
         for peer, there in (called | uncalled).items():
             if self.idles(peer):
                 continue
-            could += 1.0
             seen = self._seen.get(peer)
             if self._known.has_worked(peer):
                 working += there
@@ -195,8 +183,7 @@ class LiveReplicaEstimate:
         share = self._welcome_share(-math.inf, from_the_start=True) if first else 0.0
         if (sampled or self._was_in_part) and share:
             share = min(share, self._proven_share(working))
-        number = count(working, first, later, share)
-        return Estimate(number, max(0.0, could - number) / 2 / number)
+        return count(working, first, later, share)
 
     def _proven_share(self, working: float) -> float:
         """The share that worked of the peers that had their chance to work with this replica."""

@@ -15,8 +15,8 @@ from statistics import median_low
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
-from noloco_node.directory.buckets import PREFIX_BITS, Estimate, prefix_of
-from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, share_error, unasked_share
+from noloco_node.directory.buckets import PREFIX_BITS, prefix_of
+from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, unasked_share
 from noloco_node.directory.records import (
     LOOK_AGAIN_SECONDS,
     NOTHING_SHOWN,
@@ -182,7 +182,7 @@ class Membership:
         """Stage peers that count as replicas beside this one: as many as `live_estimate` says, those first that have
         worked."""
         stage_peers = [peer for peer in self.stage_peers(*SERVING) if not self._heads.idles(peer)]
-        many = round(self._heads.replicas(stage_peers, sampled=self.scale(self.stage) > 1.0).number) - 1
+        many = round(self._heads.replicas(stage_peers, sampled=self.scale(self.stage) > 1.0)) - 1
         return sorted(stage_peers, key=lambda peer: (not self._heads.works(peer), peer))[:many]
 
     def _once_met(self, peer: PeerId) -> bool:
@@ -233,14 +233,6 @@ class Membership:
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`live_estimate`). Where
         only a sample is seen, as many as its records stand for, at the share of them that counts."""
-        return round(self.replicas().number)
-
-    def replicas(self) -> Estimate:
-        """The number of replicas with its error.
-
-        The error is that of the number of records, of the share of them that counts, and of the sample in which that
-        was found.
-        """
         answering, unsure, left_out = list[PeerId](), list[PeerId](), list[PeerId]()
         unproven = self._directory.view.unproven_of(self.stage)
         records = self.live(self.stage, PeerState.TRAINING)
@@ -258,12 +250,9 @@ class Membership:
                 unsure.append(peer)
         if len(records) - len(left_out) < SAMPLE:  # too few have been asked to speak for the others
             unsure, left_out = unsure + left_out, []
-        scale = self._directory.view.scale(self.stage)
-        seen = self._heads.replicas(answering, unsure, sampled=scale.each > 1.0)
-        rows = max(1, len(records) - len(left_out))
-        drawn = share_error(seen.number, rows) if scale.each > 1.0 else 0.0
-        number = 1.0 + (seen.number - 1.0) * scale.each * len(records) / rows
-        return Estimate(number, math.hypot(scale.error, seen.error, drawn))
+        each = self.scale(self.stage)
+        seen = self._heads.replicas(answering, unsure, sampled=each > 1.0)
+        return round(1.0 + (seen - 1.0) * each * len(records) / max(1, len(records) - len(left_out)))
 
     def scale(self, stage: int) -> float:
         """For how many of a stage each peer that is seen of it stands."""

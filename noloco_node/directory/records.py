@@ -141,8 +141,8 @@ class Scale(NamedTuple):
 
     each: float = 1.0
     """1 where all are seen."""
-    error: float = 0.0
-    """Relative, one standard deviation."""
+    whole: bool = True
+    """Whether all records of the stage are in the view."""
 
 
 EVERYBODY = Scale()
@@ -201,7 +201,7 @@ class DirectoryView:
     def number(self, stage: int, now: float, *states: PeerState) -> int:
         """The number of records of `stage` that live at DHT time `now` in one of `states` (see `live`).
 
-        It is an estimate if only a sample of them is here (`scale` says its error).
+        It is an estimate if only a sample of them is here.
         """
         return round(len(self.live(stage, now, *states)) * self.scale(stage).each)
 

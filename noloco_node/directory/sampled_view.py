@@ -180,7 +180,7 @@ class SampledView:
     def to_read(self, now: float) -> list[Place]:
         """What to read at this look; of some only a few rows (`followed_at`)."""
         sampled = any(each.level.level for each in self._stages)
-        whole = not sampled and sum(each.level.estimate.number for each in self._stages if each.level.read) <= WHOLE
+        whole = not sampled and sum(each.level.number for each in self._stages if each.level.read) <= WHOLE
         far = [] if whole or self._own is None else [s for s in range(len(self._stages)) if not self._near(s)]
         turn = self._far.begin(far, now, self._life)
         wanted: list[Place] = []
@@ -386,10 +386,11 @@ def _since(at: float, now: float) -> float:
 
 
 def _scale(each: _Stage, rows: _Rows, now: float) -> Scale:
-    seen, estimate = sum(row.expires > now for row in rows.values()), each.level.estimate
+    seen = sum(row.expires > now for row in rows.values())
     if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: all that are there are seen
-        return Scale(error=estimate.error) if each.crowded else Scale()
-    return Scale(max(1.0, estimate.number * each.share / seen), estimate.error)
+        return Scale(whole=not each.crowded)
+    stands_for = max(1.0, each.level.number * each.share / seen)
+    return Scale(stands_for, whole=each.level.level == 0 and stands_for == 1.0)
 
 
 def _any_lives(rows: _Rows, now: float) -> bool:

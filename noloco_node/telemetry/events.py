@@ -250,8 +250,6 @@ class Account(Event):
     """Of both, what stayed on this machine, between nodes of one user: it crossed no line."""
     nodes_per_stage: list[int]
     """Live nodes as this one sees them."""
-    replicas_error: float = 0.0
-    """Relative, of the number of its own stage's replicas."""
     missing_stages: list[int] = []
     """Stages that nobody serves: microbatches are held back for them."""
     loop_lag_seconds: float

@@ -90,4 +90,4 @@ class BucketWorld:
     def rms_error(self) -> float:
         """The relative error of all nodes' estimates."""
         many = len(self.nodes)
-        return (sum((node.level.estimate.number / many - 1.0) ** 2 for node in self.nodes) / many) ** 0.5
+        return (sum((node.level.number / many - 1.0) ** 2 for node in self.nodes) / many) ** 0.5
