@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.averaging.messages import PROPOSE
+from noloco_node.averaging.session import PROPOSE
 from noloco_node.directory.records_call import RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checkpointing import CheckpointKeeper

@@ -10,7 +10,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.averaging.engagement import DIALLED, Change, Phase
 from noloco_node.averaging.matchmaking import answer_proposal
-from noloco_node.averaging.messages import (
+from noloco_node.averaging.session import (
     CHUNK,
     LEAVE,
     OPEN,
@@ -20,9 +20,13 @@ from noloco_node.averaging.messages import (
     LeaveExchange,
     Opening,
     Proposal,
+    Session,
     check_proposal,
+    failure_of,
+    opened_late,
+    opening_of,
+    overdue,
 )
-from noloco_node.averaging.session import Session, failure_of, opened_late, opening_of, overdue
 from noloco_node.averaging.side import Side
 from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId

@@ -23,10 +23,14 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.aio import run_to_end
 from noloco_node.averaging.engagement import Change, Phase
-from noloco_node.averaging.messages import CHUNK, OPEN, PROPOSE, ChunkHeader, Proposal
 from noloco_node.averaging.responder import Responder
 from noloco_node.averaging.session import (
+    CHUNK,
     NOBODY,
+    OPEN,
+    PROPOSE,
+    ChunkHeader,
+    Proposal,
     Session,
     failure_of,
     opening_of,

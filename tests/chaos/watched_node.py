@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
-from noloco_node.averaging import messages as exchange_messages
+from noloco_node.averaging import session as exchange_messages
 from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import DirectoryView

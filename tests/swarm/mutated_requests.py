@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.accounting import receipts
-from noloco_node.averaging import messages as exchange_messages
+from noloco_node.averaging import session as exchange_messages
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.directory import records_call, signed_end
 from noloco_node.pipeline import inference

@@ -19,8 +19,7 @@ from noloco_node.averaging.engagement import (
     Phase,
     after,
 )
-from noloco_node.averaging.messages import LEAVE, PROPOSE, Acceptance, LeaveExchange, Proposal
-from noloco_node.averaging.session import Session
+from noloco_node.averaging.session import LEAVE, PROPOSE, Acceptance, LeaveExchange, Proposal, Session
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import NOTHING, Nothing, call, on
 from noloco_node.transport.memory import MemoryTransport

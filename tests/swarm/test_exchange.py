@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import aio
-from noloco_node.averaging import messages as exchange
-from noloco_node.averaging import session as exchange_session
+from noloco_node.averaging import session as exchange
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.node.replica import Replica
@@ -149,7 +148,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
 ) -> None:
     """Its snapshot is of before: each side would move by half of what the partner has trained since (a hunt's seed
     2225 went past the target by that). Both sides give it up, and the next one is as ever."""
-    monkeypatch.setattr(exchange_session, "STALE_SECONDS", 0.0)
+    monkeypatch.setattr(exchange, "STALE_SECONDS", 0.0)
     async with trained_replicas(RULE, (4, 4), patience=60.0) as made:
         left, right = made.replicas
         held, release = asyncio.Event(), asyncio.Event()
@@ -163,7 +162,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
         async with asyncio.timeout(60):
             await held.wait()
         assert right.pipeline.origin is not None
-        for _ in range(exchange_session.STALE_WINDOWS * RULE.inner_steps + 1):
+        for _ in range(exchange.STALE_WINDOWS * RULE.inner_steps + 1):
             await right.pipeline.origin.train_one()
         before = [await state_of(replica) for replica in (left, right)]
         release.set()
@@ -179,9 +178,9 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
 )
 def test_an_opening_is_late_by_time_and_by_steps(seconds: float, steps: int, late: bool) -> None:
     """Many quick steps fit between two answers, few slow ones into a long wait."""
-    session = exchange_session.Session("x", peer_name(0, 1), "dialled", None, Part(0, 8), started=100.0)
+    session = exchange.Session("x", peer_name(0, 1), "dialled", None, Part(0, 8), started=100.0)
     session.agreed(7, 1, 1, gives_only=False)
-    assert (exchange_session.opened_late(session, 100.0 + seconds, 7 + steps, 2) is not None) is late
+    assert (exchange.opened_late(session, 100.0 + seconds, 7 + steps, 2) is not None) is late
 
 
 async def test_a_commit_is_waited_for_however_often_its_owner_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,9 +564,9 @@ async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturb
 def test_on_a_slow_link_chunks_go_one_by_one() -> None:
     """Each must arrive within the deadline, so they must not share too little bandwidth; on a quick link all streams
     are used."""
-    assert exchange_session.streams_for(0.02, 20.0, 4) == 4
-    assert exchange_session.streams_for(3.0, 20.0, 4) == 3
-    assert exchange_session.streams_for(16.0, 20.0, 4) == exchange_session.streams_for(1000.0, 20.0, 4) == 1
-    assert exchange_session.streams_for(0.0, 20.0, 64) == 64
+    assert exchange.streams_for(0.02, 20.0, 4) == 4
+    assert exchange.streams_for(3.0, 20.0, 4) == 3
+    assert exchange.streams_for(16.0, 20.0, 4) == exchange.streams_for(1000.0, 20.0, 4) == 1
+    assert exchange.streams_for(0.0, 20.0, 64) == 64
     for seconds in (0.1, 1.0, 2.5, 4.0, 9.9):
-        assert exchange_session.streams_for(seconds, 20.0, 64) * seconds <= 10.0, "together they take half the deadline"
+        assert exchange.streams_for(seconds, 20.0, 64) * seconds <= 10.0, "together they take half the deadline"

@@ -9,7 +9,7 @@ import torch
 
 from noloco_node import finite
 from noloco_node.aio import cancel_and_wait
-from noloco_node.averaging import messages as exchange
+from noloco_node.averaging import session as exchange
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec
 from noloco_node.identity.peer_id import PeerId

@@ -26,7 +26,7 @@ from torch import Tensor
 from noloco_node import peer_table
 from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import ContributionFile, Receipt, statement_text
-from noloco_node.averaging import messages as exchange
+from noloco_node.averaging import session as exchange
 from noloco_node.averaging.engagement import Phase
 from noloco_node.bootstrap import dial_back, spec_fetch
 from noloco_node.config.node_settings import NodeSettings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hivemind.proto import dht_pb2
 
-from noloco_node.averaging.messages import LEAVE, PROPOSE, LeaveExchange, Proposal
+from noloco_node.averaging.session import LEAVE, PROPOSE, LeaveExchange, Proposal
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.directory.dht_node import MOST_CALL_BACKS, node_id_of
 from noloco_node.directory.health_checks import HealthChecks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from noloco_node.averaging import messages as exchange
-from noloco_node.averaging.messages import LeaveExchange
+from noloco_node.averaging import session as exchange
+from noloco_node.averaging.session import LeaveExchange
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.keys import load_or_create_identity

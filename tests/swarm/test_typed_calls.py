@@ -15,7 +15,7 @@ import torch
 
 from noloco_node.accounting.receipts import RECEIPT, open_receipts
 from noloco_node.accounting.statements import Receipt, statement_text
-from noloco_node.averaging import messages as exchange
+from noloco_node.averaging import session as exchange
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.identity.peer_id import PeerId

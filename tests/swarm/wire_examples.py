@@ -18,7 +18,7 @@ from torch import Tensor
 import noloco_node
 from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import Receipt, statement_text
-from noloco_node.averaging import messages as exchange_messages
+from noloco_node.averaging import session as exchange_messages
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.directory import records_call, signed_end
 from noloco_node.identity.invitations import Grant, Proof

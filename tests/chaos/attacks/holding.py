@@ -7,7 +7,7 @@ import asyncio
 
 import torch
 
-from noloco_node.averaging import messages as exchange_messages
+from noloco_node.averaging import session as exchange_messages
 from tests.chaos.attacks.life import Life, Victim
 from tests.chaos.attacks.visits import (
     ANSWER_BYTES,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from noloco_node.averaging import messages as exchange_messages
+from noloco_node.averaging import session as exchange_messages
 from noloco_node.bootstrap import hello
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch

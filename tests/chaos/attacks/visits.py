@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import torch
 
-from noloco_node.averaging import messages as exchange_messages
+from noloco_node.averaging import session as exchange_messages
 from noloco_node.averaging.session import opening_specs
 from noloco_node.directory import records_call
 from noloco_node.identity.peer_id import PeerId

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from noloco_node.averaging import messages as exchange_messages
+from noloco_node.averaging import session as exchange_messages
 from noloco_node.exporting.card import NAME as CARD
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import copy_fetch
