@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Two nodes must share this to talk at all; every handshake compares it, every incompatible change raises it."""

@@ -159,9 +159,9 @@ def test_a_card_is_judged_without_the_runs_text(
 
 def test_guard_copies_of_one_stage_are_said_to_do_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody serves another stage that could keep them."""
-    arguments = ["config", "validate", str(MICRO), "--set", "run.guard_copies=1", "--set"]
+    arguments = ["config", "validate", str(MICRO), "--set", "run.standby_copies=1", "--set"]
     assert cli.main([*arguments, "run.model.stages=1"]) == 0
-    assert "note: run.guard_copies is 1, and does nothing with one stage" in capsys.readouterr().out
+    assert "note: run.standby_copies is 1, and does nothing with one stage" in capsys.readouterr().out
     assert cli.main([*arguments, "run.model.stages=2"]) == 0
     assert "does nothing" not in capsys.readouterr().out
 

@@ -107,7 +107,7 @@ async def test_who_leaves_a_stage_alone_is_told_as_far_as_answers_tell() -> None
         warning = last_of_stage(leaver.membership, lambda peer: peer not in stage_peers, 0)
         assert warning is not None
         assert "THE LAST REPLICA OF STAGE 1 LEAVES" in warning.detail
-        assert "run.guard_copies is 0" in warning.detail
+        assert "run.standby_copies is 0" in warning.detail
         kept = last_of_stage(leaver.membership, lambda peer: peer not in stage_peers, 1)
         assert kept is not None
         assert "copies that nodes of other stages keep" in kept.detail
@@ -136,7 +136,7 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
     monkeypatch.setattr(custody, "HOLDER_SECONDS", 5.0 if comes_back else 0.1)
     monkeypatch.setattr(custody, "LOOK_SECONDS", 0.05)
     warnings: list[Warned] = []
-    async with trained_world(guards=0, giving=0) as (made, (_, _, holder, newcomer), _):
+    async with trained_world(keepers=0, giving=0) as (made, (_, _, holder, newcomer), _):
         holder.state_transfer.open()
         await lose(made, 2)
         held = HeldState(stage=1, clock=holder.worker.progress.clock, seen=time.time())

@@ -44,7 +44,7 @@ FAULTS: dict[str, Callable[[PeerId], Fault]] = {
     "a lost piece of the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.chunk", 1),
     "a lost question who is there": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "records", 2),
 }
-LIMITS = LimitsSpec(record_seconds=2.5, grace_seconds=2, chunk_bytes=4096, guard_seconds=0.2)
+LIMITS = LimitsSpec(record_seconds=2.5, grace_seconds=2, chunk_bytes=4096, standby_seconds=0.2)
 
 
 def copies_of(made: World, replica: Replica) -> StageCopies:
@@ -59,12 +59,12 @@ def copies_of(made: World, replica: Replica) -> StageCopies:
 
 @contextlib.asynccontextmanager
 async def trained_world(
-    guards: int, giving: int = 4, limits: LimitsSpec = LIMITS
+    keepers: int, giving: int = 4, limits: LimitsSpec = LIMITS
 ) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
     """Two stages of two replicas; all but the last are past an outer round and say that they train. The first `giving`
     of them give copies."""
     spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=limits)
-    async with world(spec.model_copy(update={"guard_copies": guards}), replicas=2) as made:
+    async with world(spec.model_copy(update={"standby_copies": keepers}), replicas=2) as made:
         for replica in made.replicas[:-1]:
             replica.pipeline.open()
         for replica in made.replicas[:-1]:
@@ -108,16 +108,16 @@ async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_sta
     """Slow weights up to half precision and the round are those of the copy; the clock is no later than that of the
     answering nodes. Fast weights equal the slow ones and all momenta are zero. The node that kept it may itself be the
     one that restores."""
-    async with trained_world(guards=1) as (made, (head, _, lost, newcomer), copies):
+    async with trained_world(keepers=1) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
-        head.guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        head.standby_of = lambda: copies[0].standby_of  # pyright: ignore[reportPrivateUsage]
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
         origin = await revive_if_lost(
             newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
         )
-        assert origin == "guard"
+        assert origin == "standby"
         progress, state = await newcomer.worker.joiner_state()
         assert torch.allclose(state["slow"], slow, rtol=1e-3, atol=1e-6)
         assert torch.equal(state["slow"], state["fast"])
@@ -138,7 +138,7 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
 ) -> None:
     """The node that comes has served the stage before, and its checkpoint is on its disk: all momenta come back with
     it. A copy that is newer wins, an older one is not even fetched."""
-    async with trained_world(guards=1) as (made, (head, _, lost, newcomer), copies):
+    async with trained_world(keepers=1) as (made, (head, _, lost, newcomer), copies):
         folder = CheckpointFolder(tmp_path, keep=1)
 
         async def save() -> None:
@@ -157,7 +157,7 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
         if not copy_is_newer:
             await train()
             await save()
-        head.guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        head.standby_of = lambda: copies[0].standby_of  # pyright: ignore[reportPrivateUsage]
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
         sent = made.replicas[0].context.transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
@@ -170,7 +170,7 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
             confirmed=True,
             saved=lambda: folder.newest(newcomer.context.spec.run_id, 1),
         )
-        assert origin == ("guard" if copy_is_newer else "checkpoint")
+        assert origin == ("standby" if copy_is_newer else "checkpoint")
         again = made.replicas[0].context.transport.traffic.sent["copy.chunk"]  # pyright: ignore[reportPrivateUsage]
         assert (again > sent) == copy_is_newer
         if not copy_is_newer:
@@ -198,11 +198,11 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
     """It had gone on from its own checkpoint, whatever others kept: the run fell back by all that lay between. A
     directory that nobody has read yet, a record that nobody answers for, and one lost request change nothing. No copy
     brings rounds that nobody has seen."""
-    async with trained_world(guards=1, giving=3) as (made, (head, _, lost, newcomer), copies):
+    async with trained_world(keepers=1, giving=3) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
         _, first = await newcomer.worker.slow_weights()
-        head.guards = lambda: copies[0].guards  # pyright: ignore[reportPrivateUsage]
+        head.standby_of = lambda: copies[0].standby_of  # pyright: ignore[reportPrivateUsage]
         await head.membership.announce(PeerState.TRAINING)
         await lose(made, 2)
         kept = copies[0].kept
@@ -222,7 +222,7 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
         saved = -1e9 if behind else head.worker.progress.clock
         checkpoints = CheckpointFolder(tmp_path, 1)
         origin = await obtain_state(newcomer, stays, saved, checkpoints)
-        assert origin == ("guard" if behind else "checkpoint")
+        assert origin == ("standby" if behind else "checkpoint")
         progress, now = await newcomer.worker.slow_weights()
         assert torch.allclose(now, slow if behind else old, rtol=1e-3, atol=1e-6)
         if behind:
@@ -232,7 +232,7 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
 
 async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobody_kept_a_copy(tmp_path: Path) -> None:
     """That holds also if its checkpoint cannot be read a second time."""
-    async with trained_world(guards=0, giving=3) as (made, (_, _, _, newcomer), _):
+    async with trained_world(keepers=0, giving=3) as (made, (_, _, _, newcomer), _):
         _, first = await newcomer.worker.slow_weights()
         await lose(made, 2)
         await newcomer.worker.load_slow_weights(1.0, 1, first + 1.0)
@@ -247,7 +247,7 @@ async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is passed over, and said so; the seed stands."""
-    async with trained_world(guards=0) as (made, (_, _, lost, newcomer), copies):
+    async with trained_world(keepers=0) as (made, (_, _, lost, newcomer), copies):
         folder = CheckpointFolder(tmp_path, keep=1)
         with CheckpointKeeper(lost, folder, lambda _: None, NodeSettings()) as keeper:
             await keeper.save()
@@ -262,7 +262,7 @@ async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(
 
 async def test_without_a_copy_the_seed_stands() -> None:
     """Clock 0: should a stage peer appear after all, the seeded replica lags and takes the other's state."""
-    async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
+    async with trained_world(keepers=0) as (made, (_, _, _, newcomer), copies):
         before = (await newcomer.worker.joiner_state())[1]
         await lose(made, 2)
         origin = await revive_if_lost(
@@ -277,7 +277,7 @@ async def test_without_a_copy_the_seed_stands() -> None:
 async def test_who_brings_a_stage_back_waits_no_day_for_the_run_to_begin(tmp_path: Path) -> None:
     """A hunt left two nodes for three stages (seed 5023). Nothing had been trained at the one that was begun again, and
     so its node waited for others that are started by hand."""
-    async with trained_world(guards=0, giving=3) as (made, (_, _, _, newcomer), _):
+    async with trained_world(keepers=0, giving=3) as (made, (_, _, _, newcomer), _):
         await lose(made, 2)
         spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
         stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
@@ -288,7 +288,7 @@ async def test_who_brings_a_stage_back_waits_no_day_for_the_run_to_begin(tmp_pat
 
 async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up() -> None:
     """A node without the folder that the run began with leaves a lost stage to one that has it."""
-    async with trained_world(guards=0) as (made, (_, _, _, newcomer), copies):
+    async with trained_world(keepers=0) as (made, (_, _, _, newcomer), copies):
         model = newcomer.context.spec.model.model_copy(update={"fingerprint": "weights-" + "0" * 32})
         spec = newcomer.context.spec.model_copy(update={"model": model})
         await lose(made, 2)
@@ -299,7 +299,7 @@ async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up()
 
 async def test_nothing_is_revived_where_a_stage_peer_serves_or_comes_into_sight_in_time() -> None:
     """One look that finds nobody is not enough."""
-    async with trained_world(guards=0) as (made, (_, _, stage_peer, newcomer), copies):
+    async with trained_world(keepers=0) as (made, (_, _, stage_peer, newcomer), copies):
         arguments = (newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1))
         assert await revive_if_lost(*arguments, confirmed=False) is None
         assert await revive_if_lost(*arguments, confirmed=True) is None
@@ -318,7 +318,7 @@ async def test_nothing_is_revived_where_a_stage_peer_serves_or_comes_into_sight_
 
 async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits_for_it() -> None:
     """The one with the smaller peer id does; the other becomes its copy."""
-    async with trained_world(guards=0) as (_, (_, _, first, second), copies):
+    async with trained_world(keepers=0) as (_, (_, _, first, second), copies):
         for replica in (first, second):
             await replica.membership.announce(PeerState.JOINING)
         waiting = asyncio.create_task(
@@ -342,7 +342,7 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
 
 async def test_a_copy_is_taken_from_who_is_there_however_many_records_say_that_they_train() -> None:
     """Of a crowd of records nobody would answer, and the copy would grow old; nor do they speak for a stage's life."""
-    async with trained_world(guards=1) as (made, replicas, copies):
+    async with trained_world(keepers=1) as (made, replicas, copies):
         for number in range(200):
             say = {"peer_id": f"ghost-{number:08d}", "stage": 1, "state": PeerState.TRAINING, "sequence": 1}
             record = PeerRecord.model_validate(say | {"protocol": PROTOCOL_VERSION, "version": "0"})
@@ -387,7 +387,7 @@ def copy_of(made: World, signer: PeerId, weights: torch.Tensor, clock: float) ->
 def record_of(
     keeper: PeerId,
     *,
-    guards: int | None = None,
+    standby_of: int | None = None,
     clock: float = 0.0,
     stage: int = 0,
     state: PeerState = PeerState.TRAINING,
@@ -403,7 +403,7 @@ def record_of(
         protocol=PROTOCOL_VERSION,
         version="0",
         sequence=1,
-        guards=guards,
+        standby_of=standby_of,
     )
 
 
@@ -415,7 +415,7 @@ async def keepers(
     `giving` is filled with the keepers' own copies.
 
     `sound` and `sound too` are near each other, `hostile` is like neither."""
-    spec = micro_spec(limits=LIMITS).model_copy(update={"guard_copies": 1})
+    spec = micro_spec(limits=LIMITS).model_copy(update={"standby_copies": 1})
     async with world(spec) as made:
         size = footprint_of(spec).parameters[1]
         first, way = torch.zeros(size), torch.randn(size, generator=torch.Generator().manual_seed(1))
@@ -430,7 +430,7 @@ async def keepers(
             copies = StageCopies(spec, footprint_of(spec).parameters, transports[-1], random.Random(0))
             copies.kept = copy_of(made, PeerId(source), first + kinds[kind], clock)
             copies.serve()
-            records.append(record_of(keeper, guards=1, clock=clock))
+            records.append(record_of(keeper, standby_of=1, clock=clock))
             if giving is not None:
                 giving.append(copies)
         try:
@@ -489,7 +489,7 @@ def test_what_goes_on_from_a_checkpoint(length: float, cosine: float, times: flo
 @pytest.mark.parametrize("worked", [True, False])
 async def test_a_guard_gives_its_copy_up_for_none_that_is_far_behind(worked: bool) -> None:
     """A key that answers and says it trains the lost stage had its first weights put in the place of what was left."""
-    async with trained_world(guards=1, giving=3) as (made, (head, _, lost, _), copies):
+    async with trained_world(keepers=1, giving=3) as (made, (head, _, lost, _), copies):
         await keep_until_kept(made, 0, 2, copies)
         kept = copies[0].kept
         assert kept is not None
@@ -551,8 +551,8 @@ async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_i
         copies = copies_of(made, keeper)
         keeping = asyncio.create_task(copies.keep(keeper.membership, keeper.worker))
         await one_turn()
-        record = record_of(keeper.context.transport.peer_id, guards=0)  # pyright: ignore[reportPrivateUsage]
-        own = await asking.newest(1, [record.model_copy(update={"guards": 1})], torch.zeros(1), own=None)
+        record = record_of(keeper.context.transport.peer_id, standby_of=0)  # pyright: ignore[reportPrivateUsage]
+        own = await asking.newest(1, [record.model_copy(update={"standby_of": 1})], torch.zeros(1), own=None)
         assert own is not None
         size = footprint_of(keeper.context.spec).parameters[0]
         weights = torch.randn(size).half()
@@ -570,7 +570,7 @@ async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_i
 
 async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken() -> None:
     """Another run, another stage and an unknown copy are refused with their reasons; NaN is not kept."""
-    async with trained_world(guards=1) as (made, (head, _, tail, _), copies):
+    async with trained_world(keepers=1) as (made, (head, _, tail, _), copies):
         keeping = asyncio.create_task(copies[2].keep(tail.membership, tail.worker))
         await one_turn()
 
@@ -612,7 +612,7 @@ async def test_who_says_that_it_comes_to_a_lost_stage_and_never_does_is_not_wait
 ) -> None:
     """It has the smaller peer id and answers, and would have been waited for as long as it liked."""
     monkeypatch.setattr(revival, "RESTORE_SECONDS", 0.0)
-    async with trained_world(guards=0) as (_, (_, _, first, second), copies):
+    async with trained_world(keepers=0) as (_, (_, _, first, second), copies):
         for replica in (first, second):
             await replica.membership.announce(PeerState.JOINING)
         async with asyncio.timeout(60):
@@ -630,8 +630,10 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
     reader that has begun may end, and nobody else gets chunks of an old one."""
     clock = _Skewed()
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
-    limits = LIMITS.model_copy(update={"guard_seconds": 120.0, "record_seconds": 20.0})  # as long as it takes, and more
-    async with trained_world(guards=1, limits=limits) as (made, (_, _, tail, _), _):
+    limits = LIMITS.model_copy(
+        update={"standby_seconds": 120.0, "record_seconds": 20.0}
+    )  # as long as it takes, and more
+    async with trained_world(keepers=1, limits=limits) as (made, (_, _, tail, _), _):
         spec = tail.context.spec
         giver = MemoryTransport(made.network, GIVER)
         giving = StageCopies(spec, footprint_of(tail.context.spec).parameters, giver, random.Random(0))

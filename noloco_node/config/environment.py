@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 import yaml
 
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.config.settings import RENAMED
 from noloco_node.config.yaml_text import parse_yaml
 from noloco_node.errors import near_words, suggestion
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "NOLOCO_NODE_"
 _FAMILY = "NOLOCO_"
@@ -40,12 +44,17 @@ def node_environment(environ: Mapping[str, str]) -> NodeEnvironment:
     """Read all variables that begin with NOLOCO_. An empty one counts as not set: that is what a compose file gives
     for a variable that its user left out."""
     settings = {variable_of(name): name for name in NodeSettings.model_fields}
+    renamed = {variable_of(old[5:]): new[5:] for old, new in RENAMED.items() if old.startswith("node.")}
     values: dict[str, object] = {}
     mistakes: dict[str, str] = {}
     for variable, text in sorted(environ.items()):
         if not variable.upper().startswith(_FAMILY) or variable.startswith(_OTHERS) or _is_service(variable, text):
             continue
-        if variable not in settings:
+        if variable in renamed:
+            logger.warning("%s is called %s now: rename it", variable, variable_of(renamed[variable]))
+            if text.strip():
+                values.setdefault(renamed[variable], _value(renamed[variable], text.strip()))
+        elif variable not in settings:
             mistakes[variable] = _unknown(variable, list(settings))
         elif text.strip():
             values[settings[variable]] = _value(settings[variable], text.strip())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 import typing
@@ -22,7 +23,7 @@ from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, Nod
 from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.config.settings import Settings
+from noloco_node.config.settings import Settings, with_new_names
 from noloco_node.config.shipped import find_config, nearest_config
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
@@ -194,6 +195,7 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
                 "keeps these itself",
             )
         _apply(raw, override)
+    with_new_names(raw)
     hub_token.settle(raw)
     remedy = "correct it; noloco-node config show CONFIG lists every setting of node: with its meaning"
     where = (
@@ -207,6 +209,8 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
 def validate(raw: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
     """Validate a parsed configuration; `where` names it in messages, `overrides` are in it already. Raises `UserError`
     (CONFIG), and as `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
+    raw = copy.deepcopy(dict(raw))
+    with_new_names(raw)
     hub_token.settle(raw)
     raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
 

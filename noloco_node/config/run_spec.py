@@ -247,8 +247,8 @@ class LimitsSpec(Settings):
     """At the end of the run: how long a node waits for stage peers and orphans before it leaves."""
     exchange_progress_seconds: PositiveFloat = 20.0
     """A weight exchange that moves no chunk for this long is aborted on both sides."""
-    guard_seconds: PositiveFloat = 120.0
-    """How often a copy that `guard_copies` asks for is renewed."""
+    standby_seconds: PositiveFloat = 120.0
+    """How often a copy that `standby_copies` asks for is renewed."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=4 << 20)] = 1 << 20
     """Size of a chunk of weights on the wire."""
 
@@ -289,7 +289,7 @@ class RunSpec(Settings):
     outer: OuterSpec = OuterSpec()
     pipeline: PipelineSpec = PipelineSpec()
     evaluation: EvaluationSpec
-    guard_copies: Annotated[int, Field(ge=0, le=64)] = 0
+    standby_copies: Annotated[int, Field(ge=0, le=64)] = 0
     """Nodes of other stages that keep a copy of each stage's slow weights (2 bytes a parameter on the disk). A stage
     that has lost all of its replicas is restored from it. 0: it would start again from the seed."""
     limits: LimitsSpec = LimitsSpec()

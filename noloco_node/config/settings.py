@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import logging
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
+
+logger = logging.getLogger(__name__)
 
 Positive = Annotated[int, Field(gt=0, le=10**18)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+RENAMED = {
+    "run.guard_copies": "run.standby_copies",
+    "run.limits.guard_seconds": "run.limits.standby_seconds",
+}
+"""Names of settings that the release before this one had, and what each is called now."""
 
 
 class Settings(BaseModel):
@@ -24,3 +33,28 @@ class Settings(BaseModel):
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values give equal bytes on every machine."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def with_new_names(raw: dict[str, Any]) -> None:
+    """Give settings that bear the name of an earlier release their new one, with a warning for each. A setting that
+    has both keeps the value under its new name."""
+    for old, new in RENAMED.items():
+        group = _group(raw, old)
+        if group is None or old.rpartition(".")[2] not in group:
+            continue
+        logger.warning("%s is called %s now: rename it, the next release will not know the old name", old, new)
+        value = group.pop(old.rpartition(".")[2])
+        target = _group(raw, new, make=True)
+        if target is not None:
+            target.setdefault(new.rpartition(".")[2], value)
+
+
+def _group(raw: dict[str, Any], setting: str, *, make: bool = False) -> dict[str, Any] | None:
+    """The group that holds a setting, by its dotted name; None where there is none."""
+    group: object = raw
+    for part in setting.split(".")[:-1]:
+        if not isinstance(group, dict):
+            return None
+        named = cast("dict[str, object]", group)
+        group = named.setdefault(part, {}) if make else named.get(part)
+    return cast("dict[str, Any]", group) if isinstance(group, dict) else None

@@ -73,7 +73,7 @@ class OwnFigures:
     tokens_per_second: float
     outer_rounds: int
     capacity: float = 0.0
-    guards: int | None = None
+    standby_of: int | None = None
     steps: int = 0
     """Inner steps of this replica; not in the record."""
     newcomer: bool = False
@@ -227,7 +227,7 @@ class Membership:
         for record in (*first, *self.others(*PeerState)):
             if record.peer_id not in newest or newest[record.peer_id].sequence < record.sequence:
                 newest[record.peer_id] = record
-        said = (r for r in newest.values() if r.guards == stage and r.state is not PeerState.GONE)
+        said = (r for r in newest.values() if r.standby_of == stage and r.state is not PeerState.GONE)
         return [record for record in said if record.peer_id != self._own]
 
     def live_replicas(self) -> int:
@@ -370,7 +370,7 @@ class Membership:
             clock=math.floor(figures.clock),
             tokens_per_second=_in_short(figures.tokens_per_second),
             capacity=_in_short(figures.capacity),
-            guards=figures.guards,
+            standby_of=figures.standby_of,
             outer_rounds=figures.outer_rounds,
             finished=self._finished,
             newcomer=figures.newcomer,

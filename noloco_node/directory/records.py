@@ -84,7 +84,7 @@ class PeerRecord(BaseModel):
     tokens_per_second: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] = 0.0
     capacity: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] = 0.0
     """Tokens per second that it could train at this stage if it never had to wait; 0 while it does not know."""
-    guards: Annotated[int, Field(ge=0, lt=256)] | None = None
+    standby_of: Annotated[int, Field(ge=0, lt=256)] | None = None
     """The stage of which it keeps a copy."""
     outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     finished: bool = False

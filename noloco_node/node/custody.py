@@ -57,7 +57,12 @@ BACK = "start it again soon, with the same command"
 
 
 def last_of_stage(
-    membership: Membership, answers: Callable[[PeerId], bool], guard_copies: int, *, kept: bool = True, back: str = BACK
+    membership: Membership,
+    answers: Callable[[PeerId], bool],
+    standby_copies: int,
+    *,
+    kept: bool = True,
+    back: str = BACK,
 ) -> Warned | None:
     """What a user is told that stops a node and leaves a stage without a replica while others train. Peers that have
     answered this node are known. `kept`: its disk has taken the last checkpoint. `back`: how it comes back."""
@@ -67,8 +72,8 @@ def last_of_stage(
         return None
     copies = (
         "What is left are the copies that nodes of other stages keep, up to two minutes old"
-        if guard_copies
-        else "Nobody keeps a copy of it (run.guard_copies is 0): whoever serves it next begins from the first weights"
+        if standby_copies
+        else "Nobody keeps a copy of it (run.standby_copies is 0): whoever serves it next begins from the first weights"
     )
     own = (
         f"This node's checkpoint holds everything: {back}"
@@ -111,7 +116,7 @@ async def wait_for_holder(membership: Membership, holders: Sequence[tuple[PeerId
 
 def stage_lost(spec: RunSpec, stage: int) -> Warned:
     """What to say where a stage of a run under way begins anew."""
-    asked = "run.guard_copies is 0" if spec.guard_copies == 0 else "no node that kept one is left"
+    asked = "run.standby_copies is 0" if spec.standby_copies == 0 else "no node that kept one is left"
     return Warned(
         what="stage_lost",
         detail=f"STAGE {stage} STARTS AGAIN FROM THE RUN'S SEED: all of its replicas are gone and no copy is left "

@@ -159,7 +159,7 @@ async def _wait_for_who_held_it(
 
 async def _bring_back(
     replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder, first: FirstWeights | None = None
-) -> Literal["guard", "checkpoint", "seed"] | None:
+) -> Literal["standby", "checkpoint", "seed"] | None:
     """Where nobody serves the stage although others train; None where it is not lost."""
     spec = replica.context.spec
     revived = await revive_if_lost(
@@ -183,7 +183,7 @@ def _say_if_from_seed(replica: Replica, stays: StageLifecycle, revived: BeginsFr
 
 async def _begin_again(
     replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
-) -> Literal["guard", "checkpoint", "seed"]:
+) -> Literal["standby", "checkpoint", "seed"]:
     """Go on with what this node has, if nobody trains at all: what is left of the stage is with it. It is for a node
     that came when the run was under way, or left a stage where it was, and finds no giver."""
     replica.begins_late()

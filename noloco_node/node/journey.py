@@ -294,7 +294,7 @@ async def _enter_stage(place: _Place, stage_index: int, stack: contextlib.AsyncE
         samples=samples,
         emit=place.emit,
         ledger=stays.ledger,
-        guards=lambda: stays.copies.guards,
+        standby_of=lambda: stays.copies.standby_of,
         relayed=net.relayed,
         signed=stays.signed,
     )
@@ -454,7 +454,7 @@ async def _say_if_last(place: _Place, stay: _Stay, interrupts: Interrupts) -> No
         warning = last_of_stage(
             replica.membership,
             place.net.transport.peer_stats.answers,
-            place.net.spec.guard_copies,
+            place.net.spec.standby_copies,
             kept=not stay.keeper.failing,
             back="resume it soon" if replica.rests else BACK,
         )

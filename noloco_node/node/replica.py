@@ -122,7 +122,7 @@ class Replica:
         samples: Samples | None,
         emit: Callable[[AnyEvent], None],
         ledger: Ledger | None = None,
-        guards: Callable[[], int | None] = lambda: None,
+        standby_of: Callable[[], int | None] = lambda: None,
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
         signed: SignedEnd | None = None,
     ) -> None:
@@ -140,7 +140,7 @@ class Replica:
         )
         transport.peer_stats.book.begin_stage()
         self._pace, self._capacity = Pace(), Capacity()
-        self.guards = guards
+        self.standby_of = standby_of
         self.activity = Activity(emit)
         self._neighbourhood = Neighbourhood(context, directory, samples, self._describe, self._directory_read)
         self.membership = self._neighbourhood.membership
@@ -329,7 +329,7 @@ class Replica:
             tokens_per_second=speed,
             outer_rounds=progress.outer_rounds,
             capacity=self.capacity,
-            guards=self.guards(),
+            standby_of=self.standby_of(),
             steps=progress.steps,
             newcomer=self.averaging.standing.newcomer,
             shown=_shown(self._view, self.context.settings.name, progress.tokens, paused=self.rested),

@@ -41,7 +41,7 @@ async def revive_if_lost(
     confirmed: bool,
     saved: Callable[[], Checkpoint | None] = lambda: None,
     first: FirstWeights | None = None,
-) -> Literal["guard", "checkpoint", "seed"] | None:
+) -> Literal["standby", "checkpoint", "seed"] | None:
     """Load the furthest trained state of this replica's stage, or keep its seeded weights, if nobody serves it although
     others train.
 
@@ -69,7 +69,7 @@ async def revive(
     copies: StageCopies,
     saved: Callable[[], Checkpoint | None],
     first: FirstWeights | None = None,
-) -> Literal["guard", "checkpoint", "seed"]:
+) -> Literal["standby", "checkpoint", "seed"]:
     """Load what is left of this replica's stage, or keep its seeded weights: as `revive_if_lost`, which finds out
     whether the stage is lost."""
     stage = membership.stage
@@ -100,7 +100,7 @@ async def revive(
     rounds = [record.outer_rounds for record in there] or [copy.manifest.outer_rounds]
     await worker.load_slow_weights(clock, min(median_high(rounds), copy.manifest.outer_rounds), copy.weights)
     logger.warning("stage %d was restored from a copy at %s tokens: nobody served it any more", stage, f"{clock:,.0f}")
-    return "guard"
+    return "standby"
 
 
 def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint | None:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 """A node considers a move every so many seconds; the directory is read as often."""
 
-BeginsFrom = Literal["seed", "peer", "guard", "checkpoint"]
+BeginsFrom = Literal["seed", "peer", "standby", "checkpoint"]
 
 
 class StageLifecycle:
@@ -281,7 +281,7 @@ class StageLifecycle:
             fellows = as_far_trained(members.counted_stage_peers(), clocks, least)
             others = as_seen_at_work(seen, replica.stage, fellows, shut=shut)
             strength = replica.capacity * work[replica.stage] or usual_strength(others)
-            here = Server(self._own, replica.stage, strength, guards=self.copies.guards)
+            here = Server(self._own, replica.stage, strength, standby_of=self.copies.standby_of)
             now = ambient.monotonic()  # how long a stage has been empty is not told by a clock that somebody may set
             move = relocation.look(now, here, others, shut=bool(shut))
             short = standing.cut_short(now, began, clock, self._spec.inner.target_tokens)

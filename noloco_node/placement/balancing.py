@@ -44,7 +44,7 @@ class Server:
     stage: int
     strength: float
     present: bool = True
-    guards: int | None = None
+    standby_of: int | None = None
     """The stage of which it keeps a copy."""
     stands_for: float = 1.0
     """So many of its stage, where only a sample of that is seen."""
@@ -130,7 +130,7 @@ def _servers_of_stage(
         asked = len(rows) - len(unsure)
         share = unasked_share(asked, len(there)) if each > 1.0 else sampled_share(asked, len(there))
         each *= 1.0 + len(unsure) * share / len(there)
-    return [Server(PeerId(r.peer_id), stage, s, r.state in SERVING, r.guards, each) for r, s in there]
+    return [Server(PeerId(r.peer_id), stage, s, r.state in SERVING, r.standby_of, each) for r, s in there]
 
 
 def as_far_trained(stage_peers: Sequence[PeerId], clocks: Mapping[PeerId, float], least: float) -> list[PeerId]:
@@ -266,7 +266,7 @@ def rescue_rank(
 
     def merit(server: Server) -> tuple[bool, float, PeerId]:
         left = throughput[source] - server.strength / work[source]
-        return server.guards != lost, -min(left, server.strength / work[lost]), server.peer
+        return server.standby_of != lost, -min(left, server.strength / work[lost]), server.peer
 
     order = [server.peer for server in sorted((s for s in present if s.stage == source), key=merit)]
     return order.index(own) if own in order else None

@@ -192,7 +192,7 @@ class Schedule(BaseModel):
     replicas: Annotated[tuple[Annotated[int, Field(gt=0, le=64)], ...], Field(min_length=1, max_length=8)]
     """Nodes of each stage at the start."""
     faults: tuple[DrawnFault, ...] = ()
-    guard_copies: Annotated[int, Field(ge=0, le=64)] = 0
+    standby_copies: Annotated[int, Field(ge=0, le=64)] = 0
     """Nodes of other stages that keep a copy of each stage."""
 
     @property
@@ -241,11 +241,11 @@ def draw(seed: int, fewest: int = 4, most: int = 8, kinds: tuple[str, ...] = KIN
     faults = [_draw_one(rng, rng.choice(mixed), nodes, stages) for _ in range(count)]
     faults.sort(key=lambda fault: fault.at)
     return Schedule(
-        seed=seed, replicas=tuple(replicas), faults=tuple(faults), guard_copies=_draw_guard_copies(seed, stages)
+        seed=seed, replicas=tuple(replicas), faults=tuple(faults), standby_copies=_draw_standby_copies(seed, stages)
     )
 
 
-def _draw_guard_copies(seed: int, stages: int) -> int:
+def _draw_standby_copies(seed: int, stages: int) -> int:
     """Apart from the rest, so that a seed's faults are what they were before copies were drawn."""
     return random.Random(f"guards/{seed}").choice((0, 0, 0, 1)) if stages > 1 else 0
 

@@ -64,11 +64,11 @@ class HuntOutcome:
     """Hash of all that was told."""
 
 
-def run_spec(stages: int, guard_copies: int = 0, replicas: int = 1) -> RunSpec:
+def run_spec(stages: int, standby_copies: int = 0, replicas: int = 1) -> RunSpec:
     """The run of every schedule: as small as a stage can be, with the limits that nodes have by default. Copies are
     renewed as often as a run so short asks for."""
     windows, length = 2, 4
-    renewed = {"guard_seconds": 5.0} if guard_copies else {}
+    renewed = {"standby_seconds": 5.0} if standby_copies else {}
     batch = (BATCH_MICROBATCHES if replicas <= FEW else replicas) * windows * length
     return RunSpec(
         name="hunt",
@@ -97,7 +97,7 @@ def run_spec(stages: int, guard_copies: int = 0, replicas: int = 1) -> RunSpec:
         outer=OuterSpec(inner_steps=3, min_inner_steps=1, codec="int8"),
         evaluation=EvaluationSpec(every_tokens=batch * STEPS, windows=windows),
         limits=LimitsSpec(chunk_bytes=4096, **renewed),
-        guard_copies=guard_copies,
+        standby_copies=standby_copies,
     )
 
 
@@ -141,7 +141,7 @@ def shrunk(outcome: HuntOutcome, *, real_tensors: bool = False) -> HuntOutcome:
 
 
 async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:
-    spec = run_spec(schedule.stages, schedule.guard_copies, max(schedule.replicas))
+    spec = run_spec(schedule.stages, schedule.standby_copies, max(schedule.replicas))
     loop = asyncio.get_running_loop()
     own = asyncio.all_tasks()
     learning = Watched(RealTensors() if real_tensors else _quadratic())

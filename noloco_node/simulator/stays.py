@@ -166,7 +166,7 @@ class StayingNode(Node):
             samples=self._learning.samples(spec, self.number, drawn) if self.stage == 0 else None,
             emit=self.emit,
             ledger=stays.ledger,
-            guards=lambda: stays.copies.guards,
+            standby_of=lambda: stays.copies.standby_of,
             signed=stays.signed,
         )
 

@@ -33,7 +33,7 @@ GIVEN_VECTORS = 2
 CAST_BYTES = 2
 ID_BYTES = 4
 """The bytes of a token's number, or of a label."""
-GUARD_BYTES = 2
+STANDBY_BYTES = 2
 """The bytes of a parameter in a copy of a stage, which is half precision."""
 BESIDE_A_LAYER = 6
 """So many tensors of the size of a microbatch's activations lie beside a layer's backward: inputs, outputs, the
@@ -191,9 +191,9 @@ def _stage_memory(
     moments = footprint.moments[stage]
     given = FP32 * ((GIVEN_VECTORS + beside) * count + moments)
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
-    guarding = bool(run.guard_copies and others)
-    # A guard keeps the old copy while the new one comes, and gives two of its own stage.
-    kept = GUARD_BYTES * 2 * (max(others) + count) if guarding else 0
+    keeping = bool(run.standby_copies and others)
+    # The keeper of a standby copy has the old one while the new one comes, and gives two of its own stage.
+    kept = STANDBY_BYTES * 2 * (max(others) + count) if keeping else 0
     return StageMemory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,
@@ -211,7 +211,7 @@ def _stage_memory(
         checkpoint=min(SPARE_BYTES, given + FP32 * count),
         saved=given + FP32 * count,
         spooled=given + kept,
-        copies=min(SPARE_BYTES, FP32 * count) if guarding else 0,
+        copies=min(SPARE_BYTES, FP32 * count) if keeping else 0,
         given=min(SPARE_BYTES, given),
     )
 

@@ -187,10 +187,10 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
             "run.model.embedding_std is not set: the fixed part of an embedding in a subspace keeps the architecture's "
             "size, 0.02 for most, with which training is slow; 0.3 is a good one"
         )
-    if run.guard_copies and run.stages == 1:
+    if run.standby_copies and run.stages == 1:
         lines.append(
-            f"run.guard_copies is {run.guard_copies}, and does nothing with one stage: nodes of other stages keep the "
-            "copies; here each replica of the stage holds all of it"
+            f"run.standby_copies is {run.standby_copies}, and does nothing with one stage: nodes of other stages keep "
+            "the copies; here each replica of the stage holds all of it"
         )
     if run.outer.alpha + run.outer.beta > 1.0 + 1e-9:
         lines.append(

@@ -1,7 +1,7 @@
 """Copies of other stages' slow weights, kept for the day on which a stage loses its last replica.
 
-They are in half precision, without momenta: enough to go on from. A node gives its own stage's weights to guards. It
-gives what it guards to a node that restores that stage. Both use the same two methods, chunk by chunk.
+They are in half precision, without momenta: enough to go on from. A node gives its own stage's weights to their
+keepers. It gives what it keeps to a node that restores that stage. Both use the same two methods, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _Pace = Callable[[int, str], Awaitable[None]]
 IDLE_SHARE = 3.0
 """After each chunk of a copy that is renewed comes a pause of so many times the chunk's time: training needs the
 network more."""
-SPARE_GUARDS = 3
+SPARE_KEEPERS = 3
 """In a stage that is seen in part, on average so many nodes take themselves for each one that is to keep a copy. With
 one, there would be none more than a third of the time."""
 RETRY_SHARE = 0.1
-"""After a failure a guard tries again in this share of the usual time."""
+"""After a failure a keeper asks for a newer copy again in this share of the usual time."""
 OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
 """An offer is asked for with this deadline in seconds, and so many times. One lost request must not decide what a stage
 goes on from."""
@@ -92,7 +92,7 @@ class StageCopies:
         """A copy in full precision is held for its readers for at most so many seconds."""
         # An exporter asks all replicas at once.
         self._given: dict[CopyPrecision, GivenCopies] = {
-            "fp16": GivenCopies(limits.guard_seconds / 2, idle),
+            "fp16": GivenCopies(limits.standby_seconds / 2, idle),
             "fp32": GivenCopies(30.0, idle, most=1, reading_seconds=self.reading_seconds),
         }
         self._collectors = PeerTable[PeerId, str](4)
@@ -104,7 +104,7 @@ class StageCopies:
         self.kept: StageCopy | None = None
 
     @property
-    def guards(self) -> int | None:
+    def standby_of(self) -> int | None:
         """The stage of which this node keeps a copy."""
         return self.kept.stage if self.kept else None
 
@@ -123,7 +123,7 @@ class StageCopies:
             while True:
                 renewed = await self.renew(membership)
                 self._tend()
-                seconds = self._spec.limits.guard_seconds * (1.0 if renewed else RETRY_SHARE)
+                seconds = self._spec.limits.standby_seconds * (1.0 if renewed else RETRY_SHARE)
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
         finally:
             self._own, self._pace = None, unpaced
@@ -209,7 +209,7 @@ class StageCopies:
     async def _ask_all(self, stage: int, records: Sequence[PeerRecord]) -> list[tuple[CopyManifest, PeerId]]:
         """The offers of the peers that say that they keep a copy; of many, those that have answered this node lately
         come first."""
-        holders = [PeerId(record.peer_id) for record in records if record.guards == stage]
+        holders = [PeerId(record.peer_id) for record in records if record.standby_of == stage]
         self._rng.shuffle(holders)
         holders.sort(key=self._transport.peer_stats.answers, reverse=True)
         asked = holders[:ASKED_AT_ONCE]
@@ -225,9 +225,9 @@ class StageCopies:
             return None
 
     async def renew(self, membership: Membership) -> bool:
-        """Take a newer copy of the stage that this node is to guard, if it is to guard one. Returns False if it got
+        """Take a newer copy of the stage that this node keeps, if it is to keep one. Returns False if it got
         none that may take the place of what it keeps."""
-        stage = guarded_stage(membership.stage, guard_rank(membership), self._spec.stages, self._spec.guard_copies)
+        stage = standby_stage(membership.stage, standby_rank(membership), self._spec.stages, self._spec.standby_copies)
         if self.kept is not None and self.kept.stage != stage and membership.there(self.kept.stage, PeerState.TRAINING):
             self.kept = None  # never that of a stage which only this copy may be left of
         if stage is None:
@@ -378,18 +378,18 @@ def _root_of(slow: FrozenState) -> str:
     return digest.hexdigest()
 
 
-def guard_rank(membership: Membership) -> int:
+def standby_rank(membership: Membership) -> int:
     """A node's place among the nodes of its stage that may keep copies. In a stage that is seen in part each node
     estimates its own. No node or several may take a place, so several are meant to. They come first by the hash that
     names buckets. A node that sees other buckets finds these (`Membership.keepers`)."""
     return (
         membership.own_rank()
         if membership.scale(membership.stage) == 1.0
-        else membership.rank_by_hash() // SPARE_GUARDS
+        else membership.rank_by_hash() // SPARE_KEEPERS
     )
 
 
-def guarded_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:
+def standby_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:
     """The stage of which the node with this place among its stage peers keeps a copy, or None. `copies` nodes of
     each stage keep one each. The first copies the next stage, the second the one after that, and so on round the
     pipeline."""

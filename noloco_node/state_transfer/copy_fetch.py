@@ -1,6 +1,7 @@
 """How a copy of a stage's slow weights is asked for and read.
 
-A guard and a node that brings a lost stage back do so. An exporter asks each replica, in full precision.
+The keeper of a standby copy and a node that brings a lost stage back do so. An exporter asks each replica, in full
+precision.
 """
 
 from __future__ import annotations

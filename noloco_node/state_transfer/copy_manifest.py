@@ -37,7 +37,7 @@ PIECE = 1 << 20
 
 
 CopyPrecision = Literal["fp16", "fp32"]
-"""`fp16` is for guards, which keep copies; `fp32` is for exporters of the model."""
+"""`fp16` is for standby copies; `fp32` is for exporters of the model."""
 DTYPES: dict[CopyPrecision, torch.dtype] = {"fp16": torch.float16, "fp32": torch.float32}
 
 

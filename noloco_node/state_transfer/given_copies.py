@@ -1,4 +1,4 @@
-"""The choice of the copy of its own stage that a node gives to guards: never an old one to anybody new.
+"""The choice of the copy of its own stage that a node gives to keepers of copies: never an old one to a new keeper.
 
 It is a pure account of the readers. A copy takes memory, so there are two at most: the one that newcomers get, and one
 before it for earlier readers. Those in full precision, twice as large and seldom asked for, are one at most.

@@ -6,11 +6,13 @@ A node's file keeps all events, but of the accounts the fewer the longer it has 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -60,9 +62,9 @@ class NodeStarted(Event):
     metrics_address: str | None
     parameters: int
     """Parameters of this stage."""
-    origin: Literal["seed", "peer", "guard", "checkpoint"]
+    origin: Literal["seed", "peer", "standby", "checkpoint"]
     """`seed`: weights from the RunSpec's seed; `peer`: copied from a stage peer; `checkpoint`: this node's own.
-    `guard`: nobody served the stage, and they are a copy that a node of another stage kept."""
+    `standby`: nobody served the stage, and they are a copy that a node of another stage kept."""
     resumed: bool = False
     """True where books and data position go on from an earlier life of this node."""
     device: str = ""
@@ -89,7 +91,7 @@ class NodeMoved(Event):
     stage: int
     why: Literal["poor", "lost"]
     """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
-    origin: Literal["seed", "peer", "guard", "checkpoint"]
+    origin: Literal["seed", "peer", "standby", "checkpoint"]
     """Source of the weights: the RunSpec's seed, a stage peer, a copy that a node of another stage kept, or an own
     earlier checkpoint."""
     clock: float
@@ -432,6 +434,12 @@ AnyEvent = Annotated[
 ]
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
 
+OLD_NAMES: dict[str, str] = {}
+"""Names of events and of their fields in files of the release before this one, and what each is called now."""
+OLD_VALUES = {("origin", "guard"): "standby"}
+"""Values of fields that had another name in the release before this one."""
+_OLD = re.compile("|".join(f'"{name}"' for name in (*OLD_NAMES, *(value for _, value in OLD_VALUES))).encode())
+
 
 class EventFile:
     """Appends events to `path`, one JSON object a line, so that a killed node loses none.
@@ -511,7 +519,7 @@ class EventReader:
 
     def _parsed(self, line: bytes) -> AnyEvent | None:
         try:
-            return _ADAPTER.validate_json(line)
+            return parse_event(line)
         except ValidationError:
             if not self.passed_over:
                 logger.warning("%s holds lines that are no events of this version: passed over", self._path)
@@ -520,8 +528,25 @@ class EventReader:
 
 
 def parse_event(line: bytes) -> AnyEvent:
-    """One line of an event file. Raises pydantic's ValidationError."""
-    return _ADAPTER.validate_json(line)
+    """One line of an event file, also of the release before this one. Raises pydantic's ValidationError."""
+    if _OLD.search(line) is None:
+        return _ADAPTER.validate_json(line)
+    try:
+        old: object = json.loads(line)
+    except (ValueError, RecursionError):
+        old = None  # pydantic says what is wrong with it
+    if not isinstance(old, dict):
+        return _ADAPTER.validate_json(line)
+    fields = cast("dict[str, object]", old)
+    renamed = {OLD_NAMES.get(name, name): _renamed(name, value) for name, value in fields.items()}
+    return _ADAPTER.validate_python(renamed)
+
+
+def _renamed(name: str, value: object) -> object:
+    """A field's value by its name of today."""
+    if not isinstance(value, str):
+        return value
+    return OLD_NAMES.get(value, value) if name == "event" else OLD_VALUES.get((name, value), value)
 
 
 def read_events(path: Path) -> list[AnyEvent]:

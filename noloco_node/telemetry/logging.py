@@ -38,7 +38,7 @@ minutes, and a node that says nothing for as long looks like one that hangs."""
 ORIGINS = {
     "seed": "the run's first weights",
     "peer": "weights copied from a stage peer",
-    "guard": "weights from a copy that a node of another stage kept",
+    "standby": "weights from a copy that a node of another stage kept",
     "checkpoint": "weights from its own checkpoint",
 }
 

@@ -31,7 +31,7 @@ from tests.worlds import micro_spec, peer_name, world
 
 ASKER = PeerId("an-honest-peer")
 SPEC = micro_spec(limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=0.05)).model_copy(
-    update={"guard_copies": 1}
+    update={"standby_copies": 1}
 )
 """With deadlines of which the stranger uses up a share, but nobody here keeps them."""
 
@@ -158,7 +158,7 @@ async def test_a_handler_that_fails_is_counted_against_its_attack() -> None:
 
 
 async def test_what_a_stranger_says_of_itself_is_what_gets_it_asked() -> None:
-    """By a guard the stage that it guards, by a joiner the joiner's own, by others their own or the next."""
+    """A keeper of standby copies asks for its stage, a joiner for its own, others for their own or the next."""
     victims = [Victim(peer_name(stage, number), stage, "") for stage in range(2) for number in range(4)]
     async with alive(SPEC, MemoryNetwork(), victims=victims) as life:
         assert [life.claimed(peer_name(stage, 0)) for stage in range(2)] == [1, 0]

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from noloco_node.config.load import Config, load_config, load_simulation, render, setting_names
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.settings import RENAMED
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.course import plan_lab
 from tests.sources import nodes_of
@@ -278,3 +279,19 @@ def test_lists_and_blocks_that_are_too_short_are_one_mistake_in_plain_words(over
     assert words in caught.value.message
     assert "a setting is wrong" in caught.value.message
     assert "Tuple" not in caught.value.message
+
+
+def test_a_setting_is_read_by_its_old_name_for_one_release_with_a_line_that_names_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of the table; under both names the new one's value counts, and what is wrong is told by the new name."""
+    assert set(RENAMED.values()) <= {*setting_names(Config)}
+    assert not set(RENAMED) & {*setting_names(Config)}
+    old = load(tmp_path, GOOD, "run.guard_copies=2", "run.limits.guard_seconds=7")
+    assert old == load(tmp_path, GOOD, "run.standby_copies=2", "run.limits.standby_seconds=7")
+    assert "run.guard_copies is called run.standby_copies now" in caplog.text
+    assert load(tmp_path, GOOD, "run.guard_copies=2", "run.standby_copies=3").run.standby_copies == 3
+    assert "run.standby_copies: -1" in refusal(tmp_path, GOOD, "run.guard_copies=-1").message
+    caplog.clear()
+    load(tmp_path, GOOD)
+    assert "is called" not in caplog.text

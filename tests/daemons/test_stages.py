@@ -117,11 +117,11 @@ async def test_a_stage_without_a_copy_starts_again_from_the_seed_and_says_so_lou
 
 
 async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_path: Path, temporary: Path) -> None:
-    """With guard_copies the loss goes on near where it was."""
-    config = micro("run.guard_copies=1", "run.limits.guard_seconds=0.5")
+    """With standby_copies the loss goes on near where it was."""
+    config = micro("run.standby_copies=1", "run.limits.standby_seconds=0.5")
     async with running(config, tmp_path / "run") as (swarm, waiting):
         move, before, after = await kill_stage_1_and_wait(swarm, waiting)
-        assert move.origin == "guard"
+        assert move.origin == "standby"
         assert move.clock > 0.15 * TARGET
         assert after < before + LOST, "most of what the stage had learnt is kept"
         logs = "".join(map(said, of_stage(swarm, 0)))

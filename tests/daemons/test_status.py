@@ -135,7 +135,7 @@ def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, i
 
 def test_a_node_that_has_moved_is_shown_where_it_is(folder: Path, identity: Identity) -> None:
     moved = NodeMoved(
-        time=960.0, from_stage=1, stage=0, why="lost", origin="guard", clock=5.0, parameters=777, seconds=2.0
+        time=960.0, from_stage=1, stage=0, why="lost", origin="standby", clock=5.0, parameters=777, seconds=2.0
     )
     write(folder, started(identity), account(), moved)
     assert any(line.split() == ["stage", "0", "of", "2,", "777", "parameters"] for line in status_lines(folder, NOW))

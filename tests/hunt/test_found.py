@@ -93,7 +93,7 @@ def test_who_took_a_lost_first_stage_over_as_the_others_left_at_the_end_waits_no
         Freeze(at=0.447, node=4, seconds=2.18),
         LostStage(at=1.0, stage=0),
     )
-    outcome = carry_out(Schedule(seed=1769, replicas=(2, 2, 2), faults=faults, guard_copies=0))
+    outcome = carry_out(Schedule(seed=1769, replicas=(2, 2, 2), faults=faults, standby_copies=0))
     assert outcome.fired == (True, True, True)
     assert outcome.breaches == ()
 
@@ -171,7 +171,7 @@ def test_a_stage_is_brought_back_from_the_copy_of_a_stranger_who_is_no_fault(cap
     it. That a copy of theirs is taken alone is a warning to the user that runs the node, and was logged as a failure is
     (seed 14019)."""
     faults = (LostStage(at=0.4, stage=2),)
-    outcome = carry_out(Schedule(seed=14019, replicas=(2, 2, 2), faults=faults, guard_copies=1))
+    outcome = carry_out(Schedule(seed=14019, replicas=(2, 2, 2), faults=faults, standby_copies=1))
     assert outcome.breaches == ()
     assert "stage 2 was restored from a copy" in caplog.text
     assert "STAGE 2 IS TAKEN FROM A STRANGER'S COPY ALONE" in caplog.text
@@ -245,7 +245,7 @@ def test_an_origin_does_not_leave_its_stage_for_a_poor_one_when_the_run_ends() -
                 Partition(at=1.0, nodes=(0,), seconds=38.07),
                 Crash(at=1.0, node=5, back_after=4.62),
             ),
-            guard_copies=1,
+            standby_copies=1,
         ),
         Schedule(seed=40025, replicas=(8,), faults=(Join(at=0.725),)),
     ],
@@ -306,6 +306,6 @@ def test_who_is_between_two_stages_when_the_others_leave_begins_no_stage_anew() 
 def test_who_comes_as_the_others_leave_at_the_end_is_told_that_the_run_has_ended() -> None:
     """It was told that none of five replicas gave its state, all of which had just left (seed 53)."""
     faults = (Join(at=0.167), Join(at=0.838), Join(at=1.0))
-    outcome = carry_out(Schedule(seed=53, replicas=(4, 4), faults=faults, guard_copies=0))
+    outcome = carry_out(Schedule(seed=53, replicas=(4, 4), faults=faults, standby_copies=0))
     assert all(outcome.fired)
     assert outcome.breaches == ()

@@ -142,9 +142,9 @@ def test_schedules_are_drawn_alike_and_each_kind_often() -> None:
     assert kinds.keys() == set(KINDS)
     assert min(kinds.values()) > 20
     assert max(draw(seed, 4, 64).nodes for seed in range(100)) > 50
-    copies = [schedule.guard_copies for schedule in drawn if schedule.stages > 1]
+    copies = [schedule.standby_copies for schedule in drawn if schedule.stages > 1]
     assert 0.15 < sum(copies) / len(copies) < 0.35
-    assert {schedule.guard_copies for schedule in drawn if schedule.stages == 1} == {0}
+    assert {schedule.standby_copies for schedule in drawn if schedule.stages == 1} == {0}
 
 
 def test_what_fails_is_found_in_the_shortest_part_that_fails() -> None:

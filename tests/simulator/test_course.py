@@ -185,9 +185,9 @@ def test_what_an_exchange_takes_of_a_processor_is_in_the_course() -> None:
 def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves() -> None:
     """It takes the copy that a node of another stage kept, with the clock that the copy has. Figures tell what is done
     at which stage, wherever a node has been before."""
-    limits = LimitsSpec(record_seconds=2.0, grace_seconds=2, guard_seconds=1.0)
+    limits = LimitsSpec(record_seconds=2.0, grace_seconds=2, standby_seconds=1.0)
     spec = micro_spec(steps=10_000, microbatches_a_step=4, outer=OuterSpec(inner_steps=2, min_inner_steps=1))
-    spec = spec.model_copy(update={"limits": limits, "guard_copies": 1})
+    spec = spec.model_copy(update={"limits": limits, "standby_copies": 1})
 
     async def work() -> tuple[list[AnyEvent], SimulationFigures]:
         async with StayingWorld(
@@ -215,7 +215,7 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
     told, figures = in_virtual_time(work, seed=1)
     moved = [event for event in told if isinstance(event, NodeMoved)]
     first = moved[0]
-    assert (first.why, first.origin, first.from_stage, first.stage) == ("lost", "guard", 0, 1)
+    assert (first.why, first.origin, first.from_stage, first.stage) == ("lost", "standby", 0, 1)
     assert first.clock > 0.0
     assert figures.moves == len(moved)
 

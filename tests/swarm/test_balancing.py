@@ -31,7 +31,7 @@ from noloco_node.placement.balancing import (
     worth_moving,
 )
 from noloco_node.placement.migration import JOINER_PATIENCE, MigrationStanding, Move, Relocation
-from noloco_node.state_transfer.backups import guarded_stage
+from noloco_node.state_transfer.backups import standby_stage
 from tests.profiles import tries
 from tests.swarm.worlds import AllAnswer
 
@@ -169,7 +169,7 @@ def first_move(here: Server, work: Sequence[float], others: Sequence[Server], se
 def test_a_lost_stage_is_confirmed_and_then_one_node_after_another_may_move() -> None:
     """The candidates of the richest stage have slots of their own, so that the first one's announcement stops the
     others; the one that keeps a copy comes first. Nodes of a stage with one replica never leave it."""
-    servers = [*peers(0, 1.0, 3.0, 2.0), *peers(1, 9.0), Server(PeerId("peer-0-guard0"), 0, 1.0, guards=2)]
+    servers = [*peers(0, 1.0, 3.0, 2.0), *peers(1, 9.0), Server(PeerId("peer-0-guard0"), 0, 1.0, standby_of=2)]
     work = (1.0, 1.0, 1.0)
     times: dict[PeerId, int] = {}
     for own in servers:
@@ -238,12 +238,12 @@ def test_every_stage_has_as_many_guards_as_asked_for_and_nobody_guards_its_own()
     """For pipelines of 2 to 5 stages with at least as many nodes a stage as copies."""
     for stages in range(2, 6):
         for copies in range(4):
-            guarded = [guarded_stage(stage, rank, stages, copies) for stage in range(stages) for rank in range(5)]
+            guarded = [standby_stage(stage, rank, stages, copies) for stage in range(stages) for rank in range(5)]
             assert all(guarded.count(stage) == copies for stage in range(stages))
             assert all(
-                guarded_stage(stage, rank, stages, copies) != stage for stage in range(stages) for rank in range(5)
+                standby_stage(stage, rank, stages, copies) != stage for stage in range(stages) for rank in range(5)
             )
-    assert guarded_stage(0, 0, 1, 1) is None
+    assert standby_stage(0, 0, 1, 1) is None
 
 
 LOOK = 10.0

@@ -318,7 +318,7 @@ def test_the_fullest_record_that_a_guest_may_have_to_publish_is_valid(signer: Id
         clock=1e12 + third,
         tokens_per_second=1e4 + third,
         capacity=1e4 + third,
-        guards=1,
+        standby_of=1,
         outer_rounds=10**6,
         slots=tuple(SlotClaim(10**7 + number, 10**4, number % 2 == 0) for number in range(MOST_SAID)),
         protocol=PROTOCOL_VERSION,

@@ -29,7 +29,7 @@ from noloco_node.peers.scorecard import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.audit import Auditor
 from noloco_node.pipeline.messages import Ledger, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.state_transfer.backups import guard_rank, guarded_stage
+from noloco_node.state_transfer.backups import standby_rank, standby_stage
 from noloco_node.training.progress import Progress
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.inside import audits_under_way
@@ -242,13 +242,13 @@ async def test_receipts_count_for_whoever_worked_and_are_forgotten_without_losin
         await transport.close()
 
 
-def record_of(peer: PeerId, stage: int, guards: int | None) -> PeerRecord:
+def record_of(peer: PeerId, stage: int, standby_of: int | None) -> PeerRecord:
     """A replica that trains."""
     return PeerRecord(
         peer_id=peer,
         stage=stage,
         state=PeerState.TRAINING,
-        guards=guards,
+        standby_of=standby_of,
         protocol=PROTOCOL_VERSION,
         version="0",
     )
@@ -272,13 +272,13 @@ async def test_whoever_comes_to_a_lost_stage_finds_the_copy_whatever_buckets_it_
         hub = Renewed(3, lambda now=now: now[0])
         keepers = set[PeerId]()
         for own in everybody:
-            guards = None
+            standby_of = None
             if prefix_of(own) < 40 / MANY * (1 << 32):
                 seen = [p for b in rng.sample(range(8), HELD) for p in buckets[b]]
                 members = membership_of(own, 0, view_of([seen, [], []], [MANY, 0, 0]), AllAnswer())
-                guards = guarded_stage(0, guard_rank(members), 3, 1)
-            keepers |= {own} if guards == 1 else set()
-            row = LiveRecord(record_of(own, 0, guards), 1e9)
+                standby_of = standby_stage(0, standby_rank(members), 3, 1)
+            keepers |= {own} if standby_of == 1 else set()
+            row = LiveRecord(record_of(own, 0, standby_of), 1e9)
             for level in levels_to_write(prefix_of(own), LEVEL, MANY / (1 << LEVEL)):
                 hub.at(Place(0, level, bucket_of(prefix_of(own), level)))[own] = row
         members = Membership(
@@ -298,6 +298,6 @@ async def test_whoever_comes_to_a_lost_stage_finds_the_copy_whatever_buckets_it_
         told = {PeerId(record.peer_id) for record in await members.keepers(1)}
         assert told == keepers
         found.append(bool(told))
-        seen_anyway += any(record.guards == 1 for record in members.others())
+        seen_anyway += any(record.standby_of == 1 for record in members.others())
     assert sum(found) >= 10
     assert seen_anyway < 12, "else this test says nothing"

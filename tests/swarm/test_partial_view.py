@@ -24,7 +24,7 @@ from noloco_node.peers.stats import PeerStats
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.state_transfer.backups import guard_rank, guarded_stage
+from noloco_node.state_transfer.backups import standby_rank, standby_stage
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
@@ -171,7 +171,7 @@ def test_a_stage_seen_in_part_has_its_guards_nearly_always_and_few_too_many(copi
             seen = [p for b in rng.sample(range(8), HELD) for p in stage[b]]
             size = round(MANY * rng.gauss(1.0, 0.1))
             members = membership_of(own, 0, view_of([seen, [], []], [size, 0, 0]), AllAnswer())
-            guards[guarded_stage(0, guard_rank(members), 3, copies)] += 1
+            guards[standby_stage(0, standby_rank(members), 3, copies)] += 1
         held = [guards[1 + copy] for copy in range(copies)]
         without += sum(not each for each in held)
         kept += held

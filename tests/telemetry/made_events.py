@@ -60,13 +60,13 @@ def started(name: str) -> NodeStarted:
 
 
 def moved(time: float, from_stage: int, stage: int) -> NodeMoved:
-    """A node has gone to another stage, with a copy that a guard kept."""
+    """A node has gone to another stage, with a standby copy."""
     return NodeMoved(
         time=time,
         from_stage=from_stage,
         stage=stage,
         why="lost",
-        origin="guard",
+        origin="standby",
         clock=1.0,
         parameters=1,
         seconds=1.0,

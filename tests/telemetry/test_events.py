@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.telemetry.events import EventFile, InnerStep, read_events
+from noloco_node.telemetry.events import (
+    OLD_NAMES,
+    OLD_VALUES,
+    EventFile,
+    EventReader,
+    InnerStep,
+    NodeMoved,
+    read_events,
+)
 from tests.telemetry import made_events as made
 
 
@@ -64,3 +72,16 @@ def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
     hostile = (b"{}", b"[" * 100_000, b'{"event":"from_tomorrow"}', b"\xff\x00", b"x" * (3 << 20), b'"' + b"1" * 5000)
     path.write_bytes(b"\n".join((sound.strip(), *hostile, b"")) + sound)
     assert [event.event for event in read_events(path)] == ["inner_step", "inner_step"]
+
+
+def test_a_file_of_the_release_before_is_read_by_todays_names() -> None:
+    """Events, fields and values that were renamed keep what they said; `report` and `status` read such folders."""
+    path = Path(__file__).parents[1] / "fixtures" / "events-0.1.0.jsonl"
+    reader = EventReader(path)
+    events = list(reader.new_events())
+    assert not reader.passed_over
+    assert len(events) == len(path.read_text(encoding="utf-8").splitlines())
+    (moved,) = [event for event in events if isinstance(event, NodeMoved)]
+    assert moved.origin == "standby"
+    text = path.read_text(encoding="utf-8")
+    assert all(f'"{name}"' in text for name in (*OLD_NAMES, *(value for _, value in OLD_VALUES)))

@@ -11,7 +11,7 @@ from noloco_node.telemetry.metrics import Metrics
 from tests.telemetry.made_events import started
 
 MOVED = NodeMoved(
-    from_stage=0, stage=1, why="lost", origin="guard", clock=5e4, parameters=1_234, seconds=2.5, time=1100.0
+    from_stage=0, stage=1, why="lost", origin="standby", clock=5e4, parameters=1_234, seconds=2.5, time=1100.0
 )
 
 

@@ -27,7 +27,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.model.stage import build_stage
-from noloco_node.state_transfer.backups import guarded_stage
+from noloco_node.state_transfer.backups import standby_stage
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
@@ -125,7 +125,7 @@ class Life:
         if stage is None:
             return self.newcomers.get(peer, 0)
         rank = sum(victim.peer < peer for victim in self.of_stage(stage))
-        guarded = guarded_stage(stage, rank, self.spec.stages, self.spec.guard_copies)
+        guarded = standby_stage(stage, rank, self.spec.stages, self.spec.standby_copies)
         if guarded is not None:
             return guarded
         choices = [stage, stage, min(stage + 1, self.spec.stages - 1)]

@@ -57,7 +57,7 @@ def own_record(life: Life, stage: int) -> Stored:
         clock=life.clock,
         tokens_per_second=100.0,
         capacity=1000.0,
-        guards=(stage + 1) % life.spec.stages,
+        standby_of=(stage + 1) % life.spec.stages,
         protocol=PROTOCOL_VERSION,
         version=__version__,
         sequence=int(time.time() * 1000),

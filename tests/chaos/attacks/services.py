@@ -204,7 +204,7 @@ def _piece(stage: int, index: int, chunk: int, size: int) -> bytes:
 
 
 async def hostile_copies(life: Life) -> None:
-    """Copies of a stage from the end of time, of huge weights: for guards in fp16, for exports in fp32."""
+    """Copies of a stage from the end of time, of huge weights: for standby copies in fp16, for exports in fp32."""
     attack = "hostile copies of a stage"
     given = {"fp16": torch.float16, "fp32": torch.float32}
 

@@ -202,8 +202,8 @@ def _arm(lab: Lab, name: str, plan: Plan) -> Arm:
         f"run.inner.target_tokens={plan.target}",
         f"run.model.seed={lab.seed}",
         f"run.data.seed={lab.seed}",
-        "run.guard_copies=1",
-        "run.limits.guard_seconds=10",
+        "run.standby_copies=1",
+        "run.limits.standby_seconds=10",
         "run.limits.chunk_bytes=16384",
     ]
     return Arm(name, Swarm(lab.folder / name, overrides, plan.operation), plan, overrides)
