@@ -149,7 +149,7 @@ def test_a_card_is_judged_without_the_runs_text(
     asked = ["config", "validate", str(MICRO), *text]
     assert cli.main([*asked, "--device", "RTX 4060", "--uplink", "20Mbit"]) == ExitCode.OK
     told = capsys.readouterr().out
-    assert "device works" in told
+    assert "GPU utilisation" in told
     assert re.search(r"text +not looked at: .*'gone-\*\.txt', which does not exist\n", told)
     assert cli.main(asked) == ExitCode.DATA
     (tmp_path / "gone-1.txt").write_text("short")

@@ -163,7 +163,7 @@ VALIDATE_HELP = """\
 Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. It prints the run
 id, parameters, inner steps, outer rounds, and the bytes of a microbatch and of an outer step. It also prints what
 memory a replica of each stage takes, part by part. With --device it says how much of the time such a device would work
-on links like --uplink and --round-trip, what limits it, and which settings would lift that.
+on links like --uplink and --round-trip, what limits it, and which settings would raise it.
 
 examples:
   noloco-node config validate tiny

@@ -34,7 +34,8 @@ class WorldSpec(Settings):
     moments: Literal["local", "averaged"] = "local"
     """`averaged`: the optimizer's moments are averaged with the partners at an outer step (their bytes are counted)."""
     tensors_sent: Literal[1, 2] = 1
-    """Tensors of the stage's size that an exchange sends: 2 for the published form. It changes the bytes only."""
+    """Tensors of the stage's size that an exchange sends: 2 for the form in the NoLoCo paper. It changes the bytes
+    only."""
     initial_spread: Annotated[float, Field(ge=0.0)] = 0.0
     """Standard deviation of a disturbance of every replica's first weights, to watch it being averaged away."""
     allow_inadmissible: bool = False

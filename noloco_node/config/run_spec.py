@@ -116,7 +116,8 @@ class OuterSpec(Settings):
     gamma: PositiveFloat | None = None
     """Pull to the group's mean; 1 - alpha where not set."""
     momentum: Momentum = "averaged"
-    """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the published rule."""
+    """`averaged`: the momentum is averaged over the group at no cost in bytes; `local`: the rule of the NoLoCo
+    paper."""
     codec: CodecName = "int4"
     """How the exchanged tensor travels: rounded; or as codes modulo 2^8 or 2^4 of the difference to the partner.
     `dct` sends only the largest DCT coefficients of its own motion, `sign` only the signs, and both a sixteenth of

@@ -1,4 +1,4 @@
-"""What to expect of a run on given devices and links, and which settings would lift it. Pure arithmetic."""
+"""What to expect of a run on given devices and links, and which settings would raise it. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What the configuration gives, and what would lift it."""
+    """What the configuration gives, and which settings would raise it."""
 
     outlook: UtilisationOutlook
     under_way: int

@@ -140,7 +140,7 @@ def _compiler_line(node: NodeSettings, shown: Callable[[float], str]) -> list[st
 def expectation_lines(
     config: Config, device: Device, link: Link, found: Expectation, needs: Sequence[StageMemory]
 ) -> list[str]:
-    """What to expect of such devices on such links, and what would lift it."""
+    """What to expect of such devices on such links, and which settings would raise it."""
     out, run = found.outlook, config.run
     few = len(out.device_share) <= STAGES_SHOWN
     shares = ", ".join(map(_percent, out.device_share if few else (min(out.device_share), max(out.device_share))))
@@ -150,7 +150,7 @@ def expectation_lines(
     lines = [
         f"on {device.name}, {link.uplink * 8e-6:,.4g} Mbit/s up, {1e3 * link.round_trip:,.4g} ms there and back, "
         f"{config.local_swarm.replicas} replicas of each stage",
-        f"  device works      {_percent(out.share)} % of the time ({which}: {shares}); taken to reach "
+        f"  GPU utilisation   {_percent(out.share)} % ({which}: {shares}); taken to reach "
         f"{device.flop_per_second / 1e12:,.4g} TFLOP/s while it works",
         f"  limited by        {LIMITS[out.limit]}",
         f"  microbatch        {_seconds(out.cycle_seconds)} there and back, {_seconds(found.compute_seconds)} of it on "
@@ -166,9 +166,9 @@ def expectation_lines(
         memory = "" if abs(more) < GIB / 100 else f", {abs(more) / GIB:.2f} GiB {'more' if more > 0 else 'less'}"
         if device.memory is not None and max(need.on_device for need in needs) + more > device.memory:
             memory += ", which does NOT fit"
-        lines.append(f"  would lift it     {', '.join(suggestion.settings)}: {_percent(suggestion.share)} %{memory}")
+        lines.append(f"  suggestion        {', '.join(suggestion.settings)}: {_percent(suggestion.share)} %{memory}")
     if found.in_vain:
-        lines.append(f"  would not         {', '.join(found.in_vain)}")
+        lines.append(f"  no gain from      {', '.join(found.in_vain)}")
     return lines
 
 
