@@ -154,7 +154,7 @@ def test_the_picture_is_what_its_recording_makes_and_shows_each_death() -> None:
 def test_a_page_of_the_site_loads_its_search_from_beside_it() -> None:
     """The plugin's own address is elsewhere, and a folder that was opened as a file has no search without it. The theme
     had every reader's browser ask GitHub for the repository's stars."""
-    page = SimpleNamespace(url="results/first/table.html")
+    page = SimpleNamespace(url="results/method/table.html")
     made = on_post_page(f'<a{COUNTS} href="x"></a><script src="{SHIM}"></script>', page, config=None)
     assert made == '<a href="x"></a><script src="../../assets/frame-worker.js"></script>'
     assert (DOCS / "assets/frame-worker.js").stat().st_size > 1000
