@@ -144,10 +144,10 @@ example:
   noloco-node generate /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --prompt Once"""
 
 LAB_HELP = """\
-Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, plain gossip, none. The
-`lab:` part of CONFIG says which variants, on how many replicas, for how long, with which seeds; without it the five are
-compared as they are. DIR gets results.json, table.md and plots. Every finished training is kept in DIR/runs.jsonl: the
-same command goes on where it was cut off.
+Compare algorithms on many replicas simulated in this process: NoLoCo, DiLoCo, data parallel, none. The `lab:` part of
+CONFIG says which variants, on how many replicas, with which seeds; without it the four are compared as they are. DIR
+gets results.json, table.md and plots. Every finished training is kept in DIR/runs.jsonl: the same command goes on where
+it was cut off.
 
 example:
   noloco-node lab tiny --out results/tiny

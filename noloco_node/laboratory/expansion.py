@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue, ValidationError
 
-from noloco_node.config.lab_spec import Algorithm, LabSpec, Plot, VariantSpec, WorldSpec
+from noloco_node.config.lab_spec import Algorithm, LabSpec, VariantSpec, WorldSpec
 from noloco_node.config.load import Config, Problem, problems_of
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import RunSpec
@@ -24,7 +24,7 @@ GAMMA = "outer.gamma"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A variant at one point of its sweep, on so many replicas, for one length of training."""
+    """A variant at one point of its sweep, on so many replicas."""
 
     variant: str
     algorithm: Algorithm
@@ -44,7 +44,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cell:
-    """What is tuned together: the points of one variant on so many replicas for one length."""
+    """What is tuned together: the points of one variant on so many replicas."""
 
     points: tuple[Point, ...]
 
@@ -82,19 +82,13 @@ class Job:
         return float(self.run.inner.target_tokens)
 
 
-def is_one_for_all(point: Point) -> bool:
-    """Whether a training is the same whatever the number of replicas: data parallel without anything of a replica's
-    own."""
-    return point.algorithm == "data_parallel" and not point.world.data_skew and not point.world.weight_noise
-
-
 def job_of(point: Point, seed: int, lab: LabSpec) -> Job:
     """The training behind a point.
 
     Gradients averaged in every step make all replicas one: what counts is the global batch, not among how many it is
     divided. So `data_parallel` is trained once, at the least number of replicas, and recorded with each.
     """
-    replicas = min(lab.replicas) if is_one_for_all(point) else point.replicas
+    replicas = min(lab.replicas) if point.algorithm == "data_parallel" else point.replicas
     return Job(
         run=point.run,
         world=point.world,
@@ -107,7 +101,7 @@ def job_of(point: Point, seed: int, lab: LabSpec) -> Job:
 
 
 def expand(config: Config) -> tuple[Cell, ...]:
-    """All cells of the experiment, by variant, replicas and length.
+    """All cells of the experiment, by variant and replicas.
 
     Raises UserError (CONFIG) that names each wrong setting as `lab.variants[3].set outer.gamma`.
     """
@@ -135,17 +129,10 @@ def check_points(cells: tuple[Cell, ...]) -> None:
         check_cut(model)
         _check_routers(model)
     for point in points:
-        if point.run.data.mixture and point.world.data_skew:
-            raise UserError(
-                ExitCode.CONFIG,
-                f"lab.variants: '{point.variant}' has world.data_skew {point.world.data_skew:g}, a stretch of the text "
-                "for each replica, and run.data.mixture, of which each has its share everywhere",
-                "set world.data_skew to 0, or name one source in place of the mixture",
-            )
         if point.run.data.attention == "document":
             check_parts_documents(point.run.model, laboratory=True)
         try:
-            microbatch_windows(point.run, point.world, point.replicas)
+            microbatch_windows(point.run, point.replicas)
         except UserError as error:
             message = f"lab.variants: '{point.variant}' on {point.replicas} replicas: {error.message}"
             raise UserError(error.exit_code, message, error.remedy) from None
@@ -163,23 +150,14 @@ def _check_routers(model: ModelSpec) -> None:
 
 def _reference_problems(lab: LabSpec) -> Iterator[str]:
     names = [variant.name for variant in lab.variants]
-    given = {name: getattr(lab, name) for name in ("reference", "baseline") if name in lab.model_fields_set}
-    for name, variant in given.items():
-        if variant is not None and variant not in names:
-            yield f"lab.{name}: there is no variant '{variant}' among {', '.join(names)}"
+    if "reference" in lab.model_fields_set and lab.reference not in names:
+        yield f"lab.reference: there is no variant '{lab.reference}' among {', '.join(names)}"
 
 
 def _plot_problems(lab: LabSpec) -> Iterator[str]:
     """Plots that the experiment gives no points for."""
-    needs: dict[Plot, tuple[bool, str]] = {
-        "gamma": (any(GAMMA in variant.sweep for variant in lab.variants), f"no variant sweeps {GAMMA}"),
-        "sweep": (any(len(variant.sweep) == 1 for variant in lab.variants), "no variant sweeps one setting alone"),
-        "scaling": (len(set(lab.replicas)) > 1, "lab.replicas has one number only"),
-    }
-    for plot in lab.plots:
-        there, why = needs.get(plot, (True, ""))
-        if not there:
-            yield f"lab.plots: '{plot}' has nothing to show: {why}"
+    if "gamma" in lab.plots and not any(GAMMA in variant.sweep for variant in lab.variants):
+        yield f"lab.plots: 'gamma' has nothing to show: no variant sweeps {GAMMA}"
 
 
 def sweep_points(variant: VariantSpec) -> list[dict[str, JsonValue]]:
@@ -194,9 +172,8 @@ def _cells(config: Config, index: int, problems: list[str]) -> Iterator[Cell]:
     if found:
         return
     for replicas in lab.replicas:
-        for length in lab.lengths or (config.run.inner.target_tokens,):
-            built = [_point(config, index, swept, replicas, length, problems) for swept in sweep_points(variant)]
-            yield Cell(tuple(point for point in built if point is not None))
+        built = [_point(config, index, swept, replicas, problems) for swept in sweep_points(variant)]
+        yield Cell(tuple(point for point in built if point is not None))
 
 
 def _misused(lab: LabSpec, index: int) -> Iterator[str]:
@@ -204,7 +181,7 @@ def _misused(lab: LabSpec, index: int) -> Iterator[str]:
     variant, where = lab.variants[index], f"lab.variants[{index}]"
     for group, names in (("set", variant.set), ("sweep", variant.sweep)):
         if LENGTH_SETTING in names:
-            yield f"{where}.{group} {LENGTH_SETTING}: all variants train equally long; set lab.lengths"
+            yield f"{where}.{group} {LENGTH_SETTING}: all variants train equally long; set run.{LENGTH_SETTING}"
     for name in variant.sweep:
         if not variant.sweep[name]:
             yield f"{where}.sweep {name}: there is no value to try"
@@ -212,13 +189,10 @@ def _misused(lab: LabSpec, index: int) -> Iterator[str]:
             yield f"{where}.sweep {name}: is in `set` of the same variant too; leave it in one of them"
 
 
-def _point(
-    config: Config, index: int, swept: dict[str, JsonValue], replicas: int, length: int, problems: list[str]
-) -> Point | None:
+def _point(config: Config, index: int, swept: dict[str, JsonValue], replicas: int, problems: list[str]) -> Point | None:
     variant = config.lab.variants[index]
     options = {**variant.set, **swept}
     run = config.run.model_dump(mode="json")
-    run["inner"]["target_tokens"] = length
     world = config.lab.world.model_dump(mode="json")
     found: list[str] = []
     for name, value in options.items():
@@ -268,8 +242,7 @@ def _named(index: int, variant: VariantSpec, problem: Problem, prefix: str, opti
     if leaf_names:
         places = ", ".join(_place(index, variant, name) for name in leaf_names)
         return f"{places}: {problem.text}"
-    where = "lab.lengths" if LENGTH_SETTING in problem.text else f"lab.variants[{index}] ({variant.name})"
-    return f"{where}: {problem}"
+    return f"lab.variants[{index}] ({variant.name}): {problem}"
 
 
 def _within(setting: str, name: str) -> bool:
@@ -277,7 +250,7 @@ def _within(setting: str, name: str) -> bool:
 
 
 def _unfit_group(index: int, variant: VariantSpec, world: WorldSpec, replicas: int) -> Iterator[str]:
-    if variant.algorithm in ("noloco", "gossip") and world.group_size > replicas:
+    if variant.algorithm == "noloco" and world.group_size > replicas:
         yield (
             f"lab.variants[{index}] ({variant.name}): groups of world.group_size {world.group_size} cannot be formed "
             f"of {replicas} replicas (lab.replicas)"
@@ -286,12 +259,8 @@ def _unfit_group(index: int, variant: VariantSpec, world: WorldSpec, replicas: i
 
 def _unfit_algorithm(index: int, variant: VariantSpec, world: WorldSpec) -> Iterator[str]:
     """Settings of the world that mean something for one algorithm only."""
-    for name, given, algorithm in (
-        ("world.nesterov", world.nesterov, "diloco"),
-        ("world.weight_noise", world.weight_noise > 0.0, "data_parallel"),
-    ):
-        if given and variant.algorithm != algorithm:
-            yield (
-                f"lab.variants[{index}] ({variant.name}): {name} is for the algorithm {algorithm}, and this variant's "
-                f"is {variant.algorithm}; set it in the variants of that one"
-            )
+    if world.nesterov and variant.algorithm != "diloco":
+        yield (
+            f"lab.variants[{index}] ({variant.name}): world.nesterov is for the algorithm diloco, and this variant's "
+            f"is {variant.algorithm}; set it in the variants of that one"
+        )

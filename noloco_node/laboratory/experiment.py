@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from noloco_node import ambient
 from noloco_node.config.lab_spec import LabSpec
-from noloco_node.laboratory.expansion import Cell, Job, Point, is_one_for_all, job_of
+from noloco_node.laboratory.expansion import Cell, Job, Point, job_of
 from noloco_node.laboratory.figures import Result
 from noloco_node.workers import Workers
 
@@ -78,7 +78,7 @@ def _parsed(line: bytes) -> tuple[str, Result] | None:
 Purpose = Literal["tune", "report"]
 
 FINALISTS = 2
-"""So many points of a sweep are tried on all tune seeds when tuning is halved."""
+"""So many points of a sweep are tried on all tune seeds; the others on the first one only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Experiment:
 
     def _finalists(self, cell: Cell) -> tuple[Point, ...]:
         """The points that are tried on all tune seeds."""
-        if not self._lab.tune_halving or len(self._lab.tune_seeds) == 1:
+        if len(self._lab.tune_seeds) == 1:
             return cell.points
         return tuple(sorted(cell.points, key=lambda point: self._loss(point, self._lab.tune_seeds[:1]))[:FINALISTS])
 
@@ -221,7 +221,7 @@ def planned(lab: LabSpec, cells: Iterable[Cell]) -> tuple[Planned, Planned, Plan
     counts, costs, tokens = [0, 0, 0], [0.0, 0.0, 0.0], [0, 0, 0]
     for cell in cells:
         point = cell.points[0]
-        if is_one_for_all(point) and point.replicas != min(lab.replicas):
+        if point.algorithm == "data_parallel" and point.replicas != min(lab.replicas):
             continue
         for phase, count in enumerate(_phases(lab, cell)):
             counts[phase] += count
@@ -239,8 +239,7 @@ def is_tuned(lab: LabSpec, cell: Cell) -> bool:
 def _phases(lab: LabSpec, cell: Cell) -> tuple[int, int, int]:
     if not is_tuned(lab, cell):
         return 0, 0, len(cell.points) * len(lab.seeds)
-    finalists = min(len(cell.points), FINALISTS) if lab.tune_halving else len(cell.points)
-    return len(cell.points), finalists * (len(lab.tune_seeds) - 1), len(lab.seeds)
+    return len(cell.points), min(len(cell.points), FINALISTS) * (len(lab.tune_seeds) - 1), len(lab.seeds)
 
 
 class _Pace:

@@ -121,15 +121,13 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class FigureLine:
-    """One point of one variant, on so many replicas, for one length: a row of the table, with a result by seed."""
+    """One point of one variant, on so many replicas: a row of the table, with a result by seed."""
 
     variant: str
     algorithm: Algorithm
     swept: dict[str, Any]
     """The values of the settings that the variant sweeps."""
     replicas: int
-    tokens: int
-    """The length that was asked for: replicas of uneven speeds overshoot it, each time differently."""
     results: tuple[Result, ...]
 
     @property
@@ -153,10 +151,6 @@ class FigureLine:
         """Validation loss over seeds, in nats per token; None where a seed diverged."""
         return None if self.diverged else self.figure(lambda result: result.validation_loss)
 
-    def tokens_to(self, loss: float) -> Spot | None:
-        """Tokens until the validation loss on the way was `loss`, over seeds; None where it was not on one of them."""
-        return self.figure(lambda result: tokens_to(result, loss))
-
     @property
     def root_of_final_spread(self) -> Spot | None:
         """√spread at the last moment recorded, over seeds; None where a seed diverged or has no spread."""
@@ -175,21 +169,14 @@ def lines(record: Results, purpose: str = "report") -> list[FigureLine]:
     for result in record.results:
         if result.purpose == purpose:
             point = tuple((name, repr(value)) for name, value in result.options.items())
-            length = _length(record, result)
-            grouped.setdefault((result.variant, point, result.replicas, length), []).append(result)
-    return [_line(record, results, swept.get(results[0].variant, ())) for results in grouped.values()]
+            grouped.setdefault((result.variant, point, result.replicas), []).append(result)
+    return [_line(results, swept.get(results[0].variant, ())) for results in grouped.values()]
 
 
-def _line(record: Results, results: Sequence[Result], swept: Iterable[str]) -> FigureLine:
+def _line(results: Sequence[Result], swept: Iterable[str]) -> FigureLine:
     first = results[0]
     options = {name: first.options[name] for name in swept if name in first.options}
-    return FigureLine(first.variant, first.algorithm, options, first.replicas, _length(record, first), tuple(results))
-
-
-def _length(record: Results, result: Result) -> int:
-    """The wanted length nearest to what was trained, among the lengths of the experiment."""
-    lengths: Sequence[int] = record.lab["lengths"] or [record.run["inner"]["target_tokens"]]
-    return min(lengths, key=lambda length: abs(length - result.tokens))
+    return FigureLine(first.variant, first.algorithm, options, first.replicas, tuple(results))
 
 
 def activation_bytes(record: Results, result: Result) -> float | None:
@@ -218,9 +205,9 @@ def best(candidates: Iterable[FigureLine]) -> FigureLine | None:
     return min(alive, key=lambda pair: pair[0])[1] if alive else None
 
 
-def best_of(variant: str | None, all_lines: Iterable[FigureLine], replicas: int, tokens: int) -> FigureLine | None:
-    """The best line of a variant on so many replicas for that length; None where there is none."""
-    return best(line for line in all_lines if (line.variant, line.replicas, line.tokens) == (variant, replicas, tokens))
+def best_of(variant: str, all_lines: Iterable[FigureLine], replicas: int) -> FigureLine | None:
+    """The best line of a variant on so many replicas; None where there is none."""
+    return best(line for line in all_lines if (line.variant, line.replicas) == (variant, replicas))
 
 
 def setting(record: Results, result: Result, name: str) -> Any:
@@ -232,35 +219,6 @@ def setting(record: Results, result: Result, name: str) -> Any:
     for part in inside_world.split("."):
         value = value[part]
     return value
-
-
-def spread_follows_rate(record: Results, result: Result) -> float | None:
-    """Pearson correlation of √spread with the learning rate after the warm-up; None where it is not defined."""
-    warmup = setting(record, result, "inner.warmup_tokens")
-    points = [(p.learning_rate, p.spread) for p in result.spread if p.tokens > warmup and p.spread is not None]
-    return pearson([rate for rate, _ in points], [math.sqrt(spread) for _, spread in points])
-
-
-def tokens_to(result: Result, loss: float) -> float | None:
-    """Where the validation loss of a training first was `loss`, between its points along a straight line."""
-    before: tuple[int, float] | None = None
-    for point in result.curve:
-        own = point.validation_loss
-        if own is None:
-            return None
-        if own <= loss:
-            if before is None or before[1] <= own:
-                return float(point.tokens)
-            return before[0] + (point.tokens - before[0]) * (before[1] - loss) / (before[1] - own)
-        before = point.tokens, own
-    return None
-
-
-def pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson correlation; None for fewer than 3 points or where one of them does not vary."""
-    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
-        return None
-    return statistics.correlation(x, y)
 
 
 def as_text(value: object) -> str:

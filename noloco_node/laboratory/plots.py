@@ -1,4 +1,4 @@
-"""Plots of an experiment: loss by tokens, by bytes, spread beside the learning rate, sweeps, γ, scaling."""
+"""Plots of an experiment: loss by tokens, and loss and spread by γ."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own types leave the keywords of most methods open.
@@ -18,12 +18,9 @@ from noloco_node.laboratory.canvas import (
     REFERENCE_COLOUR,
     Sheet,
     caption,
-    few_ticks,
-    legend_beside,
     logarithmic,
     mark_above,
     style,
-    ticks_at,
     tokens_axis,
 )
 from noloco_node.laboratory.expansion import GAMMA
@@ -33,10 +30,8 @@ from noloco_node.laboratory.figures import (
     Spot,
     as_text,
     best,
-    best_of,
     lines,
     setting,
-    spread_follows_rate,
 )
 from noloco_node.outer import Momentum
 from noloco_node.outer.stability import admissible_gamma
@@ -62,14 +57,7 @@ EARLY_SHARE = 0.2
 
 def draw(plot: Plot, record: Results, path: Path) -> Path:
     """Draw one of the plots as a PNG; returns its path. Raises OSError where it cannot be written."""
-    painters: dict[Plot, Callable[[Results], Sheet]] = {
-        "convergence": convergence,
-        "spread": spread,
-        "gamma": gamma,
-        "sweep": sweep,
-        "scaling": scaling,
-        "frontier": frontier,
-    }
+    painters: dict[Plot, Callable[[Results], Sheet]] = {"convergence": convergence, "gamma": gamma}
     sheet = painters[plot](record)
     sheet.legend()
     sheet.save(path)
@@ -77,14 +65,14 @@ def draw(plot: Plot, record: Results, path: Path) -> Path:
 
 
 def convergence(record: Results) -> Sheet:
-    """Validation loss by tokens, a panel for each number of replicas, for the longest training."""
-    rows = _longest(lines(record))
+    """Validation loss by tokens, a panel for each number of replicas."""
+    rows = lines(record)
     counts = _replicas(rows)
     sheet = Sheet(1, len(counts), title=f"{record.run['name']}: convergence")
     for panel, count in zip(sheet.panels[0], counts, strict=True):
         for line in _best_of_each(row for row in rows if row.replicas == count):
             _loss_curve(panel, line, *_look(record, line))
-        _leave_out_the_start(panel, rows)
+        _leave_out_the_start(panel, rows, record.run["inner"]["target_tokens"])
         caption(panel, f"{count} replicas")
         tokens_axis(panel)
     first = sheet.panels[0][0]
@@ -108,14 +96,14 @@ def _loss_curve(panel: Axes, line: FigureLine, colour: str, marker: str) -> None
         panel.plot([tokens[-1]], [line.loss.mean], color=colour, marker=marker, ms=5.5, ls="none")
 
 
-def _leave_out_the_start(panel: Axes, shown: Sequence[FigureLine]) -> None:
+def _leave_out_the_start(panel: Axes, shown: Sequence[FigureLine], tokens: int) -> None:
     """The first steep losses would press all differences into one line."""
     late = [
         point.validation_loss
         for line in shown
         for result in line.results
         for point in result.curve
-        if point.validation_loss is not None and point.tokens >= EARLY_SHARE * line.tokens
+        if point.validation_loss is not None and point.tokens >= EARLY_SHARE * tokens
     ]
     late += [line.loss.mean for line in shown if line.loss is not None]
     if late:
@@ -123,65 +111,12 @@ def _leave_out_the_start(panel: Axes, shown: Sequence[FigureLine]) -> None:
         panel.set_ylim(min(late) - margin, max(late) + margin)
 
 
-def spread(record: Results) -> Sheet:
-    """√spread by tokens beside the learning rate, and against it after the warm-up; a row by number of replicas."""
-    rows = [line for line in _longest(lines(record)) if _varies(line)]
-    counts = _replicas(rows)
-    sheet = Sheet(max(1, len(counts)), 2, title=f"{record.run['name']}: spread and learning rate", width=6.0)
-    for (left, right), count in zip(sheet.panels, counts, strict=False):
-        shown = _best_of_each(row for row in rows if row.replicas == count)
-        rate = left.twinx()
-        for line in shown:
-            _spread_curve(left, line, _look(record, line)[0])
-            _against_rate(record, right, line, _look(record, line)[0])
-        first = shown[0].results[0].spread
-        rate.plot([p.tokens for p in first], [p.learning_rate for p in first], color=REFERENCE_COLOUR, lw=1.4, ls="--")
-        rate.set_ylabel("learning rate (dashed)", color=REFERENCE_COLOUR)
-        rate.set_ylim(bottom=0.0)
-        rate.spines["top"].set_visible(False)
-        logarithmic(left)
-        left.set_ylabel(SPREAD_LABEL)
-        right.set_xlabel("learning rate after the warm-up")
-        few_ticks(right)
-        right.set_ylabel("√spread, as share of its greatest")
-        right.set_ylim(bottom=0.0)
-        legend_beside(right)
-        caption(left, f"{count} replicas")
-        tokens_axis(left)
-    return sheet
-
-
-def _varies(line: FigureLine) -> bool:
-    return any(point.spread for result in line.results for point in result.spread)
-
-
-def _spread_curve(panel: Axes, line: FigureLine, colour: str) -> None:
-    spots = _over_seeds([[(p.tokens, p.spread) for p in result.spread if p.spread] for result in line.results])
-    tokens = list(spots)
-    panel.plot(tokens, [math.sqrt(spots[t].mean) for t in tokens], color=colour, lw=1.6, label=_name(line))
-
-
-def _against_rate(record: Results, panel: Axes, line: FigureLine, colour: str) -> None:
-    rates: list[float] = []
-    shares: list[float] = []
-    for result in line.results:
-        warmup = setting(record, result, "inner.warmup_tokens")
-        points = [(p.learning_rate, p.spread) for p in result.spread if p.tokens > warmup and p.spread is not None]
-        greatest = max((value for _, value in points), default=0.0)
-        rates += [rate for rate, _ in points if greatest]
-        shares += [math.sqrt(value / greatest) for _, value in points if greatest]
-    follows = line.figure(lambda result: spread_follows_rate(record, result))
-    label = f"{line.variant}: r = {follows.mean:.2f}" if follows is not None else f"{line.variant}: r undefined"
-    panel.scatter(rates, shares, color=colour, s=14, alpha=0.6, lw=0, label=label)
-
-
 def gamma(record: Results) -> Sheet:
     """Loss and final spread by γ, a column for each α; the predicted admissible interval of each momentum mode.
 
-    Shaded where both are admissible by `outer.stability.admissible_gamma`; for the longest training and the most
-    replicas.
+    Shaded where both are admissible by `outer.stability.admissible_gamma`; for the most replicas.
     """
-    rows = [line for line in _longest(_swept_lines(record)) if GAMMA in line.swept]
+    rows = [line for line in lines(record, "tune") or lines(record) if GAMMA in line.swept]
     most = max(line.replicas for line in rows)
     rows = [line for line in rows if line.replicas == most]
     alphas = sorted({_of(record, line, "outer.alpha") for line in rows})
@@ -233,95 +168,6 @@ def _by_gamma(
     _error_bars(panel, spots, (colour, marker), f"momentum {mode}", limit=limit, height=height)
 
 
-def sweep(record: Results) -> Sheet:
-    """Loss by the swept value, a panel for each variant that sweeps one setting, for the longest training."""
-    rows = _longest(_swept_lines(record))
-    report = lines(record)
-    variants = list(dict.fromkeys(line.variant for line in rows if len(line.swept) == 1))
-    columns = min(3, len(variants))
-    sheet = Sheet(-(-len(variants) // columns), columns, title=f"{record.run['name']}: sweeps")
-    panels = [panel for row in sheet.panels for panel in row]
-    for panel, variant in zip(panels, variants, strict=False):
-        _swept_panel(panel, [line for line in rows if line.variant == variant], record, report)
-        caption(panel, variant)
-    for panel in panels[len(variants) :]:
-        panel.set_axis_off()
-    for row in sheet.panels:
-        row[0].set_ylabel(LOSS_LABEL)
-    return sheet
-
-
-def _swept_panel(panel: Axes, shown: Sequence[FigureLine], record: Results, report: Sequence[FigureLine]) -> None:
-    (name,) = shown[0].swept
-    values = list(dict.fromkeys(line.swept[name] for line in shown))
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    numeric = len(numbers) == len(values)
-    places = {value: float(value) if numeric else float(index) for index, value in enumerate(values)}
-    limit = TALLEST * min((line.loss.mean for line in shown if line.loss is not None), default=math.inf)
-    for index, count in enumerate(_replicas(shown)):
-        look = style(index)
-        chosen = sorted((places[line.swept[name]], place) for place, line in enumerate(shown) if line.replicas == count)
-        spots = [(x, shown[place].loss) for x, place in chosen]
-        _error_bars(panel, spots, look, f"{count} replicas", limit=limit, height=0.96 - 0.06 * index)
-        against = best_of(record.lab["reference"], report, count, shown[0].tokens)
-        if against is not None and against.loss is not None and against.variant != shown[0].variant:
-            panel.axhline(
-                against.loss.mean, color=look[0], lw=1.2, ls="--", label=f"{against.variant}, {count} replicas"
-            )
-    if numeric and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
-        panel.set_xscale("log")
-    if len(values) <= 10:
-        ticks_at(panel, list(places.values()), [as_text(value) for value in values])
-    panel.set_xlabel(name)
-
-
-def scaling(record: Results) -> Sheet:
-    """Loss and final spread by the number of replicas, for the longest training."""
-    rows = _longest(lines(record))
-    sheet = Sheet(1, 2, title=f"{record.run['name']}: scaling", width=5.2)
-    losses, spreads = sheet.panels[0]
-    counts = _replicas(rows)
-    for variant in dict.fromkeys(line.variant for line in rows):
-        chosen = [line for count in counts for line in _best_of_each(_at(rows, variant, count))]
-        look = _look(record, chosen[0])
-        _error_bars(losses, [(float(line.replicas), line.loss) for line in chosen], look, variant)
-        parted = [(float(line.replicas), line.root_of_final_spread) for line in chosen if _varies(line)]
-        _error_bars(spreads, parted, look, variant)
-    for panel in (losses, spreads):
-        panel.set_xscale("log")
-        panel.set_xlabel("replicas of each stage")
-        ticks_at(panel, [float(count) for count in counts], [str(count) for count in counts])
-    losses.set_ylabel(LOSS_LABEL)
-    spreads.set_ylabel(f"{SPREAD_LABEL} at the end")
-    logarithmic(spreads)
-    return sheet
-
-
-def frontier(record: Results) -> Sheet:
-    """Loss by bytes sent in an inner step, a panel for each number of replicas, for the longest training. It shows
-    every point of every variant that exchanges. The reference is a line across: what it sends is another matter."""
-    rows = _longest(lines(record))
-    counts = _replicas(rows)
-    sheet = Sheet(1, len(counts), title=f"{record.run['name']}: loss by traffic", width=5.2)
-    reference = record.lab["reference"]
-    for panel, count in zip(sheet.panels[0], counts, strict=True):
-        shown = [line for line in rows if line.replicas == count and line.variant != reference]
-        limit = TALLEST * min((line.loss.mean for line in shown if line.loss is not None), default=math.inf)
-        for variant in dict.fromkeys(line.variant for line in shown):
-            chosen = [line for line in shown if line.variant == variant]
-            traffic = [(line.figure(lambda result: result.bytes_per_inner_step), line.loss) for line in chosen]
-            spots = sorted((sent.mean, loss) for sent, loss in traffic if sent is not None and sent.mean > 0.0)
-            _error_bars(panel, spots, _look(record, chosen[0]), variant, limit=limit)
-        against = best_of(reference, rows, count, rows[0].tokens)
-        if against is not None and against.loss is not None:
-            panel.axhline(against.loss.mean, color=REFERENCE_COLOUR, lw=1.2, ls="--", label=reference)
-        panel.set_xscale("log")
-        panel.set_xlabel("bytes sent by a replica of each stage in an inner step")
-        caption(panel, f"{count} replicas")
-    sheet.panels[0][0].set_ylabel(LOSS_LABEL)
-    return sheet
-
-
 def _error_bars(
     panel: Axes,
     spots: Sequence[tuple[float, Spot | None]],
@@ -365,25 +211,9 @@ def _best_of_each(rows: Iterable[FigureLine]) -> list[FigureLine]:
     return [best(found) or found[0] for found in by_variant.values()]
 
 
-def _at(rows: Iterable[FigureLine], variant: str, replicas: int) -> list[FigureLine]:
-    return [line for line in rows if (line.variant, line.replicas) == (variant, replicas)]
-
-
 def _look(record: Results, line: FigureLine) -> tuple[str, str]:
     """Colour and marker of a variant: by its place in the file, the same in every plot."""
     return style([variant["name"] for variant in record.lab["variants"]].index(line.variant))
-
-
-def _swept_lines(record: Results) -> list[FigureLine]:
-    """All points that were tried: those of the tuning if there was one."""
-    tried = lines(record, "tune")
-    tuned = {line.variant for line in tried}
-    return tried + [line for line in lines(record) if line.variant not in tuned and line.swept]
-
-
-def _longest(rows: Sequence[FigureLine]) -> list[FigureLine]:
-    longest = max((line.tokens for line in rows), default=0)
-    return [line for line in rows if line.tokens == longest]
 
 
 def _replicas(rows: Iterable[FigureLine]) -> list[int]:

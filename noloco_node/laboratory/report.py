@@ -1,8 +1,7 @@
-"""The table of an experiment, in Markdown: a block for each length and number of replicas."""
+"""The table of an experiment, in Markdown: a block for each number of replicas."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from noloco_node.laboratory.figures import (
     as_text,
     best_of,
     lines,
-    spread_follows_rate,
 )
 
 NONE = "–"
@@ -29,9 +27,6 @@ COLUMNS = (
     "before the last exchange",
     "merged",
     "gap",
-    "gap in perplexity",
-    "gap closed",
-    "tokens to the target",
     "sent per outer step",
     "sent per inner step",
     "activations per inner step",
@@ -39,7 +34,6 @@ COLUMNS = (
     "alone",
     "clipped",
     "√spread at the end",
-    "r(√spread, rate)",
     "seconds",
 )
 
@@ -69,39 +63,26 @@ def _header(record: Results) -> Iterator[str]:
         "*Settings* are those in which a variant differs from the file's. Losses are in nats per token, mean ± sample "
         "standard deviation over the seeds (as many as n says), after the last outer step, and just before it; "
         "*merged* is the mean of the replicas' weights. "
-        f"*Gap* is loss / loss of `{lab['reference']}` − 1, *gap in perplexity* exp(difference of the losses) − 1"
-        + (f", *gap closed* the share of the gap of `{lab['baseline']}`" if lab.get("baseline") else "")
-        + (
-            f", *tokens to the target* those until the loss on the way was {lab['target_loss']:g}"
-            if lab.get("target_loss")
-            else ""
-        )
-        + ". Bytes are sent by one "
+        f"*Gap* is loss / loss of `{lab['reference']}` − 1. Bytes are sent by one "
         "replica of each stage together: exchanges of weights or gradients, and apart from them *activations* with "
         "labels and gradients between the stages. *Alone* is the share of outer steps without a partner, *clipped* the "
-        "share of exchanges whose pull was clipped, *r* the Pearson correlation of the square root of the spread "
-        "across replicas with the learning rate after the warm-up.\n"
+        "share of exchanges whose pull was clipped.\n"
     )
 
 
 def _blocks(record: Results) -> Iterator[str]:
     rows = lines(record)
-    hidden = {"gap closed"} if not record.lab.get("baseline") else set[str]()
-    if not record.lab.get("target_loss"):
-        hidden.add("tokens to the target")
-    if not any(line.options for line in rows):
-        hidden.add("settings")
-    for tokens in dict.fromkeys(line.tokens for line in rows):
-        for replicas in dict.fromkeys(line.replicas for line in rows if line.tokens == tokens):
-            block = [line for line in rows if (line.tokens, line.replicas) == (tokens, replicas)]
-            yield f"## {tokens:,} tokens, {replicas} replicas\n"
-            shown = [name not in hidden for name in COLUMNS]
-            columns, *cells = (
-                [cell for cell, visible in zip(row, shown, strict=True) if visible]
-                for row in (COLUMNS, *(_row(record, rows, line) for line in block))
-            )
-            yield from _table(columns, cells)
-            yield from _too_short(block)
+    hidden = set[str]() if any(line.options for line in rows) else {"settings"}
+    shown = [name not in hidden for name in COLUMNS]
+    for replicas in dict.fromkeys(line.replicas for line in rows):
+        block = [line for line in rows if line.replicas == replicas]
+        yield f"## {record.run['inner']['target_tokens']:,} tokens, {replicas} replicas\n"
+        columns, *cells = (
+            [cell for cell, visible in zip(row, shown, strict=True) if visible]
+            for row in (COLUMNS, *(_row(record, rows, line) for line in block))
+        )
+        yield from _table(columns, cells)
+        yield from _too_short(block)
 
 
 def _too_short(block: Sequence[FigureLine]) -> Iterator[str]:
@@ -112,24 +93,18 @@ def _too_short(block: Sequence[FigureLine]) -> Iterator[str]:
         named = ", ".join(f"{name} took {mean:.1f}" for name, mean in short.items())
         yield (
             f"**Fewer than {TELLING_ROUNDS} outer rounds say nothing about a method**: {named}. "
-            "Raise `run.inner.target_tokens` or `lab.lengths` before you compare.\n"
+            "Raise `run.inner.target_tokens` before you compare.\n"
         )
 
 
 def _row(record: Results, rows: Sequence[FigureLine], line: FigureLine) -> list[str]:
-    against = best_of(record.lab["reference"], rows, line.replicas, line.tokens)
-    baseline = best_of(record.lab.get("baseline"), rows, line.replicas, line.tokens)
-    gap, perplexity = _gaps(line, against)
     return [
         line.variant,
         _options(line.options),
         _loss(line),
         _number(line.figure(lambda result: result.validation_loss_fast), "{:.4f}"),
         _number(line.figure(lambda result: result.validation_loss_merged), "{:.4f}"),
-        gap,
-        perplexity,
-        _closed(line, against, baseline),
-        _number(line.tokens_to(record.lab["target_loss"]) if record.lab.get("target_loss") else None, "{:,.0f}"),
+        _gap(line, best_of(record.lab["reference"], rows, line.replicas)),
         _number(line.figure(lambda result: result.bytes_per_outer_step), _bytes),
         _number(line.figure(lambda result: result.bytes_per_inner_step), _bytes),
         _number(line.figure(lambda result: activation_bytes(record, result)), _bytes),
@@ -137,7 +112,6 @@ def _row(record: Results, rows: Sequence[FigureLine], line: FigureLine) -> list[
         _number(line.figure(lambda result: result.alone_share), "{:.1%}"),
         _number(line.figure(lambda result: result.clipped_share), "{:.1%}"),
         _number(line.root_of_final_spread, "{:.3g}"),
-        _number(line.figure(lambda result: spread_follows_rate(record, result)), "{:.3f}"),
         _number(line.figure(lambda result: result.seconds), "{:.0f}"),
     ]
 
@@ -147,11 +121,12 @@ def _tuning(record: Results) -> Iterator[str]:
     rows = lines(record, "tune")
     if not rows:
         return
-    halved = " All points on the first seed, the best two on the others." if record.lab["tune_halving"] else ""
-    yield f"## Tuning\n\nValidation loss on seeds {_listed(record.lab['tune_seeds'])}.{halved}\n"
+    seeds = record.lab["tune_seeds"]
+    halved = " All points on the first seed, the best two on the others." if len(seeds) > 1 else ""
+    yield f"## Tuning\n\nValidation loss on seeds {_listed(seeds)}.{halved}\n"
     yield from _table(
-        ("variant", "tokens", "replicas", "settings", "validation loss"),
-        [[line.variant, f"{line.tokens:,}", str(line.replicas), _options(line.swept), _loss(line)] for line in rows],
+        ("variant", "replicas", "settings", "validation loss"),
+        [[line.variant, str(line.replicas), _options(line.swept), _loss(line)] for line in rows],
     )
 
 
@@ -172,20 +147,9 @@ def _loss(line: FigureLine) -> str:
     )
 
 
-def _gaps(line: FigureLine, against: FigureLine | None) -> tuple[str, str]:
+def _gap(line: FigureLine, against: FigureLine | None) -> str:
     loss, least = line.loss, against.loss if against is not None else None
-    if loss is None or least is None:
-        return NONE, NONE
-    return f"{loss.mean / least.mean - 1:+.2%}", f"{math.exp(loss.mean - least.mean) - 1:+.2%}"
-
-
-def _closed(line: FigureLine, against: FigureLine | None, baseline: FigureLine | None) -> str:
-    """Share of the baseline's gap to the reference that this line does not leave."""
-    losses = [each.loss if each is not None else None for each in (line, against, baseline)]
-    own, least, most = (spot.mean if spot is not None else None for spot in losses)
-    if own is None or least is None or most is None or most <= least:
-        return NONE
-    return f"{(most - own) / (most - least):.0%}"
+    return NONE if loss is None or least is None else f"{loss.mean / least.mean - 1:+.2%}"
 
 
 def _number(spot: Spot | None, style: str | Callable[[float], str]) -> str:

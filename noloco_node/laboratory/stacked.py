@@ -73,20 +73,13 @@ class StackedStage:
         inputs: Tensor,
         positions: Tensor | None = None,
         ids: Tensor | None = None,
-        *,
-        noise: float = 0.0,
-        generator: torch.Generator | None = None,
     ) -> StackedForward:
         """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, width]; outputs accordingly.
         `positions` [M, B, T] are those in documents, where attention ends there, and `ids` [M, B, T] the tokens, which
-        a later stage in a subspace needs. With `noise`, each on weights disturbed by Gaussian noise of that standard
-        deviation, which no replica keeps."""
+        a later stage in a subspace needs."""
         if not self._is_first:
             inputs = inputs.detach().to(self._precision.published).requires_grad_()
-        flat = self.fast.detach()[rows]
-        if noise:
-            flat += noise * torch.randn(flat.shape, generator=generator)
-        weights = [weight.requires_grad_() for weight in self._weights(flat)]
+        weights = [weight.requires_grad_() for weight in self._weights(self.fast.detach()[rows])]
         return StackedForward(rows, weights, inputs, self._run(weights, inputs, positions, ids))
 
     def evaluate(
@@ -138,14 +131,6 @@ class StackedStage:
         """Make one replica a copy of another: weights and the optimizer's state."""
         self.fast[target].copy_(self.fast[source])
         self._optimizers[target].load(self._optimizers[source].state())
-
-    def average_moments(self, members: Sequence[int], start: int, end: int) -> None:
-        """Replace the optimizers' moments of a group, within [start, end) of the vector, by their mean."""
-        own = [self._optimizers[row].moments_in(slice(start, end)) for row in members]
-        for vectors in zip(*own, strict=True):
-            mean = torch.stack(vectors).mean(0)
-            for vector in vectors:
-                vector.copy_(mean)
 
     def _weights(self, flat: Tensor) -> list[Tensor]:
         """Parameters [M, *shape] each, in the layout's order, of replicas with weights [M, size]."""

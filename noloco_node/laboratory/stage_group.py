@@ -15,7 +15,7 @@ from torch import Tensor
 
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, Window, answer_proposal, decide
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
-from noloco_node.config.run_spec import OuterSpec, RunSpec
+from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.outer.clipping import PartnerBound
@@ -28,14 +28,13 @@ from noloco_node.training.progress import Progress
 
 @dataclass(slots=True)
 class ReplicaAccount:
-    """Where one replica stands, and whether it can be met."""
+    """Where one replica stands, and whether it is free for an outer step."""
 
     progress: Progress
     free_since: int = 0
     """Inner steps when its last exchange ended; a step alone is none."""
     credit: float = 0.0
     """Tokens beyond its share of the batch at the last inner step."""
-    present: bool = True
     engaged: bool = False
 
 
@@ -65,13 +64,6 @@ class Tally:
     """By all replicas."""
 
 
-def rule_of(algorithm: Algorithm, outer: OuterSpec) -> OuterRule:
-    """DiLoCo is NoLoCo with everyone in the group; plain averaging has no momentum and takes the mean as it is."""
-    if algorithm == "gossip":
-        return OuterRule(0.0, 1.0, 1.0, "local")
-    return OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum)
-
-
 class StageGroup:
     """All replicas of one stage at their outer steps. `accounts` are kept by the training, which owns the replicas."""
 
@@ -93,11 +85,14 @@ class StageGroup:
         self._rng = rng
         self._name = name
         self._peers = [PeerId(f"{index:06d}") for index in range(len(accounts))]
+        self._stage_peers = len(accounts) - 1
         self._window = Window(run.outer.inner_steps, run.outer.effective_min_inner_steps)
         self._meetings: list[LabMeeting] = []
         self._held = 0
         self.tally = Tally()
-        rule, codec, fragments = rule_of(algorithm, run.outer), CODECS[run.outer.codec], run.outer.fragments
+        outer = run.outer
+        rule = OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum)
+        codec, fragments = CODECS[outer.codec], outer.fragments
         self.replicas = [
             OuterReplica(
                 rule,
@@ -114,8 +109,6 @@ class StageGroup:
     def bytes_of(self, part: Part, partners: int) -> int:
         """What one member sends in an exchange of this part: payload, sketch and gauge to each partner."""
         payload = self.replicas[0].codec.wire_bytes(part.size) * self._world.tensors_sent
-        if self._world.moments == "averaged":
-            payload += 8 * part.size
         if self._everyone:  # a ring all-reduce
             return round(2 * partners / (partners + 1) * payload)
         gauge = 4 * gauge_coordinates("", part.size, self._run.outer.gauge_coordinates).numel()
@@ -131,7 +124,7 @@ class StageGroup:
             return
         # A daemon pauses for 0.05 to 0.3 of an inner step after a refusal.
         for _ in range(6):
-            order = [index for index, account in enumerate(self._accounts) if account.present and not account.engaged]
+            order = [index for index, account in enumerate(self._accounts) if not account.engaged]
             self._rng.shuffle(order)
             for index in order:
                 self._decide(index, now)
@@ -156,7 +149,7 @@ class StageGroup:
             return
 
         def stage_peers() -> list[PeerId]:
-            return [self._peers[other] for other, own in enumerate(self._accounts) if own.present and other != index]
+            return self._peers[:index] + self._peers[index + 1 :]
 
         state = PairingState(
             steps_since_outer=account.progress.steps_since_outer,
@@ -179,7 +172,7 @@ class StageGroup:
         members = [dialler]
         asked = [first]
         if self._world.group_size > 2:
-            others = [i for i, own in enumerate(self._accounts) if own.present and i not in (dialler, first)]
+            others = [i for i in range(len(self._accounts)) if i not in (dialler, first)]
             asked += self._rng.sample(others, len(others))
         for other in asked:
             account = self._accounts[other]
@@ -188,7 +181,7 @@ class StageGroup:
                 dialler=self._peers[dialler],
                 dialling=None,
                 exchange_open=account.engaged,
-                too_often=self._visits[other].too_many(self._peers[dialler], self._stage_peers()),
+                too_often=self._visits[other].too_many(self._peers[dialler], self._stage_peers),
                 steps_since_outer=account.progress.steps_since(fragment),
                 window=self._window,
                 last_round=False,
@@ -198,10 +191,6 @@ class StageGroup:
             if len(members) == self._world.group_size or (len(members) == 1 and self._world.group_size == 2):
                 break
         return tuple(members)
-
-    def _stage_peers(self) -> int:
-        """How many live beside each replica."""
-        return sum(account.present for account in self._accounts) - 1
 
     def _caught_up(self, left: int, right: int) -> bool:
         """Whether one of two was too far behind and took the other's state instead of averaging."""
@@ -217,8 +206,8 @@ class StageGroup:
         return True
 
     def _meet_all(self, now: int) -> None:
-        """DiLoCo: everyone present, as soon as the mean replica has taken H steps since the last time."""
-        members = tuple(index for index, account in enumerate(self._accounts) if account.present)
+        """DiLoCo: everyone, as soon as the mean replica has taken H steps since the last time."""
+        members = tuple(range(len(self._accounts)))
         if any(self._accounts[index].engaged for index in members):
             return
         for fragment in range(self._run.outer.fragments):
@@ -241,8 +230,7 @@ class StageGroup:
         replicas = [self.replicas[index] for index in members]
         snapshots = tuple(self._accounts[index].progress for index in members)
         part = replicas[0].whole if fragment is None else replicas[0].fragments[fragment]
-        behind = [progress.tokens_since(fragment) for progress in snapshots]
-        weights = token_weights(behind) if self._world.token_weights else (1.0,) * len(members)
+        weights = token_weights([progress.tokens_since(fragment) for progress in snapshots])
         for index, replica, weight in zip(members, replicas, weights, strict=True):
             replica.snapshot[part.slice].copy_(self._stage.fast[index, part.slice])
             replica.open(part, members=len(members), weight=weight, exchange=f"{self._name}/{self._held}")
@@ -267,7 +255,7 @@ class StageGroup:
             )
             account.engaged = False
             if place > 0:
-                self._visits[index].made(self._peers[meeting.members[0]], self._stage_peers())
+                self._visits[index].made(self._peers[meeting.members[0]], self._stage_peers)
             self._visits[index].stepped()
             if paired:
                 account.free_since = account.progress.steps
@@ -275,8 +263,6 @@ class StageGroup:
             self.tally.paired += 1
             self.tally.joined += len(meeting.members)
             self.tally.bytes_sent += len(meeting.members) * self.bytes_of(meeting.part, len(meeting.members) - 1)
-            if self._world.moments == "averaged":
-                self._stage.average_moments(meeting.members, meeting.part.start, meeting.part.end)
         else:
             self.tally.alone += 1
 
@@ -308,16 +294,7 @@ class StageGroup:
         replica = self.replicas[index]
         bound = self._bounds[index][-1 if meeting.fragment is None else meeting.fragment]
         others = "+".join(self._peers[member] for member in meeting.members if member != index)
-        judgement = bound.judge(replica, others, stage_peers=self._stage_peers())
+        judgement = bound.judge(replica, others, stage_peers=self._stage_peers)
         bound.accept(others, judgement)
         self.tally.clipped += judgement.scale < 1.0
         return judgement.scale
-
-
-def disturb(replicas: Sequence[OuterReplica], stage: StackedStage, deviation: float, seed: int) -> None:
-    """Move every replica's weights, fast and slow alike, by independent Gaussian noise."""
-    generator = torch.Generator().manual_seed(seed)
-    for row, replica in enumerate(replicas):
-        noise = torch.randn(replica.size, generator=generator).mul_(deviation)
-        stage.fast[row].add_(noise)
-        replica.load(replica.slow + noise, replica.momentum)

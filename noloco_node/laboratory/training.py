@@ -1,7 +1,7 @@
 """A whole training of many replicas in one process: `simulate`.
 
 It is deterministic under its seed on one machine. A daemon waits; the simulation counts ticks. In one tick each stage-0
-replica of full speed draws one microbatch, which takes its random way through the stages and back.
+replica draws one microbatch, its share of the global batch, which takes its random way through the stages and back.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from noloco_node import ambient
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.mixture import Walk
-from noloco_node.data.sampler import WindowSampler
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.document_marks import positions_of
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.figures import MeasuredLoss, MeasuredSpread, Measurement
 from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_losses
-from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup, disturb
+from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup
 from noloco_node.pipeline.routing import Candidate, choose_peer
 from noloco_node.training.activation_codec import there_and_back
 from noloco_node.training.progress import Progress, credit_after_step, learning_rate, share_of_batch, staggered
@@ -55,18 +53,16 @@ def simulate(
     return training.measured(ambient.monotonic() - started)
 
 
-def microbatch_windows(run: RunSpec, world: WorldSpec, replicas: int) -> int:
-    """Windows in a microbatch. Raises UserError (CONFIG) where a replica's share is no whole number of windows."""
-    if world.microbatches_a_step is None:
-        return run.inner.microbatch_windows
-    pieces = replicas * world.microbatches_a_step * run.data.sequence_length
+def microbatch_windows(run: RunSpec, replicas: int) -> int:
+    """Windows of a replica's inner step, which is one microbatch. Raises UserError (CONFIG) where they are no whole
+    number."""
+    pieces = replicas * run.data.sequence_length
     if run.inner.global_batch_tokens % pieces:
         raise UserError(
             ExitCode.CONFIG,
             f"inner.global_batch_tokens is {run.inner.global_batch_tokens}: it cannot be divided among {replicas} "
-            f"replicas × {world.microbatches_a_step} microbatches of whole windows of {run.data.sequence_length} "
-            "tokens (data.sequence_length)",
-            f"make it a multiple of {pieces}, or set world.microbatches_a_step to null",
+            f"replicas in whole windows of {run.data.sequence_length} tokens (data.sequence_length)",
+            f"make it a multiple of {pieces}",
         )
     return run.inner.global_batch_tokens // pieces
 
@@ -81,51 +77,19 @@ def _windows_of(data: str, vocabulary: int) -> Windows:
     return load_windows(DataSpec.model_validate_json(data), vocabulary)
 
 
-class DrawnWindows:
-    """One replica's way through the windows: over all of them, but for a share that comes from a stretch of its own."""
-
-    def __init__(self, whole: Walk, count: int, seed: int, replica: int, replicas: int, skew: float) -> None:
-        """`whole`: the replica's walk over all `count` windows."""
-        low, high = count * replica // replicas, count * (replica + 1) // replicas
-        self._whole = whole
-        self._low, self._skew = low, skew
-        self._own = WindowSampler(max(1, high - low), seed, f"own/{replica:06d}")
-        self._rng = random.Random(f"skew/{seed}/{replica}")
-
-    def take(self, count: int) -> list[int]:
-        """The next windows' numbers."""
-        if not self._skew:
-            return self._whole.take(count)
-        own = sum(self._rng.random() < self._skew for _ in range(count))
-        return [self._low + number for number in self._own.take(own)] + self._whole.take(count - own)
-
-
 class Training:
     """The replicas of all stages, their outer steps, and what has been measured."""
 
     def __init__(self, run: RunSpec, world: WorldSpec, algorithm: Algorithm, replicas: int, seed: int) -> None:
-        self._run, self._world, self._seed, self._replicas = run, world, seed, replicas
+        self._run, self._seed, self._replicas = run, seed, replicas
         self._exchanging = algorithm not in ("local", "data_parallel")
         stacked = 1 if algorithm == "data_parallel" else replicas
-        windows = microbatch_windows(run, world, replicas)
-        self._noisy = world.weight_noise > 0.0
-        self._noise = torch.Generator().manual_seed(seed)
         self._walkers_a_row = replicas // stacked
-        self._windows_a_walker = windows
+        self._windows_a_walker = microbatch_windows(run, replicas)
         vocabulary = run.model.config.get("vocab_size", 256)
         assert isinstance(vocabulary, int)
         self._windows = windows_of(run.data, vocabulary)
-        self._walks = [
-            DrawnWindows(
-                self._windows.walk(seed, f"{index:06d}"),
-                self._windows.train_count,
-                seed,
-                index,
-                replicas,
-                world.data_skew,
-            )
-            for index in range(replicas)
-        ]
+        self._walks = [self._windows.walk(seed, f"{index:06d}") for index in range(replicas)]
         self._held_out = self._windows.validation_indices(run.evaluation.windows)
         self._rng = random.Random(f"world/{seed}")
         model = run.model.model_copy(update={"seed": seed})
@@ -137,12 +101,7 @@ class Training:
             StageGroup(run, world, algorithm, stage, accounts, self._rng, f"{seed}/{index}")
             for index, (stage, accounts) in enumerate(zip(self._stages, self._accounts, strict=True))
         ]
-        if world.initial_spread:
-            for index, (stage_group, stage) in enumerate(zip(self._stage_groups, self._stages, strict=True)):
-                disturb(stage_group.replicas, stage, world.initial_spread, seed * 1000 + index)
-        self._draw_credit = [0.0] * stacked
-        self._backlog = [[0.0] * stacked for _ in self._stages]
-        self._speeds = [world.speeds[index % len(world.speeds)] / max(world.speeds) for index in range(stacked)]
+        self._backlog = [[0] * stacked for _ in self._stages]
         self._tick = 0
         self._trained = 0
         self._losses: list[tuple[int, float]] = []
@@ -152,7 +111,7 @@ class Training:
         self._final: tuple[float | None, float | None, float | None] = (None, None, None)
 
     def run_to_the_end(self, evaluations: int, spread_points: int) -> None:
-        """Train until every present stage-0 replica's clock has reached the target; then the last outer step."""
+        """Train until every stage-0 replica's clock has reached the target; then the last outer step."""
         target = self._run.inner.target_tokens
         next_loss, next_spread = 0.0, 0.0
         while not self._diverged and (drawing := self._drawing(target)):
@@ -163,7 +122,6 @@ class Training:
             if clock >= next_loss:
                 self._curve.append(MeasuredLoss(tokens=round(clock), validation_loss=self._evaluate_replicas()))
                 next_loss += target / evaluations
-            self._come_and_go()
             self._draw_and_train(drawing)
             self._tick += 1
             if self._exchanging:
@@ -235,22 +193,10 @@ class Training:
         return sum(account.progress.clock for account in self._accounts[0]) / len(self._accounts[0])
 
     def _draw_and_train(self, drawing: Sequence[int]) -> None:
-        drawn: list[int] = []
-        for index in drawing:
-            if self._accounts[0][index].present:
-                self._draw_credit[index] += self._speeds[index]
-                if self._draw_credit[index] >= 1.0 - 1e-9:
-                    self._draw_credit[index] -= 1.0
-                    drawn.append(index)
-        if drawn:
-            inputs, labels = self._batches(drawn)
-            if self._noisy:  # a microbatch for each replica, all on the weights that they share
-                self._train([torch.zeros(self._replicas, dtype=torch.int64)] * len(self._stages), inputs, labels)
-                self._step_where_due()
-                return
-            for places, routes in self._waves(drawn):
-                self._train(routes, inputs[places], labels[places])
-                self._step_where_due()
+        inputs, labels = self._batches(drawing)
+        for places, routes in self._waves(drawing):
+            self._train(routes, inputs[places], labels[places])
+            self._step_where_due()
 
     def _waves(self, drawn: Sequence[int]) -> Iterator[tuple[list[int], list[Tensor]]]:
         """The microbatches in groups that visit no replica twice: places within `drawn`, and the replicas of each
@@ -277,7 +223,7 @@ class Training:
             for walker in range(row * self._walkers_a_row, (row + 1) * self._walkers_a_row):
                 taken += self._walks[walker].take(self._windows_a_walker)
         inputs, labels = self._windows.train(taken)
-        shape = (self._replicas if self._noisy else len(rows), -1, inputs.shape[1])
+        shape = (len(rows), -1, inputs.shape[1])
         return inputs.view(shape), labels.view(shape)
 
     def _train(self, routes: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> None:
@@ -285,10 +231,9 @@ class Training:
         codec = self._run.pipeline.activations[0]
         passages: list[StackedForward] = []
         values, positions = inputs, _positions(labels)
-        noise = self._world.weight_noise * self._rate(self._clock()) / self._run.inner.learning_rate
         for index, (stage, rows) in enumerate(zip(self._stages, routes, strict=True)):
             arriving = there_and_back(values, codec) if index else values
-            passages.append(stage.forward(rows, arriving, positions, inputs, noise=noise, generator=self._noise))
+            passages.append(stage.forward(rows, arriving, positions, inputs))
             values = passages[-1].outputs
         passages[-1], losses = self._stages[-1].with_loss(passages[-1], labels)
         total = float(losses.sum())
@@ -305,30 +250,24 @@ class Training:
 
     def _route(self, stage: int, senders: Sequence[int]) -> list[int]:
         """The next-stage replica for each microbatch, by the daemon's own choice."""
-        accounts, backlog = self._accounts[stage], self._backlog[stage]
-        candidates = [
-            Candidate(peer, 0, math.floor(load))
-            for peer, own, load in zip(self._peers, accounts, backlog, strict=True)
-            if own.present
-        ]
-        places = {candidate.peer: place for place, candidate in enumerate(candidates)}
+        backlog = self._backlog[stage]
+        candidates = [Candidate(peer, 0, load) for peer, load in zip(self._peers, backlog, strict=True)]
         chosen: list[int] = []
         for sender in senders:
             peer = choose_peer(self._run.pipeline.routing, candidates, own_rank=sender, now=0.0, rng=self._rng)
-            assert peer is not None, "somebody is always present"
+            assert peer is not None, "every stage has a replica"
             row = int(peer)
-            backlog[row] += 1 / self._speeds[row]
-            candidates[places[peer]] = Candidate(peer, 0, math.floor(backlog[row]))
+            backlog[row] += 1
+            candidates[row] = Candidate(peer, 0, backlog[row])
             chosen.append(row)
         for row in range(len(backlog)):
-            backlog[row] = max(0.0, backlog[row] - 1.0)
+            backlog[row] = max(0, backlog[row] - 1)
         return chosen
 
     def _step_where_due(self) -> None:
         inner = self._run.inner
         for stage, accounts in zip(self._stages, self._accounts, strict=True):
-            live = sum(account.present for account in accounts)
-            share = share_of_batch(inner.global_batch_tokens, live)
+            share = share_of_batch(inner.global_batch_tokens, len(accounts))
             due: list[int] = []
             rates: list[float] = []
             for row, account in enumerate(accounts):
@@ -336,7 +275,7 @@ class Training:
                 credit = credit_after_step(gathered, account.credit, share)
                 if gathered and credit is not None:
                     account.credit = credit
-                    account.progress = account.progress.after_inner_step(gathered, live)
+                    account.progress = account.progress.after_inner_step(gathered, len(accounts))
                     due.append(row)
                     rates.append(self._rate(account.progress.clock))
             if due:
@@ -351,21 +290,6 @@ class Training:
             warmup=inner.warmup_tokens,
             target=inner.target_tokens,
         )
-
-    def _come_and_go(self) -> None:
-        """Replicas leave and return at random, so that `absent_share` of them is away on average; one always stays."""
-        share, length = self._world.absent_share, self._world.absence_steps
-        if not share:
-            return
-        leaving = share / (1 - share) / length
-        for accounts in self._accounts:
-            for account in accounts:
-                if account.engaged:
-                    continue
-                if not account.present:
-                    account.present = self._rng.random() < 1 / length
-                elif sum(own.present for own in accounts) > 1:
-                    account.present = self._rng.random() >= leaving
 
     def _measure_spread(self, clock: float) -> MeasuredSpread:
         total, size = 0.0, 0

@@ -110,15 +110,6 @@ class InnerOptimizer:
         for there, own in self._vectors(state):
             own.copy_(there)
 
-    def moments_in(self, part: slice) -> list[Tensor]:
-        """Views into the moments of the weights in `part` of the flat vector, in one order for replicas of a stage."""
-        found: list[Tensor] = []
-        for place, vectors in self._places():
-            low, high = max(part.start, place.start), min(part.stop, place.stop)
-            if low < high:
-                found += [vector[low - place.start : high - place.start] for vector in vectors]
-        return found
-
     def _vectors(self, state: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs of a part of `state` and the optimizer's own vector."""
         first, squares = (state[name] for name in MOMENTS)
@@ -130,15 +121,6 @@ class InnerOptimizer:
             parts = zip(self.muon.parts, self.muon.buffers, strict=True)
             pairs += [(first[part], buffer) for part, buffer in parts]
         return pairs
-
-    def _places(self) -> list[tuple[slice, list[Tensor]]]:
-        """Where in the flat vector each part lies, and its moments."""
-        places: list[tuple[slice, list[Tensor]]] = []
-        for (part, _), parameter in zip(self._parts, self._adamw_parameters(), strict=True):
-            places.append((part, [self._state_of(parameter)[name] for name in MOMENTS]))
-        if self.muon is not None:
-            places += [(part, [own]) for part, own in zip(self.muon.parts, self.muon.buffers, strict=True)]
-        return places
 
     def _adamw_parameters(self) -> Sequence[Tensor]:
         return [] if self.torch is None else [group["params"][0] for group in self.torch.param_groups]

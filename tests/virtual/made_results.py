@@ -21,7 +21,7 @@ from noloco_node.outer.stability import contraction_factor
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 WARMUP = 2048
 PEAK = 3e-3
-MADE_LOSS = {"noloco": 1.6, "diloco": 1.62, "data_parallel": 1.5, "gossip": 1.7, "local": 1.9}
+MADE_LOSS = {"noloco": 1.6, "diloco": 1.62, "data_parallel": 1.5, "local": 1.9}
 GAP_OF_SEED = 0.02
 """Loss rises by this from one seed to the next."""
 

@@ -26,16 +26,16 @@ def refusal(lab: dict[str, Any], *overrides: str) -> UserError:
     return caught.value
 
 
-def test_a_file_without_a_laboratory_compares_the_five_algorithms() -> None:
+def test_a_file_without_a_laboratory_compares_the_four_algorithms() -> None:
     """The default is the whole comparison, on the file's own length."""
     cells = expand(made.config({}))
     assert [cell.points[0].variant for cell in cells] == [variant.name for variant in ALL_ALGORITHMS]
     assert {cell.points[0].tokens for cell in cells} == {49_152}
-    assert [len(cell.points) for cell in cells] == [1] * 5
+    assert [len(cell.points) for cell in cells] == [1] * 4
 
 
-def test_variants_replicas_and_lengths_multiply_and_a_sweep_is_every_combination() -> None:
-    """2 replicas × 2 lengths cells of 2 × 3 points, each with its settings applied."""
+def test_variants_and_replicas_multiply_and_a_sweep_is_every_combination() -> None:
+    """Two cells of 2 × 3 points, each with its settings applied."""
     lab = {
         "variants": [
             noloco(
@@ -44,15 +44,9 @@ def test_variants_replicas_and_lengths_multiply_and_a_sweep_is_every_combination
             )
         ],
         "replicas": [4, 8],
-        "lengths": [16_384, 32_768],
     }
     cells = expand(made.config(lab))
-    assert [(cell.points[0].replicas, cell.points[0].tokens) for cell in cells] == [
-        (4, 16_384),
-        (4, 32_768),
-        (8, 16_384),
-        (8, 32_768),
-    ]
+    assert [(cell.points[0].replicas, cell.points[0].tokens) for cell in cells] == [(4, 49_152), (8, 49_152)]
     for cell in cells:
         pairs = [(point.run.outer.alpha, point.run.inner.learning_rate) for point in cell.points]
         assert pairs == [(a, rate) for a in (0.0, 0.3) for rate in (1e-3, 2e-3, 4e-3)]
@@ -85,16 +79,15 @@ def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> 
         (noloco(set={"run.outer.beta": 1}), ["lab.variants[1].set run.outer.beta", "no setting of the run"]),
         (noloco(set={"world.lag": -1}), ["lab.variants[1].set world.lag: -1"]),
         (noloco(set={"outer.min_inner_steps": 9}), ["lab.variants[1].set outer.min_inner_steps", "exceeds"]),
-        (noloco(set={"inner.target_tokens": 9}), ["lab.variants[1].set inner.target_tokens", "lab.lengths"]),
+        (
+            noloco(set={"inner.target_tokens": 9}),
+            ["lab.variants[1].set inner.target_tokens", "equally long"],
+        ),
         (noloco(sweep={"outer.beta": []}), ["lab.variants[1].sweep outer.beta", "no value"]),
         (noloco(set={"outer.beta": 1}, sweep={"outer.beta": [1]}), ["lab.variants[1].sweep outer.beta", "`set`"]),
         (noloco(set={"world.group_size": 5}), ["lab.variants[1] (noloco)", "world.group_size 5", "4 replicas"]),
         (noloco(set={"model.stages": 3}), ["model.stages"]),
         (noloco(set={"inner.global_batch_tokens": 1056}), ["'noloco' on 4 replicas", "inner.global_batch_tokens"]),
-        (
-            noloco(set={"data.mixture": [{"source": "stdlib"}], "world.data_skew": 0.5}),
-            ["'noloco' has world.data_skew 0.5", "run.data.mixture"],
-        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_the_variant_it_stands_in(variant: dict[str, Any], words: list[str]) -> None:
@@ -105,9 +98,9 @@ def test_a_wrong_setting_is_named_with_the_variant_it_stands_in(variant: dict[st
 
 
 def test_all_mistakes_of_all_variants_come_at_once_and_each_once() -> None:
-    """Eight cells with the same mistake are one line."""
-    variants = [noloco(set={"outer.betta": 1}), {"name": "b", "algorithm": "gossip", "set": {"world.lagg": 1}}]
-    lines = refusal({"variants": variants, "replicas": [4, 8], "lengths": [20_000, 40_000]}).message.splitlines()
+    """Four cells with the same mistake are one line."""
+    variants = [noloco(set={"outer.betta": 1}), {"name": "b", "algorithm": "diloco", "set": {"world.lagg": 1}}]
+    lines = refusal({"variants": variants, "replicas": [4, 8]}).message.splitlines()
     assert len(lines) == 3
     assert "lab.variants[0].set outer.betta" in lines[1]
     assert "lab.variants[1].set world.lagg" in lines[2]
@@ -116,16 +109,12 @@ def test_all_mistakes_of_all_variants_come_at_once_and_each_once() -> None:
 @pytest.mark.parametrize(
     ("lab", "word"),
     [
-        ({"lengths": [2048]}, "lab.lengths"),
         ({"reference": "fsdp"}, "lab.reference"),
-        ({"baseline": "theirs"}, "lab.baseline"),
         ({"plots": ["gamma"]}, "lab.plots: 'gamma'"),
-        ({"plots": ["sweep"]}, "lab.plots: 'sweep'"),
-        ({"plots": ["scaling"]}, "lab.plots: 'scaling'"),
     ],
 )
 def test_what_the_whole_experiment_lacks_is_named(lab: dict[str, Any], word: str) -> None:
-    """A length within the warm-up, a reference that is no variant, a plot of nothing."""
+    """A reference that is no variant, a plot of nothing."""
     assert word in refusal(lab).message
 
 
@@ -139,26 +128,14 @@ def test_data_parallel_is_one_training_whatever_the_number_of_replicas() -> None
         "noloco": 2,
         "diloco": 2,
         "data_parallel": 1,
-        "gossip": 2,
         "local": 2,
     }
 
 
-@pytest.mark.parametrize("world", [{"data_skew": 0.5}, {"weight_noise": 0.01}])
-def test_what_each_replica_has_of_its_own_makes_data_parallel_one_for_each_number(world: dict[str, Any]) -> None:
-    """Text of their own, or noise of their own."""
-    config = made.config(
-        {"replicas": [4, 8], "world": world, "variants": [{"name": "dp", "algorithm": "data_parallel"}]}
-    )
-    assert len({job_of(point, 1, config.lab).key for point in made.points(config)}) == 2
-
-
-@pytest.mark.parametrize(("setting", "value"), [("world.nesterov", True), ("world.weight_noise", 0.1)])
-def test_settings_of_one_algorithm_are_refused_for_others(setting: str, value: Any) -> None:
-    """They would change nothing, and a table would say that they did not help."""
-    message = refusal({"variants": [noloco(set={setting: value})]}).message
-    assert setting in message
-    assert "algorithm" in message
+def test_a_setting_of_one_algorithm_is_refused_for_others() -> None:
+    """It would change nothing, and a table would say that it did not help."""
+    message = refusal({"variants": [noloco(set={"world.nesterov": True})]}).message
+    assert "world.nesterov is for the algorithm diloco" in message
 
 
 def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -> None:
@@ -172,7 +149,7 @@ def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -
     others = [
         made.config({"variants": [noloco(set={"outer.beta": 0.4})]}),
         made.config({"variants": [noloco(set={"world.lag": 1})]}),
-        made.config({"variants": [{**noloco(), "algorithm": "gossip"}]}),
+        made.config({"variants": [{**noloco(), "algorithm": "diloco"}]}),
         made.config({"variants": [noloco()], "replicas": [8]}),
         made.config({"variants": [noloco()], "evaluations": 3}),
         made.config({"variants": [noloco()], "spread_points": 3}),
@@ -183,7 +160,7 @@ def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -
 
 
 def test_the_plan_counts_trainings_and_tokens_by_phase() -> None:
-    """Halving: 5 points on the first seed, 2 on the other two, one on each of 3 seeds; data parallel once a length."""
+    """Halving: 5 points on the first seed, 2 on the other two, one on each of 3 seeds; data parallel once."""
     lab = {
         "variants": [
             {"name": "data parallel", "algorithm": "data_parallel"},
@@ -197,8 +174,6 @@ def test_the_plan_counts_trainings_and_tokens_by_phase() -> None:
     phases = planned(config.lab, expand(config))
     assert [phase.trainings for phase in phases] == [2 * 5, 2 * 2 * 2, 3 + 2 * 3]
     assert [phase.tokens for phase in phases] == [count * 49_152 for count in (10, 8, 9)]
-    whole = made.config({**lab, "tune_halving": False})
-    assert [phase.trainings for phase in planned(whole.lab, expand(whole))] == [10, 20, 9]
 
 
 def test_routers_are_not_trained_here_and_it_says_so() -> None:

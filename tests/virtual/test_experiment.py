@@ -54,13 +54,6 @@ def test_halving_tries_all_on_the_first_seed_two_on_the_others_and_reports_the_b
     assert [(r.seed, r.purpose) for r in results if r.variant == "data parallel"] == [(4, "report"), (5, "report")]
 
 
-def test_without_halving_all_points_are_tried_on_all_seeds(tmp_path: Path) -> None:
-    """Every point, every tune seed, and the same choice."""
-    results, _ = run(sweep(tune_seeds=[1, 2, 3], seeds=[4], tune_halving=False), tmp_path)
-    assert sorted(rows(results, "tune")) == [(g, seed) for g in GAMMAS for seed in (1, 2, 3)]
-    assert rows(results, "report") == [(0.4, 4)]
-
-
 def test_a_point_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     """It is the worst on its seed, though it has no loss."""
     variant = {"name": "noloco", "algorithm": "noloco", "sweep": {"outer.gamma": [2.5, 3.0, 0.9]}}

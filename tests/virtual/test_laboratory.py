@@ -25,10 +25,9 @@ lab:
     - {name: noloco, algorithm: noloco, sweep: {outer.beta: [0.3, 0.6]}}
     - {name: none, algorithm: local}
   replicas: [2, 4]
-  lengths: [4_096]
   tune_seeds: [1]
   seeds: [2, 3]
-  plots: [convergence, spread, sweep, scaling]
+  plots: [convergence]
   evaluations: 4
   spread_points: 6
 """
@@ -38,7 +37,8 @@ lab:
 def lab_file(tmp_path: Path) -> Path:
     """The micro run with a small experiment."""
     path = tmp_path / "lab.yaml"
-    path.write_text(made.MICRO.read_text(encoding="utf-8") + LAB, encoding="utf-8")
+    run = made.MICRO.read_text(encoding="utf-8").replace("target_tokens: 49_152", "target_tokens: 4_096")
+    path.write_text(run + LAB, encoding="utf-8")
     return path
 
 
@@ -62,7 +62,7 @@ def test_a_real_experiment_goes_on_without_training_and_has_the_same_numbers_in_
     _check_results(one)
     before = numbers(one)
     _check_trained_again(lab_file, one)
-    assert cli.main(["lab", str(lab_file), "--out", str(one), *workers, "--set", "lab.plots=[convergence]"]) == 0
+    assert cli.main(["lab", str(lab_file), "--out", str(one), *workers]) == 0
     assert " of 14: " not in capsys.readouterr().out
     assert numbers(one) == before
 
@@ -104,8 +104,7 @@ def _check_results(out: Path) -> None:
     table = (out / "table.md").read_text()
     assert record.command in table
     assert "## 4,096 tokens, 4 replicas" in table
-    for plot in ("convergence", "spread", "sweep", "scaling"):
-        assert (out / f"{plot}.png").stat().st_size > 20_000
+    assert (out / "convergence.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def _check_results(out: Path) -> None:
         ("lab.seed=[1]", ExitCode.CONFIG, "did you mean lab.seeds"),
         ("lab.seeds=[1]", ExitCode.CONFIG, "share a seed"),
         ("lab.world.lag=-1", ExitCode.CONFIG, "lab.world.lag"),
-        ("lab.lengths=[1024]", ExitCode.CONFIG, "lab.lengths"),
+        ("run.inner.target_tokens=1024", ExitCode.CONFIG, "target_tokens"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_trained(
@@ -146,7 +145,7 @@ def test_settings_of_the_laboratory_are_settings_like_all_others(lab_file: Path,
     copy = tmp_path / "copy.yaml"
     copy.write_text(render(config), encoding="utf-8")
     assert load_config(copy) == config
-    assert load_config(made.MICRO).run.run_id == load_config(lab_file).run.run_id
+    assert load_config(lab_file, ["lab.seeds=[7, 8]"]).run.run_id == load_config(lab_file).run.run_id
     assert {"lab.seeds", "lab.world.group_size"} <= set(setting_names())
 
 
@@ -158,7 +157,7 @@ def test_validate_says_what_the_laboratory_comes_to_where_there_is_one(
     assert "laboratory: 3 variants, 14 trainings, 57,344 tokens in all" in capsys.readouterr().out
     assert cli.main(["config", "validate", str(made.MICRO)]) == 0
     assert "laboratory" not in capsys.readouterr().out
-    assert plan_lab(load_config(made.MICRO)).trainings == 5
+    assert plan_lab(load_config(made.MICRO)).trainings == 4
 
 
 def test_the_command_that_is_written_down_repeats_the_experiment() -> None:

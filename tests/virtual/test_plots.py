@@ -26,7 +26,7 @@ def pixels_of(image: np.ndarray, colour: str) -> int:
 
 
 def comparison(**more: Any) -> Results:
-    """The five algorithms."""
+    """The four algorithms."""
     return made.everything(made.config({"seeds": [1, 2, 3], "replicas": [4, 8], **more}))
 
 
@@ -45,16 +45,6 @@ def gammas() -> Results:
     return made.everything(made.config(lab))
 
 
-def sweeps(**more: Any) -> Results:
-    """A sweep of numbers over a wide range, and one of names."""
-    variants = [
-        {"name": "data parallel", "algorithm": "data_parallel"},
-        {"name": "H", "algorithm": "noloco", "sweep": {"outer.inner_steps": [5, 10, 40]}},
-        {"name": "codec", "algorithm": "noloco", "sweep": {"outer.codec": ["fp32", "fp16"]}},
-    ]
-    return made.everything(made.config({"variants": variants, "seeds": [4, 5], "plots": ["sweep"], **more}))
-
-
 def labels(sheet: Sheet, row: int = 0, column: int = 0) -> dict[str, Any]:
     """What a panel draws, by label."""
     handles, names = sheet.panels[row][column].get_legend_handles_labels()
@@ -70,7 +60,7 @@ def title(sheet: Sheet, row: int = 0, column: int = 0) -> str:
 @pytest.mark.parametrize("plot", get_args(Plot))
 def test_every_plot_is_a_picture_with_its_lines_in_it(plot: Plot, tmp_path: Path) -> None:
     """A PNG of a readable size, in which the first colours can be found."""
-    record = gammas() if plot == "gamma" else sweeps(replicas=[4, 8]) if plot == "sweep" else comparison()
+    record = gammas() if plot == "gamma" else comparison()
     image = matplotlib.image.imread(plots.draw(plot, record, tmp_path / f"{plot}.png"))
     assert image.shape[0] >= 500
     assert image.shape[1] >= 900
@@ -79,17 +69,17 @@ def test_every_plot_is_a_picture_with_its_lines_in_it(plot: Plot, tmp_path: Path
 
 
 def test_convergence_has_a_panel_for_each_number_of_replicas_and_a_line_for_each_variant() -> None:
-    """The lines are means over seeds, in bands from the least to the greatest, of the longest training only."""
-    sheet = plots.convergence(comparison(lengths=[24_576, 49_152]))
+    """The lines are means over seeds, in bands from the least to the greatest."""
+    sheet = plots.convergence(comparison())
     assert [title(sheet, 0, column) for column in (0, 1)] == ["4 replicas", "8 replicas"]
     drawn = labels(sheet)
-    variants = ["noloco", "diloco", "data parallel", "gossip", "no exchange"]
+    variants = ["noloco", "diloco", "data parallel", "no exchange"]
     assert set(drawn) == {*variants, plots.BAND_LABEL, plots.LAST_LABEL}
     x, y = drawn["noloco"].get_data()
     assert x[-1] == 49_152
     assert y[-1] == pytest.approx(1.6 + 0.02 * 2 + 0.1 / 4, abs=1e-3)
     panel: Any = sheet.panels[0][0]
-    assert len([band for band in panel.collections if len(band.get_paths())]) == 5
+    assert len([band for band in panel.collections if len(band.get_paths())]) == 4
     band = panel.collections[0].get_paths()[0].vertices
     assert band[band[:, 0] == x[-1], 1].max() - band[band[:, 0] == x[-1], 1].min() == pytest.approx(0.04)
 
@@ -101,19 +91,9 @@ def test_the_curve_ends_at_the_loss_of_the_table() -> None:
     sheet = plots.convergence(record.model_copy(update={"results": after}))
     panel: Any = sheet.panels[0][0]
     ends = [line.get_data() for line in panel.get_lines() if line.get_marker() != "None" and len(line.get_xdata())]
-    assert len(ends) == 5
+    assert len(ends) == 4
     assert all((x[-1], y[-1]) == (49_152, 1.0) for x, y in ends)
     assert panel.get_ylim()[0] < 1.0
-
-
-def test_the_spread_stands_beside_the_learning_rate_with_its_correlation() -> None:
-    """Data parallel has no spread; every other variant has its r."""
-    sheet = plots.spread(comparison())
-    assert list(labels(sheet)) == ["noloco", "diloco", "gossip", "no exchange"]
-    for label in labels(sheet, 1, 1):
-        variant, _, r = label.partition(": r = ")
-        assert variant in ("noloco", "diloco", "gossip", "no exchange")
-        assert 0.95 < float(r) <= 1.0
 
 
 def test_gamma_has_a_column_for_each_alpha_with_the_predicted_limits_drawn_in() -> None:
@@ -136,79 +116,16 @@ def test_gamma_has_a_column_for_each_alpha_with_the_predicted_limits_drawn_in() 
 
 def test_a_loss_far_above_the_others_is_marked_and_does_not_press_them_flat() -> None:
     """Not diverged, but beyond half as much again."""
-    record = sweeps()
+    record = gammas()
     results = [
-        r.model_copy(update={"validation_loss": 9.0}) if r.options.get("outer.inner_steps") == 40 else r
-        for r in record.results
+        r.model_copy(update={"validation_loss": 9.0}) if r.options["outer.gamma"] == 0.7 else r for r in record.results
     ]
-    sheet = plots.sweep(record.model_copy(update={"results": results}))
+    sheet = plots.gamma(record.model_copy(update={"results": results}))
     drawn = labels(sheet)
-    assert list(drawn["4 replicas"].lines[0].get_xdata()) == [5.0, 10.0]
+    assert list(drawn["momentum averaged"].lines[0].get_xdata()) == [0.3, 1.3]
     assert "above the axis" in drawn
     panel: Any = sheet.panels[0][0]
     assert panel.get_ylim()[1] < 2.0
-
-
-def test_a_sweep_has_a_panel_for_each_variant_with_the_reference_drawn_in() -> None:
-    """Numbers over a wide range on a logarithm, names in their order, deviations over seeds as bars."""
-    sheet = plots.sweep(sweeps())
-    assert [title(sheet, 0, column) for column in (0, 1)] == ["H", "codec"]
-    numbers, names = (sheet.panels[0][column] for column in (0, 1))
-    described: Any = numbers
-    assert (described.get_xscale(), described.get_xlabel()) == ("log", "outer.inner_steps")
-    assert list(labels(sheet)["4 replicas"].lines[0].get_xdata()) == [5.0, 10.0, 40.0]
-    segments = labels(sheet)["4 replicas"].lines[2][0].get_segments()
-    assert segments[0][1][1] - segments[0][0][1] == pytest.approx(2 * 0.02 / 2**0.5)
-    against = labels(sheet)["data parallel, 4 replicas"].get_ydata()[0]
-    assert against == pytest.approx(next(r.validation_loss or 0 for r in sweeps().results) + 0.01)
-    formatter = names.xaxis.get_major_formatter()
-    assert [formatter(x, 0) for x in (0.0, 1.0)] == ["fp32", "fp16"]
-
-
-def test_a_sweep_that_was_tuned_shows_what_was_tried() -> None:
-    """All points of the tuning, though one only is reported."""
-    sheet = plots.sweep(sweeps(tune_seeds=[1, 2]))
-    assert list(labels(sheet)["4 replicas"].lines[0].get_xdata()) == [5.0, 10.0, 40.0]
-
-
-def test_scaling_is_by_replicas_with_a_tick_for_each() -> None:
-    """Loss of all variants; spread of those that have one."""
-    sheet = plots.scaling(comparison(replicas=[4, 16, 8]))
-    losses = labels(sheet)
-    assert list(losses["noloco"].lines[0].get_xdata()) == [4.0, 8.0, 16.0]
-    assert "data parallel" in losses
-    assert "data parallel" not in labels(sheet, 0, 1)
-    panel: Any = sheet.panels[0][0]
-    assert list(panel.get_xticks()) == [4.0, 8.0, 16.0]
-
-
-def test_the_frontier_has_a_point_for_each_setting_by_its_bytes() -> None:
-    """It shows all that exchanges; the reference is a line across."""
-    record = made.everything(
-        made.config(
-            {
-                "variants": [
-                    {"name": "data parallel", "algorithm": "data_parallel"},
-                    {"name": "H", "algorithm": "noloco", "sweep": {"outer.inner_steps": [5, 10, 40]}},
-                ],
-                "seeds": [4, 5],
-            }
-        )
-    )
-    sheet = plots.frontier(record)
-    sent = {r.bytes_per_inner_step for r in record.results if r.variant == "H"}
-    assert set(labels(sheet)["H"].lines[0].get_xdata()) == sent
-    least = [r.validation_loss or 0 for r in record.results if r.variant == "data parallel"]
-    assert labels(sheet)["data parallel"].get_ydata()[0] == pytest.approx(sum(least) / 2)
-    panel: Any = sheet.panels[0][0]
-    assert panel.get_xscale() == "log"
-
-
-def test_a_variant_has_the_same_colour_in_every_plot() -> None:
-    """Though data parallel is missing among the spreads."""
-    record = comparison()
-    curve = labels(plots.convergence(record))["gossip"].get_color()
-    assert labels(plots.spread(record))["gossip"].get_color() == curve == PALETTE[3]
 
 
 def test_a_long_legend_makes_the_picture_higher_and_not_its_panels_lower(tmp_path: Path) -> None:
@@ -228,12 +145,6 @@ def test_a_long_legend_makes_the_picture_higher_and_not_its_panels_lower(tmp_pat
     assert heights[1] > heights[0] - 0.5
 
 
-def test_the_rates_under_the_spread_stand_apart() -> None:
-    """Numbers of four decimals."""
-    panel: Any = plots.spread(comparison(replicas=[4])).panels[0][1]
-    assert len(panel.get_xticks()) <= 7
-
-
 def test_what_is_counted_has_whole_numbers_beside_it() -> None:
     """There may be two faults, or sixteen nodes."""
     panel: Any = Sheet(1, 1, title="").panels[0][0]
@@ -248,5 +159,4 @@ def test_an_experiment_in_which_all_diverged_still_has_its_plots(tmp_path: Path)
     """Nothing to draw is no failure."""
     config = made.config({"replicas": [4, 8]})
     record = made.record(config, [made.diverged(point, 1) for point in made.points(config)])
-    for plot in ("convergence", "spread", "scaling", "frontier"):
-        assert plots.draw(plot, record, tmp_path / f"{plot}.png").stat().st_size > 5_000
+    assert plots.draw("convergence", record, tmp_path / "convergence.png").stat().st_size > 4_000
