@@ -13,7 +13,6 @@ that costs an overlap, never a halt.
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -25,29 +24,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MOST_CLAIMS = 4
 """One replica may claim so many slots at a time: what it reads, what its reader holds already, and the next."""
-CREDIBLE_PACE = 8.0
-"""Slots of one peer count for at most so many times the median of its stage peers', and a few at once."""
-ALLOWED_AT_ONCE = 4
-REACH = 16
-"""Claims are believed up to so many slots a replica beyond the median claim: a far claim must not draw the others after
-it."""
-REACH_AT_LEAST = 64
+SPREAD = 4
+"""A replica draws from so many free slots a replica: at a common start all draw at once, and see no claims yet."""
+REACH, REACH_AT_LEAST = 32, 64
+"""Slots a replica, and beside them: claims further beyond the median claim are not believed, since one far claim must
+not draw the others after it. A slot that nobody took is waited for within as many behind the others' claims."""
 FURTHEST = 1 << 40
 """No run comes so far. A peer that says so, even with most of the stage peers, draws nobody to where a slot cannot be
 told."""
-HORIZON = 32
-"""A slot that nobody took is waited for within so many slots a replica behind the others' claims."""
-FIRST_SPREAD = 4
-"""First claims are spread over so many slots a replica."""
-LEAST_SPREAD = 8
-LEAST_SHARE = 0.125
-WHOLE_VIEW = 0.75
-"""A replica that sees this share of its stage peers sees all that they say, in their order."""
-SHARE_STEP = 0.25
-JUDGED_IN_PATIENCE = 12
-"""While a replica waits for a silent one, it judges all of them so many times within its patience."""
-PACE_SECONDS = 30.0
-"""A peer that was first seen just now is taken to have been there for so many seconds."""
 
 
 _Count = Annotated[int, Field(ge=0, le=1 << 48)]
@@ -97,23 +81,16 @@ class Said:
 
 @dataclass(slots=True)
 class _StagePeer:
-    """What was seen of one peer. Times are seconds on the clock of the observer."""
+    """What was seen of one peer."""
 
-    since: float
     heard: float
+    """When, in seconds on the clock of the observer."""
     said: Said
-    overdue: bool
-    """Its last word should have been followed by another when it was last seen."""
-    claims: tuple[Claim, ...] = ()
-    """Those that are believed."""
-    highest: int = -1
-    """The highest of these."""
-    taken: int = 0
-    """Slots it has claimed so far."""
-    earlier: frozenset[int] = frozenset()
-    """The slots that the peer claimed before it said that it has begun them, and those that it had when first seen. A
-    peer that claims as begun what it never claimed as its next has no right to it."""
-    left: bool = False
+    claims: dict[int, Claim] = field(default_factory=dict[int, Claim])
+    """Those that are believed, by slot."""
+    next: frozenset[int] = frozenset()
+    """Slots that it claimed before it said that it has begun them, or that it had when first seen. A peer that claims
+    as begun what it never claimed as its next takes it from nobody."""
 
 
 @dataclass(slots=True)
@@ -129,75 +106,56 @@ class SlotBook:
     row: int
     base: int = 0
     """Everything below it is settled: taken, or no longer waited for."""
-    taken: set[int] = field(default_factory=set[int])
-    """Slots from `base` on that any peer claimed and did not give back."""
+    taken: dict[int, str] = field(default_factory=dict[int, str])
+    """Slots that somebody claimed, those long below `base` aside, and who may give each back: the first that did."""
     holes: dict[int, int] = field(default_factory=dict[int, int])
     """Slots that were begun and given up, and where to go on in each."""
     stage_peers: dict[str, _StagePeer] = field(default_factory=dict[str, _StagePeer])
-    closed: set[int] = field(default_factory=set[int])
-    """Slots that this replica holds or has finished. Also slots that stage peers have ceased to speak of without
-    leaving them to another."""
-    holders: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
-    """Which stage peers claim a slot."""
     frontier: int = -1
     """The highest slot that stage peers claim, an eighth of them left aside."""
-    reach: int = 0
-    """The highest slot that is believed of a stage peer."""
-    pace: float = 0.0
-    """Slots a second that the median stage peer claims."""
-    since: float = math.inf
-    """When this replica looked first."""
-    own_taken: int = 0
-    """Slots it has claimed since."""
-    judged: float = -math.inf
-    """The time when these were last examined for peers that have vanished."""
     live: int = 1
-    share: float = 1.0
-    """The share of its stage peers that a look shows, smoothed."""
     started: bool = False
     """It has claimed a slot of its own."""
 
     def look(self, said: Iterable[Said], now: float, live: int) -> None:
         """Take in the newest word of each stage peer that counts, of which `live` replicas train in all, own
         included."""
-        self.live, words = max(1, live), [_each_slot_once(word) for word in said if word.peer != self.own]
-        self._note_share(len(words))
-        news = [word for word in words if self._is_news(word, now)]
-        if now - self.judged >= self.patience / JUDGED_IN_PATIENCE or not self.started:
-            self.judged, self.since = now, min(self.since, now)
-            self._forget_vanished(now)
-            self.reach = self._reach(news)
-            self.pace = self._usual_pace(now)
-        dropped = [(word.peer, claim) for word in news if not word.leaving for claim in self._take_in(word, now)]
-        self.closed.update(claim.slot for peer, claim in dropped if not self._was_yielded(peer, claim))
-        for word in news:  # last: a peer that left a slot to one that leaves has not finished it
-            if word.leaving:
-                self._leave(word, now)
-        if news:
-            self._settle()
+        self.live, words = max(1, live), [word for word in said if word.peer != self.own]
+        for peer, seen in list(self.stage_peers.items()):
+            if now - seen.heard > self.patience:
+                # One whose last word was not seen may have read on: others that saw it give its slots back.
+                self._end(peer, seen.claims.values() if seen.said.overdue else ())
+        reach = self._reach(words)
+        dropped = [(w.peer, claim) for w in words if not w.leaving for claim in self._take_in(w, now, reach)]
+        for peer, claim in dropped:
+            # It has read it, unless it left it to another: then it has told of nothing that it read.
+            if self.taken.get(claim.slot) == peer and claim.position == 0 and not self._goes_first(peer, claim):
+                self._pass_on(claim.slot)
+        for word in words:  # last: a peer that left a slot to one that leaves has not finished it
+            seen = self.stage_peers.get(word.peer)
+            if word.leaving and seen is not None:
+                self._end(word.peer, (claim for claim in word.claims if claim.slot in seen.claims))
+        self._settle()
 
     def choose(self, own: Collection[int], rng: random.Random) -> tuple[int, int]:
         """A slot to claim beside those that it holds: one of the lowest that are free; and where to begin in it."""
-        slot = rng.choice(list(islice(self._free(own), self._spread())))
+        spread = 1 if self.live == 1 else max(1, min(SPREAD * self.live, self.row // 4))
+        slot = rng.choice(list(islice(self._free(own), spread)))
         self.started = True
         return slot, self.holes.get(slot, 0)
 
     def claimed(self, slot: int) -> None:
         """This replica has taken a slot."""
-        self._close(slot)
-        self.closed.add(slot)
-        self.own_taken += 1
+        self._take(slot, self.own)
 
     def yielded(self, slot: int) -> None:
         """This replica has left a slot to another."""
-        self.closed.discard(slot)
+        self._pass_on(slot)
 
     def keeps(self, claim: Claim, *, settled: bool) -> bool:
         """Tell whether to hold on to an own claim as it was last said to others. `settled` says that they have known of
         it for so long that a peer that claims the slot now came later."""
-        if settled and (claim.begun or self.share >= WHOLE_VIEW):
-            return True
-        return self._goes_first(self.own, claim)
+        return settled or self._goes_first(self.own, claim)
 
     def kept(self, own: Iterable[Claim], time: float, *, left: bool) -> SharedPosition:
         """What to keep for this replica's next life, where it holds `own`, or held it until it `left`."""
@@ -217,179 +175,103 @@ class SlotBook:
         bits = int(kept.taken or "0", 16)
         taken = {kept.base + place for place in range(bits.bit_length()) if bits >> place & 1}
         self.base = max(self.base, kept.base)
-        self.taken |= {slot for slot in taken if slot >= self.base}
+        self.taken = dict.fromkeys((slot for slot in taken if slot >= self.base), "") | self.taken
         self.started |= not self.stage_peers
         if self.frontier > max(taken, default=kept.base - 1):
             return False
         for slot, position in kept.open:
-            self._give_back([Claim(slot, position)])
+            if not self.is_held(slot):
+                self._open(Claim(slot, position))
         return True
 
-    def _note_share(self, words: int) -> None:
-        """A look shows so many stage peers: fewer than there are where this replica sees the swarm in part."""
-        if self.live > 1:
-            share = min(1.0, max(LEAST_SHARE, words / (self.live - 1)))
-            self.share += (share - self.share) * SHARE_STEP
-
-    def _forget_vanished(self, now: float) -> None:
-        """Treat peers that are no longer heard of as vanished. A vanished peer's slots are open from its last word on,
-        if that word was seen to be its last. A replica that has seen only earlier words leaves them to others that have
-        seen more."""
-        for peer in [peer for peer, seen in self.stage_peers.items() if now - seen.heard > self.patience]:
-            seen = self.stage_peers.pop(peer)
-            self._hold(peer, seen.claims, ())
-            if seen.overdue:
-                self._give_back(seen.claims)
-            else:
-                self.closed.update(claim.slot for claim in seen.claims)
-
-    def _is_news(self, word: Said, now: float) -> bool:
-        seen = self.stage_peers.get(word.peer)
-        if seen is None:
-            return bool(word.claims)
-        seen.heard, seen.overdue = now, word.overdue
-        if seen.said is word or seen.said == word:
-            return False
-        if seen.left or word.leaving or len(seen.said.claims) != len(word.claims):
-            return True
-        same = all(a.slot == b.slot for a, b in zip(seen.said.claims, word.claims, strict=True))
-        if same:  # only further on
-            believed = {claim.slot for claim in seen.claims}
-            seen.said = word
-            seen.claims = tuple(claim for claim in word.claims if claim.slot in believed)
-        return not same
-
-    def _reach(self, news: list[Said]) -> int:
-        highest = [seen.highest for seen in self.stage_peers.values() if seen.claims]
-        highest += [max(c.slot for c in w.claims) for w in news if w.claims and w.peer not in self.stage_peers]
-        beyond = REACH * self.live + REACH_AT_LEAST
+    def _reach(self, words: Iterable[Said]) -> int:
+        """The highest slot that is believed of a stage peer."""
+        highest = [max(claim.slot for claim in word.claims) for word in words if word.claims]
         median = median_low(highest) if highest else self.base
-        return max(min(median, FURTHEST), self.base) + beyond
+        return max(min(median, FURTHEST), self.base) + REACH * self.live + REACH_AT_LEAST
 
-    def _usual_pace(self, now: float) -> float:
-        """Slots a second that stage peers claim, and this replica, at the median."""
-        paces = [seen.taken / (now - seen.since + PACE_SECONDS) for seen in self.stage_peers.values() if not seen.left]
-        return median_low([*paces, self.own_taken / (now - self.since + PACE_SECONDS)])
+    def _take_in(self, word: Said, now: float, reach: int) -> list[Claim]:
+        """The claims of which this stage peer has ceased to speak."""
+        new = word.peer not in self.stage_peers
+        seen = self.stage_peers.setdefault(word.peer, _StagePeer(now, word))
+        before, seen.heard, seen.said = seen.claims, now, word
+        if not new and before and tuple(before.values()) == word.claims:
+            return []
+        some = word.claims[:MOST_CLAIMS]
+        seen.claims = {claim.slot: claim for claim in some if claim.slot in before or claim.slot <= reach}
+        seen.next = frozenset(
+            slot for slot, claim in seen.claims.items() if new or not claim.begun or slot in seen.next
+        )
+        for slot in seen.claims.keys() - before.keys():
+            self._take(slot, word.peer)
+        return [claim for slot, claim in before.items() if slot not in seen.claims]
+
+    def _end(self, peer: str, given_back: Iterable[Claim]) -> None:
+        """A stage peer is gone, and what it `given_back` others may read."""
+        some = list(given_back)
+        del self.stage_peers[peer]
+        for claim in some:
+            if self.taken.get(claim.slot) != peer:
+                continue
+            self._pass_on(claim.slot)
+            if not self.is_held(claim.slot):
+                self._open(claim)
+
+    def _take(self, slot: int, peer: str) -> None:
+        if not self.taken.get(slot):
+            self.taken[slot] = peer
+        self.holes.pop(slot, None)
+
+    def _open(self, claim: Claim) -> None:
+        """This slot has no holder any more."""
+        if claim.position > 0 or claim.slot < self.base:
+            self.holes[claim.slot] = claim.position
+        self.taken.pop(claim.slot, None)
+
+    def is_held(self, slot: int) -> bool:
+        """Whether this replica took the slot, or a stage peer claims it now."""
+        return self.taken.get(slot) == self.own or any(slot in seen.claims for seen in self.stage_peers.values())
+
+    def _pass_on(self, slot: int) -> None:
+        """Its holder left this slot to another that claims it as well, if there is one."""
+        other = next((peer for peer, seen in self.stage_peers.items() if slot in seen.claims), None)
+        if other is not None:
+            self.taken[slot] = other
 
     def _goes_first(self, peer: str, claim: Claim) -> bool:
         """Whether no stage peer's claim on the same slot goes before it."""
-        for holder in self.holders.get(claim.slot, ()):
-            seen = self.stage_peers[holder]
-            other = next(other for other in seen.claims if other.slot == claim.slot)
-            known = replace(other, begun=other.begun and other.slot in seen.earlier)
-            if not _first(claim, peer, known, holder):
+        for other, seen in self.stage_peers.items():
+            theirs = seen.claims.get(claim.slot)
+            if theirs is None or other == peer:
+                continue
+            known = replace(theirs, begun=theirs.begun and theirs.slot in seen.next)
+            if not _first(claim, peer, known, other):
                 return False
         return True
-
-    def _was_yielded(self, peer: str, claim: Claim) -> bool:
-        """Tell whether a stage peer that ceased to speak of this claim left the slot to another, and was not at its
-        end. It had then read nothing that it told of, and the other's claim goes before its own."""
-        return claim.position == 0 and not self._goes_first(peer, claim)
-
-    def _leave(self, word: Said, now: float) -> None:
-        """This stage peer gives back what it was known to claim."""
-        seen = self._seen(word, now)
-        before, seen.said = seen.claims, word
-        if not seen.left:
-            known = {claim.slot for claim in before}
-            seen.claims, seen.left = (), True
-            self._hold(word.peer, before, ())
-            self._give_back(claim for claim in word.claims if claim.slot in known)
-
-    def _seen(self, word: Said, now: float) -> _StagePeer:
-        return self.stage_peers.setdefault(word.peer, _StagePeer(now, now, word, word.overdue))
-
-    def _take_in(self, word: Said, now: float) -> Iterable[Claim]:
-        """Claims of which this stage peer has ceased to speak."""
-        new = word.peer not in self.stage_peers
-        seen = self._seen(word, now)
-        before, seen.said, seen.left = seen.claims, word, False
-        held = {claim.slot for claim in before}
-        allowance = ALLOWED_AT_ONCE + CREDIBLE_PACE * self.pace * (now - seen.since) - seen.taken
-        believed, earlier = list[Claim](), set[int]()
-        for claim in word.claims[:MOST_CLAIMS]:
-            if claim.slot not in held:
-                if claim.slot > self.reach or allowance < 1.0:
-                    continue
-                allowance -= 1.0
-                seen.taken += 1
-                self._close(claim.slot)
-            believed.append(claim)
-            if claim.slot in seen.earlier or not claim.begun or new or self.share < WHOLE_VIEW:
-                earlier.add(claim.slot)
-        seen.earlier = frozenset(earlier)
-        seen.claims = tuple(believed)
-        seen.highest = max((claim.slot for claim in believed), default=-1)
-        self._hold(word.peer, before, believed)
-        kept = {claim.slot for claim in believed}
-        return [claim for claim in before if claim.slot not in kept]
-
-    def _close(self, slot: int) -> None:
-        self.taken.add(slot)
-        self.holes.pop(slot, None)
-
-    def _hold(self, peer: str, before: Iterable[Claim], now: Iterable[Claim]) -> None:
-        for claim in before:
-            holders = self.holders[claim.slot]
-            holders.discard(peer)
-            if not holders:
-                del self.holders[claim.slot]
-        for claim in now:
-            self.holders.setdefault(claim.slot, set()).add(peer)
-
-    def _give_back(self, claims: Iterable[Claim]) -> None:
-        """These have no holder any more, unless another claims them."""
-        for claim in claims:
-            if claim.slot in self.holders or claim.slot in self.closed:
-                continue
-            if claim.position > 0 or claim.slot < self.base:
-                self.holes[claim.slot] = claim.position
-            self.taken.discard(claim.slot)
 
     def _settle(self) -> None:
         """A replica that has not begun takes all that the others have reached as taken. What lies far behind them is no
         longer waited for."""
-        highest = sorted(seen.highest for seen in self.stage_peers.values() if seen.claims)
+        highest = sorted(max(seen.claims) for seen in self.stage_peers.values() if seen.claims)
         self.frontier = top = highest[-1 - len(highest) // 8] if highest else -1
         if not self.started:
             self.base = max(self.base, top + 1)
-        self.base = max(self.base, top - HORIZON * self.live - REACH_AT_LEAST)
+        window = REACH * self.live + REACH_AT_LEAST
+        self.base = max(self.base, top - window)
         while self.base in self.taken:
             self.base += 1
-        if len(self.taken) > 2 * HORIZON * self.live + REACH_AT_LEAST or (self.taken and min(self.taken) < self.base):
-            self.taken = {slot for slot in self.taken if slot >= self.base}
-        if len(self.closed) > 4 * (HORIZON * self.live + REACH_AT_LEAST):
-            oldest = self.base - HORIZON * self.live - REACH_AT_LEAST
-            self.closed = {slot for slot in self.closed if slot >= oldest}
-
-    def _spread(self) -> int:
-        """The number of free slots to draw from. There are enough that peers that draw at about the same time seldom
-        meet, and no more, so that no gap stays open for long."""
-        if self.live == 1:
-            return 1
-        wanted = FIRST_SPREAD * self.live if self._is_first() else int(self.live / 2 / self.share)
-        return max(1, min(max(LEAST_SPREAD, wanted), self.row // 4))
+        if max(len(self.taken), len(self.holes)) > 4 * window:
+            self.taken = {slot: peer for slot, peer in self.taken.items() if slot >= self.base - window}
+            self.holes = {slot: start for slot, start in self.holes.items() if slot >= self.base - window}
 
     def _free(self, held: Collection[int]) -> Iterator[int]:
-        """Holes, then free slots, lowest first, up to a few beyond the highest that others claim."""
+        """Holes, then free slots, the lowest first."""
         yield from (slot for slot in sorted(self.holes) if slot not in held)
-        room = FIRST_SPREAD * self.live if self._is_first() else max(LEAST_SPREAD // 2, self.live // 16)
-        top, slot, beyond = self.frontier, self.base, 0
-        while beyond < room:
+        slot = self.base
+        while True:
             if slot not in self.taken and slot not in self.holes:
                 yield slot
-                beyond += slot > top
             slot += 1
-
-    def _is_first(self) -> bool:
-        """Others are there, and none of them has claimed any yet."""
-        return not self.stage_peers and self.live > 1
-
-
-def _each_slot_once(word: Said) -> Said:
-    """This word with each slot named once; of claims on one slot the last counts."""
-    once = {claim.slot: claim for claim in word.claims}
-    return word if len(once) == len(word.claims) else replace(word, claims=tuple(once.values()))
 
 
 def _first(claim: Claim, peer: str, other: Claim, other_peer: str) -> bool:

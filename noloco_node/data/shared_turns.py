@@ -196,7 +196,7 @@ class SharedTurns:
         newest = self._book.restore(kept)
         if newest or (not kept.left and self._wall() - kept.time <= self._book.patience):
             for slot, start in kept.own:
-                if slot not in self._book.holders:
+                if not self._book.is_held(slot):
                     self._claim(slot, start)
 
     def _claim(self, slot: int, start: int) -> None:
@@ -214,7 +214,7 @@ class SharedTurns:
         if not self._book.stage_peers and self._book.live == 1:
             return True
         said = self._published.get(claim.slot)
-        return said is not None and self._clock() - said[1] >= FIRST_WAIT_LIVES * self._life / self._book.share
+        return said is not None and self._clock() - said[1] >= FIRST_WAIT_LIVES * self._life
 
     def _yield(self, claim: Claim) -> None:
         del self._own[claim.slot]

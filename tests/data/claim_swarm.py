@@ -188,12 +188,17 @@ class ClaimSwarm:
         return again / (shape.row * shape.block)
 
 
+SHAPE = Shape(replicas=40, blocks_each=4, speeds=(0.5, 4.0), passes=1)
+IN_PART = replace(SHAPE, blocks_each=3, block=120, seen=0.25)
+LIARS = replace(SHAPE, liars=1)
+
+
 def main() -> None:
-    """The figures of docs/data.md at 200 replicas; some minutes."""
+    """The figures of docs/data.md and docs/security.md."""
     for words, shape in (
-        ("all records seen", Shape()),
-        ("a quarter of the records seen", Shape(seen=0.25, block=120)),
-        ("a tenth of the replicas lie", Shape(liars=20)),
+        ("all records seen", SHAPE),
+        ("a quarter of the records seen", IN_PART),
+        ("one key lies", LIARS),
     ):
         swarm = ClaimSwarm(shape)
         swarm.run()
