@@ -6,16 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks import home_line, hop, pipeline, utilisation
+from benchmarks import home_line, hop, lines, pipeline, utilisation
 from benchmarks.command import command, device, folder_with, not_negative, positive, results_file, whole, whole_or_none
 from noloco_node.config.load import load_config
 from noloco_node.config.shipped import find_config
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.utilisation import Link
 
 
@@ -183,3 +184,25 @@ def test_a_line_without_a_subspace_does_in_virtual_time_what_is_planned_of_it() 
     """Its bodies take turns: sharing the line evenly they come to 0.64 of the plan with this seed, and so to 0.87."""
     home = home_line.Home(find_config(Path("consumer-24gb")), "bf16", Link(2.5e6, 0.1), 66e12, stretch=1.0)
     assert home_line.simulated(home, 60.0, 60.0, 1) > 0.8 * home.planned().share
+
+
+def test_a_ring_is_waited_for_and_an_exchange_beside_the_training_where_it_is_longer_than_h_steps() -> None:
+    """Data parallel takes the same step as all others where nothing limits, and its ring's bytes over the line more
+    elsewhere. Who trains beside an exchange loses nothing until it lasts longer than H steps."""
+    config = load_config(find_config(Path("tiny")))
+    footprint, replicas = footprint_of(config.run), config.local_swarm.replicas
+    most = max(footprint.parameters)
+    ring, *_, own = (method for method in lines.METHODS if method.name != "signs, H = 1")
+    assert ring.sent(most, replicas) == pytest.approx(2 * (replicas - 1) / replicas * 2 * most)
+
+    def paces(uplink: float, flop_per_second: float = 1e12) -> list[lines.Pace]:
+        return [lines.pace_of(each, config, footprint, Link(uplink, 0.0), flop_per_second) for each in (ring, own)]
+
+    free, beside = paces(1e18, 1e9)
+    assert free.seconds == pytest.approx(beside.seconds)
+    slow, narrow = paces(1e5)
+    trained = lines.pace_of(replace(ring, tensors=0), config, footprint, Link(1e5, 0.0), 1e12)
+    assert slow.seconds - trained.seconds == pytest.approx(ring.sent(most, replicas) / 1e5)
+    assert narrow.unwaited <= narrow.seconds < slow.seconds
+    assert (narrow.steps > own.h) == (narrow.unwaited < narrow.seconds)
+    assert lines.cell(narrow, slow).startswith(f"{narrow.seconds:.3g} s, ")
