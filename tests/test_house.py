@@ -7,7 +7,7 @@ from tests.house import journeys, sizes
 BOUNDS = {
     "lines of the package": 65_600,
     "lines of the tests": 65_100,
-    "lines of benchmarks and deploy": 6_270,
+    "lines of benchmarks and deploy": 5_810,
     "module-level numbers": 642,
     "files of the package": 336,
     "files of the package below 60 lines": 48,

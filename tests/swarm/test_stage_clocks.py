@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.stage_clocks import INNER_STEPS, Pipeline
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.training.progress import SLOWEST_PACE, tied_pace
+from tests.swarm.stage_clocks import INNER_STEPS, Pipeline, mean
 
 
 @pytest.mark.parametrize(("replicas", "in_flight"), [(1, 4), (2, 1), (3, 3), (4, 2)])
@@ -86,3 +86,18 @@ def test_with_most_of_the_work_a_stage_goes_by_their_word_within_the_bounds() ->
     made.run()
     assert made.stages[1][0].seen.lead() is not None
     assert tied_pace(made.stages[1][0].seen.lead(), made.lag) == SLOWEST_PACE
+
+
+@pytest.mark.parametrize("inner_steps", [3, 8])
+def test_a_liar_with_a_quarter_of_the_work_moves_a_later_clock_by_a_part_of_the_lag(inner_steps: int) -> None:
+    """Not by more than a third of it on average, whichever way it lies, and nobody's word moves it at all where nobody
+    lies."""
+    leads: dict[float | None, float] = {}
+    for times in (None, 0.0, 1e9):
+        made = Pipeline(2, 4, steps=200, inner_steps=inner_steps)
+        made.spoken = [] if times is None else [(PeerId("liar"), 1000 / 3, times)]
+        made.run()
+        leads[times] = mean(lead for (lead,) in made.leads[len(made.leads) // 2 :])
+    assert abs(leads[None]) < 0.06
+    assert -0.1 < leads[0.0] < 0.3
+    assert leads[None] < leads[1e9] < 0.33

@@ -1,5 +1,5 @@
 """How far the clock of a later stage is from stage 0's: a pipeline without devices or messages, with the node's own
-books and counts. The world of `benchmarks.attacks clocks`.
+books and counts.
 """
 
 from __future__ import annotations
