@@ -20,7 +20,7 @@ class ExitCode(IntEnum):
     IDENTITY_TAKEN = 6
     RUN_FOLDER = 7
     P2P_DAEMON = 8
-    NO_DONOR = 9
+    NO_STATE_SOURCE = 9
     WRONG_RUN = 10
     DATA = 11
     NODE_DIED = 12
@@ -40,7 +40,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.IDENTITY_TAKEN: "another running node uses the same identity file",
     ExitCode.RUN_FOLDER: "the run folder cannot be written, holds another run, or is in use by another node",
     ExitCode.P2P_DAEMON: "hivemind's p2pd did not start, or died",
-    ExitCode.NO_DONOR: "the run is under way and no replica of a stage could give its state, or its part of a text",
+    ExitCode.NO_STATE_SOURCE: "the run is under way and no replica of a stage gave its state, or its part of a text",
     ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",
     ExitCode.DATA: "the training text, or the weights to start from, cannot be used",
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",

@@ -141,5 +141,10 @@ def test_the_service_is_not_started_again_where_that_would_not_help() -> None:
     (codes,) = re.findall(r"^RestartPreventExitStatus=(.*)$", unit, flags=re.MULTILINE)
     hopeless = {ExitCode(int(code)) for code in codes.split()}
     assert {ExitCode.USAGE, ExitCode.CONFIG, ExitCode.WRONG_RUN, ExitCode.NOT_ADMITTED} <= hopeless
-    assert not hopeless & {ExitCode.PEERS_UNREACHABLE, ExitCode.NO_DONOR, ExitCode.P2P_DAEMON, ExitCode.NODE_DIED}
+    assert not hopeless & {
+        ExitCode.PEERS_UNREACHABLE,
+        ExitCode.NO_STATE_SOURCE,
+        ExitCode.P2P_DAEMON,
+        ExitCode.NODE_DIED,
+    }
     assert f"SuccessExitStatus={ExitCode.INTERRUPTED}" in unit

@@ -348,7 +348,7 @@ async def test_a_stage_that_gives_nothing_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             await gatherer.gather()
         await transport.close()
-    assert caught.value.exit_code is ExitCode.NO_DONOR
+    assert caught.value.exit_code is ExitCode.NO_STATE_SOURCE
     assert "stage 1" in caught.value.message
 
 

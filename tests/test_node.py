@@ -47,7 +47,7 @@ async def test_a_run_that_ends_while_a_node_is_paused_is_no_failure_of_it(
 
     @contextlib.asynccontextmanager
     async def comes_too_late(*_: object) -> AsyncGenerator[Any]:
-        raise RunHasEnded(ExitCode.NO_DONOR, "it has come to its end", "start a new one")
+        raise RunHasEnded(ExitCode.NO_STATE_SOURCE, "it has come to its end", "start a new one")
         yield
 
     for name, stand_in in (("_enter", entered), ("_obtain", comes_too_late), ("_choose", nothing), ("_rest", nothing)):

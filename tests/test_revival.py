@@ -294,7 +294,7 @@ async def test_without_a_copy_and_without_the_first_weights_nothing_is_made_up()
         await lose(made, 2)
         with pytest.raises(UserError, match="this node has no folder of those weights") as raised:
             await revive_if_lost(spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=True)
-        assert raised.value.exit_code is ExitCode.NO_DONOR
+        assert raised.value.exit_code is ExitCode.NO_STATE_SOURCE
 
 
 async def test_nothing_is_revived_where_a_stage_peer_serves_or_comes_into_sight_in_time() -> None:

@@ -194,7 +194,7 @@ def test_a_way_out_begins_with_a_failure_and_ends_with_its_code() -> None:
         return ended.way_out.code
 
     for error, code in (
-        (UserError(ExitCode.NO_DONOR, "", ""), ExitCode.NO_DONOR),
+        (UserError(ExitCode.NO_STATE_SOURCE, "", ""), ExitCode.NO_STATE_SOURCE),
         (ValueError(), ExitCode.FAILURE),
         (None, ExitCode.OK),
     ):

@@ -62,10 +62,10 @@ async def fetch_run_spec(
     `own` is what the volunteer says of the run's text, which is read here if `reads_text`. `brings_state` says that the
     node has been in a run.
 
-    Raises UserError: PEERS_UNREACHABLE if no peer answers. It raises NO_DONOR if most of the peers say that the run has
-    come to its end, and this node brings nothing to go on from. It raises WRONG_RUN if they serve several runs and none
-    of these is most, or speak another protocol version. It does so too if they give no RunSpec that stands up to its
-    hash. It raises CONFIG as `with_own_data` does.
+    Raises UserError: PEERS_UNREACHABLE if no peer answers. It raises NO_STATE_SOURCE if most of the peers say that the
+    run has come to its end, and this node brings nothing to go on from. It raises WRONG_RUN if they serve several runs
+    and none of these is most, or speak another protocol version. It does so too if they give no RunSpec that stands up
+    to its hash. It raises CONFIG as `with_own_data` does.
     """
     hellos = _of_one_run(await _hellos(transport, joined), met_in)
     failures: dict[str, str] = {}
@@ -356,13 +356,13 @@ def _quoted(value: str | None) -> str:
 
 
 class RunHasEnded(UserError):
-    """For a node that comes when nobody trains any more (NO_DONOR)."""
+    """For a node that comes when nobody trains any more (NO_STATE_SOURCE)."""
 
 
 def run_has_ended(spec: RunSpec, why: str) -> RunHasEnded:
     """The error for a node that comes when nobody trains any more."""
     return RunHasEnded(
-        ExitCode.NO_DONOR,
+        ExitCode.NO_STATE_SOURCE,
         f"run {spec.run_id[:8]} ({spec.name}) has come to its end: {why}",
         "to train its model further start a new run from it, with another run.name, run folders and invitations "
         "(docs/operations.md, Going on after the end); to begin this one anew, start its first node and its seed in "

@@ -278,7 +278,7 @@ def _activity(events: Events, doing: Doing | None, now: float) -> str:
     download = events.last(StateDownload)
     if doing.what == "downloading" and download is not None and download.time >= doing.since:
         share = 100.0 * download.received / max(1, download.total)
-        return f"copying the state of {download.donor}: {share:.0f} % of {download.total / 1e6:,.1f} MB, for {since}"
+        return f"copying the state of {download.source}: {share:.0f} % of {download.total / 1e6:,.1f} MB, for {since}"
     return f"{doing.detail} (for {since})" if doing.what == "paused" else f"{doing.detail}, for {since}"
 
 

@@ -157,8 +157,8 @@ async def generate_live(
     """Continue a text through the stages of the run at `settings.initial_peers`, as an onlooker.
 
     Raises UserError as `looking_on` and `continue_text` do. It raises CONFIG if the run's tokenizer is a folder, or a
-    place of this machine, without `own` word. It raises DATA if the tokenizer cannot be used and NO_DONOR if a stage
-    gives nothing. A signal raises KeyboardInterrupt.
+    place of this machine, without `own` word. It raises DATA if the tokenizer cannot be used and NO_STATE_SOURCE if a
+    stage gives nothing. A signal raises KeyboardInterrupt.
     """
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:

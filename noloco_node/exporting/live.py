@@ -73,8 +73,8 @@ async def gather_live(
     """Fetch the slow weights of each stage's replicas of the run at `settings.initial_peers`, into files in `spool`.
 
     `agreed` sees the run, off the event loop, before anything is fetched. Raises UserError as `looking_on` and `agreed`
-    do. It raises NO_DONOR if the replicas of a stage give nothing, and RUN_FOLDER if the disk refuses. A signal raises
-    KeyboardInterrupt.
+    do. It raises NO_STATE_SOURCE if the replicas of a stage give nothing, and RUN_FOLDER if the disk refuses. A signal
+    raises KeyboardInterrupt.
     """
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:
@@ -130,7 +130,7 @@ class Gatherer:
         lost = [stage for stage, found in replicas.items() if not found]
         if lost:
             raise UserError(
-                ExitCode.NO_DONOR,
+                ExitCode.NO_STATE_SOURCE,
                 f"no replica of {as_stages(lost)} of run '{self._run.name}' gave its weights",
                 "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
             )

@@ -74,7 +74,7 @@ async def obtain_state(
     are not to come from building the stage anew.
 
     None if this node has moved here and nobody gave the state: `StageLifecycle.back` says where to go then. Raises
-    UserError (NO_DONOR) for a node that has just started, and RunHasEnded.
+    UserError (NO_STATE_SOURCE) for a node that has just started, and RunHasEnded.
     """
     say_that_it_looks(replica)
     replica.end.came_near_the_end = stays.near
@@ -92,7 +92,7 @@ async def obtain_state(
         donor = await become_current(replica, saved_clock)
     except UserError as error:
         ended = isinstance(error, RunHasEnded) and stays.near
-        if ended or error.exit_code is not ExitCode.NO_DONOR:
+        if ended or error.exit_code is not ExitCode.NO_STATE_SOURCE:
             raise
         if stays.moving is None:
             if (stays.near or _all_are_near(replica)) and not replica.membership.others_there(*SERVING):
@@ -228,8 +228,8 @@ class FirstState:
         """Copy a stage peer's state if that is where to begin (`where_to_begin`); returns the donor.
 
         None if the weights stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises
-        UserError (NO_DONOR) if a stage peer's state is needed and nobody gave it. It is needed, too, if the run began
-        with weights that this node has no folder of.
+        UserError (NO_STATE_SOURCE) if a stage peer's state is needed and nobody gave it. It is needed, too, if the run
+        began with weights that this node has no folder of.
         """
         there, joined = await self._who_answers(), self._joined
         over = await self._why_over() if joined else ""

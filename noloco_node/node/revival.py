@@ -54,8 +54,8 @@ async def revive_if_lost(
 
     If several nodes come at once, the one with the smallest peer id restores the stage, and the others wait for it. A
     seeded stage's clock is 0: should a stage peer appear after all, it is this replica that lags and takes the other's
-    state. Raises UserError (NO_DONOR) if the run began with weights that this node does not have, and nothing else is
-    left.
+    state. Raises UserError (NO_STATE_SOURCE) if the run began with weights that this node does not have, and nothing
+    else is left.
     """
     if not await _is_lost(spec, membership, own, confirmed):
         return None

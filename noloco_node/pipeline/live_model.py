@@ -91,7 +91,8 @@ class LiveModel:
         return self._spec.data.sequence_length
 
     async def next_logits(self, ids: Sequence[int]) -> Tensor:
-        """What comes after these tokens: fp32 [vocabulary]. Raises UserError (NO_DONOR) where a stage gives nothing."""
+        """What comes after these tokens: fp32 [vocabulary]. Raises UserError (NO_STATE_SOURCE) where a stage gives
+        nothing."""
         given = torch.tensor([list(ids)], dtype=torch.int32)
         window = given
         if ambient.monotonic() - self._looked > LOOK_SECONDS:
@@ -163,7 +164,7 @@ class LiveModel:
 
     def _nobody(self, stage: int, reasons: dict[PeerId, Refused | TransportError]) -> UserError:
         return UserError(
-            ExitCode.NO_DONOR,
+            ExitCode.NO_STATE_SOURCE,
             f"no replica of stage {stage} of run '{self._spec.name}' runs its part of the text: {_shown(reasons)}",
             "try again later; or take the weights home with noloco-node export, and generate from there",
         )

@@ -103,7 +103,7 @@ def lacks_first_weights(spec: RunSpec) -> bool:
 def no_first_weights(spec: RunSpec, stage: int) -> UserError:
     """The end of a node that would have to begin with weights that it does not have."""
     return UserError(
-        ExitCode.NO_DONOR,
+        ExitCode.NO_STATE_SOURCE,
         f"run '{spec.name}' begins with the weights {spec.model.fingerprint}, nobody gives a state of stage {stage}, "
         "and this node has no folder of those weights",
         "get the folder from the run's owner, and say where it lies with --set "

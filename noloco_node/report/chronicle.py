@@ -14,13 +14,13 @@ from noloco_node.telemetry.events import (
     AnyEvent,
     CheckpointTaken,
     Doing,
-    DonorFailed,
     InnerStep,
     NodeMoved,
     NodeStarted,
     NodeStopped,
     OuterStep,
     P2pdRestarted,
+    StateSourceFailed,
     Warned,
 )
 from noloco_node.telemetry.history import NodeHistory, Utilization
@@ -148,7 +148,7 @@ class Chronicle:
                 self._see(event)
             case CheckpointTaken() if event.error:
                 self._fault(event.time, "checkpoints not written", f"no checkpoint: {event.error}")
-            case DonorFailed():
+            case StateSourceFailed():
                 self._fault(event.time, "stage peers that gave no state", f"a stage peer gave no state: {event.reason}")
             case P2pdRestarted():
                 self._fault(event.time, "p2pd started again", f"p2pd was started again: it {event.cause}")

@@ -118,7 +118,7 @@ async def fetch_slow(
     manifest, _ = await ask_for_copy(spec, stage, transport, donor, size, precision="fp32", seconds=seconds)
     with judging(transport, donor, OPEN_COPY.name):
         if manifest.source != donor:
-            raise BadAnswer("the copy is not the donor's own")
+            raise BadAnswer("the copy is not the state source's own")
     chunks = chunks_of_copy(spec, transport, donor, manifest, into, seconds=seconds, attempts=CHUNK_ATTEMPTS)
     async for count in chunks:
         told(count)

@@ -176,7 +176,7 @@ class StateDonor:
             raise Refused(Refusal.BUSY, "the disk took too long for a copy of this node's state") from None
         digests = await ambient.elsewhere(packed.digests, chunk)
         manifest = StateManifest(
-            donor=self._transport.peer_id,
+            source=self._transport.peer_id,
             run=self._spec.run_id,
             stage=self._stage,
             contract=self._worker.contract,

@@ -25,7 +25,7 @@ from noloco_node.peers.scorecard import PeerBook
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
 from noloco_node.state_transfer.rate import WHOLE_SECONDS
-from noloco_node.telemetry.events import AnyEvent, DonorFailed, StateDownload
+from noloco_node.telemetry.events import AnyEvent, StateDownload, StateSourceFailed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call, floor_of
 from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refusal, Refused, TransportError
@@ -56,14 +56,14 @@ class NoDonor(Exception):
     """Nobody gave its state. `reasons` says why, for each donor that was asked; empty where there is none."""
 
     def __init__(self, reasons: Mapping[PeerId, str]) -> None:
-        super().__init__(f"none of {len(reasons)} donors gave its state")
+        super().__init__(f"none of {len(reasons)} state sources gave its state")
         self.reasons = dict(reasons)
 
     def explained(self, spec: RunSpec, stage: int) -> UserError:
         """What a person is told: each donor with its reason."""
         reasons = "".join(f"\n  {peer}: {reason}" for peer, reason in sorted(self.reasons.items()))
         return UserError(
-            ExitCode.NO_DONOR,
+            ExitCode.NO_STATE_SOURCE,
             f"run {spec.run_id[:8]} is past its first outer round and none of {len(self.reasons)} replicas of stage "
             f"{stage} gave its state{':' if reasons else ''}{reasons}",
             "try again when a replica of this stage is reachable, or serve another stage with --stage",
@@ -208,7 +208,7 @@ class StateCopier:
                 if download.most > most:
                     search.rounds = 0
             if search.busy and ambient.monotonic() < until:
-                logger.info("%d donors are busy: asking again in a moment", len(search.busy))
+                logger.info("%d state sources are busy: asking again in a moment", len(search.busy))
                 await asyncio.sleep(self._rng.uniform(*BUSY_PAUSE_SECONDS))
                 search.busy.clear()
                 continue
@@ -278,19 +278,19 @@ class StateCopier:
         reason = str(error) or repr(error)
         if isinstance(error, Refused) and error.reason is Refusal.BUSY:
             search.busy[donor] = reason
-            logger.debug("donor %s is busy: %s", donor, reason)
+            logger.debug("state source %s is busy: %s", donor, reason)
         elif _may_come_back(error):
             search.away[donor] = reason
             self._tell(search, donor, reason)
         else:
             search.failed[donor] = reason
             search.away.pop(donor, None)
-            self._emit(DonorFailed(donor=donor, reason=reason))
+            self._emit(StateSourceFailed(source=donor, reason=reason))
 
     def _tell(self, search: _Search, donor: PeerId, reason: str) -> None:
         if donor not in search.told:
             search.told.add(donor)
-            self._emit(DonorFailed(donor=donor, reason=reason))
+            self._emit(StateSourceFailed(source=donor, reason=reason))
 
     async def _copy(self, donor: PeerId, download: Download, offering: Collection[PeerId]) -> StateManifest:
         """One donor's state, resumed where a stream breaks, loaded as a whole at the end. TooSlow where one of
@@ -362,7 +362,7 @@ class _Progress:
         if now >= self._next or received == self._total:
             self._next = now + 1.0
             seconds = now - self._started
-            self._emit(StateDownload(donor=self._donor, received=received, total=self._total, seconds=seconds))
+            self._emit(StateDownload(source=self._donor, received=received, total=self._total, seconds=seconds))
         began, had = self._since = self._since or (now, received)
         if now - began >= self._window:
             rate = (received - had) / (now - began)

@@ -165,7 +165,7 @@ async def load_download(
 ) -> StateManifest:
     """Become a copy: load a whole download at once, or nothing of it. `believe` turns the donor's claimed clock into
     the one to take over. Raises ProtocolViolation where the state is not finite."""
-    with judging(transport, PeerId(manifest.donor), OPEN.name):
+    with judging(transport, PeerId(manifest.source), OPEN.name):
         state = await ambient.elsewhere(unpack, download.buffer, worker.state_sizes())
     manifest = manifest.model_copy(update={"clock": believe(manifest.clock)})
     await worker.load_full_state(manifest.clock, manifest.outer_rounds, state)

@@ -49,7 +49,7 @@ class StateOffer(WireModel):
 class StateManifest(WireModel):
     """Describes one snapshot of one replica. Its donor signs it; the digests of the chunks travel beside it."""
 
-    donor: Annotated[str, Field(max_length=128)]
+    source: Annotated[str, Field(max_length=128)]
     run: RunName
     stage: StageIndex
     contract: Annotated[str, Field(max_length=64)]
@@ -103,13 +103,13 @@ def read_manifest(
     except ValidationError as error:
         raise BadAnswer(f"bad manifest: {error.error_count()} errors") from None
     signed = transport.signed_by(donor, bytes.fromhex(seal), text.encode())
-    if not signed or manifest.donor != donor:
-        raise BadAnswer("the manifest is not signed by the donor")
+    if not signed or manifest.source != donor:
+        raise BadAnswer("the manifest is not signed by the state source")
     asked = (request.run, request.stage, request.contract)
     if (manifest.run, manifest.stage, manifest.contract) != asked:
         raise BadAnswer("the manifest is of another run, stage or contract")
     if manifest.size != size:
-        raise BadAnswer(f"the donor's state has {manifest.size} bytes where {size} belong")
+        raise BadAnswer(f"the state source's state has {manifest.size} bytes where {size} belong")
     if manifest.root != root_of(answer.tensors[0]):
         raise BadAnswer("the digests are not those that the manifest was signed for")
     return manifest, [bytes(row.numpy()) for row in answer.tensors[0]]
@@ -163,5 +163,5 @@ def unpack(buffer: bytearray | memoryview, sizes: Sizes) -> dict[str, Tensor]:
         state[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(shape)
         offset += count * dtype.itemsize
         if state[name].is_floating_point() and not all_finite(state[name]):
-            raise BadAnswer("the donor's state holds NaN or infinity")
+            raise BadAnswer("the state source's state holds NaN or infinity")
     return state

@@ -319,19 +319,21 @@ class StateDownload(Event):
     """A late joiner copies a stage peer's state; about once a second, and at its beginning and end."""
 
     event: Literal["state_download"] = "state_download"
-    donor: str
+    source: str
+    """Peer id of the stage peer."""
     received: int
-    """Bytes that lie here; those of an earlier donor that still fit are among them."""
+    """Bytes that lie here; those of an earlier state source that still fit are among them."""
     total: int
     seconds: float
-    """Since this donor was first asked."""
+    """Since this state source was first asked."""
 
 
-class DonorFailed(Event):
+class StateSourceFailed(Event):
     """A stage peer did not give its state; another one is asked."""
 
-    event: Literal["donor_failed"] = "donor_failed"
-    donor: str
+    event: Literal["state_source_failed"] = "state_source_failed"
+    source: str
+    """Peer id of the stage peer."""
     reason: str
 
 
@@ -423,7 +425,7 @@ AnyEvent = Annotated[
     | TextBlock
     | CheckpointTaken
     | StateDownload
-    | DonorFailed
+    | StateSourceFailed
     | ProbationEnded
     | Doing
     | Warned
@@ -434,7 +436,10 @@ AnyEvent = Annotated[
 ]
 _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
 
-OLD_NAMES: dict[str, str] = {}
+OLD_NAMES = {
+    "donor": "source",
+    "donor_failed": "state_source_failed",
+}
 """Names of events and of their fields in files of the release before this one, and what each is called now."""
 OLD_VALUES = {("origin", "guard"): "standby"}
 """Values of fields that had another name in the release before this one."""

@@ -16,7 +16,6 @@ from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
     Doing,
-    DonorFailed,
     Evaluation,
     InnerStep,
     NodeMoved,
@@ -25,6 +24,7 @@ from noloco_node.telemetry.events import (
     OuterStep,
     ProbationEnded,
     StateDownload,
+    StateSourceFailed,
     Warned,
 )
 from noloco_node.telemetry.node_state import LETTERS, LogLine, NodeState, NodeView
@@ -135,8 +135,8 @@ def describe(event: AnyEvent) -> tuple[int, str]:
             return logging.INFO, f"{kind} loss {event.loss:.4f} nats/token at {event.clock:,.0f} tokens{parts}"
         case StateDownload():
             return _downloaded(event)
-        case DonorFailed():
-            return logging.WARNING, f"could not copy the state of {event.donor}: {event.reason}"
+        case StateSourceFailed():
+            return logging.WARNING, f"could not copy the state of {event.source}: {event.reason}"
         case ProbationEnded():
             why = "its loss and distance are in line" if event.reason == "in_line" else "it has been here long enough"
             return logging.INFO, f"this node counts in others' averages from now on: {why} ({event.steps} inner steps)"
@@ -283,7 +283,7 @@ def _downloaded(event: StateDownload) -> tuple[int, str]:
     done = event.received == event.total
     amount = f"{event.received / 1e6:,.1f} of {event.total / 1e6:,.1f} MB, {event.seconds:.0f} s"
     level = logging.INFO if done or not event.received else logging.DEBUG
-    return level, f"state of …{event.donor[-6:]} {'copied' if done else 'is being copied'}: {amount}"
+    return level, f"state of …{event.source[-6:]} {'copied' if done else 'is being copied'}: {amount}"
 
 
 def _outer(event: OuterStep) -> tuple[int, str]:

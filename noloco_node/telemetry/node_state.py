@@ -17,7 +17,6 @@ from noloco_node.telemetry.events import (
     AnyEvent,
     CheckpointTaken,
     Doing,
-    DonorFailed,
     Evaluation,
     InnerStep,
     NodeMoved,
@@ -27,6 +26,7 @@ from noloco_node.telemetry.events import (
     P2pdRestarted,
     Reachability,
     StateDownload,
+    StateSourceFailed,
     Warned,
 )
 from noloco_node.telemetry.words import shortened
@@ -121,7 +121,7 @@ class Copying(_Said):
 
     received: int
     total: int
-    donor: str = ""
+    source: str = ""
     seconds: float = 0.0
 
 
@@ -263,7 +263,7 @@ class NodeView:
         self._rested = False
         """It was paused after the last of these steps."""
         self._outer = Counter[str](paired=0, alone=0, caught_up=0, aborted=0)
-        self._faults = Counter[str](skipped_steps=0, failed_checkpoints=0, failed_donors=0, p2pd_restarts=0)
+        self._faults = Counter[str](skipped_steps=0, failed_checkpoints=0, failed_state_sources=0, p2pd_restarts=0)
         self.leaving = False
         """A signal has told the node to end."""
 
@@ -275,7 +275,7 @@ class NodeView:
     def observe(self, event: AnyEvent) -> None:
         """Take in one event of the node."""
         with self._lock:
-            if isinstance(event, NodeStarted | NodeMoved | DonorFailed | OuterStep | NodeStopped):
+            if isinstance(event, NodeStarted | NodeMoved | StateSourceFailed | OuterStep | NodeStopped):
                 self._say(download=None)
             self._take(event)
 
@@ -364,8 +364,8 @@ class NodeView:
                 self._say(reachability=_part(HowReached, event))
             case CheckpointTaken():
                 self._faults["failed_checkpoints"] += bool(event.error)
-            case DonorFailed():
-                self._faults["failed_donors"] += 1
+            case StateSourceFailed():
+                self._faults["failed_state_sources"] += 1
             case P2pdRestarted():
                 self._faults["p2pd_restarts"] = event.restarts
             case NodeStopped():

@@ -198,7 +198,7 @@ def _progress_of_node(state: NodeState) -> Iterator[RenderableType]:
     copying = state.download
     if copying is not None and copying.total:
         rest = copying.seconds * (copying.total - copying.received) / copying.received if copying.received else None
-        words = f"{copying.received / 1e6:,.1f} of {copying.total / 1e6:,.1f} MB of …{printable(copying.donor)[-6:]}"
+        words = f"{copying.received / 1e6:,.1f} of {copying.total / 1e6:,.1f} MB of …{printable(copying.source)[-6:]}"
         yield _progress(copying.received, copying.total, f"{as_long(rest)} left", what=words)
 
 

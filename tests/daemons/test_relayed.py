@@ -20,11 +20,11 @@ from noloco_node.errors import ExitCode
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
-    DonorFailed,
     NodeStarted,
     NodeStopped,
     OuterStep,
     StateDownload,
+    StateSourceFailed,
     read_events,
 )
 from tests.chaos.namespaces import ip, why_impossible
@@ -187,5 +187,5 @@ async def test_a_hidden_node_that_comes_late_copies_the_state_over_a_connection_
     [own] = events_of(folders[2], NodeStarted)
     assert all("/p2p-circuit/p2p/" in address for address in own.addresses)
     last = events_of(folders[2], StateDownload)[-1]
-    assert (last.donor, last.received) == (veteran, last.total)
-    assert not events_of(folders[2], DonorFailed)
+    assert (last.source, last.received) == (veteran, last.total)
+    assert not events_of(folders[2], StateSourceFailed)

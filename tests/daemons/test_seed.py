@@ -220,7 +220,7 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
             mark = json.loads((folders[0] / MARK).read_text())  # as where it was away at the end
             (folders[0] / MARK).write_text(json.dumps(mark | {"ended": False, "end": []}))
             back = await stack.enter_async_context(command(folders[0], *entering, "--stage", "0"))
-            assert await asyncio.wait_for(back.wait(), 120) == ExitCode.NO_DONOR
+            assert await asyncio.wait_for(back.wait(), 120) == ExitCode.NO_STATE_SOURCE
             assert "most of the origins signed" in (folders[0] / "printed").read_text()
             assert (folders[0] / "final" / "manifest.json").is_file()
             assert RunFolder(tmp_path / "seed").ended, "no record of a key takes the end back"

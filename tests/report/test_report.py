@@ -24,7 +24,7 @@ from noloco_node.report.drawing import figure
 from noloco_node.report.folder import read_folder
 from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import AnyEvent, Doing, DonorFailed, EventFile, P2pdRestarted, Warned
+from noloco_node.telemetry.events import AnyEvent, Doing, EventFile, P2pdRestarted, StateSourceFailed, Warned
 from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import throughput_curve, token_counters
 from noloco_node.telemetry.web import text_of
@@ -292,7 +292,7 @@ def test_words_of_strangers_are_words_on_the_page(tmp_path: Path) -> None:
         made.outer_step(1, "s0-r1").model_copy(update={"partner": RUDE[:31]}),
         made.outer_step(2, None, kind="aborted", reason=RUDE),
         Warned(what="stage_lost", detail=RUDE, time=1005.0),
-        DonorFailed(donor=RUDE, reason=RUDE, time=1006.0),
+        StateSourceFailed(source=RUDE, reason=RUDE, time=1006.0),
         made.account(refused={RUDE: 3}),
         made.stopped("s0-r0").model_copy(update={"detail": RUDE}),
     ]

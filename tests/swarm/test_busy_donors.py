@@ -13,7 +13,7 @@ from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.telemetry.events import DonorFailed
+from noloco_node.telemetry.events import StateSourceFailed
 from noloco_node.transport.errors import Refusal
 from noloco_node.transport.memory import Fault, FaultKind
 from tests.swarm.test_late_join import FIRST, OUTER, SECOND, drip, is_copy_of, make_veteran
@@ -54,7 +54,7 @@ async def test_where_the_others_are_busy_for_ever_the_slow_donor_is_taken(monkey
         donor, _ = await joiner.state_transfer.copier.copy_best(FirstState(joiner).possible_donors)
         assert donor == SECOND
         assert await is_copy_of(joiner, made.replicas[1])
-        slow = [e for e in made.events[-1] if isinstance(e, DonorFailed) and PeerId(e.donor) == SECOND]
+        slow = [e for e in made.events[-1] if isinstance(e, StateSourceFailed) and PeerId(e.source) == SECOND]
         assert len(slow) <= 1
 
 

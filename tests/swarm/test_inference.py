@@ -216,7 +216,7 @@ async def test_a_stage_that_answers_nothing_ends_the_text_with_a_reason(monkeypa
         asked.made.replicas[1].pipeline.shut()
         with pytest.raises(UserError, match=r"stage 1 .* draining") as caught:
             await told(asked, Wish("A", 1, 0.0, 0))
-        assert caught.value.exit_code is ExitCode.NO_DONOR
+        assert caught.value.exit_code is ExitCode.NO_STATE_SOURCE
         await asked.made.replicas[1].membership.announce(PeerState.GONE)
         with pytest.raises(UserError, match=r"stage 1 .* the directory shows none"):
             await told(asked, Wish("A", 1, 0.0, 0))

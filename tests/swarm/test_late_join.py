@@ -42,7 +42,7 @@ from noloco_node.state_transfer.fetch import Download
 from noloco_node.state_transfer.messages import SignedManifest, StateManifest, StateOffer
 from noloco_node.state_transfer.rate import FASTER, KEPT_SHARE, WAIT_SECONDS, DonorRate, Readers, next_rate
 from noloco_node.storage.disk_memory import DiskMemory
-from noloco_node.telemetry.events import DonorFailed, OuterStep, StateDownload
+from noloco_node.telemetry.events import OuterStep, StateDownload, StateSourceFailed
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.progress import LastTrained
 from noloco_node.transport import pieces
@@ -82,7 +82,7 @@ async def donors_and_joiner(donors: int = 2) -> AsyncIterator[tuple[World, Repli
 
 def failures(made: Swarm) -> dict[str, str]:
     """Why donors failed, as the last replica said."""
-    return {event.donor: event.reason for event in made.events[-1] if isinstance(event, DonorFailed)}
+    return {event.source: event.reason for event in made.events[-1] if isinstance(event, StateSourceFailed)}
 
 
 async def fast_weights(replica: Replica) -> torch.Tensor:
@@ -119,8 +119,8 @@ async def join_until_the_first_has_failed(made: World, joiner: Replica, *, hones
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda h: {"manifest": h["manifest"].replace('"clock":', '"clock":9')}, "not signed by the donor"),
-        (lambda _: {"seal": "00" * 64}, "not signed by the donor"),
+        (lambda h: {"manifest": h["manifest"].replace('"clock":', '"clock":9')}, "not signed by the state source"),
+        (lambda _: {"seal": "00" * 64}, "not signed by the state source"),
         (lambda _: {"seal": "no hex"}, "bad SignedManifest: seal"),
         (lambda _: {"seal": None}, "bad SignedManifest: seal"),
         (lambda _: {"manifest": "x" * 5000}, "bad SignedManifest: manifest"),
@@ -152,7 +152,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
         asked = state_messages.StateRequest.model_validate(request_of(joiner).header)
         stolen = await second.state_transfer.donor.handle_open(joiner.context.transport.peer_id, asked)
         forge(first, monkeypatch, lambda _: stolen.header.model_dump())
-        assert "not signed by the donor" in await join_until_the_first_has_failed(made, joiner)
+        assert "not signed by the state source" in await join_until_the_first_has_failed(made, joiner)
 
 
 def first_claims(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_re
         async with donors_and_joiner(1) as (made, joiner):
             made.network.inject(fault)
             assert await become_current(joiner) == FIRST
-            assert len([event for event in made.events[-1] if isinstance(event, DonorFailed)]) == 1
+            assert len([event for event in made.events[-1] if isinstance(event, StateSourceFailed)]) == 1
     async with donors_and_joiner(1) as (made, joiner):
         donors = [[], [FIRST]]
         assert (await joiner.state_transfer.copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
@@ -332,7 +332,7 @@ async def test_when_nobody_gives_its_state_each_donor_is_named_with_its_reason()
         made.network.inject(contract)
         with pytest.raises(UserError) as error:
             await become_current(joiner)
-        assert error.value.exit_code is ExitCode.NO_DONOR
+        assert error.value.exit_code is ExitCode.NO_STATE_SOURCE
         lines = dict(line.strip().split(": ", 1) for line in error.value.message.splitlines()[1:])
         assert set(lines) == {FIRST, SECOND, peer_name(0, 2)}
         assert "injected fault" in lines[FIRST]
@@ -360,7 +360,7 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
             return
         with pytest.raises(UserError) as error:
             await become_current(joiner)
-        assert error.value.exit_code is ExitCode.NO_DONOR
+        assert error.value.exit_code is ExitCode.NO_STATE_SOURCE
         assert "a state is not sent through a relay" in error.value.message
         assert looks == late_join.AWAY_TRIES
         with pytest.raises(Refused, match="through a relay"):

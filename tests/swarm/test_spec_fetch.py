@@ -139,7 +139,7 @@ async def test_who_comes_after_the_runs_end_is_told_before_it_waits() -> None:
         made.sound(over=True)
         with pytest.raises(UserError, match="has come to its end: so say most of the peers that were named") as caught:
             await fetch_run_spec(made.joiner, made.addresses, OwnData(), reads_text=True, brings_state=False)
-        assert caught.value.exit_code is ExitCode.NO_DONOR
+        assert caught.value.exit_code is ExitCode.NO_STATE_SOURCE
         assert "Going on after the end" in caught.value.remedy
         assert "target_tokens" not in caught.value.remedy, "its folder would refuse that run"
         assert await made.fetch() == SPEC

@@ -107,7 +107,7 @@ async def test_who_has_no_first_weights_and_finds_nobody_is_told_what_to_bring(m
     async with world(begun_with_weights()) as made:
         with pytest.raises(UserError, match="begins with the weights weights-0000") as error:
             await become_current(made.replicas[0])
-        assert error.value.exit_code is ExitCode.NO_DONOR
+        assert error.value.exit_code is ExitCode.NO_STATE_SOURCE
         assert "--set run.model.from_pretrained=FOLDER" in error.value.remedy
 
 
@@ -123,13 +123,13 @@ async def test_when_the_first_donor_dies_midway_the_next_one_gives_the_state() -
 
 
 async def test_without_a_donor_the_node_says_so_and_keeps_its_weights() -> None:
-    """Random weights must never be averaged into trained ones: exit NO_DONOR, with a remedy."""
+    """Random weights must never be averaged into trained ones: exit NO_STATE_SOURCE, with a remedy."""
     async with veteran_and_joiner() as (made, (_, joiner)):
         before = (await joiner.worker.joiner_state())[1]["fast"]
         made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OPEN.name))
         with pytest.raises(UserError) as error:
             await become_current(joiner)
-        assert error.value.exit_code is ExitCode.NO_DONOR
+        assert error.value.exit_code is ExitCode.NO_STATE_SOURCE
         assert "stage 0" in error.value.message
         assert torch.equal(before, (await joiner.worker.joiner_state())[1]["fast"])
 

@@ -218,7 +218,7 @@ async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytes
         await haunt(made, PeerState.GONE, name=parse_address(NAMED).peer, finished=True)
         with pytest.raises(UserError) as raised:
             await become_current(made.replicas[stage])
-        assert raised.value.exit_code is ExitCode.NO_DONOR
+        assert raised.value.exit_code is ExitCode.NO_STATE_SOURCE
         assert "end" in raised.value.message
         assert "initial peers" in raised.value.remedy
 
@@ -244,7 +244,7 @@ async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch
         for replica in late:
             with pytest.raises(UserError) as raised:
                 await become_current(replica)
-            assert raised.value.exit_code is ExitCode.NO_DONOR
+            assert raised.value.exit_code is ExitCode.NO_STATE_SOURCE
 
 
 @pytest.mark.parametrize("lost", range(1, 5))
@@ -320,7 +320,7 @@ async def test_a_node_that_comes_back_when_the_run_is_over_does_not_begin_it_aga
         else:
             with pytest.raises(UserError, match="has come to its end: ") as caught:
                 await entered.take(5000.0)
-            assert caught.value.exit_code is ExitCode.NO_DONOR
+            assert caught.value.exit_code is ExitCode.NO_STATE_SOURCE
         for entrance in (seed, new):
             await entrance.close()
 

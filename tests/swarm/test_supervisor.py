@@ -325,7 +325,7 @@ async def test_a_person_sees_the_error_of_the_work_and_no_group_of_groups(tmp_pa
     """However many task groups it came through."""
 
     async def fails() -> None:
-        raise UserError(ExitCode.NO_DONOR, "nobody gave it", "try again")
+        raise UserError(ExitCode.NO_STATE_SOURCE, "nobody gave it", "try again")
 
     async def work() -> None:
         async with asyncio.TaskGroup() as outer, asyncio.TaskGroup() as inner:

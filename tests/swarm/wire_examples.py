@@ -77,7 +77,7 @@ def _state_request(**more: Any) -> state_messages.StateRequest:
 
 def _state_manifest() -> str:
     manifest = state_messages.StateManifest(
-        donor=PEER, run=RUN, stage=1, contract="c" * 64, snapshot="5" * 16, clock=4096.0, outer_rounds=7, size=8192,
+        source=PEER, run=RUN, stage=1, contract="c" * 64, snapshot="5" * 16, clock=4096.0, outer_rounds=7, size=8192,
         root=ROOT,
     )  # fmt: skip
     return state_messages.canonical_json(manifest.model_dump(mode="json"))

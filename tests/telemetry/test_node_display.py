@@ -133,7 +133,7 @@ def test_a_download_shows_until_it_is_whole_and_log_lines_stand_above_the_screen
     """Megabytes and time left; a log line never shares a line with the screen, and is not broken."""
     console = Console(file=io.StringIO(), force_terminal=True, width=60)
     part, whole = (
-        StateDownload(donor="12D3KooWdonor", received=received, total=40_000_000, seconds=10.0)
+        StateDownload(source="12D3KooWdonor", received=received, total=40_000_000, seconds=10.0)
         for received in (10_000_000, 40_000_000)
     )
     display = NodeDisplay(view_of(part), console)

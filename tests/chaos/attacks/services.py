@@ -144,7 +144,7 @@ async def dripping_donor(life: Life) -> None:
         digests = torch.frombuffer(bytearray(b"".join(map(digest, pieces))), dtype=torch.uint8)
         digests = digests.view(len(pieces), state_messages.DIGEST_BYTES)
         manifest = StateManifest(
-            donor=life.identity.peer_id,
+            source=life.identity.peer_id,
             run=life.spec.run_id,
             stage=stage,
             contract=life.workers[stage].contract,

@@ -28,7 +28,7 @@ from noloco_node.exporting.card import NAME as CARD
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.telemetry.events import Account, DonorFailed, InnerStep, OuterStep, StateDownload
+from noloco_node.telemetry.events import Account, InnerStep, OuterStep, StateDownload, StateSourceFailed
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims
 from tests.chaos.lab import Lab
@@ -377,10 +377,10 @@ async def _late_joiner(arm: Arm, node: Node, comes: float, leaves: float) -> Non
         arm.joined.append(str(failure)[:300])
     else:
         downloads = [event for event in node.events if isinstance(event, StateDownload)]
-        failed = [event.reason[:120] for event in node.events if isinstance(event, DonorFailed)]
+        failed = [event.reason[:120] for event in node.events if isinstance(event, StateSourceFailed)]
         took = started.time - node.launched_at
         honest = {other.started.peer_id for other in arm.core if other.started}
-        origin = "honest" if {e.donor for e in downloads if e.received == e.total} & honest else started.origin
+        origin = "honest" if {e.source for e in downloads if e.received == e.total} & honest else started.origin
         arm.joined.append(f"{origin}, up after {took:.1f} s, {len(downloads)} looks at the download, failed: {failed}")
         await _until(arm.swarm, leaves)
     if node.running:
