@@ -112,7 +112,9 @@ class EndOfRun:
         """By the records of origins that it has worked for, or that answer."""
         self._moved_at = -float("inf")
         self._finished: set[PeerId] = set()
-        """Peers that have said so; it is kept, since the records of those that have left are soon forgotten."""
+        """Peers that have said so; it is kept, since an end is for good, and records of those that have left are soon
+        forgotten. A node that comes home hears all that answer: it waited an hour for others that had ended beside it.
+        """
         self._most_since: float | None = None
         self.came_late = False
         """It came to a run that was under way: it took a stage peer's state, or brought a lost stage back."""
@@ -196,9 +198,9 @@ class EndOfRun:
         return self._last_trained() <= self._woke_at + self._grace
 
     def _patience(self, near: bool, held_up: bool, now: float) -> float:
-        if not self.begun:
-            return HELD_UP_GRACES * self._grace if near else max(BEGINNING_SECONDS, HELD_UP_GRACES * self._grace)
         usual = IDLE_GRACES * self._grace
+        if not self.begun and not (near and self._finished):
+            return HELD_UP_GRACES * self._grace if near else max(BEGINNING_SECONDS, HELD_UP_GRACES * self._grace)
         goes_on = now - self._moved_at <= usual
         return HELD_UP_GRACES * self._grace if goes_on or (held_up and not near) else usual
 
@@ -221,7 +223,8 @@ class EndOfRun:
         origins = {each.origin for each in seen}
         for record in self._membership.others(*PeerState):
             peer = PeerId(record.peer_id)
-            if record.finished and (peer in origins or self._peer_stats.has_worked(peer)):
+            known = peer in origins or self._peer_stats.has_worked(peer)
+            if record.finished and (known or (not self.begun and self._peer_stats.met(peer))):
                 self._finished.add(peer)
             if record.stage == 0 and (peer in origins or self._peer_stats.answers(peer)):
                 if record.clock > self._clocks.get(peer, record.clock):

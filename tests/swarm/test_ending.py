@@ -71,6 +71,16 @@ async def test_a_node_that_comes_home_near_the_end_and_finds_nobody_waits_no_day
     assert await swarm.verdict(2) is OVER
 
 
+async def test_a_node_that_comes_home_beside_others_that_end_does_not_wait_for_more() -> None:
+    """It waited an hour at a stage whose origins had died near the target (seed 78 of the hunts)."""
+    swarm = Swarm(clock=0.95 * TARGET)
+    swarm.held_up = True
+    swarm.peer_stats.answered(A)
+    await swarm.say(A, *FINISHED)
+    assert await swarm.verdict(IDLE_GRACES - 1) is ON
+    assert await swarm.verdict(2) is OVER
+
+
 def test_who_has_waited_for_a_stage_does_not_give_up_when_it_is_served_again() -> None:
     """It gave up within the second: all that it had waited was more than it waits where every stage is served."""
     swarm = Swarm(stage=0, clock=0.2 * TARGET)
