@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from noloco_node.config.tokenizer_files import FETCH, POINTER, is_pointer
-from noloco_node.data.charsets import encoding_of, fitting_encoding, losses, too_many, undecodable
+from noloco_node.data.charsets import encoding_of, losses, too_many, undecodable
 from noloco_node.data.documents import damaged, data_error, unreadable
 from noloco_node.errors import UserError
 
@@ -132,7 +132,7 @@ def look(path: Path, encoding: str | None = None) -> Look:
     wrong: UserError | None = None
     if format in (Format.TEXT, Format.JSON, Format.CSV):
         lost, characters = losses([head], written)
-        wrong = undecodable(path, lost, characters, written, head) if too_many(lost, characters) else None
+        wrong = undecodable(path, lost, characters, written) if too_many(lost, characters) else None
     return Look(path, size, format, packing, doubt, named_encoding=encoding, undecodable=wrong)
 
 
@@ -204,10 +204,7 @@ def _told(head: bytes, suffix: str, packing: Packing | None, encoding: str) -> t
     seen = _seen(head, encoding)
     named = f"its name ends in '{suffix}'" if suffix else "its name has no ending"
     if seen is None:
-        fitting = fitting_encoding(head)
-        if fitting is not None:
-            return None, f"it seems to be text in {fitting}, which no mark says: set run.data.encoding to {fitting}"
-        return None, f"it is not text, and begins with {_shown(head)}"
+        return None, f"it is not text, and begins with {_shown(head)} (UTF-16 without a mark needs run.data.encoding)"
     if packing is not None and seen in (Format.PARQUET, Format.ARROW):
         return None, f"it is {seen} inside {packing}: unpack it"
     if (

@@ -10,14 +10,13 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, TextIO, cast
 
 import numpy as np
 
 from noloco_node.data.charsets import LOST, encoding_of, losses, too_many, undecodable
 from noloco_node.data.documents import Document, damaged, data_error, unreadable
-from noloco_node.data.formats import HEAD_BYTES, Format, open_unpacked
+from noloco_node.data.formats import Format, open_unpacked
 from noloco_node.data.places import SourceFile, empty_shard
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.errors import UserError
@@ -230,11 +229,9 @@ class _Decoded(io.TextIOWrapper):
         if not too_many(self._lost, self._characters):
             return
         with open_unpacked(self._file.path, self._file.packing) as again:  # some may be written so: now to be exact
-            beginning = again.read(HEAD_BYTES)
-            chunks = chain([beginning], iter(lambda: again.read(1 << 20), b""))
-            lost, characters = losses(chunks, self._written)
+            lost, characters = losses(iter(lambda: again.read(1 << 20), b""), self._written)
         if too_many(lost, characters):
-            raise undecodable(self._file.path, lost, characters, self._written, beginning)
+            raise undecodable(self._file.path, lost, characters, self._written)
         self._lost = -self._characters  # it was looked at to its end
 
 

@@ -43,9 +43,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("encoding", WRITTEN)
 @pytest.mark.parametrize("name", ["book.txt", "rows.jsonl", "rows.csv.gz"])
-def test_another_encoding_is_refused_with_the_one_that_fits_and_then_read(
-    encoding: str, name: str, tmp_path: Path
-) -> None:
+def test_another_encoding_is_refused_with_the_setting_and_then_read(encoding: str, name: str, tmp_path: Path) -> None:
     """It was trained on as U+FFFD without a word."""
     lines = [WRITTEN[encoding].strip()] * 60
     text = "".join(f"{line}\n" for line in lines)
@@ -57,7 +55,6 @@ def test_another_encoding_is_refused_with_the_one_that_fits_and_then_read(
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     for path in (tmp_path / name, tmp_path):
         error = refused(text_spec(path))
-        assert encoding in error.message + error.remedy
         assert "run.data.encoding" in error.message + error.remedy
     spec = text_spec(tmp_path / name, encoding=encoding.upper())
     check_source(spec)
