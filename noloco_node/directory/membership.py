@@ -31,7 +31,7 @@ from noloco_node.directory.records import (
 )
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import SAMPLE, PeerStats
+from noloco_node.peers.stats import PeerStats
 
 logger = logging.getLogger(__name__)
 
@@ -233,26 +233,18 @@ class Membership:
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`live_estimate`). Where
         only a sample is seen, as many as its records stand for, at the share of them that counts."""
-        answering, unsure, left_out = list[PeerId](), list[PeerId](), list[PeerId]()
-        unproven = self._directory.view.unproven_of(self.stage)
-        records = self.live(self.stage, PeerState.TRAINING)
-        for record in records:
+        answering, unsure = list[PeerId](), list[PeerId]()
+        for record in self.live(self.stage, PeerState.TRAINING):
             peer = PeerId(record.peer_id)
-            if peer == self._own:
-                continue
-            if is_there(self._known, record):
+            if peer != self._own and is_there(self._known, record):
                 answering.append(peer)
-            elif not self._known.unsure(peer, record.stage):
-                continue
-            elif peer in unproven:
-                left_out.append(peer)
-            else:
+            elif peer != self._own and self._known.unsure(peer, record.stage):
                 unsure.append(peer)
-        if len(records) - len(left_out) < SAMPLE:  # too few have been asked to speak for the others
-            unsure, left_out = unsure + left_out, []
         each = self.scale(self.stage)
-        seen = self._heads.replicas(answering, unsure, sampled=each > 1.0)
-        return round(1.0 + (seen - 1.0) * each * len(records) / max(1, len(records) - len(left_out)))
+        if each == 1.0:
+            return round(self._heads.replicas(answering, unsure))
+        stands_for = each * self._there_and_unasked(self.stage, PeerState.TRAINING) / max(1, len(answering))
+        return round(1.0 + (self._heads.replicas(answering, sampled=True) - 1.0) * stands_for)
 
     def scale(self, stage: int) -> float:
         """For how many of a stage each peer that is seen of it stands."""

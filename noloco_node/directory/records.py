@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, NamedTuple, Protocol
@@ -167,11 +167,6 @@ class DirectoryView:
     """By stage; where there is none, everybody is seen."""
     settled: bool = True
     """Tells whether the size of each stage is known. The first look at a large one shows only some."""
-    unproven: tuple[Collection[PeerId], ...] = ()
-    """Peers by stage, for a stage that is a sample: those that came into the view a moment ago.
-
-    They say nothing of the others until they have been asked.
-    """
     _ordered: dict[int, tuple[LiveRecord, ...]] = field(default_factory=_no_rows, init=False, repr=False, compare=False)
     """Rows by peer id, of the stages that were asked for: the same view is asked many questions."""
 
@@ -194,10 +189,6 @@ class DirectoryView:
         """For how many of a stage each of its records here stands."""
         return self.scales[stage] if stage < len(self.scales) else EVERYBODY
 
-    def unproven_of(self, stage: int) -> Collection[PeerId]:
-        """The peers of a stage that say nothing of the others yet (`unproven`)."""
-        return self.unproven[stage] if stage < len(self.unproven) else ()
-
     def number(self, stage: int, now: float, *states: PeerState) -> int:
         """The number of records of `stage` that live at DHT time `now` in one of `states` (see `live`).
 
@@ -219,7 +210,7 @@ class DirectoryView:
         It must not take itself for somebody else.
         """
         rest = tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages)
-        return DirectoryView(rest, self.scales, self.settled, self.unproven)
+        return DirectoryView(rest, self.scales, self.settled)
 
 
 class Directory(Protocol):

@@ -53,8 +53,6 @@ ROOT_SECONDS = 3600.0
 """Every node reads level 0 after so many seconds: two large swarms that meet may lie far apart."""
 PLACES = TARGET
 """A crowded bucket has so many rows in a view."""
-ASKED_AFTER = 45.0
-"""After so many seconds most of a newly held bucket have been asked whether they are there."""
 NEXT_LOOK = 0.1
 """A record of a sample must still live for this part of a record's life. Records that end before the next look would be
 missing from what stands for the stage."""
@@ -101,13 +99,6 @@ class _Stage:
     level: StageLevel
     held: list[Place] = field(default_factory=list[Place])
     """Those that are read again and again, the older first; none at level 0."""
-    began_at: float = math.inf
-    """When the stage was first looked at."""
-    new_since: dict[Place, float] = field(default_factory=dict[Place, float])
-    """The time since which each held bucket that took another's place, or was held at the beginning, has been held.
-
-    What it shows is unproven until `ASKED_AFTER` later.
-    """
     rows: dict[Place, _Rows] = field(default_factory=dict[Place, _Rows])
     """What was found where, until its life ends."""
     read_at: dict[Place, float] = field(default_factory=dict[Place, float])
@@ -224,7 +215,7 @@ class SampledView:
     def took(self, place: Place, rows: _Rows, now: float) -> None:
         """A place was read."""
         each = self._stages[place.stage]
-        each.read_at[place], each.began_at = now, min(each.began_at, now)
+        each.read_at[place] = now
         if place in self._far.followed:
             known = {**each.rows.get(place, {}), **rows}  # a peer that was not found lives all the same
             each.rows = {place: {peer: known[peer] for peer in each.followed if peer in known}}
@@ -237,7 +228,7 @@ class SampledView:
             each.drawn = None
             each.drawn_here += 1
         if each.level.level != before:
-            each.held, each.new_since, each.drawn_here, each.drawn_at = [], {}, 0, -math.inf
+            each.held, each.drawn_here, each.drawn_at = [], 0, -math.inf
         elif place.level == each.level.level > 0:
             self._hold(each, place, rows, now)
         if place.stage in self._far.stages:
@@ -263,18 +254,7 @@ class SampledView:
         rows = tuple(_rows_of(each, now, self._life) for each in self._stages)
         scales = (_scale(each, here, now) for each, here in zip(self._stages, rows, strict=True))
         settled = not any(each.level.confirming or (each.level.level and not each.held) for each in self._stages)
-        return DirectoryView(rows, tuple(scales), settled, tuple(self._unproven(each, now) for each in self._stages))
-
-    def _unproven(self, each: _Stage, now: float) -> Collection[PeerId]:
-        """Peers of buckets that are newly held: most were not asked yet, so they say nothing of the others.
-
-        It is empty if all buckets are held, or if the level has changed later on: peers that were known before were not
-        drawn.
-        """
-        if len(each.held) >= 1 << each.level.level:  # all that are there are seen
-            return ()
-        new = [place for place, at in each.new_since.items() if _since(at, now) < ASKED_AFTER]
-        return {peer for place in new for peer in each.rows.get(place, ())}
+        return DirectoryView(rows, tuple(scales), settled)
 
     def _far_places(self, stage: int, each: _Stage, now: float, *, turn: bool) -> list[Place]:
         """The places to read of a far stage: where followed peers lie, now and then.
@@ -348,15 +328,12 @@ class SampledView:
         if self._near(place.stage):
             if place in each.held or not self._has_a_place(each, now):
                 return
-            exchanged = len(each.held) >= HELD
-            if exchanged:
-                each.new_since.pop(each.held.pop(0), None)
-            if exchanged or now - each.began_at < ASKED_AFTER:
-                each.new_since[place] = now
+            if len(each.held) >= HELD:
+                each.held.pop(0)
             each.held.append(place)
             each.renewed_at = now
         elif rows:
-            each.held, each.new_since = [place], {}
+            each.held = [place]
         else:  # one holder's word that nobody is there: another bucket at the next look
             each.drawn_at = -math.inf
 

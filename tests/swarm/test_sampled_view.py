@@ -121,42 +121,6 @@ def test_who_lives_no_longer_than_until_the_next_look_stands_for_nobody() -> Non
     assert min(numbers) == 1.0
 
 
-def test_a_bucket_is_unproven_while_few_of_it_can_have_been_asked() -> None:
-    """The one that took another's place, and no other."""
-    observer = Observer(Keys(600), stages=1)
-    before, lasting = observer.look(60), list[int]()
-    for _ in range(120):
-        seen = observer.look()
-        unproven = set(seen.unproven_of(0))
-        lasting.append(len(unproven))
-        assert unproven <= set(seen.stages[0])
-        if unproven and not before.unproven_of(0):
-            assert not unproven & set(before.stages[0])
-        before = seen
-    assert 0.3 < sum(many > 0 for many in lasting) / len(lasting) < 0.45
-
-
-@pytest.mark.parametrize(("many", "settled"), [(64, 0), (120, 0), (600, 2)])
-def test_the_first_buckets_are_unproven_where_others_are_not_seen(many: int, settled: int) -> None:
-    """A stage that is seen whole, in one key or in two, is no sample: a peer that nobody has asked counts nothing
-    there. Nor are they unproven if the stage grows later on: those that were known before were not drawn."""
-    keys = Keys(many)
-    observer = Observer(keys, stages=1)
-    seen = observer.look(10)
-    level = observer.sampled.level_of(0).level
-    assert len({bucket_of(prefix_of(peer), level) for peer in seen.unproven_of(0)}) == settled
-    observer.look(50)
-    keys.rows.clear()
-    for number in range(4000):
-        keys.write(PeerId(f"peer-later-{number:06}"), 0, 6, 62.5)
-    before = observer.now
-    while observer.now < before + RENEWED_SECONDS / 2:
-        seen = observer.look()
-        if observer.sampled.level_of(0).level > level:
-            assert not seen.unproven_of(0)
-    assert observer.sampled.level_of(0).level > level
-
-
 @pytest.mark.parametrize("many", [256, 300, 700])
 def test_the_number_of_a_stage_in_a_few_buckets_is_nearly_their_sum(many: int) -> None:
     """It is taken over stages of other peers, whose buckets are unequal by chance, for all observers alike. The middle
