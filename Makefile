@@ -43,10 +43,11 @@ types: $(STAMP)
 	$(BIN)/pyright
 
 # Four parts of about the same length. Those with daemons wait for most of their time, and the others compute meanwhile.
+SIMULATED := tests/simulator tests/virtual
 DAEMONS := $(wildcard tests/daemons/test_[a-q]*.py) tests/hunt
-MORE_DAEMONS := $(wildcard tests/daemons/test_[r-z]*.py)
-WITH_SWARM := tests/swarm tests/virtual
-THE_REST := $(addprefix --ignore=,tests/daemons tests/hunt $(WITH_SWARM))
+MORE_DAEMONS := $(wildcard tests/daemons/test_[r-z]*.py) $(SIMULATED)
+WITH_SWARM := tests/swarm
+THE_REST := $(addprefix --ignore=,tests/daemons tests/hunt $(WITH_SWARM) $(SIMULATED))
 
 # Every test process would compile the package anew where the environment says that nothing compiled is kept.
 test: export PYTHONDONTWRITEBYTECODE :=
@@ -72,7 +73,7 @@ test-long: test
 
 # One part after the other on a machine that does nothing else: what is over its budget (tests/budgets.py).
 test-durations: $(STAMP)
-	@for folders in "tests/daemons tests/hunt" "$(WITH_SWARM)" "$(THE_REST)"; \
+	@for folders in "tests/daemons tests/hunt $(SIMULATED)" "$(WITH_SWARM)" "$(THE_REST)"; \
 	  do $(BIN)/pytest --judge-budgets $$folders || failed=1; done; test -z "$$failed"
 
 proof: $(STAMP)

@@ -116,6 +116,7 @@ async def test_a_stage_without_a_copy_starts_again_from_the_seed_and_says_so_lou
         assert logs.count("STAGE 1 STARTS AGAIN FROM THE RUN'S SEED") == 1
 
 
+@pytest.mark.long
 async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_path: Path, temporary: Path) -> None:
     """With standby_copies the loss goes on near where it was."""
     config = micro("run.standby_copies=1", "run.limits.standby_seconds=0.5")

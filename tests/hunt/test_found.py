@@ -166,6 +166,7 @@ def test_who_had_just_left_for_a_stage_when_the_run_ended_came_too_late() -> Non
     assert outcome.breaches == ()
 
 
+@pytest.mark.long
 def test_a_stage_is_brought_back_from_the_copy_of_a_stranger_who_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
     """The node that brings the last of three stages back comes from the first, and has never worked with any node of
     it. That a copy of theirs is taken alone is a warning to the user that runs the node, and was logged as a failure is

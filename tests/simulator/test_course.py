@@ -125,7 +125,7 @@ def test_slow_devices_do_not_hold_up_quick_ones() -> None:
     """Devices unlike each other, on free links: those of one stage hardly ever wait. They work 0.76 of the time if
     nobody is told that a device is busy, and 0.83 as it is."""
     free = ("sim.up_mbit=1000", "sim.down_mbit=1000", "sim.round_trips_ms=[[5]]", "node.in_flight=auto")
-    config = shipped("sim.nodes=12", "sim.hours=0.04", "sim.device_spread=0.8", *free)
+    config = shipped("sim.nodes=8", "sim.hours=0.02", "sim.device_spread=0.8", *free)
     assert max(simulate(config, lambda _done, _all: None).figures.work_share) > 0.8
 
 

@@ -96,7 +96,7 @@ QUICK_LIES = ("sign turned",)
 @virtually
 async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(lie: str) -> None:
     """After its third contradiction it gets no microbatch while the others live; samples and accounts do not notice."""
-    async with world(near_spec(steps=40), replicas=3) as made:
+    async with world(near_spec(steps=30), replicas=3) as made:
         lying(made.of_stage(1)[0], LIES[lie])
         await run_to_the_end(made)
         books = [replica.pipeline.balancer for replica in made.of_stage(0)]
@@ -108,7 +108,7 @@ async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(l
         assert asides == {peer_name(1, 0): 1}
         assert account.strangers.audits[Finding.CONTRADICTED] == SET_ASIDE_AT
     assert tails[0].served <= 3 * SET_ASIDE_AT + 6
-    assert min(tails[1].served, tails[2].served) > 20
+    assert min(tails[1].served, tails[2].served) > 3 * SET_ASIDE_AT + 6
 
 
 def leaning(gradient: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
 async def test_honest_replicas_agree_through_a_whole_run() -> None:
     """Every microbatch is looked at, beside three stages that average and move, and nobody is ever contradicted,
     however narrow the numbers are that travel."""
-    spec = near_spec(stages=3, steps=15)
+    spec = near_spec(stages=3, steps=12)
     pipeline = spec.pipeline.model_copy(update={"activations": ("int4",)})
     spec = spec.model_copy(update={"pipeline": pipeline})
     async with world(spec, replicas=3, settings=NodeSettings(in_flight=2)) as made:

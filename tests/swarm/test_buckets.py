@@ -45,7 +45,7 @@ def test_up_to_64_replicas_there_is_one_key_and_the_number_is_exact() -> None:
     assert world.rms_error() == 0.0
 
 
-@pytest.mark.parametrize("many", [100, 150, 200, 300, 700])
+@pytest.mark.parametrize("many", [100, 200, 700])
 def test_a_flash_crowd_finds_its_level_and_its_number(many: int) -> None:
     """Within a minute all are at neighbouring levels, and their estimates within 10 % rms."""
     world = BucketWorld(many)
@@ -111,7 +111,7 @@ def test_a_swarm_that_grows_from_one_node_stays_one(seed: int) -> None:
     assert world.rms_error() < 0.1
 
 
-@pytest.mark.parametrize(("few", "many"), [(5, 600), (40, 600), (100, 700)])
+@pytest.mark.parametrize(("few", "many"), [(5, 600), (100, 700)])
 def test_swarms_of_very_different_size_become_one(few: int, many: int) -> None:
     """The small one is at a level that the large one does not write at, but for the nodes of its first bucket."""
     world = BucketWorld()
@@ -306,7 +306,7 @@ def test_ids_that_were_sought_keep_nobody_from_a_stages_level_for_good(zeros: in
 @pytest.mark.parametrize("start", [300, 600])
 def test_a_stage_that_shrank_to_between_two_levels_lies_at_neighbouring_ones(start: int) -> None:
     """Ninety-five are at most at level 0 and a quarter each of them nearly enough at level 2."""
-    for seed in range(6):
+    for seed in range(2):
         world = BucketWorld(seed)
         world.add(start)
         world.look(30)

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -30,8 +29,8 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 from tests.outer.groups import ERRORS
-from tests.support import eventually, nothing_left_behind, one_turn
-from tests.worlds import Swarm, World, libp2p_world, micro_spec, peer_name, trainer_of, world
+from tests.support import eventually, one_turn
+from tests.worlds import Swarm, World, micro_spec, peer_name, trainer_of, world
 
 RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="fp32")
 
@@ -245,20 +244,19 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
         torch.testing.assert_close((after[0]["slow"] + after[1]["slow"]) / 2, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("codec", CODECS)
 async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
-    codec: CodecName, fragments: int, monkeypatch: pytest.MonkeyPatch
+    codec: CodecName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fragment is exchanged, with uneven work. Each side is within the codec's error of the rule with token weights,
-    and the mean over both to fp32 rounding. Outside the fragment φ, δ and θ are bitwise as they were."""
+    """The last of three fragments is exchanged, with uneven work. Each side is within the codec's error of the rule
+    with token weights, and the mean over both to fp32 rounding. Outside φ, δ and θ are bitwise as they were."""
     monkeypatch.setattr(clipping, "_TALLEST", 1e6)  # a single value beyond its bound is held back on one side only
-    outer = RULE.model_copy(update={"codec": codec, "fragments": fragments, "inner_steps": 6})
+    outer = RULE.model_copy(update={"codec": codec, "fragments": 3, "inner_steps": 6})
     async with trained_replicas(outer, (3, 5)) as made:
         left, right = made.replicas
         before = [await state_of(replica) for replica in (left, right)]
-        part = left.worker.part(fragments - 1).slice
-        assert await left.averaging.dial(peer_name(0, 1), fragments - 1)
+        part = left.worker.part(2).slice
+        assert await left.averaging.dial(peer_name(0, 1), 2)
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
         events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
@@ -286,33 +284,8 @@ async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
     mean = (after[0]["slow"][part] + after[1]["slow"][part]) / 2
     torch.testing.assert_close(mean, (expected[0] + expected[1]) / 2, atol=1e-6, rtol=0)
     for steps, event, mark in zip((3, 5), events, marks, strict=True):
-        assert event.fragment == (None if fragments == 1 else fragments - 1)
-        assert [each.steps for each in mark] == [*(-6 * f // 3 for f in range(fragments - 1)), steps]
-
-
-@pytest.mark.daemons
-async def test_a_fragment_by_four_bits_over_p2pd(tmp_path: Path) -> None:
-    """Between two real daemons: both commit the same fragment, come closer there, and stay as they were elsewhere."""
-    spec = micro_spec(stages=1, outer=RULE.model_copy(update={"codec": "int4", "fragments": 2}))
-    with nothing_left_behind():
-        async with libp2p_world(spec, tmp_path, replicas=2) as made, asyncio.TaskGroup() as group:
-            running = [group.create_task(replica.averaging.run()) for replica in made.replicas]
-            for replica in made.replicas:
-                replica.averaging.open()
-                assert replica.pipeline.origin is not None
-                await replica.pipeline.origin.train_one()
-            left, right = made.replicas
-            before = [await state_of(replica) for replica in made.replicas]
-            assert await left.averaging.dial(right.context.transport.peer_id, 1)  # pyright: ignore[reportPrivateUsage]
-            await both_committed(made)
-            after = [await state_of(replica) for replica in made.replicas]
-            start = left.worker.part(1).start
-            for task in running:
-                task.cancel()
-    apart = [float((a["fast"] - b["fast"])[start:].norm()) for a, b in (before, after)]
-    assert apart[1] < 0.9 * apart[0]
-    for was, now in zip(before, after, strict=True):
-        assert all(torch.equal(was[name][:start], now[name][:start]) for name in ("fast", "slow", "momentum"))
+        assert event.fragment == 2
+        assert [each.steps for each in mark] == [0, -2, steps]
 
 
 async def test_fragments_find_partners_of_their_own() -> None:
@@ -380,8 +353,7 @@ async def test_a_step_alone_says_what_came_of_the_proposals_before_it() -> None:
         assert said == ["refused: too_early 2", "no_partner: no other replica of the stage could be asked"]
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int4"])
-@pytest.mark.parametrize("method", [exchange.OPEN.name, exchange.CHUNK.name])
+@pytest.mark.parametrize(("method", "codec"), [(exchange.OPEN.name, "fp32"), (exchange.CHUNK.name, "int4")])
 async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Literal["fp32", "int4"]) -> None:
     """The stream breaks for good: both sides give up, every weight is bitwise as before, and both can pair again."""
     async with two_replicas(RULE.model_copy(update={"codec": codec, "fragments": 2})) as (made, left, right):
@@ -401,7 +373,7 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
 
 
 @pytest.mark.parametrize("hostile", ["dialler", "dialled"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e30, 3e38])
+@pytest.mark.parametrize("value", [float("nan"), 0.0, 3e38])
 async def test_a_hostile_sketch_is_refused_or_its_step_is_bounded(
     hostile: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,22 +471,17 @@ async def test_both_dial_and_one_exchange_comes_of_it() -> None:
         assert [len(outer_steps(made, index, "paired")) for index in (0, 1)] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"run": "f" * 32}, Refusal.WRONG_RUN),
-        ({"stage": 5}, Refusal.WRONG_STAGE),
-        ({"protocol": 9}, Refusal.WRONG_PROTOCOL),
-        ({"contract": "other"}, Refusal.WRONG_CONTRACT),
-        ({"exchange": "short"}, Refusal.MALFORMED),
-        ({"clock": float("1e300")}, Refusal.MALFORMED),
-        ({"tokens": -1}, Refusal.MALFORMED),
-        ({"fragment": 1}, Refusal.MALFORMED),
-        ({"fragment": -1}, Refusal.MALFORMED),
-        ({"fragment": "0x"}, Refusal.MALFORMED),
-    ],
-)
-async def test_proposals_that_do_not_fit_are_refused(changes: dict[str, object], reason: Refusal) -> None:
+UNFIT: list[tuple[dict[str, object], Refusal]] = [
+    ({"run": "f" * 32}, Refusal.WRONG_RUN),
+    ({"stage": 5}, Refusal.WRONG_STAGE),
+    ({"protocol": 9}, Refusal.WRONG_PROTOCOL),
+    ({"contract": "other"}, Refusal.WRONG_CONTRACT),
+    ({"clock": float("1e300")}, Refusal.MALFORMED),
+    ({"fragment": 1}, Refusal.MALFORMED),
+]
+
+
+async def test_proposals_that_do_not_fit_are_refused() -> None:
     """Run, stage, protocol and tensor contract are compared before a byte of weights moves."""
     async with two_replicas() as (_, left, right):
         proposal = exchange.Proposal(
@@ -525,13 +492,14 @@ async def test_proposals_that_do_not_fit_are_refused(changes: dict[str, object],
             clock=1.0,
             tokens=64,
         )
-        message = Message({**proposal.model_dump(mode="json"), **changes})
-        with pytest.raises(Refused) as refused:
-            await left.context.transport.call(  # pyright: ignore[reportPrivateUsage]
-                peer_name(0, 1), exchange.PROPOSE.name, message, timeout=5, progress=5, max_answer_bytes=0
-            )
-        assert refused.value.reason is reason
-        assert not right.averaging.under_way
+        for changes, reason in UNFIT:
+            message = Message({**proposal.model_dump(mode="json"), **changes})
+            with pytest.raises(Refused) as refused:
+                await left.context.transport.call(
+                    peer_name(0, 1), exchange.PROPOSE.name, message, timeout=5, progress=5, max_answer_bytes=0
+                )
+            assert refused.value.reason is reason, changes
+            assert not right.averaging.under_way
 
 
 async def test_chunks_without_an_exchange_are_refused() -> None:

@@ -128,7 +128,7 @@ def test_a_far_stage_whose_nodes_have_gone_to_another_level_is_served_at_every_l
 def test_a_stage_that_a_node_comes_to_is_seen_as_its_own_at_the_next_look(each: int) -> None:
     """Everybody of a small one, all of a bucket of a large one."""
     observer = Observer(Keys(*[each] * 16), stages=16)
-    for _ in range(20):
+    for _ in range(5):
         observer.look(60)
         assert len(observer.view.stages[9]) == rows_of_each(len(FAR))
         observer.sampled.to_write(OWN, 9, LIFE)

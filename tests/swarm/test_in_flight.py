@@ -290,12 +290,13 @@ async def waits_of(
         async with World(spec, settings, learning=Quadratic(1), device=device, links=way, seed=1) as swarm:
             for stage in layout:
                 swarm.start(stage)
-            await asyncio.sleep(30.0 if links else 15.0)
+            await asyncio.sleep(15.0)
     return seen
 
 
-@pytest.mark.parametrize("layout", [(0, 1), (0, 1, 2)])
-def test_an_origin_is_told_for_how_long_its_microbatches_wait_for_devices_further_on(layout: Sequence[int]) -> None:
+def test_an_origin_is_told_for_how_long_its_microbatches_wait_for_devices_further_on() -> None:
+    """The last of three stages is slow."""
+    layout = (0, 1, 2)
     alone = in_virtual_time(lambda: waits_of(layout, 1, None), seed=1)
     many = in_virtual_time(lambda: waits_of(layout, 4, None), seed=1)
     quiet, nothing = (median(each) for each in zip(*alone, strict=True))

@@ -33,9 +33,9 @@ Behaviour = Callable[[int, float], tuple[float, str]]
 
 
 def trained_beside(hostile: Behaviour, slots: int) -> float:
-    """Microbatches that a sender with so many slots has trained in 1,500 s, beside what it does where all four are
+    """Microbatches that a sender with so many slots has trained in 800 s, beside what it does where all four are
     honest. The honest ones take about 0.2 s each and say that they hold two others; the hostile one says it is idle."""
-    return trained_by_each(hostile, slots, until=1500.0, seed=1).total() / (1500.0 / USUAL * slots)
+    return trained_by_each(hostile, slots, until=800.0, seed=1).total() / (800.0 / USUAL * slots)
 
 
 def trained_by_each(hostile: Behaviour, slots: int, *, until: float, seed: int, says: int = 0) -> Counter[PeerId]:

@@ -566,8 +566,3 @@ def test_no_method_that_is_served_is_left_out() -> None:
     models = {model for model in REQUESTS.values() if model}
     assert all(set(fields_of(method)) > set(model.model_fields) for method, model in REQUESTS.items() if model)
     assert len(models) >= 11
-
-
-def test_together_with_the_fuzzed_frames_there_are_ten_thousand() -> None:
-    """Those of `test_frames_fuzz` are 10,000 alone; these come on top."""
-    assert 2 * sum(ALL[:3]) + ALL[3] >= 6900

@@ -96,7 +96,7 @@ async def ask(made: World, message: Message) -> Message:
 @virtually
 async def test_lost_requests_and_answers_cost_no_sample() -> None:
     """Streams that break before and after the work: every sample is trained, the account closes, repeats count."""
-    spec = micro_spec(stages=3, layers=3, steps=40, microbatches_a_step=2, pipeline=QUICK)
+    spec = micro_spec(stages=3, layers=3, steps=20, microbatches_a_step=2, pipeline=QUICK)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=3)) as made:
         kinds = (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE, FaultKind.REFUSE)
         await run_with_faults(made, *(Fault(kind, method=microbatch.MICROBATCH.name, times=4) for kind in kinds))
@@ -104,7 +104,7 @@ async def test_lost_requests_and_answers_cost_no_sample() -> None:
         accounts = last_accounts(made)
     assert all(fired[kind] == 4 for kind in (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE))
     heads = accounts[:2]
-    assert sum(a.drawn for a in heads) == sum(a.trained for a in heads) >= 80
+    assert sum(a.drawn for a in heads) == sum(a.trained for a in heads) >= 40
     assert sum(a.dropped + a.held_at_end for a in heads) == 0
     assert sum(a.retried for a in accounts) >= 12
     assert 0 < sum(a.repeated for a in accounts) <= 16, (
@@ -312,7 +312,7 @@ async def test_an_origin_that_leaves_does_not_end_the_run() -> None:
 @virtually
 async def test_a_killed_replica_is_routed_around() -> None:
     """One of two last-stage replicas dies while training: the origin reaches the target, nothing is dropped."""
-    spec = micro_spec(layers=2, steps=60, microbatches_a_step=2, pipeline=QUICK)
+    spec = micro_spec(layers=2, steps=30, microbatches_a_step=2, pipeline=QUICK)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=2)) as made:
         victim = made.replicas[3]
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -325,7 +325,7 @@ async def test_a_killed_replica_is_routed_around() -> None:
         clocks = [replica.worker.progress.clock for replica in made.replicas[:2]]
     assert all(a.drawn == a.trained and a.dropped == a.held_at_end == 0 for a in accounts)
     assert min(clocks) >= spec.inner.target_tokens
-    assert sum(a.trained for a in accounts) > 40
+    assert sum(a.trained for a in accounts) > 20
 
 
 async def test_a_repeat_at_the_same_replica_is_recognised() -> None:
@@ -502,7 +502,7 @@ async def test_narrow_activations_learn_the_same() -> None:
     """The last validation loss differs from fp32 on the wire by less than 2 %, and what travels by what it should."""
     losses: dict[str, float] = {}
     sent: dict[str, float] = {}
-    for wire in ("fp32", "fp16", "int8"):
+    for wire in ("fp32", "int8"):
         spec = micro_spec(layers=2, steps=60, pipeline=PipelineSpec.model_validate({"activations": wire}))
         async with world(spec) as made:
             await run_to_the_end(made)
@@ -511,7 +511,6 @@ async def test_narrow_activations_learn_the_same() -> None:
             sent[wire] = body / made.replicas[0].pipeline.ledger.drawn / WINDOWS / LENGTH
     assert losses["fp32"] < 3.7, "it must have learnt something"
     assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), rel=0.02)
-    assert sent["fp32"] - sent["fp16"] == pytest.approx(32 * 2, rel=0.1)
     assert sent["fp32"] - sent["int8"] == pytest.approx(32 * 3 - 4, rel=0.1)
 
 

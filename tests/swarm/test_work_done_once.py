@@ -177,11 +177,11 @@ def test_a_whole_run_neither_looks_for_partners_too_early_nor_builds_views_by_th
 
     async def whole_run() -> None:
         async with world(
-            micro_spec(steps=100), replicas=1, device=partial(SimulatedDevice, SECONDS.__getitem__)
+            micro_spec(layers=2, steps=50), replicas=1, device=partial(SimulatedDevice, SECONDS.__getitem__)
         ) as made:
             await run_to_the_end(made)
-            assert made.replicas[0].pipeline.ledger.trained >= 100
+            assert made.replicas[0].pipeline.ledger.trained >= 50
 
     in_virtual_time(whole_run)
     assert done["looked for partners"] == 0
-    assert done["asked the screen"] < 100
+    assert done["asked the screen"] < 50

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
+from noloco_node import ambient
 from noloco_node.address_space import NoMemory
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
@@ -89,17 +89,23 @@ async def test_a_call_cancelled_after_it_began_runs_to_its_end() -> None:
     assert done == ["whole"]
 
 
-async def test_a_call_says_how_long_it_waited_for_its_turn() -> None:
+async def test_a_call_says_how_long_it_waited_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not say what it took."""
-    waits, at_once = DeviceWaits(), DeviceWaits()
+    waits, at_once, now = DeviceWaits(), DeviceWaits(), 100.0
+
+    def works() -> None:
+        nonlocal now
+        now += 5.0
+
     async with busy_thread() as (thread, release):
-        waiting = asyncio.create_task(thread.run(Priority.FORWARD, lambda: time.sleep(0.5), waits=waits))
-        await asyncio.sleep(0.1)
+        monkeypatch.setattr(ambient, "monotonic", lambda: now)
+        waiting = asyncio.create_task(thread.run(Priority.FORWARD, works, waits=waits))
+        await eventually(lambda: thread.waiting, what="it is queued")
+        now += 3.0
         release.set()
         await waiting
-        await thread.run(Priority.FORWARD, lambda: time.sleep(0.5), waits=at_once)
-    assert waits.seconds >= 0.1
-    assert at_once.seconds < 0.4
+        await thread.run(Priority.FORWARD, works, waits=at_once)
+    assert (waits.seconds, at_once.seconds) == (3.0, 0.0)
 
 
 async def test_an_exception_comes_back_to_its_caller_and_the_thread_lives_on() -> None:
