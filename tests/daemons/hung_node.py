@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import torch
 
-from noloco_node.directory.dht import DhtDirectory
 from noloco_node.node import journey, way_out
 from noloco_node.node.replica import Replica
 from noloco_node.training import compute_thread
@@ -32,12 +31,6 @@ def on_a_thread(*_: object, **__: object) -> NoReturn:
     logging.getLogger("noloco_node").warning("HANGS")
     while True:
         time.sleep(LONGER_THAN_ANY_TEST)
-
-
-async def in_a_task(self: DhtDirectory) -> None:
-    """As a peer, or a task that has lost its cancellation."""
-    logging.getLogger("noloco_node").warning("HANGS")
-    await asyncio.sleep(LONGER_THAN_ANY_TEST)
 
 
 async def on_a_lost_device(self: StageWorker, *_: object, **__: object) -> NoReturn:
@@ -66,8 +59,6 @@ def main() -> None:
             journey.save_stage = on_a_thread
         case "loop":
             Replica.close = on_a_thread
-        case "directory":
-            DhtDirectory.close = in_a_task
         case "device":
             StageWorker.loss = on_a_lost_device
         case "memory":

@@ -87,7 +87,7 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
     """It trains on while the disk refuses its checkpoints, and says so; on SIGTERM it leaves a checkpoint whose account
     closes, and says goodbye. Started again it goes on from there: clock, counts, text, identity. Another run in its
     folder is refused."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.01")  # it trains for as long as others take to look
+    monkeypatch.setenv(OPERATION_SECONDS, "0.03")  # it trains for as long as others take to look
     folder = tmp_path / "node"
     alone = command(folder, settings=("run.model.stages=1", ENDLESS, *OFTEN))
     folder.mkdir()
@@ -167,7 +167,7 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
     killed and started again by hand, in a swarm that lives. It takes its own checkpoint and its own stage, although its
     former record is still in the directory. All reach the end, and all books close.
     """
-    target = 100_000
+    target = 80_000
     settings = (f"run.inner.target_tokens={target}", "run.evaluation.every_tokens=8192", "run.limits.grace_seconds=20")
     config = load_config(MICRO, [*OFTEN, *settings])
     swarm = LocalSwarm(config, tmp_path / "run")

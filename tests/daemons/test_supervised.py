@@ -38,6 +38,7 @@ def steps(node: SwarmNode) -> int:
     return sum(isinstance(event, InnerStep) for event in node.events)
 
 
+@pytest.mark.long
 async def test_a_swarm_outlives_the_p2pd_of_one_of_its_nodes(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,6 @@ async def hung_node(part: str, folder: Path, *settings: str) -> AsyncIterator[as
     [
         ("weights", "_save_weights (node/journey.py"),
         ("loop", "thread MainThread: "),
-        ("directory", "network (node/network.py"),
     ],
 )
 async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(

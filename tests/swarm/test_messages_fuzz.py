@@ -29,14 +29,11 @@ from noloco_node.accounting.statements import ContributionFile, Receipt, stateme
 from noloco_node.averaging import session as exchange
 from noloco_node.averaging.engagement import Phase
 from noloco_node.bootstrap import dial_back, spec_fetch
-from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.directory import records_call
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.invitations import invite
-from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.start import running_p2p
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import Part
 from noloco_node.pauses import Doubling
@@ -60,16 +57,16 @@ from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust import admission as access
 from tests.chaos.attacks.life import throw_away_key
-from tests.inside import desk_of, host_of, remembered, repeats_of, thread_of
+from tests.inside import desk_of, remembered, repeats_of, thread_of
 from tests.profiles import tries
-from tests.support import eventually, nothing_left_behind, one_turn
+from tests.support import eventually, one_turn
 from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipe
 from tests.swarm.wire_examples import served_methods
-from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, libp2p_world, micro_spec, trainer_of, world
+from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, micro_spec, trainer_of, world
 
-ALL = (2500, 500, 300, 300)
-SINGLE, EXCHANGES, BURSTS, OVER_P2PD = (tries(number, one_of=6) for number in ALL)
-"""Examples; the first three for each of two targets."""
+ALL = (2500, 500, 300)
+SINGLE, EXCHANGES, BURSTS = (tries(number, one_of=6) for number in ALL)
+"""Examples, for each of two targets."""
 IDS_KEPT, ANSWERS_KEPT = 40, 10
 """Lowered, so that the limits are reached."""
 HIDDEN = 32
@@ -376,26 +373,6 @@ async def memory_target(stages: int) -> AsyncIterator[Target]:
             await stranger.close()
 
 
-@contextlib.asynccontextmanager
-async def real_target(folder: Path) -> AsyncIterator[Target]:
-    """The last of two stages on real p2pd, with one stranger on a p2pd of its own."""
-    spec = fuzz_spec(2)
-    async with libp2p_world(spec, folder) as made:
-        server = made.replicas[1].context.transport
-        assert isinstance(server, Libp2pTransport)
-        peers = tuple(host_of(server).visible_addresses())
-        key = load_or_create_identity(folder / "stranger.key")
-        async with running_p2p(NodeSettings(initial_peers=peers), key) as daemon:
-            stranger = Libp2pTransport(daemon, identity=key)
-            await stranger.start()
-            target = await start(made, spec, 1, [stranger, stranger])
-            try:
-                yield target
-            finally:
-                await end(target)
-                await stranger.close()
-
-
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
     """One loop for all examples."""
@@ -533,31 +510,6 @@ def test_bursts_of_requests_leave_nothing_behind(
         batch = [recipe(rng, rng.choice(some)) for _ in range(rng.randint(7, 9))]
         runner.run(asyncio.wait_for(one(batch[1:], batch[0]), 60))
     check_outcomes(target, BURSTS * 9 // 10, caplog)
-
-
-@pytest.mark.daemons
-def test_the_same_over_p2pd(
-    runner: asyncio.Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A few hundred through real streams, then a valid microbatch."""
-    keep_few(monkeypatch)
-    with nothing_left_behind():
-        context = real_target(tmp_path)
-        target = runner.run(context.__aenter__())
-        try:
-
-            async def one(asked: Recipe) -> None:
-                await target.settled()
-                await target.try_one(asked)
-
-            for number in range(OVER_P2PD):
-                rng = random.Random(number)
-                some = METHODS if rng.random() < 0.5 else (microbatch.MICROBATCH.name, exchange.PROPOSE.name)
-                runner.run(asyncio.wait_for(one(recipe(rng, some)), 60))
-            runner.run(target.still_trains())
-            check_outcomes(target, OVER_P2PD * 9 // 10, caplog)
-        finally:
-            runner.run(context.__aexit__(None, None, None))
 
 
 def test_no_method_that_is_served_is_left_out() -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,18 +18,12 @@ from noloco_node.telemetry.events import (
     AnyEvent,
     Doing,
     EventFile,
-    EventReader,
-    InnerStep,
     NodeMoved,
     NodeStarted,
     NodeStopped,
     P2pdRestarted,
 )
-from tests.chaos.paced_node import OPERATION_SECONDS
-from tests.chaos.swarm import program
-from tests.support import eventually, printed_file
 
-MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 NOW = 1000.0
 
 
@@ -254,73 +244,6 @@ def test_a_torn_and_a_foreign_line_harm_nothing(folder: Path, identity: Identity
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"event":"from_the_future"}\n{"event":"doing","what":"dancing"}\n{"event":"doing","wh')
     assert now_line(folder).startswith("gone without a last word")
-
-
-# The real command on a real node
-
-
-@contextlib.asynccontextmanager
-async def node(folder: Path, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, EventReader]]:
-    """A daemon; ended with the block if it still runs."""
-    with printed_file(folder) as printed:
-        command = [*program(), *arguments, "--run-folder", str(folder)]
-        process = await asyncio.create_subprocess_exec(*command, stdout=printed, stderr=printed)
-    try:
-        yield process, EventReader(folder / "events.jsonl")
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def printed_status(folder: Path) -> str:
-    """What the command prints."""
-    command = [sys.executable, "-m", "noloco_node", "status", str(folder)]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    shown, _ = await asyncio.wait_for(process.communicate(), 200)
-    assert process.returncode == ExitCode.OK, shown
-    return shown.decode()
-
-
-def shows(folder: Path, words: str) -> bool:
-    """Whether its present status holds these words; read here, which is quicker."""
-    return any(words in line for line in status_lines(folder))
-
-
-@pytest.mark.daemons
-@pytest.mark.timeout(600)
-async def test_the_command_follows_a_node_from_waiting_over_training_to_its_end(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A founder of stage 0 waits for a stage 1, and trains once one has come. After its end its contribution stands;
-    the other one, which served it, has its receipt."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.05")
-    founder, second = tmp_path / "founder", tmp_path / "second"
-    endless = ("--set", "run.inner.target_tokens=1_000_000_000")
-    async with node(founder, "run", str(MICRO), *endless, "--stage", "0") as (first, reader):
-        events = list[AnyEvent]()
-
-        def seen(kind: type[AnyEvent], what: str = "") -> list[AnyEvent]:
-            events.extend(reader.new_events())
-            return [e for e in events if isinstance(e, kind) and (not what or getattr(e, "what", "") == what)]
-
-        await eventually(lambda: seen(Doing, "waiting_for_peers"), 200, "it waits")
-        shown = await printed_status(founder)
-        assert "for a replica of stage 1: none is known" in shown
-        assert "none written down yet" in shown
-        address = seen(NodeStarted)[0].addresses[0]  # type: ignore[union-attr]
-        async with node(second, "join", address) as (other, _):
-            await eventually(lambda: len(seen(InnerStep)) > 3, 200, "it trains")
-            await eventually(lambda: shows(founder, "training, for"), 60, "its status says so")
-            first.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(first.wait(), 60) == ExitCode.INTERRUPTED
-            await eventually(lambda: shows(second, "signed by 1 peers"), 60, "the receipt is there")
-            shown = await printed_status(founder)
-            assert "stopped" in shown
-            assert "(interrupted)" in shown
-            assert "none written down yet" not in shown
-            other.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(other.wait(), 60) == ExitCode.INTERRUPTED
 
 
 def test_a_hostile_run_folder_neither_ends_nor_fools_status(folder: Path, identity: Identity) -> None:
