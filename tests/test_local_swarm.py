@@ -141,7 +141,7 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [pytest.param(starting, signal.SIGTERM, marks=pytest.mark.spawned), (training, signal.SIGINT)],
+    [pytest.param(starting, signal.SIGTERM, marks=[pytest.mark.spawned, pytest.mark.long]), (training, signal.SIGINT)],
     ids=["starting", "training"],
 )
 async def test_a_signal_ends_the_whole_swarm_in_order(

@@ -257,7 +257,7 @@ async def test_two_liars_of_twelve_are_found_and_clear_or_outvote_nobody(same_li
 
 
 @pytest.mark.parametrize("honest_to_copies", [True, False])
-@pytest.mark.parametrize("share_of_lies", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("share_of_lies", [0.25, 1.0])
 async def test_who_lies_now_and_then_is_found_as_well(share_of_lies: float, honest_to_copies: bool) -> None:
     """Ten microbatches a second for ten minutes, every thirty-second looked at: it places few of its lies, also where
     it can tell copies and answers them honestly."""

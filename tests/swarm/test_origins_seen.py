@@ -149,7 +149,7 @@ async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(m
 
     monkeypatch.setattr(MemoryTransport, "call", noted)
     outer = OuterSpec(inner_steps=4, min_inner_steps=1)
-    spec = micro_spec(stages=3, steps=30, microbatches_a_step=2, outer=outer)
+    spec = micro_spec(stages=3, layers=3, steps=15, microbatches_a_step=2, outer=outer)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=2)) as made:
         await run_to_the_end(made)
         first, *others = [
