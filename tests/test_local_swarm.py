@@ -255,9 +255,9 @@ async def test_two_of_six_die_and_the_others_reach_the_target(
     """kill -9 of the node that all others joined through and of one of the other stage, while they train: both deaths
     are reported. On the four survivors every sample is accounted for, none is dropped, repeats are few. Their
     folders, brought together from elsewhere, are a model with the loss that they have reported themselves."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.03")  # a run that outlasts the records of the dead on any machine
+    monkeypatch.setenv(OPERATION_SECONDS, "0.05")  # a run that outlasts the records of the dead on any machine
     deaths = Deaths()
-    target = 80_000
+    target = 50_000
     config = micro(
         "local_swarm.replicas=3",
         f"run.inner.target_tokens={target}",
