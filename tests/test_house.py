@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 65_600,
-    "lines of the tests": 65_100,
+    "lines of the tests": 64_500,
     "lines of benchmarks and deploy": 5_810,
     "module-level numbers": 642,
     "files of the package": 336,
