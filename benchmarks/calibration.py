@@ -19,10 +19,9 @@ import asyncio
 import json
 import math
 import os
-import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,17 +32,11 @@ import psutil
 
 from benchmarks.command import command, not_negative, parser_of, positive, save, whole_or_none
 from benchmarks.shaped_links import Uplink, doors, owner_of
+from benchmarks.virtual import VirtualSwarm
 from noloco_node.config.load import load_config
-from noloco_node.config.sim_spec import SimSpec
-from noloco_node.simulator.course import exchange_arithmetic
-from noloco_node.simulator.links import Attachment, Links, SharedWay
-from noloco_node.simulator.loop import WALL, in_virtual_time
-from noloco_node.simulator.node import peer_of
-from noloco_node.simulator.quadratic import Quadratic, weigh_as
+from noloco_node.simulator.loop import WALL
 from noloco_node.simulator.world import World
-from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
-from noloco_node.training.compute_thread import Priority
 from tests.chaos.swarm import CONFIG, Swarm, behind
 from tests.support import free_port
 
@@ -55,6 +48,7 @@ OVERRIDES = (
     "run.inner.microbatch_windows=8",
     "run.inner.global_batch_tokens=8192",
     "run.inner.target_tokens=1_000_000_000",
+    "run.inner.optimizer=adamw",
     "run.pipeline.budget_seconds=60",
     "run.pipeline.progress_seconds=15",
     "run.limits.exchange_progress_seconds=15",
@@ -66,7 +60,6 @@ CLEAR_MBIT = 4000.0
 CALL_SECONDS = 0.002
 """There and back of a small call between daemons that have other work, beyond the line's: two p2pd and two event loops
 have to wake up. Proposals of outer steps took 2.2 ms (median)."""
-STEP_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
@@ -229,30 +222,18 @@ def _work(told: Sequence[Told], begin: float, end: float) -> dict[str, float]:
 
 def simulated(state: State, warm_up: float, seconds: float, seed: int) -> dict[str, float]:
     """The same in virtual time."""
-    run = load_config(CONFIG, OVERRIDES).run
-    return in_virtual_time(
-        lambda: _simulated(state, warm_up, seconds, seed),
-        seed=seed,
-        elsewhere_seconds=exchange_arithmetic(run, footprint_of(run), SimSpec().exchange_seconds),
+    in_flight = f"node.in_flight={state.in_flight or 'auto'}"
+    swarm = VirtualSwarm(
+        config=load_config(CONFIG, (*OVERRIDES, in_flight)),
+        layout=LAYOUT,
+        operation=lambda _stage, _work: state.operation,
+        uplink=(state.mbit or CLEAR_MBIT) * 125e3,
+        round_trip=state.round_trip + CALL_SECONDS,
+        downlink=CLEAR_MBIT * 125e3,
     )
 
-
-async def _simulated(state: State, warm_up: float, seconds: float, seed: int) -> dict[str, float]:
-    config = load_config(CONFIG, OVERRIDES)
-    run, loop = config.run, asyncio.get_running_loop()
-    way = SharedWay([[state.round_trip + CALL_SECONDS]], random.Random(seed))
-    links = Links(way, weigh_as(footprint_of(run), run.outer.codec))
-    settings = config.node.model_copy(update={"seed": seed, "in_flight": state.in_flight or "auto"})
-
-    def device(number: int) -> Callable[[Priority], float]:
-        del number
-        return lambda work: STEP_SECONDS if work is Priority.STEP else state.operation
-
-    async with World(run, settings, learning=Quadratic(seed), device=device, links=links, seed=seed) as world:
-        for number, stage in enumerate(LAYOUT):
-            up = (state.mbit or CLEAR_MBIT) * 125e3
-            way.attach(peer_of(number), Attachment(0, up, CLEAR_MBIT * 125e3))
-            world.start(stage)
+    async def watch(world: World) -> dict[str, float]:
+        loop = asyncio.get_running_loop()
         await asyncio.sleep(20.0 + warm_up)
         begin = loop.time()
         killed: dict[int, float] = {}
@@ -263,7 +244,9 @@ async def _simulated(state: State, warm_up: float, seconds: float, seed: int) ->
             world.kill(victim)
         await asyncio.sleep(begin + seconds - loop.time())
         told = [Told(node.stage, world.events[node.number], killed.get(node.number, math.inf)) for node in world.nodes]
-        return figures_of(told, WALL + begin, WALL + loop.time(), run.microbatch_tokens)
+        return figures_of(told, WALL + begin, WALL + loop.time(), swarm.config.run.microbatch_tokens)
+
+    return swarm.watched(watch, seed)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

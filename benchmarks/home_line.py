@@ -7,13 +7,11 @@ as long as the planner gives the real device, times the stretch. An outer step k
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -22,18 +20,12 @@ from typing import Any
 import psutil
 
 from benchmarks.shaped_links import Uplink
-from benchmarks.utilisation import DOWN_MBIT, STEP_SECONDS, last_account, shaped_swarm
+from benchmarks.utilisation import first_stage, last_account, shaped_swarm
+from benchmarks.virtual import VirtualSwarm
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.run_spec import ActivationCodec
-from noloco_node.config.sim_spec import SimSpec
 from noloco_node.model.cut import build_config
-from noloco_node.simulator.course import exchange_arithmetic
-from noloco_node.simulator.links import Attachment, Links, SharedWay
-from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.simulator.node import peer_of
-from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.report import table_of
-from noloco_node.simulator.world import World
 from noloco_node.sizing.advice import loads_of, outlook_on, step_microbatches
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
@@ -271,45 +263,20 @@ async def measured(home: Home, settle: float, seconds: float) -> dict[str, Any]:
 def simulated(home: Home, settle: float, seconds: float, seed: int) -> float:
     """The share of the first stage's devices of the same swarm in virtual time, by the microbatches that it trained.
     Its lines are shared as the daemons' are; what its processor takes is nothing."""
-    return in_virtual_time(
-        lambda: _simulated(home, settle, seconds, seed),
-        seed=seed,
-        elsewhere_seconds=exchange_arithmetic(home.scaled.run, home.footprint, SimSpec().exchange_seconds),
-    )
-
-
-async def _simulated(home: Home, settle: float, seconds: float, seed: int) -> float:
-    config = load_config(home.config, (*home.overrides, *home.steps, "run.inner.target_tokens=1_000_000_000"))
-    run, layout = config.run, (0, 1) * REPLICAS
-    way = SharedWay([[home.line.round_trip]], random.Random(seed))
-    links = Links(way, weigh_as(home.footprint, run.outer.codec, run.outer.fragments))
-    settings = config.node.model_copy(update={"seed": seed})
     first, last = (load.compute_seconds for load in home.loads)
 
-    def device(number: int) -> Callable[[Priority], float]:
-        def takes(work: Priority) -> float:
-            if work is Priority.STEP:
-                return STEP_SECONDS
-            if layout[number] > 0:
-                return last
-            return first * (1 - FORWARD_PART if work is Priority.BACKWARD else FORWARD_PART)
+    def operation(stage: int, work: Priority) -> float:
+        return last if stage > 0 else first * (1 - FORWARD_PART if work is Priority.BACKWARD else FORWARD_PART)
 
-        return takes
-
-    learning = Quadratic(seed, fragments=run.outer.fragments)
-    async with World(run, settings, learning=learning, device=device, links=links, seed=seed) as world:
-        for number, stage in enumerate(layout):
-            way.attach(peer_of(number), Attachment(0, home.line.uplink, DOWN_MBIT * 125e3))
-            world.start(stage)
-
-        def accounts() -> list[Account]:
-            return [last_account(world.events[number]) for number, stage in enumerate(layout) if stage == 0]
-
-        await asyncio.sleep(settle)
-        before = accounts()
-        await asyncio.sleep(seconds)
-        pairs = zip(before, accounts(), strict=True)
-        return fmean((now.trained - then.trained) * first / (now.time - then.time) for then, now in pairs)
+    swarm = VirtualSwarm(
+        config=load_config(home.config, (*home.overrides, *home.steps, "run.inner.target_tokens=1_000_000_000")),
+        layout=(0, 1) * REPLICAS,
+        operation=operation,
+        uplink=home.line.uplink,
+        round_trip=home.line.round_trip,
+    )
+    pairs = zip(*swarm.watched(partial(first_stage, settle=settle, seconds=seconds), seed), strict=True)
+    return fmean((now.trained - then.trained) * first / (now.time - then.time) for then, now in pairs)
 
 
 def _all_train(swarm: Swarm) -> bool:

@@ -24,10 +24,9 @@ import json
 import logging
 import multiprocessing
 import os
-import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,15 +36,10 @@ from typing import Any
 
 from benchmarks.command import command, parser_of, positive, save, whole
 from benchmarks.shaped_links import Uplink, doors, owner_of
+from benchmarks.virtual import VirtualSwarm
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
 from noloco_node.config.shipped import find_config
-from noloco_node.config.sim_spec import SimSpec
-from noloco_node.simulator.course import exchange_arithmetic
-from noloco_node.simulator.links import Attachment, Links, SharedWay
-from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.simulator.node import peer_of
-from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.report import table_of
 from noloco_node.simulator.world import World
 from noloco_node.sizing.devices import bytes_a_second, device_by_name
@@ -54,7 +48,6 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 from noloco_node.telemetry.events import Account, AnyEvent
-from noloco_node.training.compute_thread import Priority
 from tests.chaos.paced_node import OPERATION_SECONDS, STRETCH
 from tests.chaos.swarm import CONFIG, Place, Swarm, behind
 from tests.support import free_port
@@ -63,9 +56,6 @@ REPLICAS = 2
 LAYOUT = (0, 1) * REPLICAS
 UNBOUNDED = 64
 """Microbatches under way that no link here could ask for."""
-DOWN_MBIT = 1e4
-"""Nobody's downlink is the limit."""
-STEP_SECONDS = 0.0002
 SETTLING_SECONDS, AUTO_SETTLING_SECONDS = 10.0, 60.0
 """Virtual ones before anything is counted: `auto` has found its number by then."""
 SIMULATIONS = 3
@@ -265,39 +255,28 @@ def _share(first: Sequence[Account], last: Sequence[Account]) -> float:
 
 def simulated(point: Point, seconds: float, seed: int) -> float:
     """The share of the first stage's devices in virtual time."""
-    run = load_config(CONFIG, overrides_of(point)).run
-    return in_virtual_time(
-        lambda: _simulated(point, seconds, seed),
-        seed=seed,
-        elsewhere_seconds=exchange_arithmetic(run, footprint_of(run), SimSpec().exchange_seconds),
+    swarm = VirtualSwarm(
+        config=load_config(CONFIG, overrides_of(point)),
+        layout=LAYOUT,
+        operation=lambda _stage, _work: point.operation,
+        uplink=point.mbit * 125e3,
+        round_trip=point.round_trip,
     )
+    settling = AUTO_SETTLING_SECONDS if point.in_flight is None else SETTLING_SECONDS
+    first, last = swarm.watched(partial(first_stage, settle=settling, seconds=seconds), seed)
+    return _share(first, last)
 
 
-async def _simulated(point: Point, seconds: float, seed: int) -> float:
-    config = load_config(CONFIG, overrides_of(point))
-    run = config.run
-    way = SharedWay([[point.round_trip]], random.Random(seed))
-    links = Links(way, weigh_as(footprint_of(run), run.outer.codec, point.f))
-    settings = config.node.model_copy(update={"seed": seed})
+async def first_stage(world: World, settle: float, seconds: float) -> tuple[list[Account], list[Account]]:
+    """The books of the nodes of the first stage after `settle` seconds, and as much later as is said."""
 
-    def device(number: int) -> Callable[[Priority], float]:
-        del number
-        return lambda work: STEP_SECONDS if work is Priority.STEP else point.operation
+    def accounts() -> list[Account]:
+        return [last_account(world.events[node.number]) for node in world.nodes if node.stage == 0]
 
-    async with World(
-        run, settings, learning=Quadratic(seed, fragments=point.f), device=device, links=links, seed=seed
-    ) as world:
-        for number, stage in enumerate(LAYOUT):
-            way.attach(peer_of(number), Attachment(0, point.mbit * 125e3, DOWN_MBIT * 125e3))
-            world.start(stage)
-
-        def accounts() -> list[Account]:
-            return [last_account(world.events[number]) for number, stage in enumerate(LAYOUT) if stage == 0]
-
-        await asyncio.sleep(AUTO_SETTLING_SECONDS if point.in_flight is None else SETTLING_SECONDS)
-        first = accounts()
-        await asyncio.sleep(seconds)
-        return _share(first, accounts())
+    await asyncio.sleep(settle)
+    first = accounts()
+    await asyncio.sleep(seconds)
+    return first, accounts()
 
 
 def row_of(point: Point, seconds: float, real: bool) -> dict[str, Any]:
