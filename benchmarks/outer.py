@@ -3,7 +3,7 @@
     python -m benchmarks.outer --out benchmarks/results/outer.json
 
 Two processes with a p2pd each (`benchmarks.pair`). Each round moves the weights of both apart and averages them: with
-each codec of the outer step, and as the published implementation does it, both tensors in fp32 and nothing else, in
+each codec of the outer step, and as the published code of NoLoCo does it, both tensors in fp32 and nothing else, in
 pieces over the same transport.
 """
 
@@ -28,7 +28,7 @@ from noloco_node.outer import CodecName
 from noloco_node.transport.pieces import Width, side_by_side
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
-PUBLISHED = "published, two tensors"
+PAPER = "NoLoCo (paper)"
 STREAMS = 4
 
 
@@ -74,7 +74,7 @@ async def by_codec(two: Pair, cpu: Processes, millions: int, codec: CodecName, s
     return One(step.bytes_sent, took, step.held_seconds, cpu.seconds() - before, max(0, grown))
 
 
-async def as_published(two: Pair, cpu: Processes) -> One:
+async def as_the_paper(two: Pair, cpu: Processes) -> One:
     """Δ and φ in fp32, each averaged as it comes; nothing is checked, and the weights are held while it goes on."""
     size, chunk = two.own.worker.outer.size, two.own.spec.limits.chunk_bytes // 4
     both = torch.randn(2 * size)
@@ -103,7 +103,7 @@ async def measure(sizes: Sequence[int], codecs: Sequence[CodecName], rounds: int
                     for codec in codecs:
                         one = await by_codec(two, cpu, millions, codec, turn)
                         taken.setdefault(codec, []).append(one)
-                    taken.setdefault(PUBLISHED, []).append(await as_published(two, cpu))
+                    taken.setdefault(PAPER, []).append(await as_the_paper(two, cpu))
                 size = two.own.worker.outer.size
                 rows += [row_of(way, size, ones[1:]) for way, ones in taken.items()]
                 print(table(rows[-len(taken) :]), flush=True)
@@ -131,16 +131,16 @@ def row_of(way: str, parameters: int, ones: Sequence[One]) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A row for each way of one size; ratios to the published one."""
-    published = next(row for row in rows if row.way == PUBLISHED)
+    """A row for each way of one size; ratios to the paper's."""
+    paper = next(row for row in rows if row.way == PAPER)
     lines = [
-        f"{published.parameters / 1e6:.1f} million parameters",
-        "| way | MB sent | of published | seconds (range) | of published | device held, ms | CPU s | memory, MB |",
+        f"{paper.parameters / 1e6:.1f} million parameters",
+        "| way | MB sent | of NoLoCo (paper) | seconds (range) | the same | device held, ms | CPU s | memory, MB |",
         "|---" * 8 + "|",
     ]
     lines += [
-        f"| {row.way} | {row.bytes / 1e6:.1f} | {row.bytes / published.bytes:.3f} "
-        f"| {row.seconds:.2f} ({row.fastest:.2f} to {row.slowest:.2f}) | {row.seconds / published.seconds:.2f} "
+        f"| {row.way} | {row.bytes / 1e6:.1f} | {row.bytes / paper.bytes:.3f} "
+        f"| {row.seconds:.2f} ({row.fastest:.2f} to {row.slowest:.2f}) | {row.seconds / paper.seconds:.2f} "
         f"| {1e3 * row.held_seconds:.1f} | {row.cpu_seconds:.2f} | {row.memory / 1e6:.0f} |"
         for row in rows
     ]
