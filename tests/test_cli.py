@@ -17,7 +17,7 @@ from noloco_node.cli.node_options import node_overrides
 from noloco_node.cli.printing import print_run
 from noloco_node.config.data_spec import NOT_READ
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.node.journey import stopped_event
+from noloco_node.node.stay import stopped_event
 from noloco_node.telemetry.events import NodeStopped
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"

@@ -18,15 +18,12 @@ from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.launch.local_swarm import LocalSwarm
-from noloco_node.node import custody
-from noloco_node.node.custody import (
-    final_lacks,
-    last_of_stage,
-    unusable_checkpoints,
-)
+from noloco_node.node import revival
+from noloco_node.node.claiming import unusable_checkpoints
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
+from noloco_node.node.stay import final_lacks, last_of_stage
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder
 from noloco_node.storage.weights import MANIFEST
@@ -133,8 +130,8 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the holder and takes its state where it comes back in time; else the stage begins anew, loudly."""
-    monkeypatch.setattr(custody, "HOLDER_SECONDS", 5.0 if comes_back else 0.1)
-    monkeypatch.setattr(custody, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(revival, "HOLDER_SECONDS", 5.0 if comes_back else 0.1)
+    monkeypatch.setattr(revival, "LOOK_SECONDS", 0.05)
     warnings: list[Warned] = []
     async with trained_world(keepers=0, giving=0) as (made, (_, _, holder, newcomer), _):
         holder.state_transfer.open()

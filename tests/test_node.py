@@ -20,8 +20,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.node import journey
 from noloco_node.node.daemon import run_node
 from noloco_node.node.interrupts import Interrupts
-from noloco_node.node.journey import run_and_save
 from noloco_node.node.network import out_of_reach
+from noloco_node.node.stay import run_and_save
 from noloco_node.sizing.preflight import plan
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.training.compute_device import check_device, describe_device, idle_gpu, resolve_device

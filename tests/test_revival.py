@@ -23,9 +23,9 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import revival
 from noloco_node.node.checkpointing import CheckpointKeeper
-from noloco_node.node.first_state import become_current, first_weights, obtain_state
+from noloco_node.node.first_state import become_current, obtain_state
 from noloco_node.node.replica import Replica
-from noloco_node.node.revival import revive_if_lost
+from noloco_node.node.revival import first_weights, revive_if_lost
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import StageCopies

@@ -1,4 +1,4 @@
-"""The run folder of a node: whether it may be used for a run, and taken for it."""
+"""The run folder of a node: whether it may be used for a run, taken for it, and what is said of its checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry.events import Warned
 
 
 def check_folder(folder: RunFolder, spec: RunSpec, settings: NodeSettings) -> None:
@@ -52,3 +53,22 @@ def open_run(
     if spec.data.own_tokenizer and spec.data.tokenizer != NOT_READ:
         folder.keep_tokenizer_place(Path(spec.data.tokenizer).expanduser().absolute())
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
+
+
+def unusable_checkpoints(checkpoints: CheckpointFolder) -> Warned | None:
+    """What to say where the last search of the folder found checkpoints and none that can be used."""
+    if not checkpoints.damaged:
+        return None
+    newest, reason = next(iter(checkpoints.damaged.items()))
+    count = len(checkpoints.damaged)
+    found = (
+        f"THE ONLY CHECKPOINT HERE IS DAMAGED ({newest}"
+        if count == 1
+        else f"ALL {count} CHECKPOINTS ARE DAMAGED ({newest}"
+    )
+    return Warned(
+        what="checkpoints_unusable",
+        detail=f"{found}: {reason}). This node takes the state of another replica of its stage; where there is none, "
+        "the stage begins again from the first weights, and what it had learnt is lost. If you have a copy of "
+        f"{checkpoints.path}, stop now (Ctrl-C), put it back, and start again",
+    )

@@ -16,8 +16,9 @@ from noloco_node.errors import UserError
 from noloco_node.model.pretrained import with_own_weights
 from noloco_node.node.claiming import check_folder
 from noloco_node.node.interrupts import interruptible
-from noloco_node.node.journey import Departure, Show, stopped_event, travel
+from noloco_node.node.journey import Departure, Show, travel
 from noloco_node.node.network import Agree, Entrance
+from noloco_node.node.stay import stopped_event
 from noloco_node.node.way_out import WayOut
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder

@@ -1,7 +1,7 @@
-"""How a replica comes to its first state, from top to bottom.
+"""How a replica comes to its first state, from top to bottom: look, bring back, copy, begin anew.
 
-It looks for others and waits for the last holders of its stage's state. It brings back a stage that is lost. It asks
-the peers that answer, decides (`placement.initial_state`), and copies a stage peer.
+It looks for others. It brings back a stage that is lost (`revival`). It asks the peers that answer, decides
+(`placement.initial_state`), and copies a stage peer. Else it begins anew.
 """
 
 from __future__ import annotations
@@ -9,24 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Sequence
-from typing import Literal
+from functools import partial
 
-from torch import Tensor
-
-from noloco_node import ambient
 from noloco_node.bootstrap.hello import Hello, hello_or_none, said_to_be_over
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.records import LOOK_AGAIN_SECONDS, SERVING, PeerRecord, PeerState
 from noloco_node.directory.signed_end import near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.model.stage import build_stage
-from noloco_node.node.custody import HOLDER_SECONDS, stage_lost, state_elsewhere, wait_for_holder
 from noloco_node.node.replica import Replica
-from noloco_node.node.revival import FirstWeights, revive, revive_if_lost
+from noloco_node.node.revival import (
+    HOLDER_SECONDS,
+    FirstWeights,
+    first_weights,
+    revive,
+    revive_if_lost,
+    stage_lost,
+    state_elsewhere,
+    wait_for_holder,
+)
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle
 from noloco_node.placement.initial_state import (
     ASK_SECONDS,
@@ -40,7 +43,6 @@ from noloco_node.placement.initial_state import (
 )
 from noloco_node.state_transfer.donor_choice import BUSY_PATIENCE_SECONDS, NoDonor
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.training.layout import FlatLayout
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,8 @@ async def obtain_state(
     holders: Sequence[tuple[PeerId, HeldState]] = (),
     first: FirstWeights | None = None,
 ) -> BeginsFrom | None:
-    """Give the replica the state to begin with, and say where from.
+    """Look, bring a lost stage back, copy a stage peer, or begin anew: give the replica the state to begin with, and
+    say where from.
 
     `saved_clock` is that of the checkpoint that it was resumed from. One of `checkpoints` may be what is left of a lost
     stage. `holders` held its state when they were last seen: a node that has just started waits for them, briefly and
@@ -80,35 +83,85 @@ async def obtain_state(
     replica.end.came_near_the_end = stays.near
     await stays.look_again(replica.membership)
     try:
-        behind = saved_clock is not None and await _left_behind(replica, saved_clock)
-        if saved_clock is None or behind:
-            further = [(peer, held) for peer, held in holders if saved_clock is None or held.clock > saved_clock]
-            await _wait_for_who_held_it(replica, stays, further)
-            began_with = (first or first_weights(replica.context.spec, replica.stage)) if behind else None
-            revived = await _bring_back(replica, stays, checkpoints, began_with)
-            if revived is not None:
-                replica.begins_late()
-                return revived
-        donor = await become_current(replica, saved_clock)
+        origin = await _bring_back(replica, stays, saved_clock, checkpoints, holders, first)
+        origin = origin or await _copy(replica, saved_clock)
     except UserError as error:
-        ended = isinstance(error, RunHasEnded) and stays.near
-        if ended or error.exit_code is not ExitCode.NO_STATE_SOURCE:
-            raise
-        if stays.moving is None:
-            if (stays.near or _all_are_near(replica)) and not replica.membership.others_there(*SERVING):
-                raise run_has_ended(replica.context.spec, NEAR_AND_NOBODY) from None
-            raise
-        logger.warning("could not move to stage %d: %s", replica.stage, error.message)
+        _give_up_the_move(replica, stays, error)
         return None
+    return origin or await _begin_anew(replica, stays, checkpoints)
+
+
+async def _bring_back(
+    replica: Replica,
+    stays: StageLifecycle,
+    saved_clock: float | None,
+    checkpoints: CheckpointFolder,
+    holders: Sequence[tuple[PeerId, HeldState]],
+    first: FirstWeights | None,
+) -> BeginsFrom | None:
+    """The stage, where nobody serves it although others train; None where it is not lost, or where the own checkpoint
+    is as far as the others."""
+    spec, members = replica.context.spec, replica.membership
+    behind = saved_clock is not None and await _left_behind(replica, saved_clock)
+    if saved_clock is not None and not behind:
+        return None
+    further = [(peer, held) for peer, held in holders if saved_clock is None or held.clock > saved_clock]
+    if further and stays.moving is None and not members.stage_peers(*SERVING):
+        stays.emit(state_elsewhere(replica.stage, further, HOLDER_SECONDS))
+        await wait_for_holder(members, further)
+    revived = await revive_if_lost(
+        spec,
+        members,
+        replica.worker,
+        stays.copies,
+        replica.context.transport.peer_id,
+        confirmed=stays.moving is not None and stays.moving.why == "lost",
+        saved=lambda: checkpoints.newest(spec.run_id, replica.stage),
+        first=(first or first_weights(spec, replica.stage)) if behind else None,
+    )
+    if revived is not None:
+        _say_if_from_seed(replica, stays, revived)
+        replica.begins_late()
+    return revived
+
+
+async def _copy(replica: Replica, saved_clock: float | None) -> BeginsFrom | None:
+    """A stage peer's state, or the own checkpoint where that is as good; None where the first weights stand."""
+    donor = await become_current(replica, saved_clock)
     if donor is not None:
         return "peer"
-    if saved_clock is not None:
-        return "checkpoint"
+    return None if saved_clock is None else "checkpoint"
+
+
+def _give_up_the_move(replica: Replica, stays: StageLifecycle, error: UserError) -> None:
+    """Nobody gave the state: a node that came from another stage goes back there. Raises the error, or RunHasEnded, for
+    any other node and for any other reason."""
+    ended = isinstance(error, RunHasEnded) and stays.near
+    if ended or error.exit_code is not ExitCode.NO_STATE_SOURCE:
+        raise error
+    if stays.moving is None:
+        if (stays.near or _all_are_near(replica)) and not replica.membership.others_there(*SERVING):
+            raise run_has_ended(replica.context.spec, NEAR_AND_NOBODY) from None
+        raise error
+    logger.warning("could not move to stage %d: %s", replica.stage, error.message)
+
+
+async def _begin_anew(replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder) -> BeginsFrom:
+    """The run's first weights where it has just begun. Where it was under way and nobody trains at all, go on with what
+    this node has: what is left of the stage is with it."""
     if not stays.met_under_way:
         return "seed"
-    if stays.near and not replica.membership.others_there(*SERVING):
+    others = replica.membership.others_there(*SERVING)
+    if stays.near and not others:
         raise run_has_ended(replica.context.spec, NEAR_AND_NOBODY)
-    return await _begin_again(replica, stays, checkpoints)
+    replica.begins_late()
+    if others:
+        return "seed"
+    spec, members = replica.context.spec, replica.membership
+    saved = partial(checkpoints.newest, spec.run_id, replica.stage)
+    revived = await revive(spec, members, replica.worker, stays.copies, saved)
+    _say_if_from_seed(replica, stays, revived)
+    return revived
 
 
 def _all_are_near(replica: Replica) -> bool:
@@ -139,66 +192,9 @@ async def _left_behind(replica: Replica, clock: float) -> bool:
     return is_left_behind(clock, there, stage, max_lag)
 
 
-def first_weights(spec: RunSpec, stage: int) -> FirstWeights:
-    """Builds the stage anew for them, off the event loop: they are wanted so seldom that nobody keeps them."""
-
-    def built() -> Tensor:
-        parameters = dict(build_stage(spec.model, stage).named_parameters())
-        return FlatLayout.of(parameters).flatten(parameters)
-
-    return lambda: ambient.elsewhere(built)
-
-
-async def _wait_for_who_held_it(
-    replica: Replica, stays: StageLifecycle, holders: Sequence[tuple[PeerId, HeldState]]
-) -> None:
-    if holders and stays.moving is None and not replica.membership.stage_peers(*SERVING):
-        stays.emit(state_elsewhere(replica.stage, holders, HOLDER_SECONDS))
-        await wait_for_holder(replica.membership, holders)
-
-
-async def _bring_back(
-    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder, first: FirstWeights | None = None
-) -> Literal["standby", "checkpoint", "seed"] | None:
-    """Where nobody serves the stage although others train; None where it is not lost."""
-    spec = replica.context.spec
-    revived = await revive_if_lost(
-        spec,
-        replica.membership,
-        replica.worker,
-        stays.copies,
-        replica.context.transport.peer_id,
-        confirmed=stays.moving is not None and stays.moving.why == "lost",
-        saved=lambda: checkpoints.newest(spec.run_id, replica.stage),
-        first=first,
-    )
-    _say_if_from_seed(replica, stays, revived)
-    return revived
-
-
-def _say_if_from_seed(replica: Replica, stays: StageLifecycle, revived: BeginsFrom | None) -> None:
+def _say_if_from_seed(replica: Replica, stays: StageLifecycle, revived: BeginsFrom) -> None:
     if revived == "seed":
         stays.emit(stage_lost(replica.context.spec, replica.stage))
-
-
-async def _begin_again(
-    replica: Replica, stays: StageLifecycle, checkpoints: CheckpointFolder
-) -> Literal["standby", "checkpoint", "seed"]:
-    """Go on with what this node has, if nobody trains at all: what is left of the stage is with it. It is for a node
-    that came when the run was under way, or left a stage where it was, and finds no giver."""
-    replica.begins_late()
-    if replica.membership.others_there(*SERVING):
-        return "seed"
-    spec = replica.context.spec
-    revived = await revive(
-        spec,
-        replica.membership,
-        replica.worker,
-        stays.copies,
-        lambda: checkpoints.newest(spec.run_id, replica.stage),
-    )
-    _say_if_from_seed(replica, stays, revived)
-    return revived
 
 
 async def become_current(replica: Replica, own_clock: float | None = None) -> PeerId | None:

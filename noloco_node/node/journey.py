@@ -1,7 +1,7 @@
 """A node's way through a run, from top to bottom: enter, choose a stage, obtain a state, train, leave.
 
-Each step calls down, into what it is made of, and gives the next one what it has: which stage a node serves is asked of
-`stage_lifecycle`, where its state comes from of `first_state`, and a stay of it is a `Replica`.
+Each step calls down, into what it is made of, and gives the next one what it has. Which stage a node serves is asked of
+`stage_lifecycle`, where its state comes from of `first_state`; it trains and leaves in a `Stay`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import gc
 import logging
 import os
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from noloco_node import __version__, ambient
-from noloco_node.accounting.receipts import Receipts, open_receipts
+from noloco_node.accounting.receipts import open_receipts
 from noloco_node.aio import cancel_and_wait
 from noloco_node.bootstrap.hello import held_out_loss, serve_hello
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, serve_spec
@@ -30,34 +30,24 @@ from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shared_turns import SharedTurns
-from noloco_node.directory.records import DirectoryView, PeerState
-from noloco_node.directory.signed_end import near_from
+from noloco_node.directory.records import DirectoryView
 from noloco_node.directory.summary import SwarmSummary, outlook_of
-from noloco_node.errors import UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node import start_checks
 from noloco_node.node.checkpointing import CheckpointKeeper
-from noloco_node.node.checks import ClockWatch
-from noloco_node.node.claiming import open_run
-from noloco_node.node.custody import (
-    BACK,
-    final_lacks,
-    last_of_stage,
-    unusable_checkpoints,
-)
+from noloco_node.node.claiming import open_run, unusable_checkpoints
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.interrupts import Interrupts, PauseSwitch
-from noloco_node.node.network import Agree, Entrance, Network, network
+from noloco_node.node.network import Agree, Entrance, network
 from noloco_node.node.replica import Replica
-from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle, stays_of
+from noloco_node.node.stage_lifecycle import BeginsFrom, stays_of
+from noloco_node.node.stay import Place, Stay, save_what_was_not, stopped_event
 from noloco_node.sizing.devices import peak_of
-from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
+from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.storage.weights import save_stage
-from noloco_node.telemetry.events import AnyEvent, Doing, NodeStarted, NodeStopped, P2pdRestarted, Reachability, Warned
+from noloco_node.telemetry.events import Doing, NodeStarted, NodeStopped, P2pdRestarted, Reachability
 from noloco_node.telemetry.of_node import Telemetry
-from noloco_node.telemetry.words import as_trained
 from noloco_node.training.compute_device import (
     check_device,
     describe_device,
@@ -91,47 +81,6 @@ class Departure:
     """Set once the folder is this run's."""
 
 
-@dataclass(slots=True)
-class _Place:
-    """What every stay of a node stands on."""
-
-    net: Network
-    folder: RunFolder
-    checkpoints: CheckpointFolder
-    thread: ComputeThread
-    telemetry: Telemetry
-    stays: StageLifecycle
-    pause: PauseSwitch
-    saved: Checkpoint | None
-    """What the first stay goes on from."""
-    started: bool = False
-    """It has told that it is up."""
-    paused: bool = False
-    """A pause has ended the last stay, and this node is to come back to its stage."""
-    was_paused: bool = False
-    """It has trained, and a pause ended that stay."""
-    kept: bool = False
-    """A stay that a pause has ended goes on from this node's newest checkpoint."""
-    refused: UserError | None = None
-    """Why this node leaves, where its invitation has ended."""
-
-    @property
-    def emit(self) -> Callable[[AnyEvent], None]:
-        """Takes every event of the node."""
-        return self.telemetry.emit
-
-
-@dataclass(frozen=True, slots=True)
-class _Stay:
-    """A replica with what accompanies it."""
-
-    replica: Replica
-    parameters: int
-    """Of its stage."""
-    keeper: CheckpointKeeper
-    receipts: Receipts
-
-
 async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> NodeStopped:
     """The whole way; the last event says how it ended. Raises UserError for what the person who started it can
     change."""
@@ -143,8 +92,8 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
                 async with _obtain(place, stage, interrupts) as stay:
                     in_vain, stopped = stay is None, None
                     if stay is not None:
-                        await _train(place, stay, interrupts)
-                        stopped = await _leave(place, stay, interrupts, departure.started)
+                        await stay.train()
+                        stopped = await stay.leave(departure.started)
             except RunHasEnded:
                 if place.stays.moving is not None:
                     return _ended_between_two_stages(place, departure.started)
@@ -161,7 +110,7 @@ async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interru
 
 
 @contextlib.asynccontextmanager
-async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> AsyncGenerator[_Place]:
+async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> AsyncGenerator[Place]:
     """Onto the network, to agreement on the run, and into the folder."""
     settings, folder, emit = departure.settings, departure.folder, telemetry.emit
     check_device(settings.device)
@@ -188,13 +137,13 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
                 emit(warning)
             await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
             stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
-            place = _Place(net, folder, checkpoints, thread, telemetry, stays, pause, saved)
+            place = Place(net, folder, checkpoints, thread, telemetry, stays, pause, saved)
             del saved  # it holds a copy of everything, and is `place`'s to let go of
             _look_back(place)
             yield place
 
 
-def _look_back(place: _Place) -> None:
+def _look_back(place: Place) -> None:
     """What this node's earlier life, or its stay before a pause, tells of the run's end."""
     spec, signed, saved = place.net.spec, place.stays.signed, place.saved
     for peer, held in place.net.known.holders(spec.run_id, 0):
@@ -202,7 +151,7 @@ def _look_back(place: _Place) -> None:
     signed.kept_in(place.folder, spec, saved and saved.standing.progress.clock)
 
 
-async def _rest(place: _Place, stage: int, interrupts: Interrupts) -> None:
+async def _rest(place: Place, stage: int, interrupts: Interrupts) -> None:
     """While this node is to rest: be seen as paused at the stage, and do nothing. Afterwards it begins as a node that
     is started again does: from its checkpoint, or from a stage peer's state where it has fallen behind."""
     net, pause, ended_a_stay = place.net, place.pause, place.paused
@@ -228,7 +177,7 @@ def _paused_event(why: str) -> Doing:
     return Doing(what="paused", detail=why, since=ambient.wall())
 
 
-async def _choose(place: _Place, show: Show | None) -> int:
+async def _choose(place: Place, show: Show | None) -> int:
     """Look who serves what, choose this node's stage, show the run to who wants to see it, and be there for others."""
     net, stays, saved = place.net, place.stays, place.saved
     view: DirectoryView | None = None
@@ -258,13 +207,13 @@ async def _choose(place: _Place, show: Show | None) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> AsyncGenerator[_Stay | None]:
+async def _obtain(place: Place, stage_index: int, interrupts: Interrupts) -> AsyncGenerator[Stay | None]:
     """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
     stays, resumed = place.stays, place.saved is not None
     async with contextlib.AsyncExitStack() as stack:
         with interrupts.leaving():
             async with stays.arriving(stage_index):
-                stay, clock = await _enter_stage(place, stage_index, stack)
+                stay, clock = await _enter_stage(place, stage_index, interrupts, stack)
                 origin = await _first_state(place, stay.replica, clock)
             place.kept = place.paused and resumed
             if origin is not None:
@@ -275,7 +224,9 @@ async def _obtain(place: _Place, stage_index: int, interrupts: Interrupts) -> As
             yield None if origin is None else stay
 
 
-async def _enter_stage(place: _Place, stage_index: int, stack: contextlib.AsyncExitStack) -> tuple[_Stay, float | None]:
+async def _enter_stage(
+    place: Place, stage_index: int, interrupts: Interrupts, stack: contextlib.AsyncExitStack
+) -> tuple[Stay, float | None]:
     """A replica that serves, with what accompanies it, and the clock of the checkpoint that it goes on from. That
     checkpoint holds a whole state: it is `place`'s no more, and nobody's once this returns."""
     net, stays, spec = place.net, place.stays, place.net.spec
@@ -301,7 +252,8 @@ async def _enter_stage(place: _Place, stage_index: int, stack: contextlib.AsyncE
     stack.callback(replica.close)
     replica.heed_relays(lambda: net.reach.relayed)
     stack.enter_context(place.telemetry.showing(replica.books.surroundings))
-    keeper = stack.enter_context(_keeper(place, replica))
+    keeper = CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings, lambda: net.life.birth)
+    stack.enter_context(keeper)
     if saved is not None:
         await keeper.resume(saved)
         if place.started:
@@ -310,11 +262,11 @@ async def _enter_stage(place: _Place, stage_index: int, stack: contextlib.AsyncE
     receipts = await open_receipts(place.folder.contribution, spec.run_id, stage_index, net.transport, ledger, progress)
     stack.callback(receipts.close)
     replica.serve()
-    parameters = sum(parameter.numel() for parameter in stage.parameters())
-    return _Stay(replica, parameters, keeper, receipts), None if saved is None else saved.standing.progress.clock
+    stay = Stay(place, interrupts, replica, keeper, receipts)
+    return stay, None if saved is None else saved.standing.progress.clock
 
 
-async def _first_state(place: _Place, replica: Replica, clock: float | None) -> BeginsFrom | None:
+async def _first_state(place: Place, replica: Replica, clock: float | None) -> BeginsFrom | None:
     """Where the replica's state comes from; None where it got none, or where this node is to rest first."""
     net = place.net
     holders = net.known.holders(net.spec.run_id, replica.stage)
@@ -323,11 +275,11 @@ async def _first_state(place: _Place, replica: Replica, clock: float | None) -> 
         until_paused = _unless_paused(place, obtaining)
         return await net.beside(until_paused, place.pause.keep(), net.invitation.raised_at_its_end())
     except RunHasEnded:
-        await _save_what_was_not(place, replica, clock)
+        await save_what_was_not(place, replica, clock)
         raise
 
 
-async def _unless_paused(place: _Place, obtaining: Coroutine[Any, Any, BeginsFrom | None]) -> BeginsFrom | None:
+async def _unless_paused(place: Place, obtaining: Coroutine[Any, Any, BeginsFrom | None]) -> BeginsFrom | None:
     """What `obtaining` brings. None where this node is to rest before that: what was copied so far is let go."""
     tasks = asyncio.create_task(obtaining), asyncio.create_task(place.pause.begins())
     try:
@@ -340,126 +292,6 @@ async def _unless_paused(place: _Place, obtaining: Coroutine[Any, Any, BeginsFro
     if place.pause.rests:
         place.emit(_paused_event(place.pause.why()))
     return None
-
-
-def _keeper(place: _Place, replica: Replica) -> CheckpointKeeper:
-    net = place.net
-    return CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings, lambda: net.life.birth)
-
-
-async def _train(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
-    """One stay, to its end, and what is kept of it."""
-    replica = stay.replica
-    place.net.lives.worked = lambda: replica.worker.last_trained.at > 0.0
-    interrupts.graceful(replica.stop)
-    replica.on_leaving = interrupts.leaves
-    leaving = (PeerState.FINISHING, PeerState.DRAINING)
-    work = stay.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
-    farewell = _say_if_last(place, stay, interrupts)
-    companions = (
-        stay.keeper.run(),
-        place.stays.accompany(replica),
-        farewell,
-        place.thread.ends_when_lost(),
-        ClockWatch(place.net.transport, place.emit).keep(),
-        _say_if_shared(place, replica),
-        _stop_when_refused(place, replica, interrupts),
-        _rest_when_told(place, replica),
-        place.pause.keep(),
-    )
-    life = place.net.beside(work, *companions)
-    await run_and_save(life, _saving(place, stay, interrupts))
-
-
-async def _leave(place: _Place, stay: _Stay, interrupts: Interrupts, started: float) -> NodeStopped | None:
-    """How the node ends; None where it only moves on to another stage. Raises UserError (NOT_ADMITTED) where it leaves
-    since its invitation has ended: the run goes on without it, so that nothing is marked as ended."""
-    if _moves_on(place, interrupts):
-        return None
-    if _rests(place, stay, interrupts):
-        place.paused, place.kept = True, place.saved is None
-        return None
-    await place.stays.give_up_move()
-    if place.refused is not None and not interrupts.asked:
-        interrupts.leaves(place.refused.exit_code)
-        raise place.refused
-    replica, folder, spec = stay.replica, place.folder, place.net.spec
-    reason = "interrupted" if replica.stop.is_set() else "target_reached"
-    if reason == "target_reached":
-        place.stays.signed.own()
-        folder.mark_ended(spec.run_id, spec.name)
-    return stopped_event(
-        reason,
-        "",
-        started,
-        outer_rounds=replica.worker.progress.outer_rounds,
-        partners=replica.outer_steps.partners,
-        final_weights=str(folder.final.relative_to(folder.path)),
-    )
-
-
-def _ended_between_two_stages(place: _Place, started: float) -> NodeStopped:
-    """How a node ends that had left its state to its stage peers, who have come to the run's end without it."""
-    spec = place.net.spec
-    place.folder.mark_ended(spec.run_id, spec.name)
-    return _ended_without_this_node("while this node was between two stages", started)
-
-
-def _ended_without_this_node(when: str, started: float) -> NodeStopped:
-    logger.warning("the run has come to its end %s", when)
-    return stopped_event("target_reached", f"the run has come to its end {when}", started)
-
-
-async def _stop_when_refused(place: _Place, replica: Replica, interrupts: Interrupts) -> None:
-    """Leave in order once the node's invitation has ended and peers refuse it: alone it would train to an end that is
-    none of the run's."""
-    place.refused = error = await place.net.invitation.ends()
-    logger.warning("%s: leaving, with everything saved", error.message)
-    interrupts.leaves(error.exit_code)
-    replica.stop.set()
-
-
-async def _rest_when_told(place: _Place, replica: Replica) -> None:
-    """Leave for a rest once this node is to; not at the run's end, which it is about to leave by."""
-    said = False
-    while not replica.stop.is_set():
-        await place.pause.begins()
-        if replica.course.run_goes_on():
-            replica.rest(place.pause.why())
-        elif not said:
-            said = True
-            logger.warning("not paused: the run comes to its end here, and this node leaves with everything saved")
-        # The run may go on after all.
-        await replica.context.moved.wait(1.0)
-
-
-async def _say_if_shared(place: _Place, replica: Replica) -> None:
-    """Say so where another node turns out to run with this one's identity."""
-    await replica.membership.twin.seen.wait()
-    key = place.net.settings.identity or place.folder.identity
-    detail = (
-        f"ANOTHER NODE RUNS WITH THIS NODE'S IDENTITY ({place.net.daemon.own_id}), as where a folder or a disk was "
-        "copied: each of them takes what was meant for the other, and one may get no work at all. Stop one of them, "
-        f"remove its key (here {key}), and start it again: it makes one of its own"
-    )
-    place.emit(Warned(what="identity_shared", detail=detail))
-
-
-async def _say_if_last(place: _Place, stay: _Stay, interrupts: Interrupts) -> None:
-    """Once this node is told to leave, or its invitation has ended: say so where its stage is left without a
-    replica."""
-    replica = stay.replica
-    await replica.stop.wait()
-    if interrupts.asked or place.refused is not None or replica.rests:
-        warning = last_of_stage(
-            replica.membership,
-            place.net.transport.peer_stats.answers,
-            place.net.spec.standby_copies,
-            kept=not stay.keeper.failing,
-            back="resume it soon" if replica.rests else BACK,
-        )
-        if warning is not None:
-            place.emit(warning)
 
 
 def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: Position) -> tuple[Stage, Samples | None]:
@@ -484,81 +316,6 @@ def _spare_the_collector() -> None:
     gc.freeze()
 
 
-async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:
-    """Await `run`, then save. Where it fails, what was trained so far is saved and its failure goes on.
-
-    A failure of that rescue is logged, so that it does not take the first one's place. Nothing is saved on
-    cancellation: it means to leave at once.
-    """
-    try:
-        await run
-    except Exception:
-        try:
-            await save()
-            logger.info("the weights were saved as they are")
-        except Exception:
-            logger.exception("the weights could not be saved either")
-        raise
-    await save()
-
-
-def _moves_on(place: _Place, interrupts: Interrupts) -> bool:
-    return place.stays.move is not None and place.refused is None and not interrupts.asked
-
-
-def _rests(place: _Place, stay: _Stay, interrupts: Interrupts) -> bool:
-    return stay.replica.rested and place.refused is None and not interrupts.asked
-
-
-def _saving(place: _Place, stay: _Stay, interrupts: Interrupts) -> Callable[[], Awaitable[None]]:
-    """What saves the last checkpoint and the final weights; those of a stage that this node only leaves for another are
-    with its stage peers."""
-
-    async def save() -> None:
-        if not _moves_on(place, interrupts):
-            rests = _rests(place, stay, interrupts)
-            if rests:
-                place.saved = await stay.keeper.save_or_keep()
-            else:
-                await stay.keeper.save()
-                await _save_weights(place, stay.replica)
-
-    return save
-
-
-async def _save_what_was_not(place: _Place, replica: Replica, clock: float | None) -> None:
-    """The run has come to its end without this node, or just as its disk was full: its last checkpoint, at that `clock`
-    (None: there is none), is all that it has of the run's end."""
-    spec, final = place.net.spec, place.folder.final
-    target = spec.inner.target_tokens
-    if clock is None or not final_lacks(final, clock):
-        return
-    if clock > near_from(target, spec.max_lag_tokens):
-        await _save_weights(place, replica)
-        logger.info("the final weights were not here yet: those of the last checkpoint were saved to %s", final)
-    else:
-        logger.warning("the final weights are not here; the last checkpoint stands at %s", as_trained(clock, target))
-
-
-async def _save_weights(place: _Place, replica: Replica) -> None:
-    """Write the final slow and fast weights under their names in the whole model."""
-    slow, fast = (
-        {replica.full_names[local]: weight for local, weight in weights.items()}
-        for weights in await replica.worker.named_weights()
-    )
-    progress = replica.worker.progress
-    await ambient.elsewhere(
-        save_stage,
-        place.folder.final,
-        run_id=place.net.spec.run_id,
-        cut=replica.context.cut,
-        clock=progress.clock,
-        outer_rounds=progress.outer_rounds,
-        slow=slow,
-        fast=fast,
-    )
-
-
 @contextlib.asynccontextmanager
 async def _compute_thread() -> AsyncGenerator[ComputeThread]:
     thread = ComputeThread()
@@ -568,7 +325,19 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
         await thread.close()
 
 
-def _started_event(place: _Place, stay: _Stay, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
+def _ended_between_two_stages(place: Place, started: float) -> NodeStopped:
+    """How a node ends that had left its state to its stage peers, who have come to the run's end without it."""
+    spec = place.net.spec
+    place.folder.mark_ended(spec.run_id, spec.name)
+    return _ended_without_this_node("while this node was between two stages", started)
+
+
+def _ended_without_this_node(when: str, started: float) -> NodeStopped:
+    logger.warning("the run has come to its end %s", when)
+    return stopped_event("target_reached", f"the run has come to its end {when}", started)
+
+
+def _started_event(place: Place, stay: Stay, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
     spec, daemon, stage = place.net.spec, place.net.daemon, stay.replica.stage
     device = device_name(place.net.settings.device)
     return NodeStarted(
@@ -581,7 +350,7 @@ def _started_event(place: _Place, stay: _Stay, origin: BeginsFrom, *, resumed: b
         pid=os.getpid(),
         addresses=daemon.visible_addresses(),
         metrics_address=place.telemetry.address,
-        parameters=stay.parameters,
+        parameters=stay.replica.worker.outer.size,
         outer_rounds=stay.replica.worker.progress.outer_rounds,
         origin=origin,
         resumed=resumed,
@@ -591,24 +360,4 @@ def _started_event(place: _Place, stay: _Stay, origin: BeginsFrom, *, resumed: b
         codec=spec.outer.codec,
         invites=[join_line(spec, address) for address in daemon.visible_addresses()],
         founded=not place.net.settings.initial_peers,
-    )
-
-
-def stopped_event(
-    reason: Literal["target_reached", "interrupted", "failed"],
-    detail: str,
-    started: float,
-    *,
-    outer_rounds: int = 0,
-    partners: dict[str, int] | None = None,
-    final_weights: str | None = None,
-) -> NodeStopped:
-    """The last event of a node, which began at `started` on the monotonic clock (seconds)."""
-    return NodeStopped(
-        reason=reason,
-        detail=detail,
-        outer_rounds=outer_rounds,
-        partners=partners or {},
-        final_weights=final_weights,
-        seconds=ambient.monotonic() - started,
     )

@@ -1,12 +1,12 @@
-"""Bringing a stage back that nobody serves any more: from the newest copy or own checkpoint that is left, else from the
-run's seed."""
+"""Bringing a stage back that nobody serves any more. Its last holders are waited for. Then it is restored from the
+newest copy or own checkpoint that is left, else from the run's seed."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import median, median_high, median_low
 from typing import Literal
 
@@ -14,12 +14,17 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.stage import build_stage
 from noloco_node.placement.initial_state import lacks_first_weights, no_first_weights
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.storage.checkpoint import Checkpoint
+from noloco_node.telemetry.events import Warned
+from noloco_node.telemetry.words import as_long
+from noloco_node.training.layout import FlatLayout
 from noloco_node.training.stage_worker import StageWorker, sizes_of, without_missing_trail
 
 logger = logging.getLogger(__name__)
@@ -27,8 +32,50 @@ logger = logging.getLogger(__name__)
 FirstWeights = Callable[[], Awaitable[Tensor]]
 """A function that gives the first weights [parameters] of a stage of the run, fp32."""
 
+HOLDER_SECONDS = 15.0
+"""How long a node without a state waits for a peer that held it when it was last seen at work; once."""
+HOLDER_LOADS_SECONDS = 60.0
+"""As long as that peer is there and on its way back to its stage."""
+LOOK_SECONDS = 1.0
+"""The directory is read again every so many seconds by a node that waits."""
 RESTORE_SECONDS = 600.0
 """A node that comes to a lost stage waits so many seconds for another that came as well and announces itself."""
+
+
+def first_weights(spec: RunSpec, stage: int) -> FirstWeights:
+    """Builds the stage anew for them, off the event loop: they are wanted so seldom that nobody keeps them."""
+
+    def built() -> Tensor:
+        parameters = dict(build_stage(spec.model, stage).named_parameters())
+        return FlatLayout.of(parameters).flatten(parameters)
+
+    return lambda: ambient.elsewhere(built)
+
+
+async def wait_for_holder(membership: Membership, holders: Sequence[tuple[PeerId, HeldState]]) -> bool:
+    """Wait, within bounds, until a stage peer serves the stage; longer while one of `holders` is on its way back to it.
+    False where none came."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while not membership.stage_peers(*SERVING):
+        back = {peer for peer, _ in holders} & set(membership.stage_peers(PeerState.JOINING))
+        if loop.time() - began >= (HOLDER_LOADS_SECONDS if back else HOLDER_SECONDS):
+            return False
+        # The directory gives no sign of a change: asking again is the only way.
+        await asyncio.sleep(LOOK_SECONDS)
+        await membership.refresh()
+    return True
+
+
+def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, HeldState]], seconds: float) -> Warned:
+    """Names who held a stage's state, the furthest first."""
+    now = ambient.wall()
+    rows = [f"{peer} at {held.clock:,.0f} tokens, seen {as_long(now - held.seen)} ago" for peer, held in holders[:3]]
+    return Warned(
+        what="state_elsewhere",
+        detail=f"THE STATE OF STAGE {stage} IS ELSEWHERE: it was held by {'; '.join(rows)}. Waiting {seconds:.0f} s "
+        "for it to come back; else this node begins the stage without it. Ask whoever runs that node to start it again",
+    )
 
 
 async def revive_if_lost(
@@ -124,5 +171,16 @@ async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed
         if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
             return True
         # The directory gives no sign of a change: asking again is the only way.
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(LOOK_SECONDS)
         await membership.refresh()
+
+
+def stage_lost(spec: RunSpec, stage: int) -> Warned:
+    """What to say where a stage of a run under way begins anew."""
+    asked = "run.standby_copies is 0" if spec.standby_copies == 0 else "no node that kept one is left"
+    return Warned(
+        what="stage_lost",
+        detail=f"STAGE {stage} STARTS AGAIN FROM THE RUN'S SEED: all of its replicas are gone and no copy is left "
+        f"({asked}); what it had learnt is lost. If the machine of a former replica still has its run folder, stop "
+        "this node and start that one",
+    )

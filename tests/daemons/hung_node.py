@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from noloco_node.node import journey, way_out
+from noloco_node.node import journey, stay, way_out
 from noloco_node.node.replica import Replica
 from noloco_node.training import compute_thread
 from noloco_node.training.compute_thread import Priority
@@ -56,7 +56,7 @@ def main() -> None:
         case "building":
             journey.build_stage = on_a_thread
         case "weights":
-            journey.save_stage = on_a_thread
+            stay.save_stage = on_a_thread
         case "loop":
             Replica.close = on_a_thread
         case "device":

@@ -5,9 +5,9 @@ Run as `python -m tests.daemons.patient_node run ...`; it is a paced node, whose
 
 from __future__ import annotations
 
-from noloco_node.node import custody
+from noloco_node.node import revival
 from tests.chaos import paced_node
 
 if __name__ == "__main__":
-    custody.HOLDER_SECONDS = 120.0
+    revival.HOLDER_SECONDS = 120.0
     paced_node.main()

@@ -54,7 +54,7 @@ async def hung_node(part: str, folder: Path, *settings: str) -> AsyncIterator[as
 @pytest.mark.parametrize(
     ("part", "waits_for"),
     [
-        ("weights", "_save_weights (node/journey.py"),
+        ("weights", "_save_weights (node/stay.py"),
         ("loop", "thread MainThread: "),
     ],
 )
