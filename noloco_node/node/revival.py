@@ -24,8 +24,9 @@ from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_long
+from noloco_node.training.frozen_state import sizes_of, without_missing_trail
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.stage_worker import StageWorker, sizes_of, without_missing_trail
+from noloco_node.training.stage_worker import StageWorker
 
 logger = logging.getLogger(__name__)
 

@@ -309,21 +309,19 @@ class EvaluationRations:
         """So many tokens that `peer` sent were trained here."""
         self._book.card(peer).earned += tokens
 
-    def place(self, peer: PeerId, tokens: int, take: Callable[[], Release]) -> Release:
-        """The place that `take` gives, with so many tokens to evaluate booked; 0 tokens if it is to be trained.
-
-        Raises Refused (`busy`) if the peer may not have so many now. A peer that is refused a place has spent nothing.
-        """
-        if not tokens:
-            return take()
-        card = self._book.of(peer)
-        share = max(1.0, 2.0 * self._usual * self._worker.live_replicas)
-        has_earned = card.earned > 0 and card.evaluated + tokens <= self._saved + share * card.earned
-        if not has_earned:
+    def check(self, peer: PeerId, tokens: int) -> None:
+        """Raise Refused (`busy`) if the peer may not have so many tokens evaluated now."""
+        if not self._has_earned(peer, tokens):
             self._strangers.check(peer, tokens)
-        release = take()
-        if has_earned:
-            card.evaluated += tokens
+
+    def spend(self, peer: PeerId, tokens: int) -> None:
+        """Book them, once the peer has a place: one that is refused a place has spent nothing."""
+        if self._has_earned(peer, tokens):
+            self._book.card(peer).evaluated += tokens
         else:
             self._strangers.spend(peer, tokens)
-        return release
+
+    def _has_earned(self, peer: PeerId, tokens: int) -> bool:
+        card = self._book.of(peer)
+        share = max(1.0, 2.0 * self._usual * self._worker.live_replicas)
+        return card.earned > 0 and card.evaluated + tokens <= self._saved + share * card.earned

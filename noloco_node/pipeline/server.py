@@ -211,7 +211,12 @@ class PipelineServer:
         tokens, evaluates = math.prod(specs[0].shape[:2]), header.mode == "evaluate"
         if not evaluates and not self._shares.may_bring(peer, tokens * (1 + self._places.held_by(peer))):
             raise Refused(Refusal.BUSY, "you have your share of an inner step, and others are at work here")
-        return self.rations.place(peer, tokens if evaluates else 0, lambda: self._places.take(peer, header.attempt))
+        if evaluates:
+            self.rations.check(peer, tokens)
+        place = self._places.take(peer, header.attempt)
+        if evaluates:
+            self.rations.spend(peer, tokens)
+        return place
 
     async def handle(
         self, peer: PeerId, header: MicrobatchHeader, tensors: tuple[Tensor, ...]

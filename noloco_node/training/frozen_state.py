@@ -32,6 +32,25 @@ alone has no dimension."""
 Sizes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of tensors by name."""
 
+TRAIL = "trail"
+"""Name of `OuterReplica.trail` among a state's tensors, where the codec trails."""
+MOMENTUM = "momentum"
+"""Name of δ among a state's tensors, where α is not 0."""
+GRADIENT = "gradient"
+"""Name of what has gathered for the next inner step, in a checkpoint: left out where that is nothing."""
+
+
+def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
+    """Their dtypes and shapes."""
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def without_missing_trail(
+    sizes: Sizes, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """What `tensors` must have of `sizes`: states of versions that had no trail lack it."""
+    return {name: size for name, size in sizes.items() if name != TRAIL or TRAIL in tensors}
+
 
 class Thawed(Exception):
     """The state was let go before it was read to its end: what was read is of no one moment."""

@@ -21,7 +21,15 @@ from noloco_node.model.router import Router
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.training.compute_device import memory_of_device
 from noloco_node.training.compute_thread import OWN, Compute, DeviceLoad, DeviceWaits, Priority, QueueTurn
-from noloco_node.training.frozen_state import FrozenState, Sizes
+from noloco_node.training.frozen_state import (
+    GRADIENT,
+    MOMENTUM,
+    TRAIL,
+    FrozenState,
+    Sizes,
+    sizes_of,
+    without_missing_trail,
+)
 from noloco_node.training.host_copies import DeviceWatch
 from noloco_node.training.progress import (
     LastTrained,
@@ -35,27 +43,6 @@ from noloco_node.training.progress import (
 from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 
 T = TypeVar("T")
-
-TRAIL = "trail"
-"""Name of `OuterReplica.trail` among a state's tensors, where the codec trails."""
-
-
-MOMENTUM = "momentum"
-"""Name of δ among a state's tensors, where α is not 0."""
-GRADIENT = "gradient"
-"""Name of what has gathered for the next inner step, in a checkpoint: left out where that is nothing."""
-
-
-def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
-    """As they are."""
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def without_missing_trail(
-    sizes: Sizes, tensors: Mapping[str, Tensor]
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What `tensors` must have of `sizes`: states of versions that had no trail lack it."""
-    return {name: size for name, size in sizes.items() if name != TRAIL or TRAIL in tensors}
 
 
 @dataclass(frozen=True, slots=True)
