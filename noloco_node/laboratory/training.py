@@ -25,8 +25,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.figures import MeasuredLoss, MeasuredSpread, Measurement
 from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_losses
 from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup
+from noloco_node.pipeline.activations import there_and_back
 from noloco_node.pipeline.routing import Candidate, choose_peer
-from noloco_node.training.activation_codec import there_and_back
 from noloco_node.training.progress import Progress, credit_after_step, learning_rate, share_of_batch, staggered
 
 TRAINING_LOSS_SHARE = 0.1

@@ -19,8 +19,8 @@ from noloco_node.model.cut import StageCut
 from noloco_node.participant import Participant
 from noloco_node.pipeline.admission import Rations
 from noloco_node.pipeline.messages import NO_MEMORY
-from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import QueueTurn
+from noloco_node.training.layout import carried_dtype
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import MicrobatchNotFinite
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors

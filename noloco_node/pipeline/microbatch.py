@@ -28,10 +28,10 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.pauses import Doubling
 from noloco_node.peers.latency import RequestOutcome
+from noloco_node.pipeline.activations import LinkCodecs, to_wire
 from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.pipeline.in_flight import InFlight
-from noloco_node.pipeline.link_codecs import LinkCodecs, to_wire
 from noloco_node.pipeline.messages import (
     COME_BACK,
     MICROBATCH,

@@ -28,8 +28,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant
 from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import PeerStats
+from noloco_node.pipeline.activations import from_wire, to_wire
 from noloco_node.pipeline.admission import EvaluationRations, MicrobatchLimiter, SourceShares, turn_of
-from noloco_node.pipeline.link_codecs import from_wire, to_wire
 from noloco_node.pipeline.messages import (
     MICROBATCH,
     NO_MEMORY,
@@ -44,9 +44,9 @@ from noloco_node.pipeline.messages import (
     labels_and_ids,
 )
 from noloco_node.pipeline.microbatch import Downstream
-from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits
+from noloco_node.training.layout import carried_dtype
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from noloco_node.transport.calls import Reply, on_tensors

@@ -28,12 +28,12 @@ from noloco_node.model.stage import build_stage
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.modulo_codes import BLOCK
+from noloco_node.pipeline.activations import DTYPES, wire_length
 from noloco_node.sizing.footprint import Footprint
-from noloco_node.training.activation_codec import DTYPES, carried_dtype, wire_length
 from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import MOMENTS
-from noloco_node.training.layout import FlatLayout
+from noloco_node.training.layout import FlatLayout, carried_dtype
 from noloco_node.training.placing import PlacedStage, on_its_device, outer_of
 from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 from noloco_node.transport.memory import Parcel

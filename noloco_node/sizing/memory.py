@@ -17,11 +17,10 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.sizing.footprint import Footprint
-from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD
 from noloco_node.training.frozen_state import SPARE_BYTES
-from noloco_node.training.layout import PRECISIONS
+from noloco_node.training.layout import PRECISIONS, carried_dtype
 
 GIB = 1 << 30
 FP32 = 4

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from noloco_node.config.run_spec import PrecisionName
+from noloco_node.config.run_spec import ActivationCodec, PrecisionName
 
 Kind = Literal["embedding", "matrix", "head", "vector"]
 """What a parameter is to the optimizer: the table of token embeddings, the head, another matrix, or a norm or bias."""
@@ -118,3 +118,15 @@ PRECISIONS: dict[PrecisionName, Precision] = {
     "bf16-mixed": Precision(torch.float32, torch.float32, autocast=True),
     "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
 }
+
+NUMBERS: dict[ActivationCodec, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Codecs of activations that are rounded numbers, and their types. Others are codes."""
+
+
+def carried_dtype(allowed: tuple[ActivationCodec, ...]) -> torch.dtype:
+    """In which activations are held on the host: the widest that may travel, fp32 where only codes may."""
+    return NUMBERS.get(allowed[0], torch.float32)

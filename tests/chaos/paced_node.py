@@ -25,7 +25,7 @@ from noloco_node.cli import main as cli
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import journey as node
 from noloco_node.node import network
-from noloco_node.pipeline import admission, link_codecs, routing
+from noloco_node.pipeline import activations, admission, routing
 from noloco_node.training.compute_thread import OWN, ComputeThread, DeviceWaits, Priority, QueueTurn
 from noloco_node.training.host_copies import Ahead
 from noloco_node.transport.pool import StreamHandler
@@ -99,7 +99,7 @@ def main() -> None:
     network.SameMachine = Alone
     stretch = float(os.environ.get(STRETCH, "1"))
     admission.AHEAD_SECONDS *= stretch
-    link_codecs.ASK_FIRST_SECONDS *= stretch
+    activations.ASK_FIRST_SECONDS *= stretch
     routing.LOAD_LIFE_SECONDS *= stretch
     cli.entry()
 

@@ -19,6 +19,7 @@ from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
+from noloco_node.pipeline.activations import encode
 from noloco_node.simulator.course import check_simulation, device_seconds, quadratic_of, simulate
 from noloco_node.simulator.figures import SimulationFigures, Watcher, evenness
 from noloco_node.simulator.links import Links
@@ -29,7 +30,6 @@ from noloco_node.simulator.stays import StayingWorld
 from noloco_node.simulator.world import SECONDS
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, NodeMoved
-from noloco_node.training.activation_codec import encode
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec

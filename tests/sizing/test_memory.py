@@ -16,9 +16,9 @@ from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, free_memory, memory_of, planned_memory
 from noloco_node.sizing.screen import memory_lines
-from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread
 from noloco_node.training.inner_optimizer import InnerOptimizer
+from noloco_node.training.layout import carried_dtype
 from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker

@@ -10,7 +10,7 @@ import torch
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, PipelineSpec, token_bytes
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.link_codecs import CARRIED_SHARE, LinkCodecs, codec_for
+from noloco_node.pipeline.activations import CARRIED_SHARE, LinkCodecs, codec_for
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import peer_of

@@ -28,9 +28,9 @@ from noloco_node.model.stage import stage_without_weights
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import memory_of
 from noloco_node.training import stage_trainer
-from noloco_node.training.activation_codec import carried_dtype
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.host_copies import HostCopies
+from noloco_node.training.layout import carried_dtype
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 

@@ -16,8 +16,8 @@ from noloco_node.averaging.session import opening_specs
 from noloco_node.directory import records_call
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
+from noloco_node.pipeline.activations import encode
 from noloco_node.state_transfer.messages import OPEN as STATE_OPEN
-from noloco_node.training.activation_codec import encode
 from noloco_node.transport.messages import Message
 from tests.chaos.attacks.life import Life, Victim, repeat
 from tests.chaos.attacks.records import ghost, own_record

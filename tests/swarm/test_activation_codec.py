@@ -15,15 +15,8 @@ from noloco_node.config.run_spec import (
     PipelineSpec,
     token_bytes,
 )
-from noloco_node.training.activation_codec import (
-    DTYPES,
-    STEPS,
-    carried_dtype,
-    decode,
-    encode,
-    there_and_back,
-    wire_length,
-)
+from noloco_node.pipeline.activations import DTYPES, STEPS, decode, encode, there_and_back, wire_length
+from noloco_node.training.layout import carried_dtype
 
 
 @settings(max_examples=60, deadline=None)
