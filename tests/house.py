@@ -1,5 +1,5 @@
-"""How large the house is: lines, files, module-level numbers, pages, and the files that a microbatch and an outer step
-visit. `python -m tests.house` prints the table.
+"""How large the house is: lines, files, module-level numbers, pages, and the files that a microbatch, an outer step and
+a joiner visit. `python -m tests.house` prints the table.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
+from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
+from noloco_node.node.first_state import obtain_state
+from noloco_node.node.stage_lifecycle import StageLifecycle
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.storage.checkpoint import CheckpointFolder
 from tests.support import eventually
-from tests.worlds import micro_spec, peer_name, world
+from tests.worlds import NAMED, micro_spec, peer_name, run_ahead, world
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "noloco_node"
@@ -154,13 +160,38 @@ async def _outer_step() -> list[str]:
             return list(visited.of_package())
 
 
+async def _joiner() -> list[str]:
+    """The files that a joiner visits from the choice of its stage to its first sample, beside a replica that trains.
+
+    What comes before, its network, is not in memory.
+    """
+    settings, spec = NodeSettings(in_flight=1, initial_peers=(NAMED,)), micro_spec(stages=1)
+    with _watched() as visited:
+        async with world(spec, replicas=2, settings=settings) as made:
+            joiner, donor = made.replicas
+            transport, directory = joiner.context.transport, MemoryDirectory(made.hub)
+            await run_ahead(donor, 1e6)
+            donor.state_transfer.open()
+            await donor.membership.announce(PeerState.TRAINING)
+            stays = StageLifecycle(spec, settings, footprint_of(spec), transport, directory)
+            with visited.recording():
+                await stays.look_around()
+                async with stays.arriving(await stays.first_stage(None)):
+                    assert await obtain_state(joiner, stays, None, CheckpointFolder(Path("nowhere"), 1)) == "peer"
+                await joiner.membership.announce(PeerState.TRAINING)
+                assert joiner.pipeline.origin is not None
+                assert await joiner.pipeline.origin.train_one()
+            return list(visited.of_package())
+
+
 def journeys() -> Mapping[str, list[str]]:
-    """The files of the package on the way of a microbatch and of an outer step, from a trace."""
-    return {"a microbatch": asyncio.run(_microbatch()), "an outer step": asyncio.run(_outer_step())}
+    """The files of the package on the way of a microbatch, of an outer step and of a joiner, from a trace."""
+    ways = {"a microbatch": _microbatch, "an outer step": _outer_step, "a joiner": _joiner}
+    return {name: asyncio.run(way()) for name, way in ways.items()}
 
 
 def main() -> None:
-    """Print all figures, and the files of both journeys."""
+    """Print all figures, and the files of all journeys."""
     ways = journeys()
     for name, figure in {**sizes(), **{f"files on the way of {name}": len(f) for name, f in ways.items()}}.items():
         print(f"{figure:>8,}  {name}")
