@@ -18,8 +18,8 @@ from typing import Protocol
 
 from noloco_node.aio import Pulse
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.common import TransportLimits
 from noloco_node.transport.errors import PeerUnreachable, Refused
+from noloco_node.transport.interface import TransportLimits
 from noloco_node.transport.memory import Parcel
 
 FIRST_OCTETS = 256 << 10

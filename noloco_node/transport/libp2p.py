@@ -17,7 +17,6 @@ from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.keys import Identity, sign_statement, signed_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.common import CommonTransport, TransportLimits
 from noloco_node.transport.errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
 from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
@@ -31,7 +30,7 @@ from noloco_node.transport.frames import (
     encode_envelope,
     encode_refusal,
 )
-from noloco_node.transport.interface import DIRECTORY, RELAYED
+from noloco_node.transport.interface import DIRECTORY, RELAYED, Transport, TransportLimits
 from noloco_node.transport.messages import Message
 from noloco_node.transport.pacing import UNBOUNDED, BodyTurn, Line, at_once
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
@@ -59,8 +58,8 @@ class _RequestNotSent(Exception):
     """A stream from the pool turned out dead before the request was complete: it cannot have been carried out."""
 
 
-class Libp2pTransport(CommonTransport):
-    """Implements `Transport` on a `StreamHost`. `start` must be awaited before peers can be served. It signs with
+class Libp2pTransport(Transport):
+    """The transport on a `StreamHost`. `start` must be awaited before peers can be served. It signs with
     `identity`, which must be the one behind the host's peer id; a node that signs nothing needs none. Streams to peers
     `nearby` do without the host."""
 

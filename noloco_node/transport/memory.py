@@ -18,7 +18,6 @@ from typing import Protocol
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.common import CommonTransport, TransportLimits
 from noloco_node.transport.errors import (
     BrokenStream,
     DeadlinePassed,
@@ -29,6 +28,7 @@ from noloco_node.transport.errors import (
     TransportError,
 )
 from noloco_node.transport.frames import Envelope, check_sendable, decode_envelope, encode_envelope
+from noloco_node.transport.interface import Transport, TransportLimits
 from noloco_node.transport.messages import Message, TensorSpec, TrafficCount
 from noloco_node.transport.pacing import UNBOUNDED, BodyTurn, Line
 
@@ -195,8 +195,8 @@ _Answered = tuple[Message, int]
 """An answer, and the bytes of its encoded header."""
 
 
-class MemoryTransport(CommonTransport):
-    """Implements `Transport` among the transports of one `MemoryNetwork`."""
+class MemoryTransport(Transport):
+    """The transport among those of one `MemoryNetwork`."""
 
     def __init__(
         self, network: MemoryNetwork, peer_id: PeerId, limits: TransportLimits | None = None, line: Line = UNBOUNDED

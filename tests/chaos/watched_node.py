@@ -24,7 +24,7 @@ from noloco_node.peers.stats import PeerStats
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.transport.bans import Bans, Offence
-from noloco_node.transport.common import CommonTransport
+from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import Message
 from tests.chaos import paced_node
 
@@ -44,7 +44,7 @@ def write(**entry: Any) -> None:
 
 def watch() -> None:
     """Let this process write down what it sees."""
-    refresh, offended, call = DhtDirectory.refresh, Bans.offended, CommonTransport.call
+    refresh, offended, call = DhtDirectory.refresh, Bans.offended, Transport.call
 
     async def timed(self: DhtDirectory) -> DirectoryView:
         began = time.monotonic()
@@ -64,13 +64,13 @@ def watch() -> None:
         offended(self, peer, offence, detail)
         write(offence=offence.value, peer=peer, ban=self.banned(peer) and not before, detail=detail[:200])
 
-    async def noted(self: CommonTransport, peer: PeerId, method: str, request: Message, **limits: Any) -> Message:
+    async def noted(self: Transport, peer: PeerId, method: str, request: Message, **limits: Any) -> Message:
         if method in ASKED:
             write(asked=method, peer=peer)
         return await call(self, peer, method, request, **limits)
 
     DhtDirectory.refresh = timed
-    CommonTransport.call = noted
+    Transport.call = noted
     Bans.offended = judged
 
 

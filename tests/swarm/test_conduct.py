@@ -21,7 +21,6 @@ from noloco_node.transport.bans import (
     Offence,
     after_offence,
 )
-from noloco_node.transport.common import RequestDesk, TransportLimits
 from noloco_node.transport.errors import (
     REFUSAL_MEANINGS,
     BrokenStream,
@@ -31,6 +30,7 @@ from noloco_node.transport.errors import (
     Refusal,
     Refused,
 )
+from noloco_node.transport.interface import RequestDesk, TransportLimits
 
 PEER = PeerId("a-stranger")
 

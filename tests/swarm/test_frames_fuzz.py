@@ -29,7 +29,6 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import start_p2p
 from noloco_node.transport import bans as conduct
-from noloco_node.transport.common import TransportLimits
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
@@ -48,6 +47,7 @@ from noloco_node.transport.frames import (
     frame_lengths,
     tensor_bytes,
 )
+from noloco_node.transport.interface import TransportLimits
 from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.messages import MAX_TENSORS, WIRE_DTYPES, Message, TensorSpec
 from noloco_node.transport.streams import FramedStream, StreamEnded

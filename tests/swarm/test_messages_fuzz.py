@@ -48,10 +48,9 @@ from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.transport import bans as conduct
-from noloco_node.transport.common import RequestDesk
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.frames import FrameError
-from noloco_node.transport.interface import Transport
+from noloco_node.transport.interface import RequestDesk, Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message

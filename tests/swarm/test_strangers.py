@@ -25,7 +25,6 @@ from noloco_node.telemetry.metrics import Metrics
 from noloco_node.transport import bans as conduct
 from noloco_node.transport.bans import Offence
 from noloco_node.transport.calls import Reply
-from noloco_node.transport.common import RequestDesk, TransportLimits
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,
@@ -38,7 +37,7 @@ from noloco_node.transport.frames import (
     encode_frame,
     encode_prefix,
 )
-from noloco_node.transport.interface import Withdraw
+from noloco_node.transport.interface import RequestDesk, TransportLimits, Withdraw
 from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message, TensorSpec

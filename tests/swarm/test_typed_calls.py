@@ -33,7 +33,7 @@ from tests.worlds import World, micro_spec, peer_name, trainer_of, world
 
 HOSTILE = PeerId("a-hostile-stage peer")
 PACKAGE = Path(__file__).parents[2] / "noloco_node"
-RAW_CALL = {"transport/common", "transport/calls"}
+RAW_CALL = {"transport/interface", "transport/calls"}
 MAY_VIOLATE = {"transport/libp2p", "transport/memory", "transport/calls"}
 
 Turn = Callable[[Message], Awaitable[Message]]

@@ -20,8 +20,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
 from noloco_node.peers.stats import PeerStats
-from noloco_node.transport.common import TransportLimits
 from noloco_node.transport.errors import PeerUnreachable
+from noloco_node.transport.interface import TransportLimits
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
