@@ -10,9 +10,11 @@ from noloco_node.averaging.step import Averaging
 from noloco_node.data.samples import Samples
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerState
+from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.evaluation import Evaluations
 from noloco_node.pipeline.microbatch import MicrobatchSource
+from noloco_node.pipeline.participant import Pipeline
 from noloco_node.placement.arrival import CommonStart, MissingStages
 from noloco_node.placement.run_end import EndOfRun
 
@@ -28,28 +30,40 @@ async def nothing_to_hand_over(_seconds: float) -> None:
 
 
 class ReplicaCourse:
-    """Goes through the run once (`go`), cut short by `stop`. `origin` and `samples` are those of stage 0."""
+    """Goes through the run once (`go`), cut short by `stop`. `samples` are those of stage 0; `signed` has what is known
+    of the run's end."""
 
     def __init__(
         self,
         context: ReplicaContext,
         membership: Membership,
+        pipeline: Pipeline,
         averaging: Averaging,
-        end: EndOfRun,
-        missing: MissingStages,
-        *,
-        origin: MicrobatchSource | None,
         samples: Samples | None,
+        signed: SignedEnd,
     ) -> None:
+        spec, worker, self._origin = context.spec, context.worker, pipeline.origin
         self._context = context
         self._membership = membership
         self._averaging = averaging
-        self._end = end
-        self._missing = missing
-        self._origin = origin
         self._samples = samples
+        self.missing = missing = MissingStages()
+        self.end = EndOfRun(
+            context.transport.peer_id,
+            membership,
+            context.transport.peer_stats,
+            pipeline.server.origins_seen if context.stage > 0 else None,
+            signed,
+            clock=lambda: worker.progress.clock,
+            last_trained=lambda: worker.last_trained.at,
+            held_up=lambda: bool(missing.stages),
+            target=spec.inner.target_tokens,
+            max_lag=spec.max_lag_tokens,
+            grace=spec.limits.grace_seconds,
+        )
+        """When the run is over for it."""
         self._start = CommonStart(context.settings.start_replicas)
-        self._begun = origin is None or context.settings.start_replicas <= 1
+        self._begun = self._origin is None or context.settings.start_replicas <= 1
         if not self._begun:
             membership.hurry()
         self.stop = asyncio.Event()
@@ -70,14 +84,21 @@ class ReplicaCourse:
             if not self._over:
                 await evaluations.last()
         else:
-            await self._end.wait(self.stop, self._context.moved)
+            await self.end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
             await self._last_outer_step()
             await self.hand_over(COLLECTORS_GRACES * self._context.spec.limits.grace_seconds)
 
+    def look(self) -> None:
+        """Take in what the directory says of stages without a replica."""
+        if self.run_goes_on():
+            self.missing.look(self._membership.unserved(), self._context.spec.stages)
+        else:
+            self.missing.look_back(self._membership.unserved())
+
     def run_goes_on(self) -> bool:
         """False once this replica leaves or the origins do: stages that empty at the run's end are not lost."""
-        return self._membership.state is PeerState.TRAINING and not self._end.in_sight()
+        return self._membership.state is PeerState.TRAINING and not self.end.in_sight()
 
     async def _train(self, origin: MicrobatchSource, evaluations: Evaluations) -> None:
         """Until the clock is at the target, or the run turns out to be over without this node."""
@@ -89,7 +110,7 @@ class ReplicaCourse:
             watching.cancel()
 
     async def _until_over(self) -> None:
-        await self._end.wait(self.stop, self._context.moved)
+        await self.end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
             logger.warning("the run is over: nothing is trained here any more, and the others have come to its end")
             self._over = True
@@ -101,7 +122,7 @@ class ReplicaCourse:
             await self._context.moved.wait()
 
     def _may_draw(self) -> bool:
-        if self._missing.stages or not self._missing.looked:
+        if self.missing.stages or not self.missing.looked:
             return False
         if not self._begun:  # asked before every sample: the records are looked at only until then
             up, others = self._membership.replicas_per_stage(), self._membership.usual_clock()

@@ -34,8 +34,6 @@ from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.pipeline.participant import Pipeline
-from noloco_node.placement.arrival import MissingStages
-from noloco_node.placement.run_end import EndOfRun
 from noloco_node.state_transfer.donor import nobody_relayed
 from noloco_node.state_transfer.participant import StateTransfer
 from noloco_node.telemetry.events import AnyEvent, InnerStep
@@ -151,12 +149,13 @@ class Replica:
         self.state_transfer = StateTransfer(context, self._clocks.not_beyond, relayed)
         self._served: list[Withdraw] = []
         self.participants = (self._neighbourhood, self.pipeline, self.averaging, self.state_transfer)
-        self.outer_steps = self._make_outer_steps()
-        self.missing = MissingStages()
+        copier = self.state_transfer.copier
+        self.outer_steps = OuterSteps(context, self.membership, self.averaging, copier, self._pace, self._behind)
         self.signed = signed or SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
-        self.end = self._make_end()
-        """When the run is over for it."""
-        self.course = self._make_course(samples)
+        self.course = course = ReplicaCourse(
+            context, self.membership, self.pipeline, self.averaging, samples, self.signed
+        )
+        self.end, self.missing = course.end, course.missing
         self.books = NodeStats(context, self.membership, self.pipeline, self.missing)
         transport.conduct.on_ban = lambda _: self._directory_read()
         self._rests: str | None = None
@@ -176,37 +175,6 @@ class Replica:
             estimated=self.membership.stage_peer_clocks,
             recorded=self.membership.recorded_clocks,
             origins_lead=self._origins_lead,
-        )
-
-    def _make_end(self) -> EndOfRun:
-        spec, transport = self.context.spec, self.context.transport
-        return EndOfRun(
-            transport.peer_id,
-            self.membership,
-            transport.peer_stats,
-            self.pipeline.server.origins_seen if self.stage > 0 else None,
-            self.signed,
-            clock=lambda: self.worker.progress.clock,
-            last_trained=lambda: self.worker.last_trained.at,
-            held_up=lambda: bool(self.missing.stages),
-            target=spec.inner.target_tokens,
-            max_lag=spec.max_lag_tokens,
-            grace=spec.limits.grace_seconds,
-        )
-
-    def _make_outer_steps(self) -> OuterSteps:
-        copier = self.state_transfer.copier
-        return OuterSteps(self.context, self.membership, self.averaging, copier, self._pace, self._behind)
-
-    def _make_course(self, samples: Samples | None) -> ReplicaCourse:
-        return ReplicaCourse(
-            self.context,
-            self.membership,
-            self.averaging,
-            self.end,
-            self.missing,
-            origin=self.pipeline.origin,
-            samples=samples,
         )
 
     @property
@@ -349,10 +317,7 @@ class Replica:
         self.pipeline.balancer.update(membership.next_stage_peers(), membership.own_rank())
         self.worker.live_replicas = membership.live_replicas()
         self.averaging.standing.look(membership.stage_peers(), progress.steps, outer_rounds=progress.outer_rounds)
-        if self.course.run_goes_on():
-            self.missing.look(membership.unserved(), self.context.spec.stages)
-        else:
-            self.missing.look_back(membership.unserved())
+        self.course.look()
         self.context.moved.fire()
 
     def _inner_step_taken(self, report: InnerReport) -> None:
