@@ -24,7 +24,7 @@ from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import NotFinite, Part, gauge_coordinates
-from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import STRANGERS, Partners
 from noloco_node.peers.probation import Meeting, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
@@ -82,7 +82,6 @@ class Side:
         *,
         clocks: PeerClocks,
         standing: ProbationStanding,
-        within: Participant,
     ) -> None:
         self.spec = spec = context.spec
         self.stage = context.stage
@@ -98,8 +97,6 @@ class Side:
         self._applying: asyncio.Task[None] | None = None
         self.partners = Partners(transport.peer_stats.book)
         self.window = Window(spec.outer.inner_steps, spec.outer.effective_min_inner_steps)
-        self.within = within
-        """Proposals are taken while it accepts."""
         self.last_round = False
         """This replica has trained to the run's end, and takes its last outer step."""
         self.last_taken = False

@@ -74,8 +74,8 @@ class Averaging(Participant):
 
         inner_steps, book = context.spec.outer.inner_steps, context.transport.peer_stats.book
         self.standing = ProbationStanding(inner_steps, counts_itself, book)
-        self.side = Side(context, clocks=clocks, standing=self.standing, within=self)
-        self.responder = Responder(self.side)
+        self.side = Side(context, clocks=clocks, standing=self.standing)
+        self.responder = Responder(self.side, lambda: self.accepting)
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods of an exchange."""

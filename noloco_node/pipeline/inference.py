@@ -6,6 +6,8 @@ authenticated id, and for nobody's word. A peer may have a share of the tokens t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,14 +17,12 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.model.cut import StageCut
-from noloco_node.participant import Participant
+from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.admission import Rations
 from noloco_node.pipeline.messages import NO_MEMORY
 from noloco_node.training.compute_thread import QueueTurn
 from noloco_node.training.layout import carried_dtype
-from noloco_node.training.stage_worker import StageWorker
-from noloco_node.training.trainer import MicrobatchNotFinite
+from noloco_node.training.trainer import MicrobatchNotFinite, StageFacts
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release, Transport, Withdraw
@@ -58,30 +58,20 @@ FORWARD = Method("inference.forward", ForwardHeader, Nothing)
 
 
 class InferenceServer:
-    """Answers for this node's stage. `share`: `node.generate_share`; with 0 the method is not served."""
+    """Answers for this node's stage, unless `node.generate_share` is 0."""
 
     def __init__(
-        self,
-        spec: RunSpec,
-        cut: StageCut,
-        width: int,
-        vocabulary: int,
-        worker: StageWorker,
-        share: float,
-        within: Participant,
-        behind: FarBehind | None = None,
+        self, context: ReplicaContext, stage: StageFacts, behind: FarBehind, accepting: Callable[[], bool]
     ) -> None:
-        """Windows are taken while `within` accepts; `behind`: whether this replica is far behind its stage
-        peers; None: it never is."""
-        self._spec = spec
-        self._cut = cut
-        self._width = width
-        self._vocabulary = vocabulary
-        self._worker = worker
-        self._share = share
+        """Windows are taken while `accepting`; `behind` says whether this replica is far behind its stage peers."""
+        self._spec = spec = context.spec
+        self._worker = worker = context.worker
+        self._cut = context.cut
+        self._width, self._vocabulary = stage.cut_width, stage.vocab_size
+        self._share = share = context.settings.generate_share
         self._rations = Rations(share, SAVED_WINDOWS * spec.data.sequence_length, lambda: worker.last_trained.tokens)
         self._held = 0
-        self._within = within
+        self._accepting = accepting
         self._behind = behind
 
     def serve(self, transport: Transport) -> tuple[Withdraw, ...]:
@@ -90,7 +80,7 @@ class InferenceServer:
 
     def admit(self, peer: PeerId, request: ForwardHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, or too much now, before a byte of the body is read."""
-        if not self._within.accepting:
+        if not self._accepting():
             raise Refused(Refusal.DRAINING)
         check_addressed(
             run=request.run,
@@ -100,7 +90,7 @@ class InferenceServer:
             protocol=request.protocol,
         )
         tokens = self._tokens_of(specs)
-        if self._held >= AT_ONCE or (self._behind is not None and self._behind.stands_back):
+        if self._held >= AT_ONCE or self._behind.stands_back:
             raise Refused(Refusal.BUSY, f"{self._held} windows of generated texts are held here")
         self._rations.take(peer, tokens)
         self._held += 1

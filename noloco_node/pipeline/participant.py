@@ -26,45 +26,21 @@ class Pipeline(Participant):
         self, context: ReplicaContext, stage: StageFacts, samples: Samples | None, ledger: Ledger, behind: FarBehind
     ) -> None:
         assert (samples is not None) == context.cut.is_first, "stage 0, and only it, has the text"
-        spec, settings, worker = context.spec, context.settings, context.worker
+        spec, transport, rng = context.spec, context.transport, context.rng
         self._context = context
         self._samples = samples
         self.ledger = ledger
-        self.balancer = LoadBalancer(
-            spec.pipeline.routing, context.rng, ambient.monotonic, context.transport.peer_stats.book
-        )
+        self.balancer = LoadBalancer(spec.pipeline.routing, rng, ambient.monotonic, transport.peer_stats.book)
         self.downstream = (
             None
             if context.cut.is_last
-            else Downstream(
-                spec, context.stage, context.transport, self.balancer, ledger, context.rng, router=stage.router
-            )
+            else Downstream(spec, context.stage, transport, self.balancer, ledger, rng, router=stage.router)
         )
-        self.server = PipelineServer(
-            spec,
-            context.stage,
-            stage.cut_width,
-            stage.vocab_size,
-            worker,
-            self.downstream,
-            ledger,
-            settings.max_pending,
-            context.transport.peer_stats,
-            self,
-            behind,
-        )
-        self.inference = InferenceServer(
-            spec,
-            context.cut,
-            stage.cut_width,
-            stage.vocab_size,
-            worker,
-            settings.generate_share,
-            self,
-            behind,
-        )
+        self.server = PipelineServer(context, stage, self.downstream, ledger, behind, lambda: self.accepting)
+        self.inference = InferenceServer(context, stage, behind, lambda: self.accepting)
+        in_flight = context.settings.in_flight
         self.origin = (
-            MicrobatchSource(spec, worker, self.downstream, ledger, samples, context.rng, settings.in_flight)
+            MicrobatchSource(spec, context.worker, self.downstream, ledger, samples, rng, in_flight)
             if samples
             else None
         )

@@ -12,6 +12,7 @@ import asyncio
 import math
 import zlib
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,14 +21,13 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
-from noloco_node.config.run_spec import ActivationCodec, RunSpec
+from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.directory.peer_clocks import FarBehind
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.finite import found_finite, scale_of
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.participant import Participant
+from noloco_node.participant import ReplicaContext
 from noloco_node.peer_table import PeerTable
-from noloco_node.peers.stats import PeerStats
 from noloco_node.pipeline.activations import from_wire, to_wire
 from noloco_node.pipeline.admission import EvaluationRations, MicrobatchLimiter, SourceShares, turn_of
 from noloco_node.pipeline.messages import (
@@ -47,8 +47,7 @@ from noloco_node.pipeline.microbatch import Downstream
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.layout import carried_dtype
-from noloco_node.training.stage_worker import StageWorker
-from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
+from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite, StageFacts
 from noloco_node.transport.calls import Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import tensor_bytes
@@ -147,40 +146,35 @@ class PipelineServer:
 
     def __init__(
         self,
-        spec: RunSpec,
-        stage: int,
-        width: int,
-        vocabulary: int,
-        worker: StageWorker,
+        context: ReplicaContext,
+        stage: StageFacts,
         downstream: Downstream | None,
         ledger: Ledger,
-        max_pending: int,
-        peer_stats: PeerStats,
-        within: Participant,
-        behind: FarBehind | None = None,
+        behind: FarBehind,
+        accepting: Callable[[], bool],
     ) -> None:
-        """`width` counts the numbers of a token that come in. Microbatches are taken while `within` accepts.
-        `behind` says whether this replica is far behind its stage peers; None: it never is."""
-        self._spec = spec
-        self._stage = stage
-        self._width = width
-        self._vocabulary = vocabulary
-        self._worker = worker
+        """Microbatches are taken while `accepting`; `behind` says whether this replica is far behind stage peers."""
+        self._spec = spec = context.spec
+        self._worker = worker = context.worker
+        self._peer_stats = peer_stats = context.transport.peer_stats
+        self._stage = context.stage
+        self._width = stage.cut_width
+        """Numbers of a token that come in."""
+        self._vocabulary = stage.vocab_size
         self._downstream = downstream
         self._carried = carried_dtype(spec.pipeline.activations)
         self._ledger = ledger
-        self._peer_stats = peer_stats
         self._under_way: dict[MicrobatchName, asyncio.Task[object] | None] = {}
         self._handed_back: set[MicrobatchName] = set()
         self._repeats = Repeats()
-        self._places = MicrobatchLimiter(max_pending, load=lambda: worker.load)
+        self._places = MicrobatchLimiter(context.settings.max_pending, load=lambda: worker.load)
         self._shares = SourceShares(lambda: worker.progress.clock >= spec.inner.warmup_tokens)
         self.rations = EvaluationRations(spec, worker, peer_stats.book)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen(spec.max_lag_tokens)
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
-        self._within = within
+        self._accepting = accepting
         self._behind = behind
 
     @property
@@ -195,9 +189,9 @@ class PipelineServer:
     def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse a microbatch that is not meant for this node, malformed, too large, or too much now. Otherwise keep a
         place for it, from before its body arrives."""
-        if not self._within.accepting:
+        if not self._accepting():
             raise Refused(Refusal.DRAINING)
-        if self._behind is not None and self._behind.stands_back:
+        if self._behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a stage peer's state first")
         own_run, own_stage = self._spec.run_id, self._stage
         check_addressed(
