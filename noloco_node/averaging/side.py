@@ -128,10 +128,6 @@ class Side:
         whole = part == self.worker.outer.whole
         return Session(exchange, partner, role, None if whole else fragment, part, reason=reason)
 
-    def refused(self, word: str) -> None:
-        """A proposal of this replica came to nothing, for what `word` says."""
-        self.refusals[word] += 1
-
     def floor_for(self, part: Part) -> float:
         """Bytes per second that an exchange of `part` moves each way at least."""
         limits, codec = self.spec.limits, self.worker.outer.codec
@@ -184,10 +180,6 @@ class Side:
         if not self.last_round:
             self.partners.begin_last_round()
         self.last_round = True
-
-    def free_since(self, steps: int) -> None:
-        """Its last exchange had ended when it had taken so many inner steps."""
-        self.free_since_step = steps
 
     async def commit(self, session: Session) -> None:
         """Clip, apply between two device operations, report, and close the session. Once begun it is carried to its
@@ -258,7 +250,7 @@ class Side:
         self.engagement.go_on(session, Change.DONE if committed else Change.BREAK_OFF)
         self._remember(session, committed=committed)
         if session.paired:
-            self.free_since(self.worker.progress.steps)
+            self.free_since_step = self.worker.progress.steps
         self._moved.fire()
 
     def account_of(self, dialler: PeerId) -> tuple[PeerId, int]:

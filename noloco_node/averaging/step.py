@@ -190,7 +190,7 @@ class Averaging(Participant):
         told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
         if told_to_catch_up and not side.standing.newcomer and side.clocks.own_lags():
             side.told_to_catch_up(partner)
-        side.refused(failure_of(error).partition(":")[0])
+        side.refusals[failure_of(error).partition(":")[0]] += 1
         logger.debug("proposal to %s came to nothing: %r", partner, error)
 
     async def _exchange(self, session: Session, snapshot: Snapshot) -> None:

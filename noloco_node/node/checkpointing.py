@@ -111,7 +111,7 @@ class CheckpointKeeper:
         ledger.waiting.extend(held)
         if self._replica.pipeline.origin is None:  # else its text goes on from there already
             ledger.walk = standing.walk
-        self._replica.averaging.side.free_since(standing.progress.steps)
+        self._replica.averaging.side.free_since_step = standing.progress.steps
         self._round = standing.progress.outer_rounds
 
     @property
