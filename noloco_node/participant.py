@@ -42,7 +42,7 @@ class Participant:
     does nothing more where a participant has nothing to do."""
 
     accepting = False
-    """Whether it takes what peers ask now; its parts look here, and nobody else sets it."""
+    """Whether it takes what peers ask now."""
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods with the transport, and how each is taken back; nothing is accepted before `open`."""

@@ -4,7 +4,6 @@ holds the partner's whole payload."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from torch import Tensor
 
@@ -41,10 +40,10 @@ from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec, specs_of
 class Responder:
     """Answers for one side."""
 
-    def __init__(self, side: Side, accepting: Callable[[], bool]) -> None:
-        """Proposals are taken while `accepting`."""
+    def __init__(self, side: Side) -> None:
         self._side = side
-        self._accepting = accepting
+        self.accepting = False
+        """Whether proposals are taken now."""
         self._complete: asyncio.Queue[Session] = asyncio.Queue()
         """Exchanges wait here once all their chunks have come. There is one at most, since nothing else is begun before
         its commit."""
@@ -103,7 +102,7 @@ class Responder:
     async def handle_propose(self, peer: PeerId, proposal: Proposal) -> Acceptance:
         """Agree to an exchange, or refuse it."""
         side, engagement = self._side, self._side.engagement
-        if not self._accepting():
+        if not self.accepting:
             raise Refused(Refusal.DRAINING)
         check_proposal(proposal, side.spec, side.stage, side.contract)
         if engagement.phase not in (Phase.FREE, Phase.PROPOSING):

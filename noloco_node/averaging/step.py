@@ -75,11 +75,19 @@ class Averaging(Participant):
         inner_steps, book = context.spec.outer.inner_steps, context.transport.peer_stats.book
         self.standing = ProbationStanding(inner_steps, counts_itself, book)
         self.side = Side(context, clocks=clocks, standing=self.standing)
-        self.responder = Responder(self.side, lambda: self.accepting)
+        self.responder = Responder(self.side)
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods of an exchange."""
         return self.responder.serve()
+
+    def open(self) -> None:
+        """Accept proposals from now on."""
+        self.accepting = self.responder.accepting = True
+
+    def shut(self) -> None:
+        """Accept no proposal from now on; what is under way goes on."""
+        self.accepting = self.responder.accepting = False
 
     async def run(self) -> None:
         """Commit exchanges that others dialled, and give up those that make no progress, until cancelled. What is not

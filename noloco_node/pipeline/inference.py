@@ -6,8 +6,6 @@ authenticated id, and for nobody's word. A peer may have a share of the tokens t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -60,10 +58,8 @@ FORWARD = Method("inference.forward", ForwardHeader, Nothing)
 class InferenceServer:
     """Answers for this node's stage, unless `node.generate_share` is 0."""
 
-    def __init__(
-        self, context: ReplicaContext, stage: StageFacts, behind: FarBehind, accepting: Callable[[], bool]
-    ) -> None:
-        """Windows are taken while `accepting`; `behind` says whether this replica is far behind its stage peers."""
+    def __init__(self, context: ReplicaContext, stage: StageFacts, behind: FarBehind) -> None:
+        """`behind` says whether this replica is far behind its stage peers."""
         self._spec = spec = context.spec
         self._worker = worker = context.worker
         self._cut = context.cut
@@ -71,7 +67,8 @@ class InferenceServer:
         self._share = share = context.settings.generate_share
         self._rations = Rations(share, SAVED_WINDOWS * spec.data.sequence_length, lambda: worker.last_trained.tokens)
         self._held = 0
-        self._accepting = accepting
+        self.accepting = False
+        """Whether windows are taken now."""
         self._behind = behind
 
     def serve(self, transport: Transport) -> tuple[Withdraw, ...]:
@@ -80,7 +77,7 @@ class InferenceServer:
 
     def admit(self, peer: PeerId, request: ForwardHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse what is not meant for this node, malformed, or too much now, before a byte of the body is read."""
-        if not self._accepting():
+        if not self.accepting:
             raise Refused(Refusal.DRAINING)
         check_addressed(
             run=request.run,

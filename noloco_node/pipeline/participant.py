@@ -36,8 +36,8 @@ class Pipeline(Participant):
             if context.cut.is_last
             else Downstream(spec, context.stage, transport, self.balancer, ledger, rng, router=stage.router)
         )
-        self.server = PipelineServer(context, stage, self.downstream, ledger, behind, lambda: self.accepting)
-        self.inference = InferenceServer(context, stage, behind, lambda: self.accepting)
+        self.server = PipelineServer(context, stage, self.downstream, ledger, behind)
+        self.inference = InferenceServer(context, stage, behind)
         in_flight = context.settings.in_flight
         self.origin = (
             MicrobatchSource(spec, context.worker, self.downstream, ledger, samples, rng, in_flight)
@@ -50,6 +50,14 @@ class Pipeline(Participant):
         transport = self._context.transport
         work = (self.server.serve(transport),) if self.origin is None else ()
         return (*work, *self.inference.serve(transport))
+
+    def open(self) -> None:
+        """Accept what peers ask from now on."""
+        self.accepting = self.server.accepting = self.inference.accepting = True
+
+    def shut(self) -> None:
+        """Accept nothing from now on; what is under way goes on."""
+        self.accepting = self.server.accepting = self.inference.accepting = False
 
     async def run(self) -> None:
         """Audit what the next stage answers."""

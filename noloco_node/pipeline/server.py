@@ -12,7 +12,6 @@ import asyncio
 import math
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -151,9 +150,8 @@ class PipelineServer:
         downstream: Downstream | None,
         ledger: Ledger,
         behind: FarBehind,
-        accepting: Callable[[], bool],
     ) -> None:
-        """Microbatches are taken while `accepting`; `behind` says whether this replica is far behind stage peers."""
+        """`behind` says whether this replica is far behind its stage peers."""
         self._spec = spec = context.spec
         self._worker = worker = context.worker
         self._peer_stats = peer_stats = context.transport.peer_stats
@@ -174,7 +172,8 @@ class PipelineServer:
         self.origins_seen = OriginsSeen(spec.max_lag_tokens)
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
-        self._accepting = accepting
+        self.accepting = False
+        """Whether microbatches are taken now."""
         self._behind = behind
 
     @property
@@ -189,7 +188,7 @@ class PipelineServer:
     def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:
         """Refuse a microbatch that is not meant for this node, malformed, too large, or too much now. Otherwise keep a
         place for it, from before its body arrives."""
-        if not self._accepting():
+        if not self.accepting:
             raise Refused(Refusal.DRAINING)
         if self._behind.stands_back:
             raise Refused(Refusal.BUSY, "this replica is far behind and takes a stage peer's state first")
