@@ -42,7 +42,7 @@ from noloco_node.node.interrupts import Interrupts, PauseSwitch
 from noloco_node.node.network import Agree, Entrance, network
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import BeginsFrom, stays_of
-from noloco_node.node.stay import Place, Stay, save_what_was_not, stopped_event
+from noloco_node.node.stay import NodeParts, Stay, save_what_was_not, stopped_event
 from noloco_node.sizing.devices import peak_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
@@ -84,33 +84,33 @@ class Departure:
 async def travel(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> NodeStopped:
     """The whole way; the last event says how it ended. Raises UserError for what the person who started it can
     change."""
-    async with _enter(departure, telemetry, interrupts) as place:
-        stage = await _choose(place, departure.show)
+    async with _enter(departure, telemetry, interrupts) as node:
+        stage = await _choose(node, departure.show)
         while True:
-            await _rest(place, stage, interrupts)
+            await _rest(node, stage, interrupts)
             try:
-                async with _obtain(place, stage, interrupts) as stay:
+                async with _obtain(node, stage, interrupts) as stay:
                     in_vain, stopped = stay is None, None
                     if stay is not None:
                         await stay.train()
                         stopped = await stay.leave(departure.started)
             except RunHasEnded:
-                if place.stays.moving is not None:
-                    return _ended_between_two_stages(place, departure.started)
-                if not place.was_paused:
+                if node.stays.moving is not None:
+                    return _ended_between_two_stages(node, departure.started)
+                if not node.was_paused:
                     raise
                 return _ended_without_this_node("while this node was paused", departure.started)
             del stay  # two stages may be more than the memory holds
             if stopped is not None:
                 return stopped
             interrupts.moves_on()
-            if place.paused:
+            if node.paused:
                 continue
-            stage = await place.stays.back() if in_vain else place.stays.departs()
+            stage = await node.stays.back() if in_vain else node.stays.departs()
 
 
 @contextlib.asynccontextmanager
-async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> AsyncGenerator[Place]:
+async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interrupts) -> AsyncGenerator[NodeParts]:
     """Onto the network, to agreement on the run, and into the folder."""
     settings, folder, emit = departure.settings, departure.folder, telemetry.emit
     check_device(settings.device)
@@ -137,49 +137,49 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
                 emit(warning)
             await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now
             stays = await stays_of(net.spec, net.settings, net.transport, net.directory)
-            place = Place(net, folder, checkpoints, thread, telemetry, stays, pause, saved)
-            del saved  # it holds a copy of everything, and is `place`'s to let go of
-            _look_back(place)
-            yield place
+            node = NodeParts(net, folder, checkpoints, thread, telemetry, stays, pause, saved)
+            del saved  # it holds a copy of everything, and is `node`'s to let go of
+            _look_back(node)
+            yield node
 
 
-def _look_back(place: Place) -> None:
+def _look_back(node: NodeParts) -> None:
     """What this node's earlier life, or its stay before a pause, tells of the run's end."""
-    spec, signed, saved = place.net.spec, place.stays.signed, place.saved
-    for peer, held in place.net.known.holders(spec.run_id, 0):
+    spec, signed, saved = node.net.spec, node.stays.signed, node.saved
+    for peer, held in node.net.known.holders(spec.run_id, 0):
         signed.seen_at_work(peer, held.seen)
-    signed.kept_in(place.folder, spec, saved and saved.standing.progress.clock)
+    signed.kept_in(node.folder, spec, saved and saved.standing.progress.clock)
 
 
-async def _rest(place: Place, stage: int, interrupts: Interrupts) -> None:
+async def _rest(node: NodeParts, stage: int, interrupts: Interrupts) -> None:
     """While this node is to rest: be seen as paused at the stage, and do nothing. Afterwards it begins as a node that
     is started again does: from its checkpoint, or from a stage peer's state where it has fallen behind."""
-    net, pause, ended_a_stay = place.net, place.pause, place.paused
-    place.paused = False
+    net, pause, ended_a_stay = node.net, node.pause, node.paused
+    node.paused = False
     if pause.rests:
         await ambient.elsewhere(free_cached_memory, net.settings.device)
         if not ended_a_stay:  # else its replica has said so
-            place.emit(_paused_event(pause.why()))
+            node.emit(_paused_event(pause.why()))
         interrupts.at_rest = True
-        async with place.stays.resting(stage):
+        async with node.stays.resting(stage):
             await net.beside(pause.ends(), pause.keep(), net.invitation.raised_at_its_end())
         interrupts.at_rest = False
-    if place.kept:
-        place.kept = False
-        place.saved = await ambient.elsewhere(place.checkpoints.newest, net.spec.run_id, stage)
+    if node.kept:
+        node.kept = False
+        node.saved = await ambient.elsewhere(node.checkpoints.newest, net.spec.run_id, stage)
     if ended_a_stay:
-        place.was_paused |= place.started
-        place.stays.near = False  # others have gone on since
-        _look_back(place)
+        node.was_paused |= node.started
+        node.stays.near = False  # others have gone on since
+        _look_back(node)
 
 
 def _paused_event(why: str) -> Doing:
     return Doing(what="paused", detail=why, since=ambient.wall())
 
 
-async def _choose(place: Place, show: Show | None) -> int:
+async def _choose(node: NodeParts, show: Show | None) -> int:
     """Look who serves what, choose this node's stage, show the run to who wants to see it, and be there for others."""
-    net, stays, saved = place.net, place.stays, place.saved
+    net, stays, saved = node.net, node.stays, node.saved
     view: DirectoryView | None = None
     if show is not None or (saved is None and net.settings.stage == "auto"):
         view = await stays.look_around()
@@ -188,18 +188,18 @@ async def _choose(place: Place, show: Show | None) -> int:
     stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
     if show is not None and view is not None:
         await ambient.elsewhere(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
-    stays.emit = net.invitation.emit = net.lives.emit = place.emit
-    checks = partial(start_checks.for_a_stage, net.spec, net.settings, stage, place.folder, moves=stays.may_move)
+    stays.emit = net.invitation.emit = net.lives.emit = node.emit
+    checks = partial(start_checks.for_a_stage, net.spec, net.settings, stage, node.folder, moves=stays.may_move)
     start_checks.report(await ambient.elsewhere(checks))
-    net.reach.tell(lambda now: place.emit(Reachability(way=now.way.value, words=now.words())))
-    net.supervisor.on_restart = lambda cause: place.emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
+    net.reach.tell(lambda now: node.emit(Reachability(way=now.way.value, words=now.words())))
+    net.supervisor.on_restart = lambda cause: node.emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))
     stays.signed.serve()
     serve_hello(
         net.transport,
         net.spec,
         lambda: stays.stage,
         over=lambda: stays.over,
-        held_out=lambda: held_out_loss(place.telemetry.evaluation),
+        held_out=lambda: held_out_loss(node.telemetry.evaluation),
         birth=lambda: net.life.birth,
     )
     serve_spec(net.transport, net.spec)
@@ -207,30 +207,30 @@ async def _choose(place: Place, show: Show | None) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _obtain(place: Place, stage_index: int, interrupts: Interrupts) -> AsyncGenerator[Stay | None]:
+async def _obtain(node: NodeParts, stage_index: int, interrupts: Interrupts) -> AsyncGenerator[Stay | None]:
     """A replica of the stage with the state to begin with, or None where this node came from another stage in vain."""
-    stays, resumed = place.stays, place.saved is not None
+    stays, resumed = node.stays, node.saved is not None
     async with contextlib.AsyncExitStack() as stack:
         with interrupts.leaving():
             async with stays.arriving(stage_index):
-                stay, clock = await _enter_stage(place, stage_index, interrupts, stack)
-                origin = await _first_state(place, stay.replica, clock)
-            place.kept = place.paused and resumed
+                stay, clock = await _enter_stage(node, stage_index, interrupts, stack)
+                origin = await _first_state(node, stay.replica, clock)
+            node.kept = node.paused and resumed
             if origin is not None:
                 moved = stays.arrived(stay.replica, origin)
-                if moved is not None or not place.started:
-                    place.emit(moved or _started_event(place, stay, origin, resumed=resumed))
-                place.started = True
+                if moved is not None or not node.started:
+                    node.emit(moved or _started_event(node, stay, origin, resumed=resumed))
+                node.started = True
             yield None if origin is None else stay
 
 
 async def _enter_stage(
-    place: Place, stage_index: int, interrupts: Interrupts, stack: contextlib.AsyncExitStack
+    node: NodeParts, stage_index: int, interrupts: Interrupts, stack: contextlib.AsyncExitStack
 ) -> tuple[Stay, float | None]:
     """A replica that serves, with what accompanies it, and the clock of the checkpoint that it goes on from. That
-    checkpoint holds a whole state: it is `place`'s no more, and nobody's once this returns."""
-    net, stays, spec = place.net, place.stays, place.net.spec
-    saved, place.saved = place.saved, None
+    checkpoint holds a whole state: it is `node`'s no more, and nobody's once this returns."""
+    net, stays, spec = node.net, node.stays, node.net.spec
+    saved, node.saved = node.saved, None
     walk = stays.ledger.walk if saved is None else saved.standing.walk
     stage, samples = await ambient.elsewhere(_prepare, spec, stage_index, net.daemon.own_id, walk)
     if samples is not None:
@@ -238,12 +238,12 @@ async def _enter_stage(
     replica = Replica(
         spec,
         net.settings,
-        await on_its_device(spec, net.settings, stage, place.thread),
+        await on_its_device(spec, net.settings, stage, node.thread),
         net.transport,
         net.directory,
-        place.thread,
+        node.thread,
         samples=samples,
-        emit=place.emit,
+        emit=node.emit,
         ledger=stays.ledger,
         standby_of=lambda: stays.copies.standby_of,
         relayed=net.relayed,
@@ -251,46 +251,46 @@ async def _enter_stage(
     )
     stack.callback(replica.close)
     replica.heed_relays(lambda: net.reach.relayed)
-    stack.enter_context(place.telemetry.showing(replica.books.surroundings))
-    keeper = CheckpointKeeper(replica, place.checkpoints, place.emit, net.settings, lambda: net.life.birth)
+    stack.enter_context(node.telemetry.showing(replica.books.surroundings))
+    keeper = CheckpointKeeper(replica, node.checkpoints, node.emit, net.settings, lambda: net.life.birth)
     stack.enter_context(keeper)
     if saved is not None:
         await keeper.resume(saved)
-        if place.started:
+        if node.started:
             replica.books.write()  # the time until now was that of the pause
     ledger, progress = replica.pipeline.ledger, lambda: replica.worker.progress
-    receipts = await open_receipts(place.folder.contribution, spec.run_id, stage_index, net.transport, ledger, progress)
+    receipts = await open_receipts(node.folder.contribution, spec.run_id, stage_index, net.transport, ledger, progress)
     stack.callback(receipts.close)
     replica.serve()
-    stay = Stay(place, interrupts, replica, keeper, receipts)
+    stay = Stay(node, interrupts, replica, keeper, receipts)
     return stay, None if saved is None else saved.standing.progress.clock
 
 
-async def _first_state(place: Place, replica: Replica, clock: float | None) -> BeginsFrom | None:
+async def _first_state(node: NodeParts, replica: Replica, clock: float | None) -> BeginsFrom | None:
     """Where the replica's state comes from; None where it got none, or where this node is to rest first."""
-    net = place.net
+    net = node.net
     holders = net.known.holders(net.spec.run_id, replica.stage)
     try:
-        obtaining = obtain_state(replica, place.stays, clock, place.checkpoints, holders)
-        until_paused = _unless_paused(place, obtaining)
-        return await net.beside(until_paused, place.pause.keep(), net.invitation.raised_at_its_end())
+        obtaining = obtain_state(replica, node.stays, clock, node.checkpoints, holders)
+        until_paused = _unless_paused(node, obtaining)
+        return await net.beside(until_paused, node.pause.keep(), net.invitation.raised_at_its_end())
     except RunHasEnded:
-        await save_what_was_not(place, replica, clock)
+        await save_what_was_not(node, replica, clock)
         raise
 
 
-async def _unless_paused(place: Place, obtaining: Coroutine[Any, Any, BeginsFrom | None]) -> BeginsFrom | None:
+async def _unless_paused(node: NodeParts, obtaining: Coroutine[Any, Any, BeginsFrom | None]) -> BeginsFrom | None:
     """What `obtaining` brings. None where this node is to rest before that: what was copied so far is let go."""
-    tasks = asyncio.create_task(obtaining), asyncio.create_task(place.pause.begins())
+    tasks = asyncio.create_task(obtaining), asyncio.create_task(node.pause.begins())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
     finally:
         await cancel_and_wait(tasks)
-    place.paused = True
-    if place.pause.rests:
-        place.emit(_paused_event(place.pause.why()))
+    node.paused = True
+    if node.pause.rests:
+        node.emit(_paused_event(node.pause.why()))
     return None
 
 
@@ -325,10 +325,10 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
         await thread.close()
 
 
-def _ended_between_two_stages(place: Place, started: float) -> NodeStopped:
+def _ended_between_two_stages(node: NodeParts, started: float) -> NodeStopped:
     """How a node ends that had left its state to its stage peers, who have come to the run's end without it."""
-    spec = place.net.spec
-    place.folder.mark_ended(spec.run_id, spec.name)
+    spec = node.net.spec
+    node.folder.mark_ended(spec.run_id, spec.name)
     return _ended_without_this_node("while this node was between two stages", started)
 
 
@@ -337,9 +337,9 @@ def _ended_without_this_node(when: str, started: float) -> NodeStopped:
     return stopped_event("target_reached", f"the run has come to its end {when}", started)
 
 
-def _started_event(place: Place, stay: Stay, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
-    spec, daemon, stage = place.net.spec, place.net.daemon, stay.replica.stage
-    device = device_name(place.net.settings.device)
+def _started_event(node: NodeParts, stay: Stay, origin: BeginsFrom, *, resumed: bool) -> NodeStarted:
+    spec, daemon, stage = node.net.spec, node.net.daemon, stay.replica.stage
+    device = device_name(node.net.settings.device)
     return NodeStarted(
         peer_id=daemon.own_id,
         stage=stage,
@@ -349,15 +349,15 @@ def _started_event(place: Place, stay: Stay, origin: BeginsFrom, *, resumed: boo
         version=__version__,
         pid=os.getpid(),
         addresses=daemon.visible_addresses(),
-        metrics_address=place.telemetry.address,
+        metrics_address=node.telemetry.address,
         parameters=stay.replica.worker.outer.size,
         outer_rounds=stay.replica.worker.progress.outer_rounds,
         origin=origin,
         resumed=resumed,
         device=device,
         peak_flop_per_second=peak_of(device, spec.inner.precision),
-        flop_per_token=place.stays.flop_per_token(stage),
+        flop_per_token=node.stays.flop_per_token(stage),
         codec=spec.outer.codec,
         invites=[join_line(spec, address) for address in daemon.visible_addresses()],
-        founded=not place.net.settings.initial_peers,
+        founded=not node.net.settings.initial_peers,
     )

@@ -35,8 +35,8 @@ BACK = "start it again soon, with the same command"
 
 
 @dataclass(slots=True)
-class Place:
-    """What every stay of a node stands on."""
+class NodeParts:
+    """The parts of a node that outlive its stays, and what one stay leaves to the next."""
 
     net: Network
     folder: RunFolder
@@ -66,7 +66,7 @@ class Place:
 class Stay:
     """A replica with what accompanies it."""
 
-    place: Place
+    node: NodeParts
     interrupts: Interrupts
     replica: Replica
     keeper: CheckpointKeeper
@@ -76,24 +76,24 @@ class Stay:
 
     async def train(self) -> None:
         """Train to the end of the stay, and save what is kept of it."""
-        place, replica, interrupts = self.place, self.replica, self.interrupts
-        place.net.lives.worked = lambda: replica.worker.last_trained.at > 0.0
+        node, replica, interrupts = self.node, self.replica, self.interrupts
+        node.net.lives.worked = lambda: replica.worker.last_trained.at > 0.0
         interrupts.graceful(replica.stop)
         replica.on_leaving = interrupts.leaves
         leaving = (PeerState.FINISHING, PeerState.DRAINING)
         work = self.receipts.beside(replica.run(), replica.context.moved, lambda: replica.membership.state in leaving)
         companions = (
             self.keeper.run(),
-            place.stays.accompany(replica),
+            node.stays.accompany(replica),
             self._say_if_last(),
-            place.thread.ends_when_lost(),
-            ClockWatch(place.net.transport, place.emit).keep(),
+            node.thread.ends_when_lost(),
+            ClockWatch(node.net.transport, node.emit).keep(),
             self._say_if_shared(),
             self._stop_when_refused(),
             self._rest_when_told(),
-            place.pause.keep(),
+            node.pause.keep(),
         )
-        await run_and_save(place.net.beside(work, *companions), self._save)
+        await run_and_save(node.net.beside(work, *companions), self._save)
 
     async def leave(self, started: float) -> NodeStopped | None:
         """How the node ends, which began at `started`; None where it only moves on to another stage or rests.
@@ -101,20 +101,20 @@ class Stay:
         Raises UserError (NOT_ADMITTED) where it leaves since its invitation has ended: the run goes on without it, so
         that nothing is marked as ended.
         """
-        place, replica = self.place, self.replica
+        node, replica = self.node, self.replica
         if self._moves_on:
             return None
         if self._rests:
-            place.paused, place.kept = True, place.saved is None
+            node.paused, node.kept = True, node.saved is None
             return None
-        await place.stays.give_up_move()
+        await node.stays.give_up_move()
         if self.refused is not None and not self.interrupts.asked:
             self.interrupts.leaves(self.refused.exit_code)
             raise self.refused
-        folder, spec = place.folder, place.net.spec
+        folder, spec = node.folder, node.net.spec
         reason = "interrupted" if replica.stop.is_set() else "target_reached"
         if reason == "target_reached":
-            place.stays.signed.own()
+            node.stays.signed.own()
             folder.mark_ended(spec.run_id, spec.name)
         return stopped_event(
             reason,
@@ -127,7 +127,7 @@ class Stay:
 
     @property
     def _moves_on(self) -> bool:
-        return self.place.stays.move is not None and self.refused is None and not self.interrupts.asked
+        return self.node.stays.move is not None and self.refused is None and not self.interrupts.asked
 
     @property
     def _rests(self) -> bool:
@@ -139,15 +139,15 @@ class Stay:
         if self._moves_on:
             return
         if self._rests:
-            self.place.saved = await self.keeper.save_or_keep()
+            self.node.saved = await self.keeper.save_or_keep()
             return
         await self.keeper.save()
-        await _save_weights(self.place, self.replica)
+        await _save_weights(self.node, self.replica)
 
     async def _stop_when_refused(self) -> None:
         """Leave in order once the node's invitation has ended and peers refuse it: alone it would train to an end that
         is none of the run's."""
-        self.refused = error = await self.place.net.invitation.ends()
+        self.refused = error = await self.node.net.invitation.ends()
         logger.warning("%s: leaving, with everything saved", error.message)
         self.interrupts.leaves(error.exit_code)
         self.replica.stop.set()
@@ -156,9 +156,9 @@ class Stay:
         """Leave for a rest once this node is to; not at the run's end, which it is about to leave by."""
         replica, said = self.replica, False
         while not replica.stop.is_set():
-            await self.place.pause.begins()
+            await self.node.pause.begins()
             if replica.course.run_goes_on():
-                replica.rest(self.place.pause.why())
+                replica.rest(self.node.pause.why())
             elif not said:
                 said = True
                 logger.warning("not paused: the run comes to its end here, and this node leaves with everything saved")
@@ -168,19 +168,19 @@ class Stay:
     async def _say_if_shared(self) -> None:
         """Say so where another node turns out to run with this one's identity."""
         await self.replica.membership.twin.seen.wait()
-        net = self.place.net
-        key = net.settings.identity or self.place.folder.identity
+        net = self.node.net
+        key = net.settings.identity or self.node.folder.identity
         detail = (
             f"ANOTHER NODE RUNS WITH THIS NODE'S IDENTITY ({net.daemon.own_id}), as where a folder or a disk was "
             "copied: each of them takes what was meant for the other, and one may get no work at all. Stop one of "
             f"them, remove its key (here {key}), and start it again: it makes one of its own"
         )
-        self.place.emit(Warned(what="identity_shared", detail=detail))
+        self.node.emit(Warned(what="identity_shared", detail=detail))
 
     async def _say_if_last(self) -> None:
         """Once this node is told to leave, or its invitation has ended: say so where its stage is left without a
         replica."""
-        replica, net = self.replica, self.place.net
+        replica, net = self.replica, self.node.net
         await replica.stop.wait()
         if self.interrupts.asked or self.refused is not None or replica.rests:
             warning = last_of_stage(
@@ -191,13 +191,13 @@ class Stay:
                 back="resume it soon" if replica.rests else BACK,
             )
             if warning is not None:
-                self.place.emit(warning)
+                self.node.emit(warning)
 
 
 async def run_and_save(run: Awaitable[None], save: Callable[[], Awaitable[None]]) -> None:
     """Await `run`, then save. Where it fails, what was trained so far is saved and its failure goes on.
 
-    A failure of that rescue is logged, so that it does not take the first one's place. Nothing is saved on
+    A failure of that rescue is logged, so that it does not take the first one's node. Nothing is saved on
     cancellation: it means to leave at once.
     """
     try:
@@ -244,21 +244,21 @@ def last_of_stage(
     )
 
 
-async def save_what_was_not(place: Place, replica: Replica, clock: float | None) -> None:
+async def save_what_was_not(node: NodeParts, replica: Replica, clock: float | None) -> None:
     """The run has come to its end without this node, or just as its disk was full: its last checkpoint, at that `clock`
     (None: there is none), is all that it has of the run's end."""
-    spec, final = place.net.spec, place.folder.final
+    spec, final = node.net.spec, node.folder.final
     target = spec.inner.target_tokens
     if clock is None or not final_lacks(final, clock):
         return
     if clock > near_from(target, spec.max_lag_tokens):
-        await _save_weights(place, replica)
+        await _save_weights(node, replica)
         logger.info("the final weights were not here yet: those of the last checkpoint were saved to %s", final)
     else:
         logger.warning("the final weights are not here; the last checkpoint stands at %s", as_trained(clock, target))
 
 
-async def _save_weights(place: Place, replica: Replica) -> None:
+async def _save_weights(node: NodeParts, replica: Replica) -> None:
     """Write the final slow and fast weights under their names in the whole model."""
     slow, fast = (
         {replica.full_names[local]: weight for local, weight in weights.items()}
@@ -267,8 +267,8 @@ async def _save_weights(place: Place, replica: Replica) -> None:
     progress = replica.worker.progress
     await ambient.elsewhere(
         save_stage,
-        place.folder.final,
-        run_id=place.net.spec.run_id,
+        node.folder.final,
+        run_id=node.net.spec.run_id,
         cut=replica.context.cut,
         clock=progress.clock,
         outer_rounds=progress.outer_rounds,
