@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
@@ -35,12 +34,9 @@ from noloco_node.transport.messages import WireModel
 
 logger = logging.getLogger(__name__)
 
-EVERY_SECONDS, AT_LAST_SECONDS = 60.0, 600.0
-"""Seconds between two receipts for a peer that has just begun to serve this node, and from three hours on. Each receipt
-is a line in a file."""
-OF_DEALINGS = 0.05
-"""In between, the interval is this part of the time that the peer has served; at most so much is lost if either
-goes."""
+EVERY_SECONDS = 300.0
+"""Seconds between two lines of the own work, and between two receipts for each peer: what came since is lost if a node
+dies."""
 RECALLED_BYTES = 2 << 20
 """A new life reads so many bytes from the end of the file to know what was filed: some 3,700 receipts. A sender asks no
 more than `TRIES` times for one."""
@@ -59,11 +55,6 @@ class ReceiptHeader(WireModel):
 
 
 RECEIPT = Method("contribution.receipt", ReceiptHeader, Nothing)
-
-
-def pause_after(seconds: float) -> float:
-    """Seconds until the next receipt for a peer that has served this node for so long."""
-    return min(AT_LAST_SECONDS, max(EVERY_SECONDS, OF_DEALINGS * seconds))
 
 
 @dataclass(slots=True)
@@ -105,9 +96,6 @@ class Receipts:
         """One row of serial numbers for all peers: each sees it rise, and nothing is remembered of peers that are
         gone."""
         self._pending: dict[PeerId, _Pending] = {}
-        self._receipted = PeerTable[PeerId, tuple[float, float]]()
-        """The times of each peer's first receipt and of its last. A peer beyond this number is taken for new: its
-        receipts are then as frequent as the books by peer need that hold as many."""
         self._filed = PeerTable[tuple[PeerId, str], int]()
         """The last serial number of each sender's session: what comes again comes soon."""
         self._settled = PeerTable[PeerId, float]()
@@ -162,12 +150,12 @@ class Receipts:
             leaves = leaving() and not told
             if leaves or loop.time() >= due:
                 told, due = told or leaves, loop.time() + EVERY_SECONDS
-                await self.settle(due_only=not leaves)
+                await self.settle()
 
-    async def settle(self, *, due_only: bool = False) -> None:
-        """Write down the own work and send receipts now: all, or only those that are due."""
+    async def settle(self) -> None:
+        """Write down the own work and send receipts now."""
         await self._write_work()
-        self._make_receipts(due_only=due_only)
+        self._make_receipts()
         answers = self._transport.peer_stats.answers
         await some_at_a_time(ASKED_AT_ONCE, sorted(self._pending, key=lambda peer: not answers(peer)), self._send)
 
@@ -216,13 +204,10 @@ class Receipts:
         )  # before it is written: even when cancelled, it will be
         await self._append(self._transport.peer_id, text, seal)
 
-    def _make_receipts(self, *, due_only: bool) -> None:
-        now = ambient.monotonic()
+    def _make_receipts(self) -> None:
         for peer, done in list(self._ledger.done_by.items()):
-            first, last = self._receipted.get(peer, (now, -math.inf))
-            if peer in self._pending or (due_only and now - last < pause_after(now - first)):
+            if peer in self._pending:
                 continue
-            self._receipted[peer] = (first, now)
             receipt = Receipt(
                 run=self._run,
                 since=self._since(),

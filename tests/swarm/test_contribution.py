@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.accounting import receipts as receipts_module
-from noloco_node.accounting.receipts import RECEIPT, Receipts, open_receipts, pause_after
+from noloco_node.accounting.receipts import RECEIPT, Receipts, open_receipts
 from noloco_node.accounting.statements import (
     ContributionFile,
     Entry,
@@ -364,8 +364,8 @@ async def test_a_keeper_that_fails_is_told_of_at_once(
     transport, ended, moved = MemoryTransport(MemoryNetwork(), SERVER), asyncio.Event(), Pulse()
     keeper = Receipts(RUN, 1, transport, Ledger(), Progress, ContributionFile(tmp_path / "file"))
 
-    async def fails(*, due_only: bool = False) -> None:
-        raise RuntimeError(f"no file, {due_only}")
+    async def fails() -> None:
+        raise RuntimeError("no file")
 
     async def work() -> None:
         await ended.wait()
@@ -376,7 +376,7 @@ async def test_a_keeper_that_fails_is_told_of_at_once(
 
         def told() -> bool:
             moved.fire()
-            return "the contribution file is no longer kept: RuntimeError('no file, False')" in caplog.text
+            return "the contribution file is no longer kept: RuntimeError('no file')" in caplog.text
 
         await eventually(told, what="it is told")
     ended.set()
@@ -435,49 +435,6 @@ async def test_a_new_life_reads_no_more_of_a_long_file_than_its_end(
     assert serials == list(range(100 - len(serials), 100))
     assert 5 < len(serials) < 12
     await server.close()
-
-
-async def test_of_a_node_that_has_run_for_long_each_peer_has_receipts_by_its_own_dealings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A peer that has served it for hours has one in ten minutes, a newcomer one a minute; a leaver settles with
-    all."""
-    now, network, ledger = [0.0], MemoryNetwork(), Ledger()
-    monkeypatch.setattr(receipts_module.ambient, "monotonic", lambda: now[0])
-    served = MemoryTransport(network, SERVED)
-    keeper = await open_receipts(tmp_path / "served", RUN, 0, served, ledger, Progress)
-    old, young = (MemoryTransport(network, PeerId(f"{name}-server")) for name in ("old", "young"))
-    given: dict[PeerId, list[float]] = {old.peer_id: [], young.peer_id: []}
-
-    for server in (old, young):
-
-        async def handle(_peer: PeerId, _message: Message, server: PeerId = server.peer_id) -> Message:
-            given[server].append(now[0])
-            return Message({})
-
-        server.serve(RECEIPT.name, lambda *_: None, handle, max_concurrent_per_peer=1)
-    last = 300
-    for minute in range(last):
-        now[0] = 60.0 * minute
-        ledger.note_received(old.peer_id, 20)
-        if minute >= last - 15:
-            ledger.note_received(young.peer_id, 20)
-        await keeper.settle(due_only=True)
-    assert given[young.peer_id] == [60.0 * minute for minute in range(last - 15, last)]
-    assert len([at for at in given[old.peer_id] if at > 240 * 60.0]) in (5, 6)
-    ledger.note_received(old.peer_id, 20)
-    now[0] += 1.0
-    await keeper.settle()
-    assert given[old.peer_id][-1] == now[0]
-    for transport in (served, old, young):
-        await transport.close()
-
-
-def test_receipts_come_the_more_rarely_the_longer_a_peer_has_served() -> None:
-    """Once a minute in its first twenty, and no twentieth of its work is ever without one; ten minutes at the most."""
-    assert [pause_after(seconds) for seconds in (0.0, 600.0, 1200.0)] == [60.0] * 3
-    assert pause_after(2 * 3600.0) == 360.0
-    assert [pause_after(hours * 3600.0) for hours in (4, 24, 720)] == [600.0] * 3
 
 
 async def test_of_many_receipts_some_are_under_way_and_those_that_answer_come_first(tmp_path: Path) -> None:
