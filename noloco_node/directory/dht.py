@@ -234,7 +234,7 @@ class DhtDirectory:
         if not self._walker.near(key_id):
             await self._walker.walk([key_id], self._also(ALSO_ASKED))
         elif not self._walker.holders(key_id):
-            await self._walker.seek(key_id)
+            await self._walker.walk([key_id], only=())
 
         async def taken(peer: Any) -> bool:
             answer = await self._node.store(peer, [row])

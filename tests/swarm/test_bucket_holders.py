@@ -64,7 +64,7 @@ def test_holders_of_a_bucket_are_those_that_are_nearest_now() -> None:
         net.live -= set(net.true_holders())
         await asyncio.sleep(HOLDERS_SECONDS)
         assert walker.holders(KEY) == ()  # a publisher does not store at those for ever
-        await walker.seek(KEY)
+        await walker.walk([KEY], only=())
         assert walker.holders(KEY) == net.true_holders()
 
     in_virtual_time(scenario)
@@ -106,6 +106,7 @@ def test_those_near_a_key_that_stall_hide_no_bucket(stalling: tuple[int, ...], t
         assert loop.time() - began < 4.0
         left = [peer for _, peer in net.nearest(KEY) if peer not in stalled]
         assert set(left[: REPLICAS - len(stalled)]) <= set(walker.holders(KEY))
+        await walker.close()
         assert len(asyncio.all_tasks()) == 1
 
     in_virtual_time(scenario)
@@ -160,7 +161,7 @@ async def test_records_of_a_bucket_whose_holders_are_sought_come_once(monkeypatc
     monkeypatch.setattr(intake_of(reader.directory), "take", noted)
     own = {holder.peer for holder in holders}
     walker.forget()
-    await walker.seek(TOLD_KEY)
+    await walker.walk([TOLD_KEY], only=())
     assert not set(told) - own
     walker.forget()
     assert await walker.glance(TOLD_KEY)
