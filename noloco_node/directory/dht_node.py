@@ -70,9 +70,6 @@ ASKED_TOGETHER: dict[bool, tuple[float, float]] = {
 """All peers together are given so many bytes of records at once, and so many a second. The first entry is for peers
 that have not answered this node, the second for those that have. A megabyte takes some seven milliseconds of its loop.
 Peers at work here have only their own budgets."""
-HAND_OVER_RECORDS = 96
-HAND_OVER_KEYS = 32
-HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND = 16.0, 1.0
 CHECKS_AT_A_STRETCH = 16
 """The event loop has a turn after so many checked signatures."""
 MAX_PEER_ID_BYTES = 64
@@ -184,7 +181,6 @@ class DhtNode:
         self._rested = 0
         self.enough_of: Callable[[bytes], Iterable[str]] = _of_nobody
         """The signers under a key of which no newer record is wanted."""
-        self._hand_overs = Budget(HAND_OVERS_AT_ONCE, HAND_OVERS_A_SECOND, ambient.monotonic)
         self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
         self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
 
@@ -377,35 +373,17 @@ class DhtNode:
         return itself
 
     def _met(self, peer: Any, claimed: bytes) -> bool:
-        """Keep a peer that asked or answered in the routing table, and hand a new one what it should hold.
+        """Keep a peer that asked or answered in the routing table.
 
         Returns whether it takes part in the DHT under its own id.
         """
         node_id = node_id_of(peer)
         if node_id == self.node_id or not self._is_itself(peer, claimed):
             return False
-        if node_id not in self.table and self._hand_overs.left >= 1.0:
-            rows = self._to_hand_over(node_id)
-            if rows:
-                self._hand_overs.spend()
-                self._spawn(self.store(peer, rows))
         to_ask: Any = self.table.add_or_update_node(node_id, peer)
         if to_ask is not None:
             self._spawn(self._ask_whether_there(to_ask[1]))
         return True
-
-    def _to_hand_over(self, newcomer: Any) -> list[Stored]:
-        """Records that a node that was just met should hold, where this one is the nearest to their key so far."""
-        rows: list[Stored] = []
-        for raw in self._records.held_keys()[:HAND_OVER_KEYS]:
-            key = DHTID.from_bytes(raw)
-            around = self.nearest(key, REPLICAS)
-            distances = [node_id.xor_distance(key) for node_id, _ in around]
-            mine = not around or self.node_id.xor_distance(key) < distances[0]
-            if mine and (not around or newcomer.xor_distance(key) < distances[-1]):
-                best = self._records.best_first(raw, self._intake.now())
-                rows += [Stored(raw, signer, held.signed, held.expires) for signer, held in best]
-        return rows[:HAND_OVER_RECORDS]
 
     async def _call_back(self, peer: Any) -> bool:
         """Tell whether a peer that asks for it can be reached, as far as is known.

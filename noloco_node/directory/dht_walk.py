@@ -40,9 +40,6 @@ FEW_NEIGHBOURS = 8
 HOLDERS_SECONDS = 60.0
 """After so many seconds the nodes nearest to a bucket's key are sought anew. The former ones are gone in the end, and
 others have come between."""
-RELIABLE_ASKED = 4
-"""So many nodes that answered when they were last asked are drawn for each walk and asked whatever their places. A node
-that later takes the places near a key then does not take the others out of sight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +100,7 @@ class Walker:
         for key, nodes in walk.candidates.items():
             for peer in nodes.values():
                 first.setdefault(peer, []).append(key)
-        drawn = self._rng.sample(list(self._reliable), min(RELIABLE_ASKED, len(self._reliable)))
-        first |= {peer: list(keys) for peer in (*drawn, *also)}
+        first |= {peer: list(keys) for peer in also}
         for peer, wanted in first.items():
             self._ask(walk, peer, wanted)
         started = self._clock()

@@ -20,7 +20,7 @@ SKEW_SECONDS = 300.0
 """The clock of an honest node may be so many seconds ahead of this node's: only ghosts live longer by it."""
 CHECKS_AT_ONCE, CHECKS_A_SECOND = 256.0, 32.0
 """One peer can make this node check so many new signatures at once, and so many a second, at a tenth of a millisecond
-each. Honest peers hand over whole keys when they meet a node, and then what has been renewed since."""
+each. Honest peers bring whole keys when they meet a node, and then what has been renewed since."""
 POOLS: dict[Esteem, tuple[float, float]] = {
     Esteem.HEARSAY: (512.0, 128.0),
     Esteem.DIRECT: (256.0, 64.0),
