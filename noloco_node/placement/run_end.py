@@ -112,9 +112,10 @@ class EndOfRun:
         """By the records of origins that it has worked for, or that answer."""
         self._moved_at = -float("inf")
         self._finished: set[PeerId] = set()
-        """Peers that have said so; it is kept, since an end is for good, and records of those that have left are soon
-        forgotten. A node that comes home hears all that answer: it waited an hour for others that had ended beside it.
-        """
+        """Peers that have said so; it is kept, since the records of those that have left are soon forgotten."""
+        self._ended_beside = False
+        """A peer that answers has said so. It only shortens the wait of a node that comes home near the end and gets no
+        work: it waited an hour for others that had ended beside it."""
         self._most_since: float | None = None
         self.came_late = False
         """It came to a run that was under way: it took a stage peer's state, or brought a lost stage back."""
@@ -199,7 +200,7 @@ class EndOfRun:
 
     def _patience(self, near: bool, held_up: bool, now: float) -> float:
         usual = IDLE_GRACES * self._grace
-        if not self.begun and not (near and self._finished):
+        if not self.begun and not (near and self._ended_beside):
             return HELD_UP_GRACES * self._grace if near else max(BEGINNING_SECONDS, HELD_UP_GRACES * self._grace)
         goes_on = now - self._moved_at <= usual
         return HELD_UP_GRACES * self._grace if goes_on or (held_up and not near) else usual
@@ -223,9 +224,9 @@ class EndOfRun:
         origins = {each.origin for each in seen}
         for record in self._membership.others(*PeerState):
             peer = PeerId(record.peer_id)
-            known = peer in origins or self._peer_stats.has_worked(peer)
-            if record.finished and (known or (not self.begun and self._peer_stats.met(peer))):
+            if record.finished and (peer in origins or self._peer_stats.has_worked(peer)):
                 self._finished.add(peer)
+            self._ended_beside |= record.finished and self._peer_stats.met(peer)
             if record.stage == 0 and (peer in origins or self._peer_stats.answers(peer)):
                 if record.clock > self._clocks.get(peer, record.clock):
                     self._moved_at = now

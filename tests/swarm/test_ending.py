@@ -525,3 +525,18 @@ async def test_who_is_told_to_stop_does_not_say_that_the_run_is_over(attempt: in
             row = made.hub.rows[replica.stage][peer_name(replica.stage, 0)]
             assert row.record.state is PeerState.GONE
             assert not row.record.finished
+
+
+async def test_a_record_heard_before_the_run_began_ends_nothing_later_on() -> None:
+    """All nodes of a new run have not begun: one free key that says `finished` must not end them half-way."""
+    swarm = Swarm(clock=0.0, max_lag=0.5 * TARGET)
+    swarm.peer_stats.answered(B)
+    await swarm.say(B, *FINISHED[:2])
+    assert await swarm.verdict(1) is ON
+    swarm.clock = swarm.clocks[A] = 0.6 * TARGET
+    await swarm.say(A, PeerState.TRAINING)
+    swarm.work(A)
+    assert not swarm.end.in_sight()
+    await swarm.say(A, *STOPPED[1:])
+    swarm.held_up = True
+    assert await swarm.verdict(IDLE_GRACES + 1) is ON
