@@ -219,7 +219,9 @@ class SlotBook:
 
     def _take(self, slot: int, peer: str) -> None:
         if not self.taken.get(slot):
-            self.taken[slot] = peer
+            # A slot that was read before this replica came nobody gives back, or a stranger's word had it read again.
+            open_to_it = slot >= self.base or slot in self.holes or not self.started
+            self.taken[slot] = peer if peer == self.own or open_to_it else ""
         self.holes.pop(slot, None)
 
     def _open(self, claim: Claim) -> None:

@@ -203,6 +203,19 @@ def test_one_far_claim_draws_nobody_after_it() -> None:
     assert all(book.choose((), random.Random(seed))[0] < 100 for seed in range(50))
 
 
+def test_a_peer_that_claims_and_gives_back_what_was_read_long_ago_has_nothing_read_again() -> None:
+    """A hundred times in 400 seconds: each of the 400 slots was a hole for who had not seen it read."""
+    book = SlotBook("own", 60.0, 10**6)
+    honest = [Said(f"peer{n}", (Claim(1000 + n, 5, begun=True), Claim(1010 + n))) for n in range(6)]
+    book.look(honest, 0.0, 8)
+    book.choose((), random.Random(0))
+    for number in range(100):
+        old = tuple(Claim(900 - 4 * number + each) for each in range(MOST_CLAIMS))
+        for leaving in (False, True):
+            book.look([*honest, Said("liar", old, leaving=leaving)], 2.0 * number, 8)
+    assert not book.holes
+
+
 def test_a_pair_of_replicas_believe_each_other_for_as_long_as_they_read() -> None:
     clock = Clock()
     pair = {name: turns_of(name, clock, row=400) for name in ("one", "two")}
