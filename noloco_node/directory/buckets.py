@@ -244,11 +244,6 @@ class StageLevel:
             self._here.append((bucket, len(prefixes)))
             self._decide()
 
-    def keep(self, latest: int) -> None:
-        """Let no more than so many of the latest looks make the number."""
-        while len(self._counts) > latest:
-            self._counts.popleft()
-
     def _look_behind(self, prefixes: Collection[int]) -> None:
         self._doubted_for = max(0, self._doubted_for - 1)
         behind = min(self._highest, level_behind(prefixes))
@@ -310,7 +305,7 @@ class StageLevel:
 
 
 HELD = 2
-"""A node holds so many buckets of a near stage."""
+"""A node holds so many buckets of a stage."""
 WHOLLY_HELD = 1
 """At this level or below, all buckets are held and there are no others to exchange them for."""
 RENEWED_SECONDS = 120.0

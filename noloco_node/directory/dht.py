@@ -258,12 +258,11 @@ class DhtDirectory:
         place. A look-up that fails, or sees only some of the records, loses nobody.
         """
         places = self._sampled.to_read(self.now())
-        only = {place: self._sampled.followed_at(place) for place in places}
-        roots = [place for place in places if place.level == 0 and not self._sampled.is_glanced_at(place.stage)]
-        others = [place for place in places if place not in roots]
+        roots = [place for place in places if place.level == 0]
+        others = [place for place in places if place.level]
         _, *answered = await asyncio.gather(
             self._look_at_stages([self._id_of(place) for place in roots]),
-            *(self._walker.glance(self._id_of(place), only[place]) for place in others),
+            *(self._walker.glance(self._id_of(place)) for place in others),
         )
         now = self.now()
         for place in (*roots, *(place for place, found in zip(others, answered, strict=True) if found)):

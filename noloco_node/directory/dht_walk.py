@@ -126,12 +126,12 @@ class Walker:
         """
         if any(len(self.near(key)) < GLANCED for key in keys):
             return False
-        walk = await self._ask_near(keys, GLANCED, None)
+        walk = await self._ask_near(keys, GLANCED)
         return all(len(walk.candidates[key]) == GLANCED for key in keys)
 
-    async def _ask_near(self, keys: Sequence[Any], most: int, only: Collection[str] | None) -> _Walk:
+    async def _ask_near(self, keys: Sequence[Any], most: int) -> _Walk:
         """Ask one of the nodes nearest to each key, and soon up to `most` in all for what that did not have."""
-        walk, began = _Walk(tuple(keys), {key: {} for key in keys}, over=True, neighbours=0, only=only), self._clock()
+        walk, began = _Walk(tuple(keys), {key: {} for key in keys}, over=True, neighbours=0), self._clock()
         drawn = [(key, self._rng.sample(near := self.near(key), min(most, len(near)))) for key in keys]
         soon = min(SECOND_SECONDS, self.patience / 2.0)
         for until, turn in ((soon, slice(0, 1)), (self.patience, slice(1, None))):
@@ -150,16 +150,16 @@ class Walker:
         recent = key in self._near and self._clock() - self._near[key].at < HOLDERS_SECONDS
         return self.near(key) if recent else ()
 
-    async def glance(self, key: Any, only: Collection[str] | None = None) -> bool:
+    async def glance(self, key: Any) -> bool:
         """Ask two nodes that hold a bucket's records, the second for what the first did not have; True if one answered.
 
         If none is known those nearest to its key are found, and all of them asked. A node that stalls beside others is
-        not waited for. `only` names the signers whose records are wanted, None means all.
+        not waited for.
         """
         known = bool(self.holders(key))
         if not known:
             await self.walk([key], only=())  # of records nothing: holders asked at once would send theirs twice
-        walk = await self._ask_near([key], GLANCED if known else REPLICAS, only)
+        walk = await self._ask_near([key], GLANCED if known else REPLICAS)
         for peer in walk.asked - walk.answered:
             self.silent(peer)
         return bool(walk.answered)

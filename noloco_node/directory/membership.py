@@ -297,7 +297,7 @@ class Membership:
     def unserved(self) -> list[int]:
         """Stages other than the own one at which no serving peer is there, whatever the records say.
 
-        In a stage that is seen in part other nodes are drawn by and by (`far_stages`, `buckets`). While none of
+        In a stage that is seen in part other nodes are drawn by and by (`buckets`). While none of
         those in view was asked, nothing is known.
         """
         others = [

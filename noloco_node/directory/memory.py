@@ -113,9 +113,7 @@ class MemoryDirectory(UnsignedDirectory):
         if self._hub.reachable:
             now = self.now()
             for place in self._sampled.to_read(now):
-                rows, only = self._hub.live(place, now), self._sampled.followed_at(place)
-                some = rows if only is None else {peer: rows[peer] for peer in sorted(only) if peer in rows}
-                self._sampled.took(place, some, now)
+                self._sampled.took(place, self._hub.live(place, now), now)
             self._view = self._sampled.view(now)
         return self._view
 

@@ -4,11 +4,10 @@ stage.
 The view also says how many records each of its rows stands for. How the keys are read and written is the directory's
 affair.
 
-While a stage lies at level 0 its whole key is read, and the view is complete. Above that this node holds two buckets of
-its own stage and of the next, and reads them again before their records end. Every other minute another bucket, drawn
-at random, takes the place of the older one. A bucket may be crowded because an attacker sought ids for it. It is held
-as any other and has an ordinary one's places, so that it hides nobody for good and fills no view. Of other stages this
-node sees a few peers (`far_stages`).
+While a stage lies at level 0 its whole key is read at every look, and the view is complete. Above that this node holds
+two of its buckets, and reads them again before their records end. Every other minute another bucket, drawn at random,
+takes the place of the older one. A bucket may be crowded because an attacker sought ids for it. It is held as any other
+and has an ordinary one's places, so that it hides nobody for good and fills no view.
 
 Level 0 of a large stage is read the more rarely the larger the stage is. Otherwise all nodes would deal with the few
 peers there, and ask their few holders.
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 from noloco_node.directory.buckets import (
     CROWDED,
     HELD,
-    READ_AGAIN,
     RENEWED_SECONDS,
     TARGET,
     Place,
@@ -38,14 +36,10 @@ from noloco_node.directory.buckets import (
     levels_to_write,
     prefix_of,
 )
-from noloco_node.directory.far_stages import COUNTS, FarTurns, at_work, drawn_of, few_again, idle_again, rows_of_each
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
 
-WHOLE = 256
-"""If all stages together have up to so many records, all are read at every look, as long as no stage lies in buckets.
-"""
 ROOT_AGAIN = 1.5
 """Level 0 of a stage that lies one level above it is read every so many record lives. The interval doubles for each
 further level, so that the key is read equally often however many nodes read it."""
@@ -110,18 +104,6 @@ class _Stage:
     renewed_at: float = -math.inf
     crowded: set[Place] = field(default_factory=set[Place])
     """Places of which not all rows are here."""
-    followed: tuple[PeerId, ...] = ()
-    """The peers of a far stage that are shown."""
-    where: Place | None = None
-    """The place that `followed` were drawn from."""
-    share: float = 1.0
-    """Part of the records at `where` for which `followed` speak (`drawn_of`)."""
-    due: bool = False
-    """The far stage's turn to be read whole has come, and nothing of it was read since."""
-    idle: bool = False
-    """None of the followed peers of the far stage is at work."""
-    idle_at: float = -math.inf
-    """The last time that a whole place was wanted because no followed peer is at work; -inf while one is."""
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
@@ -153,9 +135,7 @@ class SampledView:
         self._standing = standing
         self._lot, self._lot_at = b"", -math.inf
         self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
-        self._own: int | None = None
         self._life = life
-        self._far = FarTurns()
 
     def level_of(self, stage: int) -> StageLevel:
         """What is known of a stage's buckets."""
@@ -163,43 +143,21 @@ class SampledView:
 
     def to_write(self, own: PeerId, stage: int, life: float) -> tuple[Place, ...]:
         """Under which keys this node, which serves `stage` now, publishes a record of so long a life."""
-        self._own, self._life = stage, life
+        self._life = life
         prefix, level = prefix_of(own), self._stages[stage].level
         written = levels_to_write(prefix, level.level, level.fullness)
         return tuple(Place(stage, at, bucket_of(prefix, at)) for at in written)
 
     def to_read(self, now: float) -> list[Place]:
-        """What to read at this look; of some only a few rows (`followed_at`)."""
-        sampled = any(each.level.level for each in self._stages)
-        whole = not sampled and sum(each.level.number for each in self._stages if each.level.read) <= WHOLE
-        far = [] if whole or self._own is None else [s for s in range(len(self._stages)) if not self._near(s)]
-        turn = self._far.begin(far, now, self._life)
+        """What to read at this look."""
         wanted: list[Place] = []
         for stage, each in enumerate(self._stages):
-            if stage in far:
-                wanted += self._far_places(stage, each, now, turn=stage == turn)
-                continue
-            if each.followed:  # it was far until now
-                each.followed, each.share, each.read_at = (), 1.0, {}
-            root = Place(stage, 0, 0)
-            at_root = each.level.level == 0
-            again = READ_AGAIN * self._life if at_root else root_again(each.level.level, self._life)
-            if whole or (at_root and self._near(stage)) or each.age(root, now) >= again:
+            root, level = Place(stage, 0, 0), each.level.level
+            if not level or each.age(root, now) >= root_again(level, self._life):
                 wanted.append(root)
-            if not at_root or each.level.confirming:
+            if level or each.level.confirming:
                 wanted += self._buckets_of(stage, each, now)
         return wanted
-
-    def followed_at(self, place: Place) -> Collection[PeerId] | None:
-        """The peers whose records alone are wanted from a place at this look; None for all."""
-        return self._stages[place.stage].followed if place in self._far.followed else None
-
-    def is_glanced_at(self, stage: int) -> bool:
-        """Tell whether the word of two holders is enough for a stage.
-
-        It is if this node has nothing to do with the stage, and knows of a peer at work there.
-        """
-        return stage in self._far.stages and not self._stages[stage].idle
 
     def enough_of(self, place: Place) -> Collection[PeerId]:
         """The peers of which nothing newer is wanted at a place.
@@ -216,10 +174,6 @@ class SampledView:
         """A place was read."""
         each = self._stages[place.stage]
         each.read_at[place] = now
-        if place in self._far.followed:
-            known = {**each.rows.get(place, {}), **rows}  # a peer that was not found lives all the same
-            each.rows = {place: {peer: known[peer] for peer in each.followed if peer in known}}
-            return
         before = each.level.level
         if place == each.drawn or place.level == 0:
             found = {*rows, *self.enough_of(place)}
@@ -230,22 +184,10 @@ class SampledView:
         if each.level.level != before:
             each.held, each.drawn_here, each.drawn_at = [], 0, -math.inf
         elif place.level == each.level.level > 0:
-            self._hold(each, place, rows, now)
-        if place.stage in self._far.stages:
-            self._follow(each, place, rows)
-        elif place in each.held or (place.level == 0 and not each.held):
+            self._hold(each, place, now)
+        if place in each.held or (place.level == 0 and not each.held):
             each.rows[place] = rows if place.level == 0 else self._bounded(rows, now)
             (each.crowded.add if len(each.rows[place]) < len(rows) else each.crowded.discard)(place)
-
-    def _follow(self, each: _Stage, place: Place, rows: _Rows) -> None:
-        """A place of a far stage was read whole."""
-        each.level.keep(COUNTS)
-        here = place.level == each.level.level
-        if rows and (here or each.idle):
-            each.due, each.where = each.due and not here, place
-            most = rows_of_each(len(self._far.stages))
-            each.followed, each.share = drawn_of(rows, most, self._rng, self._standing)
-            each.rows = {place: {peer: rows[peer] for peer in each.followed}}
 
     def view(self, now: float) -> DirectoryView:
         """All rows that live, and for how many each stands."""
@@ -256,86 +198,33 @@ class SampledView:
         settled = not any(each.level.confirming or (each.level.level and not each.held) for each in self._stages)
         return DirectoryView(rows, tuple(scales), settled)
 
-    def _far_places(self, stage: int, each: _Stage, now: float, *, turn: bool) -> list[Place]:
-        """The places to read of a far stage: where followed peers lie, now and then.
-
-        On the stage's `turn`, or if no followed peer is at work, all rows of that place or of another are read.
-        """
-        level, root = each.level.level, Place(stage, 0, 0)
-        each.due |= turn or not each.followed
-        idle = self._is_idle_again(each, now)
-        whole, wanted = each.due or idle, list[Place]()
-        if whole and (turn or idle or not level) and self._root_is_due(each, root, now):
-            wanted = [root]
-        if level or (each.level.confirming and not wanted):
-            wanted += self._drawn_of(stage, each, now, math.inf, due=whole)
-        if not wanted and each.where is not None and each.age(each.where, now) >= few_again(self._life):
-            self._far.followed.add(each.where)
-            wanted = [each.where]
-        return wanted
-
-    def _is_idle_again(self, each: _Stage, now: float) -> bool:
-        """Tell whether no followed peer is at work, and it is time to look for others."""
-        rows = [(peer, row) for here in each.rows.values() for peer, row in here.items() if row.expires > now]
-        each.idle = not any(at_work(row, self._standing(peer)) for peer, row in rows)
-        if not each.idle:
-            each.idle_at = -math.inf
-            return False
-        again = _since(each.idle_at, now) >= idle_again(self._life)
-        each.idle_at = now if again else each.idle_at
-        return again
-
-    def _root_is_due(self, each: _Stage, root: Place, now: float) -> bool:
-        """Whether level 0 of a far stage is old enough to be read again: always where that is all of it."""
-        level = each.level.level
-        if not level:
-            return True
-        usual = self._far.root_again(root_again(level, self._life), self._life)
-        return each.age(root, now) >= (few_again(self._life) if each.idle else usual)
-
-    def _near(self, stage: int) -> bool:
-        return self._own is not None and self._own <= stage <= self._own + 1
-
     def _buckets_of(self, stage: int, each: _Stage, now: float) -> list[Place]:
-        near, fullness = self._near(stage), each.level.fullness
-        again = held_again(fullness, self._life)
-        wanted = [place for place in each.held if near and each.age(place, now) >= again]
-        due = near and self._has_a_place(each, now)
-        # For a far stage the bucket drawn last is all that is seen: the next must be here before its records end.
-        often = drawn_again(fullness, self._life) if near else again
-        drawn = self._drawn_of(stage, each, now, often, due=due)
-        return wanted + [place for place in drawn if place not in wanted]
+        again = held_again(each.level.fullness, self._life)
+        wanted = [place for place in each.held if each.age(place, now) >= again]
+        drawn = self._drawn_of(stage, each, now)
+        return wanted if drawn is None or drawn in wanted else [*wanted, drawn]
 
-    def _drawn_of(self, stage: int, each: _Stage, now: float, again: float, *, due: bool) -> list[Place]:
-        """The bucket that is read for the number, or none.
-
-        There is one if one is `due` or drawn already, or if the last was drawn `again` seconds ago.
-        """
+    def _drawn_of(self, stage: int, each: _Stage, now: float) -> Place | None:
+        """The bucket that is read for the number, or none."""
         if each.drawn is not None and _since(each.drawn_at, now) > self._life:  # nobody answers for it
             each.drawn = None
-        confirming, since = each.level.confirming, _since(each.drawn_at, now)
+        confirming, due = each.level.confirming, self._has_a_place(each, now)
+        since, again = _since(each.drawn_at, now), drawn_again(each.level.fullness, self._life)
         draw = draws(each.drawn_here, confirming=confirming, has_place=due, since=since, again=again)
         if each.drawn is None and draw:
             each.drawn, each.drawn_at = Place(stage, *each.level.next_bucket()), now
-        return [] if each.drawn is None else [each.drawn]
+        return each.drawn
 
     def _has_a_place(self, each: _Stage, now: float) -> bool:
         return has_a_place(each.level.level, len(each.held), _since(each.renewed_at, now))
 
-    def _hold(self, each: _Stage, place: Place, rows: _Rows, now: float) -> None:
-        """A drawn bucket of a near stage takes the place of the older one if its time has come. For another stage the
-        last is held."""
-        if self._near(place.stage):
-            if place in each.held or not self._has_a_place(each, now):
-                return
+    def _hold(self, each: _Stage, place: Place, now: float) -> None:
+        """A drawn bucket takes the place of the older one if its time has come."""
+        if place not in each.held and self._has_a_place(each, now):
             if len(each.held) >= HELD:
                 each.held.pop(0)
             each.held.append(place)
             each.renewed_at = now
-        elif rows:
-            each.held = [place]
-        else:  # one holder's word that nobody is there: another bucket at the next look
-            each.drawn_at = -math.inf
 
     def _bounded(self, rows: _Rows, now: float) -> _Rows:
         if _since(self._lot_at, now) >= RENEWED_SECONDS:
@@ -346,8 +235,6 @@ class SampledView:
 
 def _rows_of(each: _Stage, now: float, life: float) -> _Rows:
     """The longest-living row of each peer; if there are several buckets, only rows that outlive the next look."""
-    if len(each.rows) == 1:  # of a far stage all that is known: it is served until the last of these has ended
-        return next(iter(each.rows.values()))
     merged: dict[PeerId, LiveRecord] = {}
     for rows in each.rows.values():
         for peer, row in rows.items():
@@ -366,7 +253,7 @@ def _scale(each: _Stage, rows: _Rows, now: float) -> Scale:
     seen = sum(row.expires > now for row in rows.values())
     if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: all that are there are seen
         return Scale(whole=not each.crowded)
-    stands_for = max(1.0, each.level.number * each.share / seen)
+    stands_for = max(1.0, each.level.number / seen)
     return Scale(stands_for, whole=each.level.level == 0 and stands_for == 1.0)
 
 

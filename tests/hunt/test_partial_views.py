@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.directory import buckets, far_stages, sampled_view
-from noloco_node.directory.buckets import Place
+from noloco_node.directory import buckets, sampled_view
 from noloco_node.directory.records import DirectoryView
 from noloco_node.directory.sampled_view import SampledView
 from noloco_node.simulator.faults import KINDS, draw
 from noloco_node.simulator.hunt import carry_out
 
-RECORDS, FEW = 8, 2
-STAGES = 5
+RECORDS = 8
 
 
 @pytest.fixture
@@ -24,10 +22,8 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (buckets, sampled_view):
         monkeypatch.setattr(module, "TARGET", RECORDS)
         monkeypatch.setattr(module, "CROWDED", 2 * RECORDS)
-    monkeypatch.setattr(far_stages, "MOST_ROWS", FEW)
     monkeypatch.setattr(sampled_view, "PLACES", RECORDS)
     monkeypatch.setattr(sampled_view, "KNOWN_PLACES", RECORDS // 2)
-    monkeypatch.setattr(sampled_view, "WHOLE", 2 * RECORDS)
 
 
 @pytest.fixture
@@ -43,29 +39,6 @@ def largest_scales(small_buckets: None, monkeypatch: pytest.MonkeyPatch) -> list
 
     monkeypatch.setattr(SampledView, "view", watched)
     return scales
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(71001, 71004))
-def test_no_schedule_of_faults_breaks_an_invariant_where_each_knows_a_few_of_most_stages(
-    seed: int, small_buckets: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Five stages of 8 to 12, of which a node deals with two."""
-    few = list[bool]()
-    to_read = SampledView.to_read
-
-    def watched(self: SampledView, now: float) -> list[Place]:
-        places = to_read(self, now)
-        few.extend(self.followed_at(place) is not None for place in places)
-        return places
-
-    monkeypatch.setattr(SampledView, "to_read", watched)
-    drawn = draw(seed, 40, 60, KINDS)
-    replicas = tuple((drawn.nodes + stage) // STAGES for stage in range(STAGES))
-    outcome = carry_out(drawn.model_copy(update={"replicas": replicas}))
-    assert outcome.breaches == ()
-    assert any(outcome.fired)
-    assert sum(few) > len(few) / 100
 
 
 @pytest.mark.long

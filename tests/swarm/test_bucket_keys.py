@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node.directory import buckets, sampled_view
+from noloco_node.directory import buckets
 from noloco_node.directory.buckets import CROWDED, MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerState
 from noloco_node.directory.sampled_view import PLACES, places_of
@@ -22,8 +22,7 @@ LIFE = 30.0
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four records a bucket, and more than four are many."""
     monkeypatch.setattr(buckets, "TARGET", 4)
-    monkeypatch.setattr(sampled_view, "WHOLE", 4)
-    monkeypatch.setattr(sampled_view, "READ_AGAIN", 0.0)
+    monkeypatch.setattr(buckets, "READ_AGAIN", 0.0)
     monkeypatch.setattr(buckets, "SAMPLED_AGAIN", 0.0)
 
 

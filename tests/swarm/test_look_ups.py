@@ -12,7 +12,7 @@ from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.p2p import PeerID
 
 from noloco_node.directory import dht_node as guarded_dht
-from noloco_node.directory import dht_walk, sampled_view
+from noloco_node.directory import dht_walk
 from noloco_node.directory.asked_key import KEY_BYTES, MOST_MARKS, AskedKey, pack_asked, unpack_asked
 from noloco_node.directory.dht_node import ASKED_BYTES, BUCKET_SIZE, DEPTH_MODULO, BoundedTable, node_id_of
 from noloco_node.directory.store import HeldRecord
@@ -182,11 +182,10 @@ async def test_half_a_records_life_after_a_walk_everybody_is_asked_again() -> No
         assert asked_by(newcomer) - asked >= 12
 
 
-async def test_a_key_that_is_looked_at_more_rarely_is_walked_to_before_a_records_life_ends(
+async def test_a_key_to_which_others_come_nearer_is_walked_to_before_a_records_life_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is a further stage's, to which others come nearer than all that were near: its servers would seem gone."""
-    monkeypatch.setattr(sampled_view, "WHOLE", 0)
+    """They come nearer than all that were near: the key's servers would seem gone."""
     made = [await Member(network := {}).join(RUN, 3)]
     made += [await Member(network).join(RUN, 3, made[0].peer) for _ in range(7)]
     reader, key = made[0], key_ids(RUN, 3)[2]
