@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 65_600,
-    "lines of the tests": 64_500,
+    "lines of the package": 64_100,
+    "lines of the tests": 64_100,
     "lines of benchmarks and deploy": 5_810,
-    "module-level numbers": 642,
-    "files of the package": 336,
+    "module-level numbers": 616,
+    "files of the package": 332,
     "files of the package below 60 lines": 48,
     "kB of Markdown": 400,
     "kB of results in docs": 400,
