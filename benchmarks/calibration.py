@@ -28,9 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import psutil
-
 from benchmarks.command import command, not_negative, parser_of, positive, save, whole_or_none
+from benchmarks.other_process import cpu_seconds
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from benchmarks.virtual import VirtualSwarm
 from noloco_node.config.load import load_config
@@ -192,13 +191,7 @@ async def measured(state: State, warm_up: float, seconds: float) -> tuple[dict[s
 
 
 def _cpu(swarm: Swarm) -> float:
-    found = 0.0
-    for node in swarm.live:
-        process = psutil.Process(node.pid)
-        for each in (process, *process.children(recursive=True)):
-            times = each.cpu_times()
-            found += times.user + times.system
-    return found
+    return sum(cpu_seconds(node.pid) for node in swarm.live)
 
 
 def _work(told: Sequence[Told], begin: float, end: float) -> dict[str, float]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.other_process import cpu_seconds
 from benchmarks.shaped_links import Uplink
 from benchmarks.utilisation import first_stage, last_account, shaped_swarm
 from benchmarks.virtual import VirtualSwarm
@@ -295,15 +296,10 @@ class _Mark:
         self.accounts: list[Account] = [last_account(node.events) for node in swarm.nodes]
         self.stages = [node.stage for node in swarm.nodes]
         self.sent = [uplink.sent for uplink in uplinks]
-        self.cpu = sum(_cpu_seconds(psutil.Process(node.pid)) for node in swarm.nodes)
+        self.cpu = sum(cpu_seconds(node.pid) for node in swarm.nodes)
         self.cpu += sum(psutil.Process().cpu_times()[:2])
         times = psutil.cpu_times()
         self.idle = times.idle + times.iowait
-
-
-def _cpu_seconds(process: psutil.Process) -> float:
-    """Of a daemon and its p2pd."""
-    return sum(sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True)))
 
 
 def _pairs(first: _Mark, last: _Mark, stage: int) -> list[tuple[Account, Account]]:

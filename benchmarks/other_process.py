@@ -1,4 +1,5 @@
-"""The second process of a benchmark: it says where it answers in one line of JSON, and ends when its input does."""
+"""Other processes of a benchmark: a second one that says where it answers in one line of JSON and ends when its input
+does, and what a daemon takes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,14 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
+
+import psutil
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a daemon and its p2pd."""
+    process = psutil.Process(pid)
+    return sum(sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True)))
 
 
 @contextlib.asynccontextmanager
