@@ -123,7 +123,6 @@ async def lone_node(
 @pytest.mark.parametrize(
     ("momentum", "codec", "optimizer"),
     [
-        ("averaged", "int8", "adamw"),
         ("averaged", "int8", "muon"),
         ("local", "int8", "adamw"),
         ("averaged", "sign", "adamw"),

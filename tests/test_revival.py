@@ -40,9 +40,7 @@ from tests.worlds import World, micro_spec, peer_name, world
 
 BOUNDLESS = {"outer_rounds": 1 << 32, "source": "who-signed-it"}
 FAULTS: dict[str, Callable[[PeerId], Fault]] = {
-    "a lost request for the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.open", 1),
     "a lost piece of the copy": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "copy.chunk", 1),
-    "a lost question who is there": lambda own: Fault(FaultKind.LOSE_ANSWER, own, None, "records", 2),
 }
 LIMITS = LimitsSpec(record_seconds=2.5, grace_seconds=2, chunk_bytes=4096, standby_seconds=0.2)
 
@@ -186,9 +184,7 @@ async def test_a_lost_stage_is_restored_from_the_newer_of_own_checkpoint_and_cop
         (True, ""),
         (False, ""),
         (True, "a dead replica's record"),
-        (True, "a lost request for the copy"),
         (True, "a lost piece of the copy"),
-        (True, "a lost question who is there"),
         (True, "a boundless round"),
     ],
 )

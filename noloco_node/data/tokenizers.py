@@ -199,8 +199,7 @@ def _load_backend(name: str, revision: str | None) -> Any:
 
     place, which = str(Path(name).expanduser()), revision or "main"
     try:
-        load = cast(Any, AutoTokenizer.from_pretrained)  # pyright: ignore[reportUnknownMemberType]
-        return load(place, revision=which, trust_remote_code=False, token=hub_token())
+        return AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False, token=hub_token())
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

@@ -81,7 +81,7 @@ def _model(models: Any, folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = cast(Any, AutoTokenizer.from_pretrained(folder))  # pyright: ignore[reportUnknownMemberType]
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         first: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if first is None:
             first = cast("list[int]", tokenizer.encode("\n", add_special_tokens=False))[-1]

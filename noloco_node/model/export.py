@@ -244,8 +244,7 @@ def pretrained_tokenizer(name: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     place, which = str(Path(name).expanduser()), revision or "main"
-    load = cast(Any, AutoTokenizer.from_pretrained)  # pyright: ignore[reportUnknownMemberType]
-    return load(place, revision=which, trust_remote_code=False, token=hub_token())
+    return AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False, token=hub_token())
 
 
 @contextmanager

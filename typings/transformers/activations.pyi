@@ -1,0 +1,3 @@
+from typing import Any
+
+ACT2FN: dict[str, Any]
