@@ -55,7 +55,7 @@ async def test_a_stage_whose_only_holder_leaves_is_waited_for_and_a_node_with_da
     """A user that ends such a node by Ctrl-C is warned. A newcomer that knows its peers from a file names the holder
     and waits, and copies once that is back with its checkpoint. Then it finds its own checkpoints damaged, says so, and
     copies."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.02")
+    monkeypatch.setenv(OPERATION_SECONDS, "0.04")
     head, holder, newcomer = (tmp_path / name for name in ("head", "holder", "newcomer"))
     for folder in (head, holder, newcomer):
         folder.mkdir()

@@ -52,7 +52,7 @@ async def test_a_guest_with_an_invitation_trains_and_one_without_is_told_why(
 ) -> None:
     """The owner starts the run and invites any holder of a file; they train and average. A node without the invitation,
     or with one that was changed on its way, is turned away before it builds anything."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a run without end leaves its guests and the commands something
+    monkeypatch.setenv(OPERATION_SECONDS, "0.15")  # a run without end leaves its guests and the commands something
     key = tmp_path / "owner.key"
     owner = load_or_create_identity(key).peer_id
     settings = settings_of(owner)
@@ -96,7 +96,7 @@ async def test_guests_whose_invitation_ends_are_warned_and_leave_with_everything
     """None trains on alone to an end that is none. The one that is the last of its stage says so, as one that is told
     to leave does: its checkpoint is all that is left but for copies. One goes on from its checkpoint with a new
     invitation."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.08")
+    monkeypatch.setenv(OPERATION_SECONDS, "0.15")
     key, file = tmp_path / "owner.key", tmp_path / "invitation"
     settings = settings_of(load_or_create_identity(key).peer_id, stages=2)
     async with node(tmp_path / "founder", "run", *settings, "--stage", "0", "--identity", str(key)) as events:

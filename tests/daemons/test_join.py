@@ -90,7 +90,7 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
 
         def under_way() -> bool:
             rounds = [[e for e in node.events if isinstance(e, OuterStep)] for node in swarm.nodes]
-            return all(each and each[-1].round >= 3 and each[-1].clock > 10_000 for each in rounds)
+            return all(each and each[-1].round >= 2 and each[-1].clock > 8_000 for each in rounds)
 
         await eventually(under_way, within=150, what="rounds of everybody")
         assert first.started is not None
@@ -108,7 +108,7 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
         assert started[0].origin == "peer"
         assert started[0].run_id == first.started.run_id
         assert paired[0].round > 1, "it went on from the donor's round"
-        assert paired[0].clock > 10_000
+        assert paired[0].clock > 8_000
         known = {node.started.peer_id for node in swarm.nodes if node.started}
         assert paired[0].partner in known
         stopped = [e for e in events if isinstance(e, NodeStopped)]
@@ -128,7 +128,7 @@ async def test_a_stranger_joins_with_nothing_but_an_address(
     trains on a text of each volunteer's own, which the joiner does not have, so it leaves the first stage to others."""
     founder, stranger = tmp_path / "founder", tmp_path / "stranger"
     own_text = [word for setting in OWN_TEXT for word in ("--set", setting)]
-    monkeypatch.setenv(OPERATION_SECONDS, "0.05")  # the founder's alone: the stranger's command is as users start it
+    monkeypatch.setenv(OPERATION_SECONDS, "0.1")  # the founder's alone: the stranger's command is as users start it
     async with node(founder, "run", str(MICRO), "--set", ENDLESS, *own_text, "--stage", "0") as events:
         monkeypatch.delenv(OPERATION_SECONDS)
         first = (await eventually(lambda: [e for e in events if isinstance(e, NodeStarted)], 150, "it is up"))[0]
