@@ -23,7 +23,7 @@ from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, Nod
 from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.config.settings import Settings, with_new_names
+from noloco_node.config.settings import Settings, new_name, with_new_names
 from noloco_node.config.shipped import find_config, nearest_config
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
@@ -307,7 +307,7 @@ def _invalid_yaml(path: Path, error: yaml.YAMLError) -> UserError:
 
 def _apply(raw: dict[str, Any], override: str) -> None:
     name, separator, text = override.partition("=")
-    parts = name.strip().split(".")
+    parts = new_name(name.strip()).split(".")
     if not separator or not all(parts):
         raise UserError(
             ExitCode.USAGE,

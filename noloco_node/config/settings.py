@@ -35,6 +35,14 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
+def new_name(setting: str) -> str:
+    """The name of today of a setting, with a warning where it is another one."""
+    new = RENAMED.get(setting, setting)
+    if new != setting:
+        logger.warning("%s is called %s now: rename it, the next release will not know the old name", setting, new)
+    return new
+
+
 def with_new_names(raw: dict[str, Any]) -> None:
     """Give settings that bear the name of an earlier release their new one, with a warning for each. A setting that
     has both keeps the value under its new name."""
@@ -42,9 +50,8 @@ def with_new_names(raw: dict[str, Any]) -> None:
         group = _group(raw, old)
         if group is None or old.rpartition(".")[2] not in group:
             continue
-        logger.warning("%s is called %s now: rename it, the next release will not know the old name", old, new)
         value = group.pop(old.rpartition(".")[2])
-        target = _group(raw, new, make=True)
+        target = _group(raw, new_name(old), make=True)
         if target is not None:
             target.setdefault(new.rpartition(".")[2], value)
 

@@ -291,6 +291,8 @@ def test_a_setting_is_read_by_its_old_name_for_one_release_with_a_line_that_name
     assert old == load(tmp_path, GOOD, "run.standby_copies=2", "run.limits.standby_seconds=7")
     assert "run.guard_copies is called run.standby_copies now" in caplog.text
     assert load(tmp_path, GOOD, "run.guard_copies=2", "run.standby_copies=3").run.standby_copies == 3
+    later = load(tmp_path, GOOD, "run.standby_copies=3", "run.guard_copies=2")
+    assert later.run.standby_copies == 2, "a word of the command line counts over the file"
     assert "run.standby_copies: -1" in refusal(tmp_path, GOOD, "run.guard_copies=-1").message
     caplog.clear()
     load(tmp_path, GOOD)
