@@ -274,12 +274,6 @@ class DhtDirectory:
             self._seeking = asyncio.create_task(self._seek_a_lost_peer(), name="seek a lost peer")
         return self._view
 
-    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
-        """See `Directory.first`."""
-        await self._look_at_stages([self._id_of(place) for place in self._roots.values()])
-        now = self.now()
-        return tuple(self._rows(place, now) for place in self._roots.values())
-
     async def _look_at_stages(self, keys: Sequence[Any]) -> None:
         """Ask two of the holders of each key for what is new.
 

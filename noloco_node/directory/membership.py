@@ -15,7 +15,6 @@ from statistics import median_low
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
-from noloco_node.directory.buckets import PREFIX_BITS, prefix_of
 from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, unasked_share
 from noloco_node.directory.records import (
     LOOK_AGAIN_SECONDS,
@@ -202,33 +201,8 @@ class Membership:
         return there or [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
 
     def own_rank(self) -> int:
-        """This peer's place among the replicas of its stage that are there, by peer id.
-
-        If only a sample of them is seen, it is about that place. Some of those that share it in their samples have
-        another then.
-        """
-        rank = sum(peer < self._own for peer in self.stage_peers(*SERVING))
-        return int((rank + prefix_of(self._own) / (1 << PREFIX_BITS)) * self.scale(self.stage))
-
-    def rank_by_hash(self) -> int:
-        """About this peer's place among the replicas of its stage that are there, by the hash that names buckets.
-
-        It depends on its own hash and their number alone, so that no absent peer comes before it.
-        """
-        return int(prefix_of(self._own) / (1 << PREFIX_BITS) * self.replicas_per_stage()[self.stage])
-
-    async def keepers(self, stage: int) -> list[PeerRecord]:
-        """Records of other peers that say they keep a copy of a stage, even peers that this node does not see.
-
-        In a stage that is seen in part, the first peers by that hash keep copies, and are found at the stage's own key.
-        """
-        first = [row.record for rows in await self._directory.first() for row in rows.values()]
-        newest: dict[str, PeerRecord] = {}
-        for record in (*first, *self.others(*PeerState)):
-            if record.peer_id not in newest or newest[record.peer_id].sequence < record.sequence:
-                newest[record.peer_id] = record
-        said = (r for r in newest.values() if r.standby_of == stage and r.state is not PeerState.GONE)
-        return [record for record in said if record.peer_id != self._own]
+        """This peer's place by peer id among the replicas of its stage that are there, or among those that it sees."""
+        return sum(peer < self._own for peer in self.stage_peers(*SERVING))
 
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`live_estimate`). Where

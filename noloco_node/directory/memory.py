@@ -116,8 +116,3 @@ class MemoryDirectory(UnsignedDirectory):
                 self._sampled.took(place, self._hub.live(place, now), now)
             self._view = self._sampled.view(now)
         return self._view
-
-    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
-        """See `Directory.first`."""
-        places = [Place(stage, 0, 0) for stage in range(len(self._hub.rows))] if self._hub.reachable else []
-        return tuple(self._hub.live(place, self.now()) for place in places)

@@ -238,13 +238,6 @@ class Directory(Protocol):
         """Read all stages anew, each look-up with a deadline of its own; one that fails keeps the stage's last rows."""
         ...
 
-    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
-        """What lies at each stage's own key, asked for now, whatever a look would ask for. Never raises.
-
-        It is everybody of a small stage, and the first peers by the hash of the peer id of one that is seen in part.
-        """
-        ...
-
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """The records to tell a peer, `most` in all.
 

@@ -127,8 +127,7 @@ async def revive(
     had = None if checkpoint is None else checkpoint.tensors["slow"]
     there = membership.others_there(*SERVING)
     reached = median_low(record.clock for record in there) if there else math.inf
-    keepers = await membership.keepers(stage)
-    copy = await copies.newest(stage, keepers, began, beyond=beyond, own=had, reached=reached)
+    copy = await copies.newest(stage, membership.others(), began, beyond=beyond, own=had, reached=reached)
     if copy is None and checkpoint is not None:
         await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
         logger.warning(

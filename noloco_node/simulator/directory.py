@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from noloco_node import ambient
 from noloco_node.directory.dht import DhtDirectory, join_directory
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, SignedRecord
+from noloco_node.directory.records import DirectoryView, PeerRecord, SignedRecord
 from noloco_node.directory.validator import RecordValidator
 from noloco_node.errors import UserError
 from noloco_node.identity.keys import Identity
@@ -102,10 +102,6 @@ class SimulatedDirectory:
     async def refresh(self) -> DirectoryView:
         """See `Directory.refresh`."""
         return await self._directory.refresh()
-
-    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
-        """See `Directory.first`."""
-        return await self._directory.first()
 
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """See `Directory.to_tell`."""

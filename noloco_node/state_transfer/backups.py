@@ -379,14 +379,10 @@ def _root_of(slow: FrozenState) -> str:
 
 
 def standby_rank(membership: Membership) -> int:
-    """A node's place among the nodes of its stage that may keep copies. In a stage that is seen in part each node
-    estimates its own. No node or several may take a place, so several are meant to. They come first by the hash that
-    names buckets. A node that sees other buckets finds these (`Membership.keepers`)."""
-    return (
-        membership.own_rank()
-        if membership.scale(membership.stage) == 1.0
-        else membership.rank_by_hash() // SPARE_KEEPERS
-    )
+    """A node's place among the nodes of its stage that may keep copies. In a stage that is seen in part others see
+    others, so several of all that a node sees are meant to keep one."""
+    in_part = membership.scale(membership.stage) > 1.0
+    return membership.own_rank() // (SPARE_KEEPERS if in_part else 1)
 
 
 def standby_stage(own_stage: int, rank: int, stages: int, copies: int) -> int | None:

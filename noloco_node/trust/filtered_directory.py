@@ -77,10 +77,6 @@ class ScreenedDirectory:
         """Read all stages anew; the view that it returns is screened."""
         return self._screened(await self._directory.refresh())
 
-    async def first(self) -> tuple[Mapping[PeerId, LiveRecord], ...]:
-        """See `Directory.first`; screened."""
-        return self._rows_that_pass(await self._directory.first())
-
     def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
         """See `Directory.to_tell`."""
         return self._directory.to_tell(most)

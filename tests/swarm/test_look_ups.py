@@ -18,7 +18,7 @@ from noloco_node.directory.dht_node import ASKED_BYTES, BUCKET_SIZE, DEPTH_MODUL
 from noloco_node.directory.store import HeldRecord
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
-from tests.inside import intake_of, node_of, records_of, sampled_of, walker_of
+from tests.inside import intake_of, node_of, records_of, walker_of
 from tests.swarm.hostile_dht import Stranger, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import record_of
@@ -109,20 +109,6 @@ async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
     view = await reader.directory.refresh()
     assert asked_by(reader) - asked > 4
     assert set(view.stages[0]) == {member.peer for member in made}
-
-
-async def test_what_lies_at_the_stages_own_keys_is_asked_for_whatever_a_look_asks_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A look at a large stage asks for two buckets; a node that seeks its first peers is told what is there now."""
-    made = await members(12)
-    reader, writer = made[0], made[1]
-    await reader.directory.refresh()
-    assert await writer.directory.publish(record_of(writer.peer, sequence=2), 61.0)
-    monkeypatch.setattr(sampled_of(reader.directory), "to_read", lambda _: [])
-    first = await reader.directory.first()
-    assert first[0][writer.peer].record.sequence == 2
-    assert set(first[0]) == {member.peer for member in made}
 
 
 async def test_nothing_is_asked_of_those_of_whom_a_node_knows_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,13 +141,13 @@ def test_routes_reach_every_next_stage_peer_in_the_long_run() -> None:
 
 
 def test_fixed_routing_stays_with_one_while_it_is_seen_and_crowds_nobody() -> None:
-    """By a place that is an estimate: of 600 nodes in front of 600 each has its peer, and none has many."""
+    """By a place among those that it sees: of 600 nodes in front of 600 each has its peer, and none has many."""
     rng, own_stage, next_stage = random.Random(4), by_bucket(names(0)), by_bucket(names(1))
     asked = Counter[PeerId]()
     for own in names(0)[::6]:
         seen = [[p for b in rng.sample(range(8), HELD) for p in stage[b]] for stage in (own_stage, next_stage)]
         members = membership_of(own, 0, view_of(seen, [MANY, MANY]), AllAnswer())
-        assert 0 <= members.own_rank() < 1.4 * MANY
+        assert 0 <= members.own_rank() < MANY
         balancer = LoadBalancer("fixed", random.Random(1), lambda: 0.0)
         balancer.update(members.next_stage_peers(), members.own_rank())
         chosen = {balancer.choose() for _ in range(4)}
@@ -158,14 +158,13 @@ def test_fixed_routing_stays_with_one_while_it_is_seen_and_crowds_nobody() -> No
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_stage_seen_in_part_has_its_guards_nearly_always_and_few_too_many(copies: int) -> None:
-    """Each node takes its place among its fellows by its hash and the number that it estimates: no two need agree, and
-    yet somebody keeps the copy."""
+    """Each node takes its place among those that it sees: no two need agree, and yet somebody keeps the copy."""
     rng, without, kept = random.Random(7), 0, list[int]()
     for of in range(15):
         guards = Counter[int | None]()
         everybody = names(0, of=f"{of}-")
         stage = by_bucket(everybody)
-        for own in sorted(everybody, key=prefix_of)[:40]:  # a node behind these never takes itself for a guard
+        for own in sorted(everybody)[:90]:  # a node behind these never takes itself for a guard
             seen = [p for b in rng.sample(range(8), HELD) for p in stage[b]]
             size = round(MANY * rng.gauss(1.0, 0.1))
             members = membership_of(own, 0, view_of([seen, [], []], [size, 0, 0]), AllAnswer())
@@ -173,8 +172,8 @@ def test_a_stage_seen_in_part_has_its_guards_nearly_always_and_few_too_many(copi
         held = [guards[1 + copy] for copy in range(copies)]
         without += sum(not each for each in held)
         kept += held
-    assert without / len(kept) < 0.15
-    assert sum(kept) / len(kept) < 6.0
+    assert without == 0
+    assert sum(kept) / len(kept) < 20.0
 
 
 def test_a_stage_of_which_nobody_was_asked_yet_is_served_and_is_counted_by_those_that_were() -> None:
