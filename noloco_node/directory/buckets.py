@@ -172,13 +172,6 @@ class StageLevel:
         self._turn: list[int] = []
         self._candidate: int | None = None
         self._votes: list[int] = []
-        self._halfway = False
-        """The candidate lies between this level and one that was spoken of."""
-        self._spoken = self._highest = MOST_LEVEL
-        """The level that was spoken of last, and the highest that is listened to.
-
-        After a level turned out to be nobody's, those below it are tried one after another, whatever is spoken of.
-        """
         self._doubted_for = 0
 
     @property
@@ -246,35 +239,29 @@ class StageLevel:
 
     def _look_behind(self, prefixes: Collection[int]) -> None:
         self._doubted_for = max(0, self._doubted_for - 1)
-        behind = min(self._highest, level_behind(prefixes))
+        behind = level_behind(prefixes)
         if behind - 1 > self.level and self._candidate is None and not self._doubted_for:
-            self._hear_of(behind)
+            self._consider(behind)
 
     def _vote(self, count: int) -> None:
-        """A level far above is real if most of its buckets are as full as that.
+        """A level far above is real if most of its buckets are as full as that. If it is not, those below it are tried.
 
         Ids that were sought for one bucket say nothing of the others, and records that lie at level 0 alone are
-        nobody's. If it is not real, one half as far above may be, as long as its buckets are all full. A first bucket
-        is now and then fuller than others by chance, and speaks of a level too high. With fewer buckets, sought ids
-        make nearer levels look real.
+        nobody's. A first bucket is now and then fuller than others by chance, and speaks of a level too high.
         """
         self._votes.append(count)
         if len(self._votes) < CONFIRMING or self._candidate is None:
             return
         level, votes = self._candidate, self._votes
         self._candidate, self._votes = None, []
-        enough = TARGET if self._halfway and level > 1 else LOWER * TARGET
-        if (min(votes) if self._halfway or level == 1 else median(votes)) >= enough:
+        if (min(votes) if level == 1 else median(votes)) >= LOWER * TARGET:
             self._go_to(level)
             if level > 1:  # at the first level of all few write yet when a stage grows quickly, and all were just seen
                 self._counts.extend(BucketLook(level, UNNAMED, vote) for vote in votes)
-        elif level == self._spoken and not self._halfway and level - 1 > self.level:
-            self._consider(level - 1)  # nodes at that level write here as well
-        elif self.level < (halfway := (self.level + level) // 2):
-            self._consider(halfway, between=True)
-        elif level > 1 or self._halfway or self.fullness <= RAISE * TARGET:
+        elif level - 2 > self.level:
+            self._consider(level - 1)
+        elif level > 1 or self.fullness <= RAISE * TARGET:
             self._doubted_for = CONFIRMED_AGAIN
-            self._highest = self._spoken - 2 if self._spoken - 3 > self.level else MOST_LEVEL
 
     def _decide(self) -> None:
         ordered = self._latest
@@ -283,23 +270,19 @@ class StageLevel:
         lower_middle, upper_middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
         if lower_middle > RAISE * TARGET and self.level == 0:
             if self._candidate is None:
-                self._hear_of(1)
+                self._consider(1)
         elif lower_middle > RAISE * TARGET and self.level < MOST_LEVEL:
             self._go_to(self.level + 1)  # nodes with full buckets write there; beyond it nobody does
         elif upper_middle < LOWER * TARGET and self.level > 0:
             down = int(math.log2(TARGET / max(upper_middle, 1)))
             self._go_to(max(0, self.level - min(FALL, max(1, down))))
 
-    def _hear_of(self, level: int) -> None:
-        self._spoken = level
-        self._consider(level)
-
-    def _consider(self, level: int, *, between: bool = False) -> None:
+    def _consider(self, level: int) -> None:
         """Read some of its buckets before it is gone to."""
-        self._candidate, self._votes, self._halfway = level, [], between
+        self._candidate, self._votes = level, []
 
     def _go_to(self, level: int) -> None:
-        self.level, self._highest = level, MOST_LEVEL
+        self.level = level
         self._turn = []
         self._here.clear()
 
