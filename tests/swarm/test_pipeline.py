@@ -397,12 +397,7 @@ async def test_a_full_node_is_busy_at_once() -> None:
         ({"run": "f" * 32}, Refusal.WRONG_RUN),
         ({"stage": 0}, Refusal.WRONG_STAGE),
         ({"protocol": 999}, Refusal.WRONG_PROTOCOL),
-        ({"id": "short"}, Refusal.MALFORMED),
-        ({"budget_ms": -1}, Refusal.MALFORMED),
-        ({"mode": "steal"}, Refusal.MALFORMED),
-        ({"attempt": 10**12}, Refusal.MALFORMED),
         ({"origin_clock": 1e30}, Refusal.MALFORMED),
-        ({"origin": "x" * 1000}, Refusal.MALFORMED),
         ({"origin": "somebody else"}, Refusal.MALFORMED),
     ],
 )
