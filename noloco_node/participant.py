@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.stage_worker import StageWorker
@@ -30,6 +31,8 @@ class ReplicaContext:
     moved: Pulse
     """Fires whenever something has changed that somebody may wait for: a step, an exchange, the directory."""
     emit: Callable[[AnyEvent], None]
+    relayed_now: Callable[[], Collection[PeerId]] = frozenset
+    """Peers that are connected through relays only: others are preferred for work and for averages."""
 
     @property
     def stage(self) -> int:
@@ -41,20 +44,15 @@ class Participant:
     """A protocol in the life of a replica: `serve`, `open`, `run` beside the training, `drain`, `shut`, `close`. Each
     does nothing more where a participant has nothing to do."""
 
-    accepting = False
-    """Whether it takes what peers ask now."""
-
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods with the transport, and how each is taken back; nothing is accepted before `open`."""
         return ()
 
     def open(self) -> None:
         """Accept what peers ask from now on."""
-        self.accepting = True
 
     def shut(self) -> None:
         """Accept nothing from now on that somebody may do without; what is under way goes on."""
-        self.accepting = False
 
     async def run(self) -> None:
         """Work beside the training, until cancelled."""

@@ -83,11 +83,11 @@ class Averaging(Participant):
 
     def open(self) -> None:
         """Accept proposals from now on."""
-        self.accepting = self.responder.accepting = True
+        self.responder.accepting = True
 
     def shut(self) -> None:
         """Accept no proposal from now on; what is under way goes on."""
-        self.accepting = self.responder.accepting = False
+        self.responder.accepting = False
 
     async def run(self) -> None:
         """Commit exchanges that others dialled, and give up those that make no progress, until cancelled. What is not

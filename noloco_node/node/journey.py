@@ -247,10 +247,10 @@ async def _enter_stage(
         ledger=stays.ledger,
         standby_of=lambda: stays.copies.standby_of,
         relayed=net.relayed,
+        relayed_now=lambda: net.reach.relayed,
         signed=stays.signed,
     )
     stack.callback(replica.close)
-    replica.heed_relays(lambda: net.reach.relayed)
     stack.enter_context(node.telemetry.showing(replica.books.surroundings))
     keeper = CheckpointKeeper(replica, node.checkpoints, node.emit, net.settings, lambda: net.life.birth)
     stack.enter_context(keeper)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
 from noloco_node import ambient
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
@@ -52,8 +52,7 @@ class OuterSteps:
         self._copier = copier
         self._pace = pace
         self._behind = behind
-        self.relayed: Callable[[], Collection[PeerId]] = frozenset
-        """Peers that are connected through relays only, as of now."""
+        self._relayed_now = context.relayed_now
         self._book = context.transport.peer_stats.book
 
     @property
@@ -105,7 +104,7 @@ class OuterSteps:
         )
 
     def _weights(self, stage_peers: Sequence[PeerId]) -> list[float]:
-        return self._side.partners.weights(stage_peers, self.relayed(), ambient.monotonic())
+        return self._side.partners.weights(stage_peers, self._relayed_now(), ambient.monotonic())
 
     async def catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""

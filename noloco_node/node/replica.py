@@ -122,6 +122,7 @@ class Replica:
         ledger: Ledger | None = None,
         standby_of: Callable[[], int | None] = lambda: None,
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
+        relayed_now: Callable[[], Collection[PeerId]] = frozenset,
         signed: SignedEnd | None = None,
     ) -> None:
         stage = placed.stage
@@ -134,7 +135,7 @@ class Replica:
         self._emit = emit
         rng = random.Random(f"{settings.seed}/{transport.peer_id}")
         self.context = context = ReplicaContext(
-            spec, settings, stage.cut, transport, self.worker, rng, Pulse(), self._tell
+            spec, settings, stage.cut, transport, self.worker, rng, Pulse(), self._tell, relayed_now
         )
         transport.peer_stats.book.begin_stage()
         self._pace, self._capacity = Pace(), Capacity()
@@ -196,11 +197,6 @@ class Replica:
         """Leave for a while, within two seconds; others are told that it is paused, and the user `why`."""
         self._rests = why
         self.stop.set()
-
-    def heed_relays(self, relayed: Callable[[], Collection[PeerId]]) -> None:
-        """Peers that are connected through relays only, as of now: others are preferred for work and for averages."""
-        self.pipeline.heed_relays(relayed)
-        self.outer_steps.relayed = relayed
 
     def begins_late(self) -> None:
         """The run has begun, though nothing was trained here yet."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from noloco_node import ambient
 from noloco_node.data.samples import Position, Samples
 from noloco_node.directory.peer_clocks import FarBehind
-from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.pipeline.inference import InferenceServer
 from noloco_node.pipeline.messages import Ledger, Sample
@@ -31,6 +28,7 @@ class Pipeline(Participant):
         self._samples = samples
         self.ledger = ledger
         self.balancer = LoadBalancer(spec.pipeline.routing, rng, ambient.monotonic, transport.peer_stats.book)
+        self.balancer.relayed = context.relayed_now
         self.downstream = (
             None
             if context.cut.is_last
@@ -53,11 +51,11 @@ class Pipeline(Participant):
 
     def open(self) -> None:
         """Accept what peers ask from now on."""
-        self.accepting = self.server.accepting = self.inference.accepting = True
+        self.server.accepting = self.inference.accepting = True
 
     def shut(self) -> None:
         """Accept nothing from now on; what is under way goes on."""
-        self.accepting = self.server.accepting = self.inference.accepting = False
+        self.server.accepting = self.inference.accepting = False
 
     async def run(self) -> None:
         """Audit what the next stage answers."""
@@ -115,7 +113,3 @@ class Pipeline(Participant):
         return self.downstream.circuit_breaker.lasts(
             patience(spec.limits.record_seconds, spec.pipeline.budget_seconds, behind)
         )
-
-    def heed_relays(self, relayed: Callable[[], Collection[PeerId]]) -> None:
-        """Peers that are connected through relays only, as of now: others are preferred."""
-        self.balancer.relayed = relayed

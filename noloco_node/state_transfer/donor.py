@@ -71,7 +71,6 @@ class StateDonor:
         worker: StageWorker,
         *,
         places: int,
-        accepting: Callable[[], bool],
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
         folder: Path | None = None,
     ) -> None:
@@ -93,7 +92,8 @@ class StateDonor:
             places=places,
             window=min(WINDOW_SECONDS, patience / 4),
         )
-        self._accepting = accepting
+        self.accepting = False
+        """Whether it gives its state now."""
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register with the transport, and how each method is taken back."""
@@ -120,7 +120,7 @@ class StateDonor:
         self._readers.clear()
 
     def _admit(self, _peer: PeerId, request: StateRequest) -> None:
-        if not self._accepting():
+        if not self.accepting:
             raise Refused(Refusal.DRAINING)
         check_addressed(
             run=request.run,

@@ -31,7 +31,6 @@ class StateTransfer(Participant):
             context.transport,
             worker,
             places=DONOR_PLACES,
-            accepting=lambda: self.accepting,
             relayed=relayed,
             folder=context.settings.run_folder,
         )
@@ -49,6 +48,14 @@ class StateTransfer(Participant):
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the donor's methods."""
         return self.donor.serve()
+
+    def open(self) -> None:
+        """Give the own state from now on."""
+        self.donor.accepting = True
+
+    def shut(self) -> None:
+        """Give it to nobody from now on; who has begun to read it goes on."""
+        self.donor.accepting = False
 
     def drain(self) -> None:
         """A leaving node gives its state as long as it is there: it may be the last of its stage."""

@@ -126,7 +126,8 @@ def copied(
         names = [PeerId(f"donor{index}") for index in range(donors)]
         for index, (name, worker) in enumerate(zip(names, workers[1:], strict=True)):
             transport = MemoryTransport(network, name)
-            giver = kind(index)(spec, 0, transport, worker, places=1, accepting=lambda: True)
+            giver = kind(index)(spec, 0, transport, worker, places=1)
+            giver.accepting = True
             giver.serve()
             givers.append(giver)
         copier = StateCopier(

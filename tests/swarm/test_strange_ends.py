@@ -263,7 +263,7 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         stranger, joiner, other = made.replicas[0], made.replicas[1], made.replicas[2]
         await haunt(made, PeerState.FINISHING, name=peer_name(0, 0), finished=True)
-        assert not stranger.state_transfer.accepting
+        assert not stranger.state_transfer.donor.accepting
         await other.membership.announce(PeerState.TRAINING)
         assert await become_current(joiner) is None
 
