@@ -42,8 +42,7 @@ class Responder:
 
     def __init__(self, side: Side) -> None:
         self._side = side
-        self.accepting = False
-        """Whether proposals are taken now."""
+        self._accepting = False
         self._complete: asyncio.Queue[Session] = asyncio.Queue()
         """Exchanges wait here once all their chunks have come. There is one at most, since nothing else is begun before
         its commit."""
@@ -52,6 +51,14 @@ class Responder:
     def waiting(self) -> int:
         """Exchanges that are complete and not yet taken up by `run`."""
         return self._complete.qsize()
+
+    def open(self) -> None:
+        """Take proposals from now on."""
+        self._accepting = True
+
+    def shut(self) -> None:
+        """Take no proposal from now on."""
+        self._accepting = False
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods with the transport, and how each is taken back."""
@@ -102,7 +109,7 @@ class Responder:
     async def handle_propose(self, peer: PeerId, proposal: Proposal) -> Acceptance:
         """Agree to an exchange, or refuse it."""
         side, engagement = self._side, self._side.engagement
-        if not self.accepting:
+        if not self._accepting:
             raise Refused(Refusal.DRAINING)
         check_proposal(proposal, side.spec, side.stage, side.contract)
         if engagement.phase not in (Phase.FREE, Phase.PROPOSING):

@@ -83,11 +83,11 @@ class Averaging(Participant):
 
     def open(self) -> None:
         """Accept proposals from now on."""
-        self.responder.accepting = True
+        self.responder.open()
 
     def shut(self) -> None:
         """Accept no proposal from now on; what is under way goes on."""
-        self.responder.accepting = False
+        self.responder.shut()
 
     async def run(self) -> None:
         """Commit exchanges that others dialled, and give up those that make no progress, until cancelled. What is not

@@ -95,6 +95,14 @@ class StateDonor:
         self.accepting = False
         """Whether it gives its state now."""
 
+    def open(self) -> None:
+        """Give the state from now on."""
+        self.accepting = True
+
+    def shut(self) -> None:
+        """Give it to nobody from now on."""
+        self.accepting = False
+
     def serve(self) -> tuple[Withdraw, ...]:
         """Register with the transport, and how each method is taken back."""
         return (

@@ -51,11 +51,11 @@ class StateTransfer(Participant):
 
     def open(self) -> None:
         """Give the own state from now on."""
-        self.donor.accepting = True
+        self.donor.open()
 
     def shut(self) -> None:
         """Give it to nobody from now on; who has begun to read it goes on."""
-        self.donor.accepting = False
+        self.donor.shut()
 
     def drain(self) -> None:
         """A leaving node gives its state as long as it is there: it may be the last of its stage."""
