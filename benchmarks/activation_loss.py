@@ -37,7 +37,7 @@ def loss_of(config: Path, more: Sequence[str], stages: int, codec: str, seed: in
     """Held-out loss of one training, nats a token, with `more` settings. ArithmeticError where it diverged."""
     changes = (*CHANGES, *more, f"run.model.stages={stages}", f"run.pipeline.activations={codec}")
     run = load_config(config, changes).run
-    measured = simulate(run, WorldSpec(), "noloco", replicas=REPLICAS, seed=seed, evaluations=1, spread_points=2)
+    measured = simulate(run, WorldSpec(), "noloco", replicas=REPLICAS, seed=seed, evaluations=1, divergence_points=2)
     if measured.validation_loss is None:
         raise ArithmeticError(f"{stages} stages with {codec} diverged")
     return measured.validation_loss

@@ -123,8 +123,10 @@ def figures_of(nodes: Sequence[Told], begin: float, end: float, tokens: int) -> 
         if first.hop_seconds is not None and last.hop_seconds is not None:
             waits += last.hop_seconds.sum - first.hop_seconds.sum
             hops += sum(last.hop_seconds.counts) - sum(first.hop_seconds.counts)
-    kinds = {kind: sum(step.kind == kind for step in steps) for kind in ("paired", "alone", "aborted", "caught_up")}
-    taken = kinds["paired"] + kinds["alone"]
+    kinds = {
+        kind: sum(step.kind == kind for step in steps) for kind in ("paired", "no_partner", "aborted", "caught_up")
+    }
+    taken = kinds["paired"] + kinds["no_partner"]
     exchanges = [step.seconds for step in steps if step.kind == "paired"]
     minutes = (end - begin) / 60.0
     return {
@@ -132,7 +134,7 @@ def figures_of(nodes: Sequence[Told], begin: float, end: float, tokens: int) -> 
         "answers for a trained microbatch": served / max(trained, 1e-9),
         "inner steps a replica and minute": inner / len(nodes) / minutes,
         "outer steps a replica and minute": taken / len(nodes) / minutes,
-        "of those alone, %": 100.0 * kinds["alone"] / max(1, taken),
+        "of those alone, %": 100.0 * kinds["no_partner"] / max(1, taken),
         "aborted a minute": kinds["aborted"] / minutes,
         "microbatch from stage 0 and back, s": waits / max(1.0, hops),
         "exchange, s": fmean(exchanges) if exchanges else 0.0,

@@ -24,20 +24,20 @@ def checks(folder: Path) -> list[tuple[str, str, bool]]:
         if isinstance(event, Evaluation) and event.final
     ]
     mean_replica, merged = statistics.mean(finals), summary.validation_loss_merged or float("inf")
-    spreads = [point.spread for point in summary.spread]
+    spreads = [point.replica_divergence for point in summary.replica_divergence]
     books = summary.microbatches
     stage_peers = summary.nodes // summary.stages - 1
-    rounds, partners = summary.outer_rounds.values(), summary.distinct_partners.values()
+    rounds, partners = summary.outer_steps_taken.values(), summary.distinct_partners.values()
     return [
         ("validation loss below 2.4 nats/byte", f"{mean_replica:.4f}", mean_replica < 2.4),
-        ("at least 25 outer rounds a node", f"{min(rounds)} to {max(rounds)}", min(rounds) >= 25),
+        ("at least 25 outer steps a node", f"{min(rounds)} to {max(rounds)}", min(rounds) >= 25),
         (
             f"every node averaged with all {stage_peers} stage peers",
             f"at least {min(partners)}",
             min(partners) == stage_peers,
         ),
         (
-            "last spread at most half of its maximum",
+            "last replica divergence at most half of its maximum",
             f"{spreads[-1]:.2e} of {max(spreads):.2e}",
             spreads[-1] <= max(spreads) / 2,
         ),

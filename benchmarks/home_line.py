@@ -248,7 +248,7 @@ async def measured(home: Home, settle: float, seconds: float) -> dict[str, Any]:
             )
             for kind in sorted(kinds)
         },
-        "put_back": sum(_grown(first, last, 0, "put_back")),
+        "requeued": sum(_grown(first, last, 0, "requeued")),
         "retried": sum(_grown(first, last, 0, "retried")),
         "served": sum(_grown(first, last, 1, "served")),
         "refused": [account.refused for account in last.accounts],

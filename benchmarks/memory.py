@@ -86,7 +86,7 @@ def config_of(base: Path, size: tuple[int, int, int], overrides: list[str], step
         "run.evaluation.windows=8",
         "run.inner.warmup_tokens=0",
         f"run.evaluation.every_tokens={10 * tokens}",
-        "node.checkpoint_rounds=1",
+        "node.checkpoint_outer_steps=1",
         "node.checkpoint_seconds=0",
         "local_swarm.replicas=2",
     ]

@@ -155,7 +155,7 @@ def _fields(kind: type[BaseModel], skip: frozenset[str]) -> Iterator[str]:
     yield from ("| field | type | meaning |", "|---|---|---|")
     for name, field in kind.model_fields.items():
         if name not in skip:
-            yield _row(f"`{name}`", _type(field.annotation), meanings.get(name) or DASH)
+            yield _row(f"`{field.serialization_alias or name}`", _type(field.annotation), meanings.get(name) or DASH)
 
 
 def _docstrings(kind: type[BaseModel]) -> dict[str, str]:

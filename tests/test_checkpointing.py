@@ -102,7 +102,7 @@ async def lone_node(
         return window_rows(drawn[-1])
 
     settings = NodeSettings(
-        in_flight=1, checkpoint_rounds=2, checkpoint_seconds=0.0, leave_seconds=leave_seconds, drain_seconds=1e-6
+        in_flight=1, checkpoint_outer_steps=2, checkpoint_seconds=0.0, leave_seconds=leave_seconds, drain_seconds=1e-6
     )
     samples = Samples(draw, window_rows(range(10**6, 10**6 + 4)), lambda: walk.position)
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(0, 0))
@@ -203,7 +203,7 @@ async def test_a_checkpoint_is_of_one_moment_while_three_microbatches_are_under_
     """It is taken at any time on a running swarm, on both stages. The tokens in the weights and the gradient are those
     of the samples that the books call trained. The samples held are the rest of those drawn."""
     spec = micro_spec(steps=40, microbatches_a_step=3, outer=OUTER)
-    settings = NodeSettings(in_flight=3, checkpoint_rounds=1, checkpoint_seconds=0.0, drain_seconds=1)
+    settings = NodeSettings(in_flight=3, checkpoint_outer_steps=1, checkpoint_seconds=0.0, drain_seconds=1)
     async with world(spec, settings=settings) as made:
         folders = [CheckpointFolder(tmp_path / str(stage), keep=1000) for stage in range(2)]
         with contextlib.ExitStack() as stack:
@@ -272,7 +272,7 @@ async def test_a_checkpoint_of_a_later_stage_keeps_what_is_left_from_stage_0(tmp
         await thread.close()
     assert (ledger.drawn, ledger.trained, ledger.walk) == (5, 4, left.walk)
     (sample,) = ledger.waiting
-    assert sample.put_backs == 2
+    assert sample.requeues == 2
     assert torch.equal(sample.windows, windows)
 
 
@@ -363,7 +363,7 @@ async def test_checkpoints_come_by_themselves_every_few_rounds_and_the_last_ones
         await node.keeper.save()  # it comes after a write that the cancellation may have left under way
     last = node.events[-1]
     assert all(not event.error and event.held_seconds < event.seconds and event.size > 10_000 for event in by_itself)
-    rounds = [event.round for event in by_itself]
+    rounds = [event.outer_steps_taken for event in by_itself]
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(rounds))
     kept = sorted(path.name for path in folder.path.iterdir())
     assert isinstance(last, CheckpointTaken)
@@ -555,7 +555,7 @@ def made_account(drawn: int) -> Account:
         trained=0,
         dropped=0,
         held_at_end=0,
-        put_back=0,
+        requeued=0,
         retried=0,
         repeated=0,
         served=0,

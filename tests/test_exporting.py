@@ -272,7 +272,7 @@ def test_a_node_that_has_saved_nothing_yet_is_not_taken_for_no_node(
         assert main(["export", str(named), "--out", str(tmp_path / "out")]) == ExitCode.RUN_FOLDER
         told = capsys.readouterr().err
         assert f"a node has begun in '{kept.path}', and has saved nothing" in told
-        assert "node.checkpoint_rounds (5 where it is not set)" in told
+        assert "node.checkpoint_outer_steps (5 where it is not set)" in told
         assert "node.checkpoint_seconds (60)" in told
 
 

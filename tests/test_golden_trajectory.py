@@ -1,4 +1,4 @@
-"""Two replicas over six outer rounds come to the weights, losses and clocks that are written down, round by round.
+"""Two replicas over six outer steps come to the weights, losses and clocks that are written down, round by round.
 
 What is moved, renamed or taken apart must not change what is learnt. After a deliberate change of the method:
 `python -m tests.test_golden_trajectory`, and say in the commit why the figures are others.
@@ -96,7 +96,7 @@ async def one_round(made: World, number: int) -> dict[str, Any]:
     return {
         "losses": [[step.loss for step in events_of(made, side, InnerStep)[-2:]] for side in (0, 1)],
         "differences": [step.difference_norm for step in averaged],
-        "spreads": [step.spread for step in averaged],
+        "spreads": [step.replica_divergence for step in averaged],
         "clipped": [step.clipped for step in averaged],
         "bytes": [step.bytes_sent for step in averaged],
         "replicas": [await state_of(replica) for replica in made.replicas],

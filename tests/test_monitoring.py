@@ -108,7 +108,7 @@ def test_every_expression_names_metrics_and_labels_of_nodes(name: str) -> None:
         "sum by (reason) (noloco_tokens_total)",
         "noloco_hop_duration_seconds",
         "noloco:no_such:record",
-        'noloco:spread:avg{instance="here"}',
+        'noloco:replica_divergence:avg{instance="here"}',
         "process_start_time",
         "1 + 1",
     ],

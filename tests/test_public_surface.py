@@ -51,8 +51,8 @@ def events() -> Iterator[str]:
     """Every event with its fields."""
     union, *_ = typing.get_args(AnyEvent)
     for event in typing.get_args(union):
-        for name in event.model_fields:
-            yield f"{event.model_fields['event'].default}.{name}"
+        for name, info in event.model_fields.items():
+            yield f"{event.model_fields['event'].default}.{info.serialization_alias or name}"
 
 
 def _fields(name: str, model: type[BaseModel]) -> Iterator[str]:

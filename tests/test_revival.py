@@ -59,7 +59,7 @@ def copies_of(made: World, replica: Replica) -> StageCopies:
 async def trained_world(
     keepers: int, giving: int = 4, limits: LimitsSpec = LIMITS
 ) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
-    """Two stages of two replicas; all but the last are past an outer round and say that they train. The first `giving`
+    """Two stages of two replicas; all but the last are past an outer step and say that they train. The first `giving`
     of them give copies."""
     spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=limits)
     async with world(spec.model_copy(update={"standby_copies": keepers}), replicas=2) as made:
@@ -352,7 +352,7 @@ async def test_a_copy_is_taken_from_who_is_there_however_many_records_say_that_t
 
 
 async def test_a_young_swarm_needs_no_revival() -> None:
-    """Before the first outer round the seeded weights are everybody's."""
+    """Before the first outer step the seeded weights are everybody's."""
     async with world(micro_spec(limits=LIMITS), replicas=1) as made:
         await made.replicas[0].membership.announce(PeerState.TRAINING)
         later = made.replicas[1]
@@ -395,7 +395,7 @@ def record_of(
         state=state,
         clock=clock,
         tokens_per_second=1.0,
-        outer_rounds=1,
+        outer_steps_taken=1,
         protocol=PROTOCOL_VERSION,
         version="0",
         sequence=1,

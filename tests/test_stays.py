@@ -221,7 +221,7 @@ async def rescues(
         await happens()
 
     transport = replica.context.transport
-    settings, spec = NodeSettings(moves="always"), replica.context.spec
+    settings, spec = NodeSettings(reassign="always"), replica.context.spec
     directory = Hindered(made.hub, noted)
     stays = StageLifecycle(spec, settings, footprint_of(spec), transport, directory)
     for each in made.replicas[:2]:

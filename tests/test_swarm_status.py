@@ -94,9 +94,9 @@ def test_a_run_that_is_over_is_over_although_this_nodes_clock_was_behind(tmp_pat
     behind = made.account(clock=0.81 * 61_440)
     write(tmp_path / "a", made.started("s0-r0"), behind, made.stopped("s0-r0"))
     assert any(
-        "the run is over: 61,440 tokens; its clock stood at 49,766" in line for line in status_lines(tmp_path / "a")
+        "the run is over: 61,440 tokens; this node stood at 49,766" in line for line in status_lines(tmp_path / "a")
     )
-    said = "(target reached by the run; this node's own clock stood at 81 %)"
+    said = "(target reached by the run; this node itself stood at 81 %)"
     assert any(line.startswith("now") and line.endswith(said) for line in status_lines(tmp_path / "a"))
     write(tmp_path / "c", *made.node_events("s0-r0"))
     assert any(line.endswith(f"stage 0, 81 %; stopped 60 s ago {said}") for line in status_lines(tmp_path, 1121.0))

@@ -30,7 +30,7 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     for words in ("made-up · 2 nodes of 2 stages", "no node that answers serves stage 1", "1,000 of 30,720 tokens"):
         assert words in text
     assert "? left" in text, "nothing moves while a stage is missing"
-    assert "640 (by clocks)" in text
+    assert "640 (measured)" in text
     assert [line.split("…000002")[1].split()[:2] for line in text.splitlines() if "…000002" in line] == [
         ["1", "silent"]
     ]
@@ -52,7 +52,7 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
 def test_nodes_that_have_not_been_heard_yet_are_neither_missing_nor_ahead() -> None:
     """At the first looks there are records only, and no clock to hold theirs against."""
     silent = tuple(node(n, n, answers=False, lag=-300_000.0) for n in (0, 1))
-    stages = (stage(0, missing=True, claimed=1), stage(0, missing=True, claimed=1))
+    stages = (stage(0, missing=True, unreachable=1), stage(0, missing=True, unreachable=1))
     text = drawn(swarm(stages=stages, nodes=silent, introduced=2))
     assert "2 records found, and no node of them has answered yet" in text
     assert "serves stage" not in text

@@ -59,7 +59,7 @@ class NodeStats:
                 trained=ledger.trained,
                 dropped=ledger.dropped,
                 held_at_end=pipeline.held,
-                put_back=ledger.put_back,
+                requeued=ledger.requeued,
                 retried=ledger.retried,
                 repeated=ledger.repeated,
                 served=ledger.served,

@@ -274,7 +274,7 @@ _WORDS: tuple[tuple[type[Exception], str], ...] = (
 def why_alone(refusals: Mapping[str, int]) -> str:
     """The `reason` of a step alone, after so many proposals that came to nothing, by word."""
     counts = ", ".join(f"{word} {times}" for word, times in sorted(refusals.items()))
-    return f"refused: {counts}" if counts else "no_partner: no other replica of the stage could be asked"
+    return f"refused: {counts}" if counts else "nobody: no other replica of the stage could be asked"
 
 
 def failure_of(error: Refused | TransportError | NotFinite) -> str:
@@ -298,8 +298,8 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement
     """What is reported of a committed step; `judgement` is on the difference to the partner, if there was one."""
     paired = session.paired
     return OuterStep(
-        kind="paired" if paired else "alone",
-        round=commit.progress.outer_rounds,
+        kind="paired" if paired else "no_partner",
+        outer_steps_taken=commit.progress.outer_rounds,
         step=snapshot.progress.steps,
         clock=commit.progress.clock,
         learning_rate=snapshot.learning_rate,
@@ -307,7 +307,7 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement
         partner=session.partner if paired else None,
         role=session.role if paired else "none",
         reason=session.reason,
-        spread=session.spread,
+        replica_divergence=session.spread,
         difference_norm=judgement.norm if paired else None,
         clipped=judgement.scale < 1.0,
         one_sided=session.given_to,
@@ -323,7 +323,7 @@ def abort_event(session: Session, progress: Progress, learning_rate: float, reas
     """What is reported of an exchange that came to nothing."""
     return OuterStep(
         kind="aborted",
-        round=progress.outer_rounds,
+        outer_steps_taken=progress.outer_rounds,
         step=progress.steps,
         clock=progress.clock,
         learning_rate=learning_rate,
@@ -331,7 +331,7 @@ def abort_event(session: Session, progress: Progress, learning_rate: float, reas
         partner=session.partner,
         role=session.role,
         reason=reason,
-        spread=session.spread,
+        replica_divergence=session.spread,
         difference_norm=None,
         clipped=False,
         bytes_sent=session.sent,

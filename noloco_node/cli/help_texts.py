@@ -9,8 +9,8 @@ random node of the same stage now and then. There is no coordinator; any node ma
 SWARM_HELP = """\
 Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
 training while it runs. At the end the run folder holds the model (a Hugging Face directory) and a sample of generated
-text. Beside them are a report with loss and spread, summary.json, and each node's events and log. A swarm that was
-stopped or killed goes on by the same command with its --run-folder.
+text. Beside them are a report with loss and replica divergence, summary.json, and each node's events and log. A swarm
+that was stopped or killed goes on by the same command with its --run-folder.
 
 example:
   noloco-node swarm tiny
@@ -63,9 +63,9 @@ example:
 
 REPORT_HELP = """\
 Make a report of what lies in a run folder: one page for a browser, which loads nothing and can be sent to somebody.
-It shows losses, spread beside the learning rate, throughput, the partners in averaging, what went wrong and was dealt
-with, and where the time went. RUN_FOLDER is that of a node (where not given, as with `status`), of a
-local swarm, or of a machine's devices; the training may go on meanwhile.
+It shows losses, replica divergence beside the learning rate, throughput, the partners in averaging, what went wrong and
+was dealt with, and where the time went. RUN_FOLDER is that of a node (where not given, as with `status`), of a local
+swarm, or of a machine's devices; the training may go on meanwhile.
 
 example:
   noloco-node report runs/node
@@ -161,7 +161,7 @@ example:
 
 VALIDATE_HELP = """\
 Check a configuration file: names, values, and whether model, stages and batch sizes fit each other. It prints the run
-id, parameters, inner steps, outer rounds, and the bytes of a microbatch and of an outer step. It also prints what
+id, parameters, inner steps, outer steps, and the bytes of a microbatch and of an outer step. It also prints what
 memory a replica of each stage takes, part by part. With --device it says how much of the time such a device would work
 on links like --uplink and --round-trip, what limits it, and which settings would raise it.
 
@@ -270,10 +270,10 @@ examples:
 
 WATCH_HELP = """\
 Watch a whole swarm in this terminal, from the address of any of its nodes or seeds. It shows nodes by stage and what
-they do, speed, clocks and their lag, versions, arrivals and departures, and stages that nobody serves. It takes no
+they do, speed, tokens trained and lag, versions, arrivals and departures, and stages that nobody serves. It takes no
 part: it publishes nothing, nobody counts it as a node, and it needs no invitation. Counted nodes have answered; what
 only a record claims is told apart. Without a terminal, or with --once or --json, it looks once; speed is then what
-nodes say, since clocks have to move to be measured. Ctrl-C ends the view.
+nodes say, since trained tokens have to grow to be measured. Ctrl-C ends the view.
 
 examples:
   noloco-node watch /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo...

@@ -24,7 +24,7 @@ class WorldSpec(Settings):
     """Tensors of the stage's size that an exchange sends: 2 for the form in the NoLoCo paper. It changes the bytes
     only."""
     allow_inadmissible: bool = False
-    """Whether γ may lie where the spread grows. A daemon never may."""
+    """Whether γ may lie where replicas diverge. A daemon never may."""
     nesterov: bool = False
     """`diloco` only: its outer momentum looks ahead (Nesterov's, as DiLoCo was published), with `outer.alpha` and
     `outer.beta` as momentum and learning rate."""
@@ -66,8 +66,8 @@ class LabSpec(Settings):
     world: WorldSpec = WorldSpec()
     evaluations: Positive = 12
     """Points of the validation curve of each run."""
-    spread_points: Positive = 60
-    """Points at which the spread across replicas is recorded."""
+    divergence_points: Positive = 60
+    """Points at which the replica divergence is recorded."""
     plots: tuple[Plot, ...] = ("convergence",)
     """Plots to draw from the results."""
     reference: str = "data parallel"

@@ -121,7 +121,7 @@ class NodeSettings(Settings):
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     stage: int | Literal["auto"] = "auto"
     """Pipeline stage to serve; `auto` takes the one with the smallest throughput that fits this machine's memory."""
-    moves: Literal["auto", "always", "never"] = "auto"
+    reassign: Literal["auto", "always", "never"] = "auto"
     """Whether this node goes to another stage when that one is poor or has lost its last replica; `auto`: only where
     `stage` is `auto`, too."""
     min_stay_seconds: PositiveFloat = 1200.0
@@ -189,10 +189,10 @@ class NodeSettings(Settings):
     """Longest time from SIGINT, SIGTERM or the run's end to the end of the process. The last checkpoint and weights are
     written meanwhile. Then the node names what it still waits for, and ends all the same. Ten minutes write 60 GB at
     100 MB/s."""
-    checkpoint_rounds: Positive = 5
-    """Outer rounds between two checkpoints of this node's state, in `run_folder/checkpoints`."""
+    checkpoint_outer_steps: Positive = 5
+    """Outer steps between two checkpoints of this node's state, in `run_folder/checkpoints`."""
     checkpoint_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 60.0
-    """Least time between two checkpoints, however quick the rounds are."""
+    """Least time between two checkpoints, however quick the outer steps are."""
     checkpoints_kept: Annotated[int, Field(gt=0, le=1000)] = 2
     """Checkpoints that stay on the disk; each takes 24 bytes for every weight of the stage. The newest of each other
     stage that this node has served stays besides."""

@@ -43,7 +43,7 @@ class InnerSpec(Settings):
     """Inner training: AdamW or Muon with warm-up and cosine, steps by the replica's share of the global batch."""
 
     target_tokens: Positive
-    """The run ends when the clock (in swarm tokens) reaches this."""
+    """The run ends when the whole swarm has trained so many tokens."""
     global_batch_tokens: Positive
     """Tokens over all replicas of a stage that one inner step stands for."""
     microbatch_windows: Annotated[int, Field(gt=0, le=4096)] = 8
@@ -64,7 +64,7 @@ class InnerSpec(Settings):
     min_learning_rate_ratio: Fraction = 0.1
     """Share of `learning_rate` left at the end of the cosine."""
     warmup_tokens: Annotated[int, Field(ge=0)] = 0
-    """Clock (in swarm tokens) up to which the learning rate rises; then it falls along a cosine."""
+    """Tokens trained by the swarm up to which the learning rate rises; then it falls along a cosine."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applies to matrices; vectors (norms, biases) are not decayed."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -126,12 +126,12 @@ class OuterSpec(Settings):
     """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps. A peak of the traffic
     carries 1/F of the weights."""
     max_lag_tokens: Positive | None = None
-    """A replica whose clock lags its partner's by more than this takes the partner's state instead of averaging. If not
-    set, it is 4·H inner steps' worth of tokens."""
+    """A replica that is more than so many trained tokens behind its partner takes the partner's state instead of
+    averaging. If not set, it is 4·H inner steps' worth of tokens."""
     clip_multiple: PositiveFloat = 3.0
     """The difference to a partner is clipped at this multiple of the median of recent differences."""
     gauge_coordinates: Annotated[int, Field(ge=256, le=1 << 20)] = 1 << 16
-    """Weights sampled in each exchange for the spread across replicas (never more than 1/512 of what is exchanged)."""
+    """Weights sampled in each exchange for the replica divergence (never more than 1/512 of what is exchanged)."""
 
     @property
     def effective_gamma(self) -> float:
@@ -200,8 +200,8 @@ class PipelineSpec(Settings):
     """A stream that moves no byte for this long is given up."""
     hop_attempts: Positive = 3
     """Failures (not `busy`) after which a hop gives a microbatch up."""
-    put_backs: Annotated[int, Field(ge=0)] = 5
-    """Times that a sample is put back before it is dropped with a reason."""
+    requeues: Annotated[int, Field(ge=0)] = 5
+    """Times that a sample is requeued before it is dropped with a reason."""
     audit_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1 / 32
     """Share of its work that the last stage does twice, at the most, so that gradients of next-stage replicas can be
     compared. It is divided over the hops, and serves stages of three replicas and more. New peers and unusual gradients
@@ -231,7 +231,7 @@ class EvaluationSpec(Settings):
     """Held-out loss through the swarm: fixed windows, forward only, random routes."""
 
     every_tokens: Positive
-    """Clock (in swarm tokens) between two evaluations."""
+    """Tokens trained by the swarm between two evaluations."""
     windows: Annotated[int, Field(gt=0, le=65536)] = 64
     """Held-out windows that each evaluation takes, the same every time."""
 

@@ -15,7 +15,11 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 RENAMED = {
+    "lab.spread_points": "lab.divergence_points",
+    "node.checkpoint_rounds": "node.checkpoint_outer_steps",
+    "node.moves": "node.reassign",
     "run.guard_copies": "run.standby_copies",
+    "run.pipeline.put_backs": "run.pipeline.requeues",
     "run.limits.guard_seconds": "run.limits.standby_seconds",
 }
 """Names of settings that the release before this one had, and what each is called now."""

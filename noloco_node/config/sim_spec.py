@@ -51,7 +51,7 @@ class SimSpec(Settings):
     """How long a node lives on average before it is gone from one moment to the next. Another comes in its place and
     takes over a stage peer's state; a quadratic's is one chunk. null: nobody dies."""
     sample_seconds: Annotated[float, Field(ge=1.0)] = 60.0
-    """Virtual seconds between two samples of the weights' spread and the losses."""
+    """Virtual seconds between two samples of the replica divergence and the losses."""
 
     @model_validator(mode="after")
     def _round_trips_are_square(self) -> SimSpec:

@@ -28,7 +28,7 @@ from noloco_node.telemetry.events import (
     Evaluation,
     Event,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     P2pdRestarted,
@@ -193,9 +193,9 @@ def _member(member: Path, now: float) -> tuple[str, str]:
     return run, f"  {member.name:<16}  {where}{share}{trained}; {_said(folder, events, started, now)}"
 
 
-def _at(events: Events, started: NodeStarted) -> NodeStarted | NodeMoved:
+def _at(events: Events, started: NodeStarted) -> NodeStarted | NodeReassigned:
     """What has told last at which stage a node is: its start, or its last move in that life."""
-    moved = events.last(NodeMoved)
+    moved = events.last(NodeReassigned)
     return moved if moved is not None and events.follows(moved, started) else started
 
 
@@ -246,7 +246,7 @@ def _why(stopped: NodeStopped, account: Account | None) -> str:
     why = stopped.reason.replace("_", " ")
     share = "100 %" if account is None else _share(account)
     if stopped.reason == "target_reached" and share != "100 %":
-        why += f" by the run; this node's own clock stood at {share}"
+        why += f" by the run; this node itself stood at {share}"
     return f"{why}: {stopped.detail}" if stopped.detail else why
 
 
@@ -289,7 +289,7 @@ def _training(events: Events, started: NodeStarted | None) -> Iterator[str]:
         stopped = None
     if account is not None and stopped is not None:
         # A replica's clock is its own: that of one which was behind stands still where its stage peers end the run.
-        yield f"progress            the run is over: {account.target:,} tokens; its clock stood at {account.clock:,.0f}"
+        yield f"progress            the run is over: {account.target:,} tokens; this node stood at {account.clock:,.0f}"
     elif account is not None:
         yield f"progress            {account.clock:,.0f} of {account.target:,} tokens ({_share(account)})"
         yield f"  nodes             {as_nodes(account.nodes_per_stage)}, as this node sees them"
@@ -349,7 +349,7 @@ def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
     if total.first is not None:
         yield f"  tokens            {total.tokens:,}"
         yield f"  microbatches      {total.drawn:,} drawn, {total.served:,} served for others"
-        yield f"  outer rounds      {total.outer_rounds:,}"
+        yield f"  outer steps       {total.outer_rounds:,}"
     yield from _receipts(total)
     if total.refused:
         yield f"  refused           {total.refused} lines of {folder.contribution} are not signed by the peer they name"

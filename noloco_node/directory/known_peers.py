@@ -228,7 +228,7 @@ def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool])
         PeerId(record.peer_id): HeldState(stage=stage, clock=record.clock, seen=ambient.wall())
         for stage in range(len(view.stages))
         for record in view.live(stage, now)
-        if record.outer_rounds and works(PeerId(record.peer_id))
+        if record.outer_steps_taken and works(PeerId(record.peer_id))
     }
 
 

@@ -337,7 +337,7 @@ class Membership:
             tokens_per_second=_in_short(figures.tokens_per_second),
             capacity=_in_short(figures.capacity),
             standby_of=figures.standby_of,
-            outer_rounds=figures.outer_rounds,
+            outer_steps_taken=figures.outer_rounds,
             finished=self._finished,
             newcomer=figures.newcomer,
             slots=in_record(claims),

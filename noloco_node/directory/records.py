@@ -61,7 +61,7 @@ class OwnWord(BaseModel):
     """The mean loss of its last inner steps, nats per token."""
     validation_loss: _Figure | None = None
     """The loss of its last evaluation on the held-out text, nats per token; stage 0 alone takes one."""
-    spread: _Figure | None = None
+    replica_divergence: _Figure | None = None
     """mean((θ_i − θ_j)²)/2 at its last averaging with a stage peer."""
     paused: bool = False
     """It has left for a while (its state is `draining`): its volunteer uses device or line otherwise. What it reads
@@ -86,7 +86,7 @@ class PeerRecord(BaseModel):
     """Tokens per second that it could train at this stage if it never had to wait; 0 while it does not know."""
     standby_of: Annotated[int, Field(ge=0, lt=256)] | None = None
     """The stage of which it keeps a copy."""
-    outer_rounds: Annotated[int, Field(ge=0, le=1 << 40)] = 0
+    outer_steps_taken: Annotated[int, Field(ge=0, le=1 << 40)] = 0
     finished: bool = False
     """It has trained to the run's end. It says so after it left, too, for nodes that read the directory every few
     seconds."""

@@ -72,11 +72,11 @@ def node_seen(record: PeerRecord, *, clock: float, against: float, answers: bool
         lag=against - clock if tells else None,
         tokens_per_second=record.tokens_per_second,
         capacity=record.capacity,
-        outer_rounds=record.outer_rounds,
+        outer_steps_taken=record.outer_steps_taken,
         newcomer=record.newcomer,
         name=shown.name,
         tokens=shown.tokens,
         training_loss=shown.training_loss,
         validation_loss=shown.validation_loss,
-        spread=shown.spread,
+        replica_divergence=shown.replica_divergence,
     )

@@ -20,8 +20,8 @@ S = TypeVar("S", DataSpec, MixedSource)
 
 NAME = "README.md"
 REPORTED = (
-    "What the swarm reports it measures while it trains, with the weights of single replicas, at the named clock. That",
-    "comes to this model's own loss where the learning rate has come to nothing; before, it differs by what the model",
+    "What the swarm reports it measures while it trains, with the weights of single replicas, at the named tokens.",
+    "This comes to the model's own loss where the learning rate has come to nothing; before, it differs by what it",
     "learns meanwhile and by what averaging makes of it.",
 )
 OWNERS = "(the owner's)"
@@ -67,7 +67,7 @@ def model_card(
             "",
             *_made_of(used),
             "",
-            "Clocks count the tokens of the whole swarm. Several replicas of a stage were averaged.",
+            "Tokens count those of the whole swarm. Several replicas of a stage were averaged.",
             "",
             *REPORTED,
             "",
@@ -117,7 +117,7 @@ def _worth(gathered: Gathered, score: Score | None) -> Iterator[tuple[str, str]]
 
 def _made_of(used: Mapping[int, Sequence[SavedReplica]]) -> Iterator[str]:
     rows = [one for stage in sorted(used) for one in sorted(used[stage], key=lambda each: -each.clock)]
-    yield from (f"- stage {one.stage}: {_named(one)}, clock {one.clock:,.0f}" for one in rows[:MOST_NAMED])
+    yield from (f"- stage {one.stage}: {_named(one)}, at {one.clock:,.0f} tokens" for one in rows[:MOST_NAMED])
     if len(rows) > MOST_NAMED:
         yield f"- and {len(rows) - MOST_NAMED:,} more"
 

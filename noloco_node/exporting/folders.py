@@ -69,9 +69,9 @@ def _places(path: Path) -> Iterator[Path]:
         raise UserError(
             ExitCode.RUN_FOLDER,
             f"'{path}' holds no weights yet: a node has begun in '{began}', and has saved nothing",
-            f"wait for its first checkpoint, after node.checkpoint_rounds ({usual.checkpoint_rounds} where it is not "
-            f"set) outer rounds and no sooner than node.checkpoint_seconds ({usual.checkpoint_seconds:g}) after its "
-            "start, or until it has ended; or export the run by the address of a node that is up",
+            f"wait for its first checkpoint, after node.checkpoint_outer_steps ({usual.checkpoint_outer_steps} "
+            f"where it is not set) outer steps and at least node.checkpoint_seconds ({usual.checkpoint_seconds:g}) "
+            "after its start, or until it has ended; or export the run by the address of a node that is up",
         )
     if not found:
         raise UserError(

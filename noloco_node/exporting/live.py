@@ -263,8 +263,7 @@ class Gatherer:
                     kept.append(copy)
                 else:
                     logger.warning(
-                        "stage %d of %s says clock %s, more than %s tokens from what the others say, and is no part of "
-                        "the model",
+                        "stage %d of %s says %s tokens, more than %s from what others say, and stays out of the model",
                         *(stage, copy.peer, f"{copy.clock:,.0f}", f"{lag:,.0f}"),
                     )
         return kept

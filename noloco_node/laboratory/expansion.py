@@ -59,7 +59,7 @@ class Job:
     replicas: int
     seed: int
     evaluations: int
-    spread_points: int
+    divergence_points: int
 
     @property
     def key(self) -> str:
@@ -72,7 +72,7 @@ class Job:
             "replicas": self.replicas,
             "seed": self.seed,
             "evaluations": self.evaluations,
-            "spread_points": self.spread_points,
+            "divergence_points": self.divergence_points,
         }
         return hashlib.sha256(canonical_json(content).encode()).hexdigest()[:32]
 
@@ -96,7 +96,7 @@ def job_of(point: Point, seed: int, lab: LabSpec) -> Job:
         replicas=replicas,
         seed=seed,
         evaluations=lab.evaluations,
-        spread_points=lab.spread_points,
+        divergence_points=lab.divergence_points,
     )
 
 

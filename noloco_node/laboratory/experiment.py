@@ -120,7 +120,7 @@ def train(job: Job) -> str:
         replicas=job.replicas,
         seed=job.seed,
         evaluations=job.evaluations,
-        spread_points=job.spread_points,
+        divergence_points=job.divergence_points,
     )
     labels: dict[str, Any] = {"variant": "", "algorithm": job.algorithm, "options": {}, "purpose": "report"}
     return Result.model_validate({**labels, **dict(measured)}).model_dump_json()

@@ -40,7 +40,7 @@ BAND_LABEL = "range of the seeds"
 LAST_LABEL = "after the last step"
 """This mark is the outer step that ends a training: it leads from the last loss on the way to the loss of the table."""
 LOSS_LABEL = "validation loss (nats per token)"
-SPREAD_LABEL = "√spread across replicas"
+SPREAD_LABEL = "√replica divergence"
 
 MODE_STYLES: dict[Momentum, tuple[str, str, float]] = {
     "averaged": (PALETTE[0], "o", 0.96),

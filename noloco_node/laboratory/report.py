@@ -18,7 +18,7 @@ from noloco_node.laboratory.figures import (
 NONE = "–"
 
 TELLING_ROUNDS = 20
-"""Below so many outer rounds the first steps of the replicas, each alone, weigh more than how they average."""
+"""Below so many outer steps the first steps of the replicas, each alone, weigh more than how they average."""
 
 COLUMNS = (
     "variant",
@@ -30,10 +30,10 @@ COLUMNS = (
     "sent per outer step",
     "sent per inner step",
     "activations per inner step",
-    "outer rounds",
-    "alone",
+    "outer steps",
+    "no partner",
     "clipped",
-    "√spread at the end",
+    "√divergence at the end",
     "seconds",
 )
 
@@ -65,7 +65,7 @@ def _header(record: Results) -> Iterator[str]:
         "*merged* is the mean of the replicas' weights. "
         f"*Gap* is loss / loss of `{lab['reference']}` − 1. Bytes are sent by one "
         "replica of each stage together: exchanges of weights or gradients, and apart from them *activations* with "
-        "labels and gradients between the stages. *Alone* is the share of outer steps without a partner, *clipped* the "
+        "labels and gradients between the stages. *No partner* is the share of outer steps without one, *clipped* the "
         "share of exchanges whose pull was clipped.\n"
     )
 
@@ -86,13 +86,13 @@ def _blocks(record: Results) -> Iterator[str]:
 
 
 def _too_short(block: Sequence[FigureLine]) -> Iterator[str]:
-    """A warning where a variant that exchanges had too few outer rounds to be judged by."""
+    """A warning where a variant that exchanges had too few outer steps to be judged by."""
     rounds = {line.variant: line.figure(lambda result: result.outer_rounds) for line in block}
     short = {name: spot.mean for name, spot in rounds.items() if spot is not None and 0 < spot.mean < TELLING_ROUNDS}
     if short:
         named = ", ".join(f"{name} took {mean:.1f}" for name, mean in short.items())
         yield (
-            f"**Fewer than {TELLING_ROUNDS} outer rounds say nothing about a method**: {named}. "
+            f"**Fewer than {TELLING_ROUNDS} outer steps say nothing about a method**: {named}. "
             "Raise `run.inner.target_tokens` before you compare.\n"
         )
 

@@ -41,7 +41,7 @@ def simulate(
     replicas: int,
     seed: int,
     evaluations: int,
-    spread_points: int,
+    divergence_points: int,
 ) -> Measurement:
     """Train `replicas` of each stage to the run's target and measure.
 
@@ -49,7 +49,7 @@ def simulate(
     """
     started = ambient.monotonic()
     training = Training(run, world, algorithm, replicas, seed)
-    training.run_to_the_end(evaluations, spread_points)
+    training.run_to_the_end(evaluations, divergence_points)
     return training.measured(ambient.monotonic() - started)
 
 
@@ -110,7 +110,7 @@ class Training:
         self._spread: list[MeasuredSpread] = []
         self._final: tuple[float | None, float | None, float | None] = (None, None, None)
 
-    def run_to_the_end(self, evaluations: int, spread_points: int) -> None:
+    def run_to_the_end(self, evaluations: int, divergence_points: int) -> None:
         """Train until every stage-0 replica's clock has reached the target; then the last outer step."""
         target = self._run.inner.target_tokens
         next_loss, next_spread = 0.0, 0.0
@@ -118,7 +118,7 @@ class Training:
             clock = self._clock()
             if clock >= next_spread:
                 self._spread.append(self._measure_spread(clock))
-                next_spread += target / spread_points
+                next_spread += target / divergence_points
             if clock >= next_loss:
                 self._curve.append(MeasuredLoss(tokens=round(clock), validation_loss=self._evaluate_replicas()))
                 next_loss += target / evaluations

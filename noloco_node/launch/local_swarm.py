@@ -21,7 +21,7 @@ from noloco_node.storage import atomic
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.private_folder import SHARED_PREFIX
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import AnyEvent, EventReader, NodeMoved, NodeStarted, NodeStopped
+from noloco_node.telemetry.events import AnyEvent, EventReader, NodeReassigned, NodeStarted, NodeStopped
 from noloco_node.telemetry.web import TARGETS, scrape_targets
 
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
@@ -95,7 +95,7 @@ class SwarmNode:
             self.events.append(event)
             if isinstance(event, NodeStarted):
                 self.started, self.stopped, self.serves = event, None, event.stage
-            elif isinstance(event, NodeMoved):
+            elif isinstance(event, NodeReassigned):
                 self.serves = event.stage
             elif isinstance(event, NodeStopped):
                 self.stopped = event

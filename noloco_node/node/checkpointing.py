@@ -45,7 +45,7 @@ RANDOM = "random_state"
 
 
 def is_due(*, rounds: int, seconds: float, held_seconds: float, every_rounds: int, at_least_seconds: float) -> bool:
-    """Whether to take a checkpoint, `rounds` outer rounds and `seconds` after the last one began, which held the
+    """Whether to take a checkpoint, `rounds` outer steps and `seconds` after the last one began, which held the
     compute thread for `held_seconds`."""
     return rounds >= every_rounds and seconds >= max(at_least_seconds, held_seconds / HELD_SHARE)
 
@@ -90,7 +90,7 @@ class CheckpointKeeper:
         )
         try:
             held = [
-                Sample(self._checked(rows), each.put_backs) for each, rows in zip(standing.held, windows, strict=True)
+                Sample(self._checked(rows), each.requeues) for each, rows in zip(standing.held, windows, strict=True)
             ]
             await self._replica.worker.resume(state)
             if random_state is not None:
@@ -129,7 +129,7 @@ class CheckpointKeeper:
                 rounds=rounds - self._round,
                 seconds=ambient.monotonic() - self._since,
                 held_seconds=self._usual_hold(),
-                every_rounds=self._settings.checkpoint_rounds,
+                every_rounds=self._settings.checkpoint_outer_steps,
                 at_least_seconds=self._settings.checkpoint_seconds,
             ):
                 await self.save()
@@ -198,7 +198,7 @@ class CheckpointKeeper:
             tokens_accumulated=state.tokens_accumulated,
             loss_accumulated=state.loss_accumulated,
             walk=self._replica.pipeline.walk_position(),
-            held=tuple(HeldSample(put_backs=sample.put_backs) for sample in self._replica.pipeline.held_samples),
+            held=tuple(HeldSample(requeues=sample.requeues) for sample in self._replica.pipeline.held_samples),
             ledger=self._replica.pipeline.ledger.counts,
             birth=self._birth(),
         )
@@ -249,7 +249,7 @@ def _event(
     return CheckpointTaken(
         path=str(written.path) if written else None,
         clock=progress.clock,
-        round=progress.outer_rounds,
+        outer_steps_taken=progress.outer_rounds,
         step=progress.steps,
         size=written.size if written else 0,
         held_seconds=held_seconds,

@@ -351,7 +351,7 @@ def _started_event(node: NodeParts, stay: Stay, origin: BeginsFrom, *, resumed: 
         addresses=daemon.visible_addresses(),
         metrics_address=node.telemetry.address,
         parameters=stay.replica.worker.outer.size,
-        outer_rounds=stay.replica.worker.progress.outer_rounds,
+        outer_steps_taken=stay.replica.worker.progress.outer_rounds,
         origin=origin,
         resumed=resumed,
         device=device,

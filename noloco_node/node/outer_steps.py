@@ -119,7 +119,7 @@ class OuterSteps:
             return
         self._behind.look()
         self._averaging.begin_on_probation()
-        logger.info("caught up with %s: clock %.0f", partner, manifest.clock)
+        logger.info("caught up with %s: %.0f tokens", partner, manifest.clock)
         rate, seconds = self._worker.current_learning_rate(), ambient.monotonic() - started
         self._emit(_caught_up_event(partner, self._worker.progress, manifest, rate, seconds))
 
@@ -130,14 +130,14 @@ def _caught_up_event(
     """What is reported of a replica that took a stage peer's state instead of averaging with it."""
     return OuterStep(
         kind="caught_up",
-        round=manifest.outer_rounds,
+        outer_steps_taken=manifest.outer_rounds,
         step=progress.steps,
         clock=manifest.clock,
         learning_rate=learning_rate,
         partner=partner,
         role="none",
-        reason="this replica's clock lagged its partner's",
-        spread=None,
+        reason="this replica lagged its partner",
+        replica_divergence=None,
         difference_norm=None,
         clipped=False,
         bytes_sent=0,

@@ -1,6 +1,6 @@
 """One replica of one stage in the swarm, on any transport: the daemon runs it over libp2p, tests also in memory.
 
-Its life: copy a stage peer's state if the swarm is past its first outer round, and advertise. It trains and averages
+Its life: copy a stage peer's state if the swarm is past its first outer step, and advertise. It trains and averages
 until the clock reaches the target (stage 0) or nobody trains any more (later stages). A last outer step follows, and it
 leaves.
 """
@@ -348,7 +348,7 @@ def _shown(view: NodeView, name: str, tokens: int, *, paused: bool) -> OwnWord:
         tokens=tokens,
         training_loss=_in_record(state.training_loss),
         validation_loss=_in_record(state.validation_loss),
-        spread=_in_record(state.spread),
+        replica_divergence=_in_record(state.replica_divergence),
         paused=paused,
     )
 

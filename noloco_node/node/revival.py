@@ -93,7 +93,7 @@ async def revive_if_lost(
     """Load the furthest trained state of this replica's stage, or keep its seeded weights, if nobody serves it although
     others train.
 
-    None if a stage peer serves it, and in a swarm before its first outer round.
+    None if a stage peer serves it, and in a swarm before its first outer step.
 
     The states that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
     called off the event loop). `first` gives the run's first weights, if the replica has others already. One failed
@@ -144,7 +144,7 @@ async def revive(
             raise no_first_weights(spec, stage)
         return "seed"
     clock = min(copy.clock, max(beyond, median(record.clock for record in there))) if there else copy.clock
-    rounds = [record.outer_rounds for record in there] or [copy.manifest.outer_rounds]
+    rounds = [record.outer_steps_taken for record in there] or [copy.manifest.outer_rounds]
     await worker.load_slow_weights(clock, min(median_high(rounds), copy.manifest.outer_rounds), copy.weights)
     logger.warning("stage %d was restored from a copy at %s tokens: nobody served it any more", stage, f"{clock:,.0f}")
     return "standby"
@@ -165,7 +165,7 @@ async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed
     until = loop.time() + (0.0 if confirmed else spec.limits.record_seconds)
     while True:
         trains = membership.others_there(PeerState.TRAINING)
-        if not any(record.outer_rounds for record in trains) or membership.willing_stage_peers(*SERVING):
+        if not any(record.outer_steps_taken for record in trains) or membership.willing_stage_peers(*SERVING):
             return False
         first_comer = all(own < stage_peer for stage_peer in membership.stage_peers(PeerState.JOINING))
         if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):

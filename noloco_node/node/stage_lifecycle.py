@@ -37,7 +37,7 @@ from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import Memory, fitting_stages, free_memory, memory_of
 from noloco_node.sizing.traffic import check_line, check_lines, check_uplink, line_needs
 from noloco_node.state_transfer.backups import StageCopies
-from noloco_node.telemetry.events import NodeMoved, Warned
+from noloco_node.telemetry.events import NodeReassigned, Warned
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class StageLifecycle:
         self._began = 0.0
         self._looked_in_vain = False
         self.met_under_way = False
-        """The run had begun at an earlier stay, or is past its first outer round as somebody that answered has said."""
+        """The run had begun at an earlier stay, or is past its first outer step as somebody that answered has said."""
         self.ledger = Ledger()
         self.copies = StageCopies(spec, footprint.parameters, transport, self._rng, settings.run_folder)
         self.copies.serve()
@@ -209,18 +209,18 @@ class StageLifecycle:
         self._came_from = None
         return stage
 
-    def arrived(self, replica: Replica, origin: BeginsFrom) -> NodeMoved | None:
+    def arrived(self, replica: Replica, origin: BeginsFrom) -> NodeReassigned | None:
         """The event of a move that has come to its end; None where the replica is this node's first."""
         if self._came_from is None:
             return None
         (left, move), self._came_from = self._came_from, None
-        return NodeMoved(
+        return NodeReassigned(
             from_stage=left,
             stage=replica.stage,
             why=move.why,
             origin=origin,
             clock=replica.worker.progress.clock,
-            outer_rounds=replica.worker.progress.outer_rounds,
+            outer_steps_taken=replica.worker.progress.outer_rounds,
             parameters=self._footprint.parameters[replica.stage],
             flop_per_token=self.flop_per_token(replica.stage),
             seconds=ambient.monotonic() - self._began,
@@ -255,7 +255,7 @@ class StageLifecycle:
     @property
     def may_move(self) -> bool:
         """Whether it looks for a stage that needs it more."""
-        moves = self._settings.moves
+        moves = self._settings.reassign
         return moves == "always" or (moves == "auto" and self._settings.stage == "auto")
 
     async def _watch(self, replica: Replica) -> None:
@@ -328,7 +328,7 @@ async def stays_of(spec: RunSpec, settings: NodeSettings, transport: Transport, 
 
 
 def _is_under_way(answering: Iterable[PeerRecord]) -> bool:
-    return any(record.outer_rounds > 0 and record.state in SERVING for record in answering)
+    return any(record.outer_steps_taken > 0 and record.state in SERVING for record in answering)
 
 
 def _why(move: Move) -> str:

@@ -299,7 +299,7 @@ def stopped_event(
     return NodeStopped(
         reason=reason,
         detail=detail,
-        outer_rounds=outer_rounds,
+        outer_steps_taken=outer_rounds,
         partners=partners or {},
         final_weights=final_weights,
         seconds=ambient.monotonic() - started,

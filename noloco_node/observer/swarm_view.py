@@ -125,7 +125,7 @@ def view_swarm(
         behind_since=behind_since,
         training_loss=_middle(claims, _training_loss, spec.stages - 1) or earlier.training_loss,
         validation_loss=_middle(claims, _validation_loss, 0) or earlier.validation_loss,
-        spread=_middle(claims, _spread) or earlier.spread,
+        replica_divergence=_middle(claims, _spread) or earlier.replica_divergence,
         tokens_per_second=speed,
         speed_from=speed_from,
         versions=_versions(counted, labels),
@@ -133,7 +133,7 @@ def view_swarm(
         joins=earlier.joins + seen["joined"],
         left=earlier.left + seen["left"],
         lost=earlier.lost + seen["lost"],
-        moves=earlier.moves + seen["moved"],
+        reassignments=earlier.reassignments + seen["reassigned"],
         happenings=(*earlier.happenings, *(happened if earlier.time else ()))[-KEPT:],
         over=over,
         departed=_departed(earlier, followed, time),
@@ -178,7 +178,7 @@ def _validation_loss(record: PeerRecord) -> float | None:
 
 
 def _spread(record: PeerRecord) -> float | None:
-    return record.shown.spread
+    return record.shown.replica_divergence
 
 
 def _middle(claims: Mapping[str, _Claim], said: _Said, stage: int | None = None) -> Middle | None:
@@ -222,13 +222,13 @@ def _departed(earlier: SwarmView, followed: Mapping[str, Followed], time: float)
 
 def _speed(
     claims: Mapping[str, _Claim], followed: Mapping[str, Followed]
-) -> tuple[float | None, Literal["clocks", "records"] | None]:
+) -> tuple[float | None, Literal["progress", "records"] | None]:
     """Swarm tokens/s by the clocks of those that train, or else by the word of the first stage's."""
     origins = [peer for peer, claim in claims.items() if claim.record.stage == 0 and claim.trains]
     training = origins or [peer for peer, claim in claims.items() if claim.trains]
     measured = [speed for peer in training if (speed := _slope(followed[peer].points)) is not None]
     if measured and 2 * len(measured) >= len(training):
-        return median(measured), "clocks"
+        return median(measured), "progress"
     said = believed(claims[peer].record.tokens_per_second for peer in origins)
     return (said, "records") if said else (None, None)
 
@@ -276,7 +276,7 @@ def _changes(
         if seen.counted and not (was and was.counted):
             yield "joined", peer, seen.stage, seen.name
         elif was and was.counted and was.stage != seen.stage:
-            yield "moved", peer, seen.stage, seen.name
+            yield "reassigned", peer, seen.stage, seen.name
     for peer, was in before.items():
         if was.counted and peer not in followed:
             yield ("left" if peer in records or was.state in FAREWELLS else "lost"), peer, was.stage, was.name
@@ -298,12 +298,12 @@ def _stage(
     training = [clocks[peer] for peer, claim in here.items() if claim.trains]
     return StageSeen(
         nodes={state: round(states[state] * each) for state in STATES},
-        claimed=round(sum(not claim.answers for claim in here.values()) * each),
+        unreachable=round(sum(not claim.answers for claim in here.values()) * each),
         capacity=each * believed(claim.record.capacity for claim in here.values() if claim.serves),
         clock=median(serving) if serving else None,
         lag=max(0.0, swarm - min(training)) if training else None,
         missing=not serving and not over,
-        spread=_middle(claims, _spread, stage),
+        replica_divergence=_middle(claims, _spread, stage),
     )
 
 
@@ -356,7 +356,7 @@ class Onlooker:
             ambient.chance(),
             # Four times those of a node, which knows its neighbours by work as well. It asks 960 nodes within the time
             # that an answer counts. Of a larger swarm those that were asked of late are counted, and the others are
-            # claimed.
+            # unreachable.
             calls_a_second=16.0,
         )
         self.last = nothing_seen(spec, over=over)

@@ -2,7 +2,7 @@
 
 An exchange in which the dialled side does not count the dialler is *weightless*. The dialler commits as ever; the
 dialled side gives its half and changes nothing. Two kinds of newcomers are not counted. A late joiner says so itself.
-Any peer is new, whatever it says, that this replica came to know only after its own first outer round. Saying too
+Any peer is new, whatever it says, that this replica came to know only after its own first outer step. Saying too
 little therefore gains a peer nothing, and saying too much only costs it its own weight.
 
 Both kinds count once one exchange has shown that their distance is in line, or after a bounded number of inner steps.
@@ -22,7 +22,7 @@ from noloco_node.pauses import RECENT
 from noloco_node.peers.scorecard import PeerBook
 
 PROBATION_ROUNDS = 4
-"""Probation lasts at most so many outer rounds of H inner steps. A newcomer that no stage peer had time for stays on
+"""Probation lasts at most so many outer steps of H inner steps. A newcomer that no stage peer had time for stays on
 probation for so many times that bound, since its copy is as old as when it came."""
 LOSS_TOLERANCE = 1.1
 
@@ -115,7 +115,7 @@ class ProbationStanding:
             self._on_end("in_line" if aligned else "time", lasted)
 
     def look(self, stage_peers: Iterable[PeerId], steps: int, *, outer_rounds: int) -> None:
-        """The directory was read. A peer is no newcomer if it is seen before this replica's own first outer round, or
+        """The directory was read. A peer is no newcomer if it is seen before this replica's own first outer step, or
         at the first look after it."""
         for peer in stage_peers:
             known = self._book.partner(peer)

@@ -86,7 +86,7 @@ class Evaluations:
             counts = [count for _, count in self._samples.held_out_of]
             losses = await evaluate(self._origin, self._samples.held_out, self._size, counts)
         except HopFailed as failure:
-            logger.warning("evaluation at clock %.0f came to nothing: %s", progress.clock, failure)
+            logger.warning("evaluation at %.0f tokens came to nothing: %s", progress.clock, failure)
             return False
         self._emit(_told(names, losses, progress, final=final))
         return True

@@ -170,10 +170,10 @@ def passed_upward(refusal: Refused, reached: bool) -> HopFailed:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """Windows that make one microbatch, int32 [b, T + 1], and how often they were put back."""
+    """Windows that make one microbatch, int32 [b, T + 1], and how often they were requeued."""
 
     windows: Tensor
-    put_backs: int = 0
+    requeues: int = 0
 
 
 @dataclass(slots=True)
@@ -191,12 +191,12 @@ class Ledger:
     drawn: int = 0
     trained: int = 0
     dropped: int = 0
-    put_back: int = 0
+    requeued: int = 0
     retried: int = 0
     repeated: int = 0
     served: int = 0
     waiting: deque[Sample] = field(default_factory=deque[Sample])
-    """Samples that were put back. A node that leaves stage 0 keeps them, and trains them should it return."""
+    """Samples that were requeued. A node that leaves stage 0 keeps them, and trains them should it return."""
     walk: Position = field(default_factory=SamplerPosition)
     """Where the next sample of its text comes from, once it has left stage 0."""
     done_for: PeerTable[PeerId, Done] = field(default_factory=PeerTable[PeerId, Done])

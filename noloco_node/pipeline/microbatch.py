@@ -64,7 +64,7 @@ from noloco_node.trust.sources_seen import DrawnBy
 logger = logging.getLogger(__name__)
 
 PAUSES = Doubling(0.05, 5.0)
-"""Seconds of pause after samples in a row that were put back, since others are in trouble."""
+"""Seconds of pause after samples in a row that were requeued, since others are in trouble."""
 BUDGET_SHARE_PASSED_ON = 0.9
 """Each hop gives the next one this share of its time, so that it can fail upward before its own time is over."""
 MIN_BUDGET_MS = 50
@@ -151,7 +151,7 @@ class MicrobatchSource:
                 group.create_task(keep_drawing(number))
 
     async def train_one(self) -> bool:
-        """Draw one sample (one that was put back, if there is any) and carry it to its end or back into the queue.
+        """Draw one sample (one that was requeued, if there is any) and carry it to its end or back into the queue.
 
         True where it was trained.
         """
@@ -208,19 +208,19 @@ class MicrobatchSource:
             raise
 
     def _settle(self, sample: Sample, failure: HopFailed | None = None) -> bool:
-        """A sample's way is over: it is trained, or put back, or dropped after too many failures. Whether it was
+        """A sample's way is over: it is trained, or requeued, or dropped after too many failures. Whether it was
         trained."""
         self._ended(sample)
         if failure is None:
             self._ledger.trained += 1
             return True
         if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample
-            if sample.put_backs >= self._spec.pipeline.put_backs:
+            if sample.requeues >= self._spec.pipeline.requeues:
                 self._ledger.dropped += 1
-                logger.warning("a sample was dropped after %d put-backs: %s", sample.put_backs, failure)
+                logger.warning("a sample was dropped after %d requeues: %s", sample.requeues, failure)
                 return False
-            sample.put_backs += 1
-        self._ledger.put_back += 1
+            sample.requeues += 1
+        self._ledger.requeued += 1
         self._waiting.append(sample)
         return False
 

@@ -21,7 +21,7 @@ ASK_SECONDS = 10.0
 """Nodes that the directory shows are asked again for so many seconds while none of them answers."""
 DOUBT_SECONDS = 30.0
 """They are asked for so many seconds in case of doubt: a serving node answers and its record is missing, or most that
-have a say are not past the first outer round."""
+have a say are not past the first outer step."""
 HEARD = (*SERVING, PeerState.JOINING)
 """Nodes in these states have a say if they answer."""
 
@@ -34,7 +34,7 @@ class Beginning:
     """`nowhere`: nobody trains any more, and this node has nothing to add."""
     why: str
     doubtful: bool = False
-    """Most nodes that have a say are not past the first outer round. If no stage peer gives its state, the run has only
+    """Most nodes that have a say are not past the first outer step. If no stage peer gives its state, the run has only
     just begun."""
 
 
@@ -65,13 +65,13 @@ def where_to_begin(
     serving = [record for record in others if record.state in SERVING]
     if over and joined and all(record.finished or record.state is PeerState.FINISHING for record in serving):
         return Beginning("nowhere", f"{over}, and nobody that answers trains any more")
-    if not any(record.outer_rounds > 0 for record in serving):
-        nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer round"
+    if not any(record.outer_steps_taken > 0 for record in serving):
+        nobody = "nobody else answers" if not others else "nobody else that answers is past the first outer step"
         if own_clock is not None:
             return Beginning("checkpoint", nobody)
         return Beginning("seed", f"there is no checkpoint here, and {nobody}")
     asked = [record for record in serving if record.peer_id in entrances] or serving
-    doubtful = not joined or 2 * sum(record.outer_rounds > 0 for record in asked) <= len(asked)
+    doubtful = not joined or 2 * sum(record.outer_steps_taken > 0 for record in asked) <= len(asked)
     stage_peers = [record.clock for record in serving if record.stage == stage]
     ahead = median(stage_peers or [record.clock for record in serving]) - (own_clock or 0.0)
     if own_clock is not None and ahead <= max_lag:
@@ -79,7 +79,7 @@ def where_to_begin(
     if joined and all(record.state is PeerState.FINISHING for record in others):
         return Beginning("nowhere", "nobody trains any more")
     if own_clock is None:
-        return Beginning("peer", "there is no checkpoint here, and the swarm is past its first outer round", doubtful)
+        return Beginning("peer", "there is no checkpoint here, and the swarm is past its first outer step", doubtful)
     if stage_peers:
         why = f"the swarm is {ahead:,.0f} tokens beyond the checkpoint, {max_lag:,} are allowed"
         return Beginning("peer", why, doubtful)
@@ -90,7 +90,7 @@ def is_left_behind(own_clock: float, others: Sequence[PeerRecord], stage: int, m
     """Tell whether at least half of others train more than `max_lag` tokens beyond a checkpoint and none serves its
     stage. What they keep of that may be further than the checkpoint."""
     serving = [record for record in others if record.state in SERVING]
-    if not any(record.outer_rounds > 0 for record in serving) or any(record.stage == stage for record in serving):
+    if not any(record.outer_steps_taken > 0 for record in serving) or any(record.stage == stage for record in serving):
         return False
     return median_low(record.clock for record in serving) - own_clock > max_lag
 

@@ -15,7 +15,7 @@ from noloco_node.telemetry.events import (
     CheckpointTaken,
     Doing,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -111,7 +111,7 @@ class Chronicle:
         if isinstance(event, NodeStarted):
             self._begin(event)
         self.history.observe(event)
-        if isinstance(event, NodeMoved | Account) or (isinstance(event, Doing) and event.what == "joining"):
+        if isinstance(event, NodeReassigned | Account) or (isinstance(event, Doing) and event.what == "joining"):
             self._between = isinstance(event, Doing)
         if self.lives and not self._between:
             self.lives[-1].last = max(self.lives[-1].last, event.time)
@@ -131,8 +131,8 @@ class Chronicle:
 
     def _note(self, event: AnyEvent) -> None:
         match event:
-            case NodeMoved():
-                self._say(event.time, "start", f"moved from stage {event.from_stage} to stage {event.stage}")
+            case NodeReassigned():
+                self._say(event.time, "start", f"reassigned from stage {event.from_stage} to stage {event.stage}")
             case InnerStep(skipped=True):
                 self._fault(
                     event.time, "inner steps left out (gradient not finite)", f"inner step {event.step} skipped"

@@ -155,7 +155,7 @@ def timeline(chart: Timeline) -> str:
         )
         made.append(f'<div class="row"><b>{escape(row.label)}</b><div class="lane">{spans}{marks}</div></div>')
     ends = f'<div class="row ends"><b></b><div><span>0</span><span>{chart.end:.3g} {chart.unit}</span></div></div>'
-    kinds = (("life", "there"), ("start", "up, or moved"), ("end", "ended"), ("death", "gone"), ("fault", "fault"))
+    kinds = (("life", "there"), ("start", "up, or reassigned"), ("end", "ended"), ("death", "gone"), ("fault", "fault"))
     keys = "".join(f'<span><i class="key {kind}"></i>{text}</span>' for kind, text in (*kinds, ("warning", "warning")))
     return f'{"".join(made)}{ends}<div class="legend">{keys}</div>'
 

@@ -14,7 +14,7 @@ from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.node_state import POINTS
 from noloco_node.telemetry.summary import (
     Microbatches,
-    spread_curve,
+    divergence_curve,
     throughput_curve,
     token_counters,
     training_curve,
@@ -220,19 +220,22 @@ def losses(told: ReportedRun) -> Curves:
 
 
 def spread(told: ReportedRun) -> Curves:
-    """The spread of the weights beside the learning rate, which it must follow."""
+    """The variance of a weight across replicas beside the learning rate, which it must follow."""
     histories = [chronicle.history for chronicle in told.chronicles]
-    curve = sorted(spread_curve(histories), key=lambda point: point.clock)
+    curve = sorted(divergence_curve(histories), key=lambda point: point.clock)
     # A replica of a later stage has the learning rate of the same clock.
     steps = sorted((s for h in token_counters(histories) for s in h.inner), key=lambda s: s.clock)
     steps = steps[:: max(1, len(steps) // POINTS)]
     lines = (
         ChartLine(
-            "spread of the weights", "third", tuple((p.clock, p.spread) for p in curve if p.spread > 0.0), dots=True
+            "replica divergence",
+            "third",
+            tuple((p.clock, p.replica_divergence) for p in curve if p.replica_divergence > 0.0),
+            dots=True,
         ),
         ChartLine("learning rate", "quiet", tuple((s.clock, s.learning_rate) for s in steps), dashed=True, right=True),
     )
-    title = "Spread across replicas, and learning rate"
+    title = "Replica divergence, and learning rate"
     return Curves(title, "tokens trained by the swarm", "variance per weight", _drawn(lines), "learning rate", True)
 
 
@@ -386,7 +389,7 @@ def faults(told: ReportedRun) -> list[Count]:
             add(f"refusals given: {words(named(reason))}", name, count)
         for reason, count in chronicle.aborted.items():
             add(f"outer steps that came to nothing: {named(reason)}", name, count)
-        add("outer steps taken alone", name, part.outer_steps.get("alone", 0))
+        add("outer steps without a partner", name, part.outer_steps.get("no_partner", 0))
         add("states taken over from a stage peer", name, part.outer_steps.get("caught_up", 0))
         for what, count in chronicle.counts.items():
             add(what, name, count)
@@ -400,7 +403,7 @@ def faults(told: ReportedRun) -> list[Count]:
 
 def _of_books(books: Microbatches) -> Iterator[tuple[str, int]]:
     yield "microbatches tried again", books.retried
-    yield "microbatches put back", books.put_back
+    yield "microbatches requeued", books.requeued
     yield "microbatches sent to a second replica", books.repeated
     yield "microbatches dropped", books.dropped
 

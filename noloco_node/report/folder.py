@@ -22,7 +22,7 @@ from noloco_node.telemetry.words import printable
 
 _VERSION = re.compile(rb'"version": ?"([0-9A-Za-z.+-]{1,32})"')
 
-DIVERGING = ("loss", "gradient_norm", "difference_norm", "spread")
+DIVERGING = ("loss", "gradient_norm", "difference_norm", "replica_divergence")
 MOST, MOST_BELOW = 1e18, 1e-60
 """A number in an event is at most the first and at least the second, or 0."""
 

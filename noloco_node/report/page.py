@@ -135,17 +135,17 @@ def _tiles(told: ReportedRun) -> Iterator[tuple[str, str]]:
     s = told.summary
     yield "tokens trained", f"{s.tokens:,}"
     yield "tokens per second", f"{s.tokens_per_second:,.0f}"
-    yield f"training loss, mean of the last {100 * TRAINING_LOSS_SHARE:.0f} % of the clock", as_loss(s.training_loss)
+    yield f"training loss, mean of the last {100 * TRAINING_LOSS_SHARE:.0f} % of the tokens", as_loss(s.training_loss)
     yield "validation loss", as_loss(s.validation_loss)
     if s.validation_loss_merged is not None:
         yield "validation loss, merged", as_loss(s.validation_loss_merged)
-    yield "outer rounds, of all nodes", f"{sum(s.outer_rounds.values()):,}"
-    yield "of them alone", f"{sum(part.outer_steps.get('alone', 0) for part in s.per_node.values()):,}"
+    yield "outer steps, of all nodes", f"{sum(s.outer_steps_taken.values()):,}"
+    yield "of them without a partner", f"{sum(part.outer_steps.get('no_partner', 0) for part in s.per_node.values()):,}"
     yield "came to nothing", f"{sum(part.outer_steps['aborted'] for part in s.per_node.values()):,}"
 
 
 _LOSSES = ("training loss, last inner step", "validation loss, last one")
-_COUNTS = ("inner steps", "outer rounds", "stage peers met")
+_COUNTS = ("inner steps", "outer steps", "stage peers met")
 
 
 def _nodes(told: ReportedRun) -> Iterator[Sequence[str]]:
@@ -160,7 +160,7 @@ def _nodes(told: ReportedRun) -> Iterator[Sequence[str]]:
             as_loss(loss),
             as_loss(held_out),
             f"{part.inner_steps:,}",
-            f"{told.summary.outer_rounds[chronicle.name]:,}",
+            f"{told.summary.outer_steps_taken[chronicle.name]:,}",
             f"{told.summary.distinct_partners[chronicle.name]:,}",
             told.now[chronicle.name],
         )

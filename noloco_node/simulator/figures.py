@@ -16,7 +16,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.node import Node
 from noloco_node.simulator.p2p import COUNTED_AS
 from noloco_node.simulator.world import World
-from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, NodeMoved, OuterStep
+from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, NodeReassigned, OuterStep
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Watcher:
         """The figures of the run so far."""
         world, now = self._world, asyncio.get_running_loop().time()
         every, shares = world.nodes, zip(self._worked, self._there, strict=True)
-        committed = self._outer["paired"] + self._outer["alone"]
+        committed = self._outer["paired"] + self._outer["no_partner"]
         seconds = max(sum(self._lived(node.number) for node in every), 1e-9)
         sent: Counter[str] = Counter()
         for counts in world.links.sent.values():
@@ -131,7 +131,7 @@ class Watcher:
             work_share=tuple(worked / there if there else 0.0 for worked, there in shares),
             tokens_per_second=self._trained * world.spec.microbatch_tokens / max(now, 1e-9),
             outer_steps=dict(self._outer),
-            alone_share=self._outer["alone"] / committed if committed else 0.0,
+            alone_share=self._outer["no_partner"] / committed if committed else 0.0,
             pairing=tuple(self._pairing(stage) for stage in range(world.spec.stages)),
             sent_per_node={method: octets / seconds for method, octets in sorted(sent.items())},
             directory_received=self._directory(world.links.received),
@@ -145,7 +145,7 @@ class Watcher:
         self._last[node.number] = now
         if isinstance(event, Account):
             self._take_books(node, now, event)
-        elif isinstance(event, NodeMoved):
+        elif isinstance(event, NodeReassigned):
             self._moves += 1
             self._movers.add(node.number)
         elif isinstance(event, InnerStep):

@@ -148,7 +148,7 @@ async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, rea
     async with HuntedWorld(
         spec,
         NodeSettings(
-            in_flight=IN_FLIGHT, seed=schedule.seed, checkpoint_rounds=2, checkpoint_seconds=5, min_stay_seconds=60
+            in_flight=IN_FLIGHT, seed=schedule.seed, checkpoint_outer_steps=2, checkpoint_seconds=5, min_stay_seconds=60
         ),
         _footprint(schedule.stages),
         learning=learning,

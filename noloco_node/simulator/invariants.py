@@ -62,7 +62,7 @@ class Run:
     batch: float
     """Tokens of an inner step of the swarm."""
     round_tokens: float
-    """Tokens of an outer round of the swarm, or of what all origins have under way at most, where that is more."""
+    """Tokens of an outer step of the swarm, or of what all origins have under way at most, where that is more."""
     replica_round: float
     """Tokens by which a replica's own clock runs between two outer steps. Each of its inner steps stands for a batch of
     the swarm, or for a microbatch of every replica if that is more."""

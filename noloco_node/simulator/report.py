@@ -168,7 +168,7 @@ def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     yield "trained tokens a second", f"{figures.tokens_per_second:,.0f}"
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(figures.outer_steps.items()))
     yield "outer steps", kinds or "none"
-    taken = figures.outer_steps.get("paired", 0) + figures.outer_steps.get("alone", 0)
+    taken = figures.outer_steps.get("paired", 0) + figures.outer_steps.get("no_partner", 0)
     yield "of those committed, alone", f"{figures.alone_share:.1%}" if taken else "-"
     for stage, pairing in enumerate(figures.pairing):
         if pairing is not None:
@@ -199,7 +199,7 @@ def _or_gap(value: float | None) -> float:
 def _draw_swarm(found: Simulated, path: Path, losses: str) -> None:
     sheet, samples = Sheet(1, 3, title="a swarm in virtual time"), found.figures.samples
     hours = [sample.hours for sample in samples]
-    for panel, name in zip(sheet.panels[0], (losses, "spread of slow weights", "nodes"), strict=True):
+    for panel, name in zip(sheet.panels[0], (losses, "replica divergence", "nodes"), strict=True):
         caption(panel, name)
         panel.set_xlabel("virtual hours")  # pyright: ignore[reportUnknownMemberType]
     loss, spread, nodes = (panel.plot for panel in sheet.panels[0])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

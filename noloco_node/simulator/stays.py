@@ -62,8 +62,8 @@ class Disk(CheckpointFolder):
 
 
 class StayingNode(Node):
-    """Goes from stage to stage as a daemon does that did not choose its own, unless `node.moves` is `never`. Its world
-    gives it what it needs for that; without a disk it takes no checkpoints."""
+    """Goes from stage to stage as a daemon does that did not choose its own, unless `node.reassign` is `never`. Its
+    world gives it what it needs for that; without a disk it takes no checkpoints."""
 
     footprint: Footprint
     stage: int
@@ -77,8 +77,8 @@ class StayingNode(Node):
 
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)
-        moves = "never" if self._settings.moves == "never" else "always"
-        settings = self._settings.model_copy(update={"moves": moves, "stage": "auto" if self.auto else self.stage})
+        moves = "never" if self._settings.reassign == "never" else "always"
+        settings = self._settings.model_copy(update={"reassign": moves, "stage": "auto" if self.auto else self.stage})
         async with self.network() as (transport, directory):
             try:
                 stays = StageLifecycle(self._spec, settings, self.footprint, transport, directory, ENDLESS)

@@ -154,7 +154,7 @@ def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
         *wire,
         *_subspace_line(run, numbers),
         f"  inner steps       {numbers.inner_steps:,} per replica",
-        f"  outer rounds      about {numbers.outer_rounds:,} per replica, {steps}",
+        f"  outer steps       about {numbers.outer_rounds:,} per replica, {steps}",
         f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received",
         *(f"  {'' if index else 'first weights':<17} {line}" for index, line in enumerate(numbers.weights)),
     ]

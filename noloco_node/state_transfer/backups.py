@@ -189,7 +189,7 @@ class StageCopies:
         chosen, vouched = await ambient.elsewhere(choose_copy, list(strangers.values()), mine, first, reached)
         if chosen is None and strangers:
             logger.warning(
-                "%d copies of stage %d are not taken: none has gone on from what this node has of it at clock %.0f",
+                "%d copies of stage %d are not taken: none has gone on from what this node has of it at %.0f tokens",
                 len(strangers),
                 stage,
                 at,
@@ -246,7 +246,7 @@ class StageCopies:
             logger.debug("keeps its copy of stage %d: that of %s is far behind it", stage, copy.manifest.source)
             return False
         self.kept = copy
-        logger.debug("keeps a copy of stage %d at clock %.0f", stage, copy.clock)
+        logger.debug("keeps a copy of stage %d at %.0f tokens", stage, copy.clock)
         return True
 
     def _may_take_the_place(self, copy: StageCopy) -> bool:

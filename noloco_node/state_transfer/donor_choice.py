@@ -64,7 +64,7 @@ class NoDonor(Exception):
         reasons = "".join(f"\n  {peer}: {reason}" for peer, reason in sorted(self.reasons.items()))
         return UserError(
             ExitCode.NO_STATE_SOURCE,
-            f"run {spec.run_id[:8]} is past its first outer round and none of {len(self.reasons)} replicas of stage "
+            f"run {spec.run_id[:8]} is past its first outer step and none of {len(self.reasons)} replicas of stage "
             f"{stage} gave its state{':' if reasons else ''}{reasons}",
             "try again when a replica of this stage is reachable, or serve another stage with --stage",
         )

@@ -115,7 +115,7 @@ class HeldSample(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    put_backs: _Count
+    requeues: _Count
 
 
 class KeptStanding(BaseModel):

@@ -15,7 +15,7 @@ from noloco_node import ambient
 from noloco_node.telemetry.events import (
     AnyEvent,
     Evaluation,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -55,9 +55,9 @@ class LocalSwarmView:
                 self._counts["joined"] += 1
                 self._names[event.peer_id] = name
                 self.note(f"{name} is up (…{event.peer_id[-6:]})", event.time)
-            case NodeMoved():
-                self._counts["moved"] += 1
-                self.note(f"{name} moved from stage {event.from_stage} to stage {event.stage}", event.time)
+            case NodeReassigned():
+                self._counts["reassigned"] += 1
+                self.note(f"{name} reassigned from stage {event.from_stage} to stage {event.stage}", event.time)
             case OuterStep(kind="paired", role="dialler"):
                 self.last_pairs.append((name, self.name_of(event.partner)))
             case OuterStep(kind="caught_up"):
@@ -118,12 +118,12 @@ class LocalSwarmView:
             clock=clock,
             training_loss=Middle.of(state.training_loss for state in heads),
             validation_loss=Middle.of(state.validation_loss for state in states.values()),
-            spread=Middle.of(state.spread for state in states.values()),
+            replica_divergence=Middle.of(state.replica_divergence for state in states.values()),
             tokens_per_second=sum(known) if known else None,
             joins=self._counts["joined"],
             left=self._counts["left"],
             lost=self._counts["lost"],
-            moves=self._counts["moved"],
+            reassignments=self._counts["reassigned"],
             over=over,
         )
 
@@ -149,7 +149,7 @@ def _stage(states: Iterable[NodeState], stage: int, clock: float, *, over: bool)
     clocks = [state.clock or 0.0 for state in nodes]
     return StageSeen(
         nodes={state: doing[state] for state in STATES},
-        claimed=0,
+        unreachable=0,
         capacity=sum(state.tokens_per_second or 0.0 for state in nodes),
         clock=median(clocks) if clocks else None,
         lag=max(0.0, clock - min(clocks)) if clocks else None,
@@ -158,7 +158,7 @@ def _stage(states: Iterable[NodeState], stage: int, clock: float, *, over: bool)
 
 
 def _node(name: str, state: NodeState, clock: float) -> NodeSeen:
-    names = ("state", "version", "clock", "tokens_per_second", "outer_rounds", "training_loss", "validation_loss")
+    names = ("state", "version", "clock", "tokens_per_second", "outer_steps_taken", "training_loss", "validation_loss")
     return NodeSeen(
         peer_id=state.peer_id or "",
         stage=state.stage or 0,
@@ -166,7 +166,7 @@ def _node(name: str, state: NodeState, clock: float) -> NodeSeen:
         lag=clock - (state.clock or 0.0),
         name=name,
         tokens=state.contribution.tokens if state.contribution else 0,
-        spread=state.spread,
+        replica_divergence=state.replica_divergence,
         seen_seconds=state.uptime_seconds,
         **{each: getattr(state, each) for each in names},
     )
@@ -181,14 +181,14 @@ def plain_line(view: LocalSwarmView, now: float) -> str:
             "first one"
         )
     loss, held_out, spread = (
-        middle and middle.value for middle in (swarm.training_loss, swarm.validation_loss, swarm.spread)
+        middle and middle.value for middle in (swarm.training_loss, swarm.validation_loss, swarm.replica_divergence)
     )
     share = 100.0 * min(1.0, swarm.clock / swarm.target)
     return (
         f"step {view.step(now)} · {swarm.clock:,.0f}/{swarm.target:,} tokens ({share:.0f} %)"
         f" · loss {as_loss(loss)} · validation {as_loss(held_out)} · {as_rate(swarm.tokens_per_second)} tokens/s"
         f" · nodes {as_nodes([stage.present for stage in swarm.stages])} · outer steps {view.outer_steps(now)}"
-        f" · spread {as_scientific(spread)} · {as_long(swarm.seconds_left)} left"
+        f" · replica divergence {as_scientific(spread)} · {as_long(swarm.seconds_left)} left"
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from noloco_node import ambient
 from noloco_node.plain_files import is_plain
@@ -34,6 +34,12 @@ WarningKind = Literal[
     "another_life",
 ]
 """Warnings for the user that runs a node."""
+
+TrainedTokens = Annotated[
+    float, Field(validation_alias=AliasChoices("trained_tokens", "clock"), serialization_alias="trained_tokens")
+]
+"""Tokens that the whole swarm has trained, as this replica counts them. It is `trained_tokens` for readers, and was
+`clock` in the release before this one."""
 
 MAX_LINE_BYTES = 1 << 20
 """A line is read up to so many bytes, so that a file without line ends fills no memory."""
@@ -75,7 +81,7 @@ class NodeStarted(Event):
     """Forward and backward of this stage."""
     codec: str = ""
     """Codec of the run's outer steps."""
-    outer_rounds: int = 0
+    outer_steps_taken: int = 0
     """Of the state that it begins with."""
     invites: list[str] = Field(default_factory=list[str])
     """The commands that others join with, one for each address."""
@@ -83,10 +89,10 @@ class NodeStarted(Event):
     """It was given no peer to enter by: it began a swarm, or is to be found by others."""
 
 
-class NodeMoved(Event):
+class NodeReassigned(Event):
     """The daemon has left its stage and is about to advertise itself at another."""
 
-    event: Literal["node_moved"] = "node_moved"
+    event: Literal["node_reassigned"] = "node_reassigned"
     from_stage: int
     stage: int
     why: Literal["poor", "lost"]
@@ -94,10 +100,10 @@ class NodeMoved(Event):
     origin: Literal["seed", "peer", "standby", "checkpoint"]
     """Source of the weights: the RunSpec's seed, a stage peer, a copy that a node of another stage kept, or an own
     earlier checkpoint."""
-    clock: float
+    clock: TrainedTokens
     parameters: int
     """Parameters of the new stage."""
-    outer_rounds: int = 0
+    outer_steps_taken: int = 0
     """Of that state."""
     seconds: float
     """From the decision to the new stage's state."""
@@ -110,8 +116,8 @@ class InnerStep(Event):
     event: Literal["inner_step"] = "inner_step"
     step: int
     """Inner steps taken by this replica."""
-    clock: float
-    """Clock in swarm tokens after the step."""
+    clock: TrainedTokens
+    """After the step."""
     tokens: int
     """Tokens behind the step's gradient."""
     loss: float
@@ -127,22 +133,23 @@ class OuterStep(Event):
     """One outer step, or an exchange that was agreed and came to nothing (`aborted`)."""
 
     event: Literal["outer_step"] = "outer_step"
-    kind: Literal["paired", "alone", "aborted", "caught_up"]
-    round: int
+    kind: Literal["paired", "no_partner", "aborted", "caught_up"]
+    outer_steps_taken: int
     """Outer steps this replica has committed, this one included (`aborted` does not count)."""
     step: int
     """Inner steps taken by this replica at the snapshot."""
-    clock: float
+    clock: TrainedTokens
     learning_rate: float
     fragment: int | None = None
     """Index of the fragment it covered; None for the whole stage."""
     partner: str | None
     role: Literal["dialler", "dialled", "none"]
     reason: str
-    """Why it was aborted, or taken alone, as `word: what was said`; empty for pairs. A word is a refusal's, or `left`,
-    `stale`, `stalled`, `slow`, `not_finite`, `unreachable`, `broken_stream`, `deadline_passed`, `protocol_violation`,
-    `link`. A step alone has `no_partner`, or `refused` with the proposals since the last step, by word."""
-    spread: float | None
+    """Why it was aborted, or taken without a partner, as `word: what was said`; empty for pairs. A word is a refusal's,
+    or `left`, `stale`, `stalled`, `slow`, `not_finite`, `unreachable`, `broken_stream`, `deadline_passed`,
+    `protocol_violation`, `link`. A step without a partner has `nobody`, or `refused` with the proposals since the last
+    step, by word."""
+    replica_divergence: float | None
     """mean((θ_i − θ_j)²)/2 over the sampled weights: estimates the variance across replicas."""
     difference_norm: float | None
     """Norm of the difference to the partner, before clipping."""
@@ -175,7 +182,7 @@ class Evaluation(Event):
     """Held-out loss through the swarm, over the run's fixed windows."""
 
     event: Literal["evaluation"] = "evaluation"
-    clock: float
+    clock: TrainedTokens
     step: int
     loss: float
     """Nats per token."""
@@ -219,7 +226,7 @@ class Distribution(BaseModel):
     sum: float
 
 
-MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "put_back", "retried", "repeated", "served")
+MICROBATCH_OUTCOMES = ("drawn", "trained", "dropped", "requeued", "retried", "repeated", "served")
 """These counts of `Account` only ever rise, and a node that comes home goes on with them."""
 
 
@@ -227,7 +234,7 @@ class Account(Event):
     """The books of a node so far. On stage 0: drawn = trained + dropped + held_at_end."""
 
     event: Literal["account"] = "account"
-    clock: float
+    clock: TrainedTokens
     target: int
     tokens: int
     """Tokens trained by this replica."""
@@ -235,8 +242,8 @@ class Account(Event):
     trained: int
     dropped: int
     held_at_end: int
-    """Drawn and neither trained nor dropped: under way, or put back and waiting."""
-    put_back: int
+    """Drawn and neither trained nor dropped: under way, or requeued and waiting."""
+    requeued: int
     retried: int
     repeated: int
     """Sent again to another replica although the first may have trained it."""
@@ -302,8 +309,8 @@ class CheckpointTaken(Event):
     event: Literal["checkpoint"] = "checkpoint"
     path: str | None
     """Its folder; None where it could not be written."""
-    clock: float
-    round: int
+    clock: TrainedTokens
+    outer_steps_taken: int
     step: int
     size: int
     """Bytes of its tensors."""
@@ -407,7 +414,7 @@ class NodeStopped(Event):
     event: Literal["node_stopped"] = "node_stopped"
     reason: Literal["target_reached", "interrupted", "failed"]
     detail: str
-    outer_rounds: int
+    outer_steps_taken: int
     partners: dict[str, int]
     """Committed outer steps by partner."""
     final_weights: str | None
@@ -417,7 +424,7 @@ class NodeStopped(Event):
 
 AnyEvent = Annotated[
     NodeStarted
-    | NodeMoved
+    | NodeReassigned
     | InnerStep
     | OuterStep
     | Evaluation
@@ -439,9 +446,14 @@ _ADAPTER: TypeAdapter[AnyEvent] = TypeAdapter(AnyEvent)
 OLD_NAMES = {
     "donor": "source",
     "donor_failed": "state_source_failed",
+    "node_moved": "node_reassigned",
+    "outer_rounds": "outer_steps_taken",
+    "put_back": "requeued",
+    "round": "outer_steps_taken",
+    "spread": "replica_divergence",
 }
 """Names of events and of their fields in files of the release before this one, and what each is called now."""
-OLD_VALUES = {("origin", "guard"): "standby"}
+OLD_VALUES = {("origin", "guard"): "standby", ("kind", "alone"): "no_partner"}
 """Values of fields that had another name in the release before this one."""
 _OLD = re.compile("|".join(f'"{name}"' for name in (*OLD_NAMES, *(value for _, value in OLD_VALUES))).encode())
 
@@ -461,7 +473,7 @@ class EventFile:
 
     def write(self, event: Event) -> None:
         """Append one event."""
-        line = (event.model_dump_json() + "\n").encode()
+        line = (event.model_dump_json(by_alias=True) + "\n").encode()
         before = os.fstat(self._file.fileno()).st_size
         try:
             written = self._file.write(line)
@@ -584,7 +596,7 @@ class Diary:
             if self._is_due(event):
                 self._write_withheld()
             return
-        if isinstance(event, NodeStopped | NodeMoved) or (
+        if isinstance(event, NodeStopped | NodeReassigned) or (
             isinstance(event, Doing) and event.what in ("joining", "paused")
         ):
             self._write_withheld()

@@ -12,7 +12,7 @@ from noloco_node.telemetry.events import (
     CheckpointTaken,
     Evaluation,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -37,7 +37,7 @@ class NodeHistory:
 
     name: str
     started: NodeStarted | None = None
-    moved: NodeMoved | None = None
+    moved: NodeReassigned | None = None
     """Its last move to another stage."""
     inner: list[InnerStep] = field(default_factory=list[InnerStep])
     outer: list[OuterStep] = field(default_factory=list[OuterStep])
@@ -74,7 +74,7 @@ class NodeHistory:
                 self._begin_anew()
                 self.started, self.stopped, self.moved = event, None, None
                 self.starts.append(event.time)
-            case NodeMoved():
+            case NodeReassigned():
                 self._leave_for(event.stage)
                 self.moved = event
             case InnerStep():

@@ -1,4 +1,4 @@
-"""Log lines for a person: each one names its node (short peer id, stage, outer round). Nothing reads them back."""
+"""Log lines for a person: each one names its node (short peer id, stage, outer step). Nothing reads them back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from noloco_node.telemetry.events import (
     Doing,
     Evaluation,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -60,11 +60,11 @@ class NodeLog:
 
     @property
     def label(self) -> str:
-        """`…peer8id stage 0, round 12`, of a seed `…peer8id seed`, or `starting` before it is up."""
+        """`…peer8id stage 0, outer step 12`, of a seed `…peer8id seed`, or `starting` before it is up."""
         now = self.view.last
         if now.stage is None:
             return f"…{self._seed[-6:]} seed" if self._seed else "starting"
-        return f"…{(now.peer_id or '')[-6:]} stage {now.stage}, round {now.outer_rounds}"
+        return f"…{(now.peer_id or '')[-6:]} stage {now.stage}, outer step {now.outer_steps_taken}"
 
     def observe_seed(self, peer_id: str) -> None:
         """It is a seed's log, which has no stage and tells no events."""
@@ -89,7 +89,7 @@ class NodeLog:
         return isinstance(event, InnerStep) and event.time - self._told_at >= QUIET_SECONDS
 
     def _observe_firsts(self, event: AnyEvent) -> None:
-        """Say once that the first microbatch is done, and once that the first outer round is: now it really trains."""
+        """Say once that the first microbatch is done, and once that the first outer step is: now it really trains."""
         match event:
             case NodeStarted():
                 self._up_since, self._known = event.time, None if event.resumed else 0
@@ -99,8 +99,8 @@ class NodeLog:
                 self._say_first("microbatch", event.time)
             case InnerStep():
                 self._say_first("microbatch", event.time)
-            case OuterStep(kind="paired" | "alone"):
-                self._say_first("outer round", event.time)
+            case OuterStep(kind="paired" | "no_partner"):
+                self._say_first("outer step", event.time)
             case _:
                 pass
 
@@ -115,16 +115,16 @@ def describe(event: AnyEvent) -> tuple[int, str]:
     match event:
         case NodeStarted():
             return logging.INFO, _started(event)
-        case NodeMoved():
+        case NodeReassigned():
             return logging.INFO, (
-                f"moved from stage {event.from_stage} to stage {event.stage} in {event.seconds:.1f} s: "
+                f"reassigned from stage {event.from_stage} to stage {event.stage} in {event.seconds:.1f} s: "
                 f"{event.parameters:,} parameters, {ORIGINS[event.origin]}"
             )
         case InnerStep(skipped=True):
             return logging.WARNING, f"inner step {event.step} skipped: its gradient was not finite"
         case InnerStep():
             return logging.DEBUG, (
-                f"inner step {event.step}: loss {event.loss:.4f}, {event.tokens} tokens, clock {event.clock:,.0f}"
+                f"inner step {event.step}: loss {event.loss:.4f}, {event.tokens} tokens, swarm at {event.clock:,.0f}"
             )
         case OuterStep():
             return _outer(event)
@@ -149,7 +149,7 @@ def describe(event: AnyEvent) -> tuple[int, str]:
             level = logging.ERROR if event.reason == "failed" else logging.INFO
             # Why a node failed is the last thing that it prints, with the remedy: once is enough.
             detail = f": {event.detail}" if event.detail and event.reason != "failed" else ""
-            rounds = f" after {event.outer_rounds} outer rounds" if event.outer_rounds else ""
+            rounds = f" after {event.outer_steps_taken} outer steps" if event.outer_steps_taken else ""
             return level, f"stopped ({event.reason.replace('_', ' ')}{detail}){rounds}"
         case _:
             return logging.DEBUG, ""
@@ -258,7 +258,7 @@ class _JsonFormatter(logging.Formatter):
         }
         now = log.view.last
         if now.stage is not None:
-            told |= {"peer_id": now.peer_id, "stage": now.stage, "outer_round": now.outer_rounds}
+            told |= {"peer_id": now.peer_id, "stage": now.stage, "outer_steps_taken": now.outer_steps_taken}
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told)
@@ -290,8 +290,8 @@ def _outer(event: OuterStep) -> tuple[int, str]:
     if event.kind == "aborted":
         return logging.DEBUG, f"outer step came to nothing: {event.reason}"
     partner = f" with …{event.partner[-6:]}" if event.partner else f" ({event.reason})" if event.reason else ""
-    spread = f", spread {event.spread:.3g}" if event.spread is not None else ""
+    spread = f", replica divergence {event.replica_divergence:.3g}" if event.replica_divergence is not None else ""
     return logging.INFO, (
-        f"outer step {event.round} {event.kind.replace('_', ' ')}{partner}{spread}, {event.seconds:.2f} s, "
+        f"outer step {event.outer_steps_taken} {event.kind.replace('_', ' ')}{partner}{spread}, {event.seconds:.2f} s, "
         f"{event.inner_steps_meanwhile} inner steps meanwhile"
     )

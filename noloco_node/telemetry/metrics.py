@@ -25,7 +25,7 @@ from noloco_node.telemetry.events import (
     Doing,
     Evaluation,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -111,6 +111,8 @@ class Metrics:
         if not (isinstance(event, OuterStep) and event.kind == "aborted"):
             for metric, path in _FED_BY.get(event.event, ()):
                 self._feed(metric, attrgetter(path)(event) if path else 1, total=isinstance(event, Account))
+        if isinstance(event, InnerStep | Account):
+            self._set("noloco_trained_tokens", event.clock)
         match event:
             case NodeStarted():
                 self._set("noloco_up", 1)
@@ -118,7 +120,7 @@ class Metrics:
                 self._identity = {"version": event.version, "run_id": event.run_id, "device": event.device}
                 self._utilization.peak = event.peak_flop_per_second
                 self._stands_at(event.stage, event.flop_per_token)
-            case NodeMoved():
+            case NodeReassigned():
                 self._stands_at(event.stage, event.flop_per_token)
             case InnerStep():
                 self._add("noloco_model_flop_total", self._utilization.step(event.tokens))
@@ -184,8 +186,8 @@ class Metrics:
         if event.kind == "aborted":
             self._add("noloco_outer_aborts_total", 1, _bounded(event.reason))
         elif event.kind == "paired":
-            self._histograms["noloco_exchange_duration_seconds"].observe(event.seconds)
-            payload = self._histograms["noloco_exchange_payload_bytes"]
+            self._histograms["noloco_outer_step_duration_seconds"].observe(event.seconds)
+            payload = self._histograms["noloco_outer_step_bytes"]
             payload.labels(self._codec, "sent").observe(event.bytes_sent)
             payload.labels(self._codec, "received").observe(event.bytes_received)
 

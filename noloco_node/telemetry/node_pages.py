@@ -83,7 +83,14 @@ class NodePages:
         self._heartbeat = heartbeat
         self._loop = asyncio.get_running_loop() if heartbeat else None
         self._around: Surroundings | None = None
-        names = ("loss", "validation_loss", "spread", "learning_rate", "tokens_per_second", "swarm_tokens_per_second")
+        names = (
+            "loss",
+            "validation_loss",
+            "replica_divergence",
+            "learning_rate",
+            "tokens_per_second",
+            "swarm_tokens_per_second",
+        )
         self.shown = StatePage(*names)
         self.look: Callable[[], Surroundings] | None = None
         """The surroundings that the node sees now; called on its own loop. None while it has no stage."""
@@ -99,8 +106,8 @@ class NodePages:
                 state = self._view.state(when)
                 curves["tokens_per_second"].add(when, state.tokens_per_second or 0.0)
                 curves["swarm_tokens_per_second"].add(when, state.swarm_tokens_per_second or 0.0)
-            case OuterStep(kind="paired" | "alone" | "caught_up") if event.spread is not None:
-                curves["spread"].add(when, event.spread)
+            case OuterStep(kind="paired" | "no_partner" | "caught_up") if event.replica_divergence is not None:
+                curves["replica_divergence"].add(when, event.replica_divergence)
             case Evaluation():
                 curves["validation_loss"].add(when, event.loss)
             case _:
@@ -126,7 +133,9 @@ class NodePages:
     def _state(self) -> dict[str, Any]:
         lag = self._heartbeat.age if self._heartbeat else 0.0
         state = self._view.state(around=self._look_around(), lag=lag)
-        said: dict[str, Any] = json.loads(state.model_copy(update={"log": self._log.lines()}).model_dump_json())
+        said: dict[str, Any] = json.loads(
+            state.model_copy(update={"log": self._log.lines()}).model_dump_json(by_alias=True)
+        )
         return said
 
     def _look_around(self) -> Surroundings | None:

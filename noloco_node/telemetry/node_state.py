@@ -7,9 +7,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from noloco_node import __version__, ambient
 from noloco_node.telemetry.events import (
@@ -19,7 +19,7 @@ from noloco_node.telemetry.events import (
     Doing,
     Evaluation,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -44,6 +44,10 @@ LETTERS = 2000
 """A warning and a line of the log are cut between two words after so many letters. A node names its addresses there."""
 MOST_NODES = 256
 """So many nodes are named; all are counted."""
+TrainedTokensIfKnown = Annotated[
+    float | None, Field(validation_alias=AliasChoices("trained_tokens", "clock"), serialization_alias="trained_tokens")
+]
+"""Tokens that the whole swarm has trained, as one node counts them; `trained_tokens` in JSON."""
 POINTS = 200
 """A curve has at most so many points."""
 
@@ -66,13 +70,13 @@ class NodeSeen(_Said):
     version: str = ""
     answers: bool = False
     """It has answered lately, and said itself that it serves this stage."""
-    clock: float | None = None
+    clock: TrainedTokensIfKnown = None
     """Swarm tokens, moved on from its record by the record's age."""
     lag: float | None = None
-    """Swarm tokens by which it is behind this node, or behind the swarm's clock; negative where it is ahead."""
+    """Swarm tokens by which it is behind this node, or behind the swarm; negative where it is ahead."""
     tokens_per_second: float | None = None
     capacity: float | None = None
-    outer_rounds: int = 0
+    outer_steps_taken: int = 0
     newcomer: bool = False
     """It has just joined, and is not averaged with yet."""
     name: str = ""
@@ -81,7 +85,7 @@ class NodeSeen(_Said):
     """Behind its inner steps."""
     training_loss: float | None = None
     validation_loss: float | None = None
-    spread: float | None = None
+    replica_divergence: float | None = None
     together: int = 0
     """Tokens trained for this node or by it, so far."""
     under_way: int = 0
@@ -130,12 +134,12 @@ class Exchange(_Said):
 
     time: float = 0.0
     kind: str = ""
-    round: int = 0
+    outer_steps_taken: int = 0
     fragment: int | None = None
     partner: str | None = None
-    """None where it was taken alone."""
+    """None where it had no partner."""
     role: str = ""
-    spread: float | None = None
+    replica_divergence: float | None = None
     clipped: bool = False
     seconds: float = 0.0
 
@@ -179,7 +183,7 @@ class NodeState(_Said):
     reachability: HowReached | None = None
     download: Copying | None = None
     """While a stage peer's state is copied."""
-    clock: float | None = 0.0
+    clock: TrainedTokensIfKnown = 0.0
     """In tokens trained by the swarm."""
     target: int | None = None
     """None before the first account."""
@@ -194,9 +198,9 @@ class NodeState(_Said):
     training_loss: float | None = None
     validation_loss: float | None = None
     learning_rate: float | None = None
-    spread: float | None = None
+    replica_divergence: float | None = None
     """Of the last outer step of this stage that measured one."""
-    outer_rounds: int = 0
+    outer_steps_taken: int = 0
     outer_steps: dict[str, int] = {}
     """By kind, aborted ones among them."""
     exchanges: tuple[Exchange, ...] = ()
@@ -262,7 +266,7 @@ class NodeView:
         self._stopped: NodeStopped | None = None
         self._rested = False
         """It was paused after the last of these steps."""
-        self._outer = Counter[str](paired=0, alone=0, caught_up=0, aborted=0)
+        self._outer = Counter[str](paired=0, no_partner=0, caught_up=0, aborted=0)
         self._faults = Counter[str](skipped_steps=0, failed_checkpoints=0, failed_state_sources=0, p2pd_restarts=0)
         self.leaving = False
         """A signal has told the node to end."""
@@ -275,7 +279,7 @@ class NodeView:
     def observe(self, event: AnyEvent) -> None:
         """Take in one event of the node."""
         with self._lock:
-            if isinstance(event, NodeStarted | NodeMoved | StateSourceFailed | OuterStep | NodeStopped):
+            if isinstance(event, NodeStarted | NodeReassigned | StateSourceFailed | OuterStep | NodeStopped):
                 self._say(download=None)
             self._take(event)
 
@@ -331,13 +335,13 @@ class NodeView:
             case NodeStarted():
                 self._steps.clear()
                 self._stopped = None  # of an earlier life
-                names = ("peer_id", "stage", "stages", "parameters", "outer_rounds")
+                names = ("peer_id", "stage", "stages", "parameters", "outer_steps_taken")
                 run = RunServed(id=event.run_id, name=event.run_name)
                 self._say(run=run, **{name: getattr(event, name) for name in names})
-            case NodeMoved():
+            case NodeReassigned():
                 self._steps.clear()
-                names = ("stage", "parameters", "clock", "outer_rounds")
-                self._say(spread=None, **{name: getattr(event, name) for name in names})
+                names = ("stage", "parameters", "clock", "outer_steps_taken")
+                self._say(replica_divergence=None, **{name: getattr(event, name) for name in names})
             case InnerStep():
                 if self._rested:
                     self._steps.clear()
@@ -376,15 +380,17 @@ class NodeView:
     def _exchanged(self, event: OuterStep) -> None:
         if event.kind == "aborted":
             return
-        self._say(exchanges=(*self._last.exchanges, _part(Exchange, event))[-KEPT:], outer_rounds=event.round)
+        self._say(
+            exchanges=(*self._last.exchanges, _part(Exchange, event))[-KEPT:], outer_steps_taken=event.outer_steps_taken
+        )
         if event.kind == "caught_up":
             self._steps.clear()
             self._say(clock=event.clock)
-        elif event.kind == "paired" and event.spread is not None:
-            self._say(spread=event.spread)
+        elif event.kind == "paired" and event.replica_divergence is not None:
+            self._say(replica_divergence=event.replica_divergence)
 
     def _account(self, event: Account) -> None:
-        counted = ("dropped", "put_back", "retried", "repeated", "refused")
+        counted = ("dropped", "requeued", "retried", "repeated", "refused")
         faults = {name: getattr(event, name) for name in counted}
         self._say(
             clock=event.clock,

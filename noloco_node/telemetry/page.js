@@ -142,7 +142,7 @@ function ofNode(s) {
   if (s.event_loop_age_seconds > 10) trouble.push(`The node hangs: its event loop has not come round for ${lasting(s.event_loop_age_seconds)}.`);
   const nodes = s.nodes_per_stage, many = nodes.length > 4;
   const where = [...(s.stage === null ? [] : [`stage ${s.stage} of ${s.stages}`, `node ${short(s.peer_id)}`]), ...(s.version ? [`version ${s.version}`] : []), ...(s.reachability ? [s.reachability.words] : [])];
-  const self = { self: true, peer_id: s.peer_id, stage: s.stage, state: "training", answers: true, lag: 0, tokens_per_second: s.tokens_per_second, load: s.in_hand, outer_rounds: s.outer_rounds, version: s.version };
+  const self = { self: true, peer_id: s.peer_id, stage: s.stage, state: "training", answers: true, lag: 0, tokens_per_second: s.tokens_per_second, load: s.in_hand, outer_steps_taken: s.outer_steps_taken, version: s.version };
   return {
     name: s.run ? s.run.name : "noloco-node", where: where.join(" · "), whose: "this node", trouble,
     state: s.state.replaceAll("_", " "), tone: s.ready ? "good" : s.state === "ended" ? "" : "warn",
@@ -152,7 +152,7 @@ function ofNode(s) {
     tiles: [
       ["tokens/s, swarm", whole(s.swarm_tokens_per_second)], ["tokens/s, own", whole(s.tokens_per_second)],
       ["training loss", figure(s.training_loss)], ["validation loss", figure(s.validation_loss)],
-      ["spread", figure(s.spread)], ["inner steps", whole(s.inner_steps)], ["outer steps", whole(s.outer_rounds)],
+      ["replica divergence", figure(s.replica_divergence)], ["inner steps", whole(s.inner_steps)], ["outer steps", whole(s.outer_steps_taken)],
       many ? [`nodes, of ${nodes.length} stages`, whole(sum(nodes))] : ["nodes by stage", nodes.length ? nodes.join(" + ") : "–"],
       ["microbatches in hand", whole(s.in_hand)],
     ],
@@ -175,11 +175,11 @@ function ofSwarm(s) {
   return {
     ...head, share: null, far: null,
     tiles: [
-      middle("training loss", s.training_loss), middle("validation loss", s.validation_loss), middle("spread", s.spread),
-      [s.speed_from === "records" ? "tokens/s, as nodes say" : "tokens/s, by their clocks", whole(s.tokens_per_second)],
-      ["nodes that answer", whole(s.nodes_answering)], ["claimed only", whole(s.stages.reduce((all, stage) => all + stage.claimed, 0))],
+      middle("training loss", s.training_loss), middle("validation loss", s.validation_loss), middle("replica divergence", s.replica_divergence),
+      [s.speed_from === "records" ? "tokens/s, as nodes say" : "tokens/s, measured", whole(s.tokens_per_second)],
+      ["nodes that answer", whole(s.nodes_answering)], ["unreachable", whole(s.stages.reduce((all, stage) => all + stage.unreachable, 0))],
       ["stages served", `${s.stages.filter(stage => stage.serving).length} of ${s.stages.length}`],
-      ["came", whole(s.joins)], ["left", whole(s.departures.left)], ["vanished", whole(s.departures.lost)], ["moved", whole(s.moves)],
+      ["came", whole(s.joins)], ["left", whole(s.departures.left)], ["vanished", whole(s.departures.lost)], ["reassigned", whole(s.reassignments)],
     ],
     stages: s.stages.length, nodes: s.nodes, counts: s.stages.map(stage => sum(stage.nodes)),
     more: s.introduced > s.nodes.length ? `${whole(s.introduced - s.nodes.length)} more are known from records` : "",
@@ -196,18 +196,18 @@ function header(v, s) {
   tell("detail", v.detail);
   tell("trouble", v.trouble.join("\n"));
   if (!v.tiles) return;
-  const share = s.target ? Math.min(1, s.clock / s.target) : 0;
+  const share = s.target ? Math.min(1, s.trained_tokens / s.target) : 0;
   $("bar").value = v.share === null ? share : v.share;
-  tell("how-far", v.far !== null ? v.far : s.target && !(s.state === "over" && !s.clock) ? `${whole(s.clock)} of ${whole(s.target)} tokens (${(100 * share).toFixed(1)} %)` +
+  tell("how-far", v.far !== null ? v.far : s.target && !(s.state === "over" && !s.trained_tokens) ? `${whole(s.trained_tokens)} of ${whole(s.target)} tokens (${(100 * share).toFixed(1)} %)` +
     (s.seconds_left === null ? "" : ` · about ${lasting(s.seconds_left)} left`) : "");
   $("tiles").replaceChildren(...v.tiles.map(([label, value]) => element("div", "", element("b", "", value), element("span", "dim", label))));
 }
 function about(node, v) {
   const lines = [...(node.self ? ["this node"] : [...(node.name ? [node.name] : []), node.peer_id]), `stage ${node.stage}, ${node.state}, version ${node.version}`];
   if (!node.self) lines.push(node.answers ? `it answers ${v.whose}` : "known from its record only",
-    ...(known(node.lag) ? [`${whole(Math.abs(node.lag))} tokens ${node.lag < 0 ? "ahead of" : "behind"} ${v.counts ? "the swarm's clock" : "this node"}`] : []),
+    ...(known(node.lag) ? [`${whole(Math.abs(node.lag))} tokens ${node.lag < 0 ? "ahead of" : "behind"} ${v.counts ? "the swarm" : "this node"}`] : []),
     v.counts ? `${whole(node.tokens)} tokens trained, as it says` : `${whole(node.together)} tokens trained with this node`);
-  lines.push(`${whole(node.tokens_per_second)} tokens/s${known(node.capacity) ? ` of ${whole(node.capacity)} that it could` : ""}, ${whole(node.outer_rounds)} outer steps`);
+  lines.push(`${whole(node.tokens_per_second)} tokens/s${known(node.capacity) ? ` of ${whole(node.capacity)} that it could` : ""}, ${whole(node.outer_steps_taken)} outer steps`);
   if (known(node.load)) lines.push(`${node.load} microbatches in hand`);
   if (node.under_way) lines.push(`${node.under_way} microbatches of this node under way to it`);
   if (node.newcomer) lines.push("a newcomer, not averaged with yet");
@@ -270,8 +270,8 @@ function changes(s, before) {
   made.met = s.exchanges.filter(step => step.time > until);
   return made;
 }
-const SEEN = ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "loss", "spread", "trained, tokens"];
-const seen = node => [called(node), node.stage, node.answers ? node.state : "silent", whole(node.tokens_per_second), node.answers ? lagging(node.lag) : "–", whole(node.outer_rounds), figure(node.training_loss), figure(node.spread), whole(node.tokens)];
+const SEEN = ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "loss", "divergence", "trained, tokens"];
+const seen = node => [called(node), node.stage, node.answers ? node.state : "silent", whole(node.tokens_per_second), node.answers ? lagging(node.lag) : "–", whole(node.outer_steps_taken), figure(node.training_loss), figure(node.replica_divergence), whole(node.tokens)];
 function tablesOfNode(s) {
   const done = s.contribution;
   const hourly = count => `${bytes(count)}, ${bytes(3600 * count / Math.max(1, s.uptime_seconds))} an hour`;
@@ -299,10 +299,10 @@ function tablesOfNode(s) {
   at.replaceChildren(...s.log.map(line => element("div", line.level.replace(/[^A-Z]/g, ""), `${clock(line.time)} ${line.text}`)));
   if (follows) at.scrollTop = at.scrollHeight;
 }
-const WHAT = { joined: "came to", left: "left", lost: "vanished from", moved: "moved to" };
+const WHAT = { joined: "came to", left: "left", lost: "vanished from", reassigned: "reassigned to" };
 function tablesOfSwarm(s) {
-  columns("stages", ["stage", "train", "join", "finish", "leave", "claimed only", "tokens/s they could", "clock", "last is behind by", "spread"],
-    s.stages.map((stage, number) => [number, stage.nodes.training, stage.nodes.joining, stage.nodes.finishing, stage.nodes.draining, stage.claimed, whole(stage.capacity), whole(stage.clock), whole(stage.lag), figure(stage.spread && stage.spread.value)]));
+  columns("stages", ["stage", "train", "join", "finish", "leave", "unreachable", "tokens/s they could", "trained", "last is behind by", "divergence"],
+    s.stages.map((stage, number) => [number, stage.nodes.training, stage.nodes.joining, stage.nodes.finishing, stage.nodes.draining, stage.unreachable, whole(stage.capacity), whole(stage.trained_tokens), whole(stage.lag), figure(stage.replica_divergence && stage.replica_divergence.value)]));
   const here = s.nodes.slice().sort((a, b) => (b.answers - a.answers) || (b.seen_seconds - a.seen_seconds));
   columns("members", [...SEEN, "seen at work"], [
     ...here.map(node => [...seen(node), lasting(node.seen_seconds)]),
@@ -311,7 +311,7 @@ function tablesOfSwarm(s) {
   rows("happenings", s.happenings.slice().reverse().map(one => [`${clock(one.time)} · ${called(one)} ${WHAT[one.what] || one.what} stage ${one.stage}`, ""]));
   const versions = Object.entries(s.versions).filter(([, count]) => count).map(([version, count]) => [`version ${version}`, `${whole(count)} nodes`]);
   rows("versions", [...versions, ["records that this seed holds", whole(s.seed.records)], ["its version", s.seed.version], ["up for", lasting(s.seed.uptime_seconds)]]);
-  for (const name of ["nodes", "clock"]) { reveal(name); chart(name, [{ points: s.curves[name], tone: "var(--accent)" }]); }
+  for (const name of ["nodes", "trained_tokens"]) { reveal(name); chart(name, [{ points: s.curves[name], tone: "var(--accent)" }]); }
 }
 function show(s, moves) {
   const v = s.seed ? ofSwarm(s) : ofNode(s), tones = ["var(--accent)", "var(--second)"];
@@ -319,11 +319,11 @@ function show(s, moves) {
   if (!v.tiles) return;
   swarm(v, s, moves && !still.matches);
   chart("loss", [{ points: v.training, tone: tones[0] }, { points: s.curves.validation_loss, tone: tones[1], dots: true }]);
-  chart("spread", [{ points: s.curves.spread, tone: tones[0] }]);
+  chart("replica_divergence", [{ points: s.curves.replica_divergence, tone: tones[0] }]);
   chart("speed", v.speeds.map((points, index) => ({ points, tone: tones[index] })));
   const words = v.counts ? [["training, of the last stage", "validation, of stage 0"], ["variance across replicas; medians of what nodes say"], ["by the motion of the nodes' clocks"]]
     : [["training", "validation"], ["variance across replicas, at this node's outer steps"], ["swarm, by this node's clock", "this node"]];
-  ["loss", "spread", "speed"].forEach((name, row) => legend(`${name}-legend`, words[row].map((text, index) => [tones[index], text])));
+  ["loss", "replica_divergence", "speed"].forEach((name, row) => legend(`${name}-legend`, words[row].map((text, index) => [tones[index], text])));
   legend("swarm-legend", [["var(--accent)", "trains"], ["var(--warn)", "lags by 20 s of the swarm's work"], ["var(--bad)", "by a minute"], ["var(--dim)", "comes to its end, or leaves"], ["var(--quiet)", "joins; dashed: its record claims it, and nobody answers"],
     ...(v.counts ? [] : [["var(--second)", "microbatches; a ring: how many a node holds"], ["var(--good)", "gradients back; averages"]])]);
   (v.counts ? tablesOfSwarm : tablesOfNode)(s);

@@ -12,12 +12,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from noloco_node.config.data_spec import MOST_SOURCES
-from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep, TrainedTokens
 from noloco_node.telemetry.history import NodeHistory, summed
 from noloco_node.telemetry.node_state import POINTS
 
 TRAINING_LOSS_SHARE = 0.05
-"""The reported training loss is the mean over this last share of the clock: one step alone is noise."""
+"""The reported training loss is the mean over this last share of the trained tokens: one step alone is noise."""
 STEPS_A_POINT = 5
 """A point of the curve of speed covers at least so many steps. A single step says how long it took, not how fast the
 swarm is."""
@@ -36,7 +36,7 @@ class Microbatches(Frozen):
     trained: int = 0
     dropped: int = 0
     held_at_end: int = 0
-    put_back: int = 0
+    requeued: int = 0
     retried: int = 0
     repeated: int = 0
 
@@ -48,15 +48,15 @@ class Microbatches(Frozen):
         return cls(**{name: getattr(account, name) for name in cls.model_fields})
 
 
-class SpreadPoint(Frozen):
-    """The variance of the weights across replicas at one outer round."""
+class DivergencePoint(Frozen):
+    """The variance of the weights across replicas after one outer step."""
 
-    round: int
+    outer_steps_taken: int
     step: int
     """Inner steps, mean over the nodes."""
-    clock: float
-    spread: float
-    """Mean over the nodes' paired outer steps of the round."""
+    clock: TrainedTokens
+    replica_divergence: float
+    """Mean over the nodes' paired outer steps of that number."""
     learning_rate: float
     nodes: int
     """Nodes behind the mean."""
@@ -73,9 +73,9 @@ class RatePoint(Frozen):
 
 
 class LossPoint(Frozen):
-    """A loss (nats per token) at a time of the clock (swarm tokens)."""
+    """A loss (nats per token) after so many trained tokens of the swarm."""
 
-    clock: float
+    clock: TrainedTokens
     loss: float
 
 
@@ -89,7 +89,7 @@ class NodeSummary(Frozen):
     inner_steps: int
     tokens: int
     outer_steps: dict[str, int]
-    """By kind: paired, alone, caught_up, aborted."""
+    """By kind: paired, no_partner, caught_up, aborted."""
     partners: dict[str, int]
     """Paired outer steps by partner, by name where known."""
     microbatches: Microbatches
@@ -119,7 +119,7 @@ class Summary(Frozen):
     """Tokens a second over those seconds. The tokens of the first inner step, and of the first after each such time,
     were made before they begin, and are left out. It is therefore a little below `tokens` by `seconds`."""
     training_loss: float | None
-    """Mean over the last 5 % of the clock, weighted by tokens."""
+    """Mean over the last 5 % of the trained tokens, weighted by tokens."""
     validation_loss: float | None
     """Mean over nodes of their last evaluation (final ones where there are any)."""
     validation_losses_by_source: dict[str, float]
@@ -127,20 +127,20 @@ class Summary(Frozen):
     validation_loss_merged: float | None
     """The loss of the exported model, on the same windows; None if nothing was exported."""
     validation_losses: list[LossPoint]
-    outer_rounds: dict[str, int]
+    outer_steps_taken: dict[str, int]
     """By node: outer steps committed."""
     distinct_partners: dict[str, int]
     """By node: stage peers it has averaged with."""
-    spread: list[SpreadPoint]
+    replica_divergence: list[DivergencePoint]
     microbatches: Microbatches
-    """drawn, trained, dropped, held_at_end and put_back over stage 0; retried and repeated over all nodes."""
+    """drawn, trained, dropped, held_at_end and requeued over stage 0; retried and repeated over all nodes."""
     bytes_sent: dict[str, dict[str, int]]
     """By node and kind, of all its processes."""
     per_node: dict[str, NodeSummary]
 
     def as_json(self) -> dict[str, JsonValue]:
         """Plain JSON values."""
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", by_alias=True)
 
 
 def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | None = None) -> Summary:
@@ -164,9 +164,9 @@ def summarize_histories(histories: Sequence[NodeHistory], merged_loss: float | N
         validation_losses_by_source=validation_losses_by_source(histories),
         validation_loss_merged=merged_loss,
         validation_losses=validation_curve(histories),
-        outer_rounds={history.name: len(history.outer) for history in histories},
+        outer_steps_taken={history.name: len(history.outer) for history in histories},
         distinct_partners={history.name: len({step.partner for step in history.paired}) for history in histories},
-        spread=spread_curve(histories),
+        replica_divergence=divergence_curve(histories),
         microbatches=_totals(histories),
         bytes_sent={history.name: history.sent for history in histories},
         per_node={history.name: _node_summary(history, names) for history in histories},
@@ -185,7 +185,7 @@ def token_counters(histories: Sequence[NodeHistory]) -> list[NodeHistory]:
 
 
 def training_loss(heads: Sequence[NodeHistory]) -> float | None:
-    """Mean loss over the last share of the clock, weighted by tokens; None before the first inner step."""
+    """Mean loss over the last share of the trained tokens, weighted by tokens; None before the first inner step."""
     steps = [step for history in heads for step in history.inner if isfinite(step.loss)]
     if not steps:
         return None
@@ -196,7 +196,8 @@ def training_loss(heads: Sequence[NodeHistory]) -> float | None:
 
 
 def training_curve(heads: Sequence[NodeHistory]) -> list[LossPoint]:
-    """Training loss of all first-stage replicas along the clock, averaged by tokens within POINTS equal bins."""
+    """Training loss of all first-stage replicas along the trained tokens, averaged by tokens within POINTS equal
+    bins."""
     steps = [s for history in heads for s in history.inner if isfinite(s.loss) and s.tokens > 0]
     width = max((step.clock for step in steps), default=0.0) / POINTS
     if width <= 0.0:
@@ -214,7 +215,7 @@ def training_curve(heads: Sequence[NodeHistory]) -> list[LossPoint]:
 
 
 def validation_curve(histories: Iterable[NodeHistory]) -> list[LossPoint]:
-    """All evaluations in the order of the clock."""
+    """All evaluations in the order of trained tokens."""
     rows = [evaluation for history in histories for evaluation in history.evaluations if isfinite(evaluation.loss)]
     return [LossPoint(clock=row.clock, loss=row.loss) for row in sorted(rows, key=lambda row: row.clock)]
 
@@ -245,20 +246,20 @@ def _last_evaluations(histories: Sequence[NodeHistory]) -> list[Evaluation]:
     return [evaluation for evaluation in last if evaluation.final] or last
 
 
-def spread_curve(histories: Iterable[NodeHistory]) -> list[SpreadPoint]:
-    """Spread by outer round, averaged over the paired outer steps of all nodes. If neither of two replicas has trained
-    since it averaged, as at the end of a run, their spread says nothing of the training."""
+def divergence_curve(histories: Iterable[NodeHistory]) -> list[DivergencePoint]:
+    """Replica divergence by outer step, averaged over the paired outer steps of all nodes. If neither of two replicas
+    has trained since it averaged, as at the end of a run, their spread says nothing of the training."""
     by_round: dict[int, list[tuple[OuterStep, float]]] = {}
     for history in histories:
         for step in _after_training(history.outer):
-            if step.kind == "paired" and step.spread is not None and isfinite(step.spread):
-                by_round.setdefault(step.round, []).append((step, step.spread))
+            if step.kind == "paired" and step.replica_divergence is not None and isfinite(step.replica_divergence):
+                by_round.setdefault(step.outer_steps_taken, []).append((step, step.replica_divergence))
     return [
-        SpreadPoint(
-            round=number,
+        DivergencePoint(
+            outer_steps_taken=number,
             step=round(fmean(step.step for step, _ in rows)),
             clock=fmean(step.clock for step, _ in rows),
-            spread=fmean(spread for _, spread in rows),
+            replica_divergence=fmean(spread for _, spread in rows),
             learning_rate=fmean(step.learning_rate for step, _ in rows),
             nodes=len(rows),
         )
@@ -332,7 +333,7 @@ def _totals(histories: Sequence[NodeHistory]) -> Microbatches:
         trained=sum(books.trained for books in heads),
         dropped=sum(books.dropped for books in heads),
         held_at_end=sum(books.held_at_end for books in heads),
-        put_back=sum(books.put_back for books in heads),
+        requeued=sum(books.requeued for books in heads),
         retried=sum(books.retried for books in everywhere),
         repeated=sum(books.repeated for books in everywhere),
     )

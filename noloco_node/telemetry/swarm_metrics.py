@@ -58,25 +58,27 @@ class SwarmMetrics:
 def rows_of(view: SwarmView) -> dict[str, _Rows]:
     """The rows of each metric of the swarm: as many as the run has stages, times states; none grows with peers."""
     stages = [(str(number), stage) for number, stage in enumerate(view.stages)]
-    speed = view.tokens_per_second if view.speed_from == "clocks" else None
+    speed = view.tokens_per_second if view.speed_from == "progress" else None
     return {
         "noloco_swarm_nodes": [((n, state), count) for n, stage in stages for state, count in stage.nodes.items()],
-        "noloco_swarm_claimed_nodes": [((n,), stage.claimed) for n, stage in stages],
+        "noloco_swarm_unreachable_nodes": [((n,), stage.unreachable) for n, stage in stages],
         "noloco_swarm_stage_missing": [((n,), float(stage.missing)) for n, stage in stages],
         "noloco_swarm_capacity_tokens_per_second": [((n,), stage.capacity) for n, stage in stages],
-        "noloco_swarm_stage_clock_tokens": [((n,), s.clock) for n, s in stages if s.clock is not None],
+        "noloco_swarm_stage_trained_tokens": [((n,), s.clock) for n, s in stages if s.clock is not None],
         "noloco_swarm_stage_lag_tokens": [((n,), s.lag) for n, s in stages if s.lag is not None],
         "noloco_swarm_version_nodes": [((version,), count) for version, count in view.versions.items()],
-        "noloco_swarm_clock_tokens": [((), view.clock)],
+        "noloco_swarm_trained_tokens": [((), view.clock)],
         "noloco_swarm_target_tokens": [((), view.target)],
         "noloco_swarm_tokens_per_second": [] if speed is None else [((), speed)],
         "noloco_swarm_training_loss": _of(view.training_loss),
         "noloco_swarm_validation_loss": _of(view.validation_loss),
-        "noloco_swarm_spread": [((n,), s.spread.value) for n, s in stages if s.spread is not None],
+        "noloco_swarm_replica_divergence": [
+            ((n,), s.replica_divergence.value) for n, s in stages if s.replica_divergence is not None
+        ],
         "noloco_swarm_over": [((), float(view.over))],
         "noloco_swarm_joins_total": [((), view.joins)],
         "noloco_swarm_departures_total": [(("left",), view.left), (("lost",), view.lost)],
-        "noloco_swarm_moves_total": [((), view.moves)],
+        "noloco_swarm_reassignments_total": [((), view.reassignments)],
     }
 
 
@@ -108,7 +110,9 @@ class SwarmPages:
         self._since = ambient.wall()
         self._view: SwarmView | None = None
         self._seen_at: float | None = None
-        self.shown = StatePage("nodes", "tokens_per_second", "clock", "training_loss", "validation_loss", "spread")
+        self.shown = StatePage(
+            "nodes", "tokens_per_second", "trained_tokens", "training_loss", "validation_loss", "replica_divergence"
+        )
         self._evaluated: Middle | None = None
         self._metrics = SwarmMetrics(lambda: self._view, lambda: self.records(), lambda: self._age)
         self.records: Callable[[], int] = lambda: 0
@@ -120,10 +124,10 @@ class SwarmPages:
         """The swarm was looked at."""
         self._view, self._seen_at, curves = view, ambient.monotonic(), self.shown.curves
         curves["nodes"].add(view.time, view.present)
-        curves["clock"].add(view.time, view.clock)
-        if view.speed_from == "clocks" and view.tokens_per_second is not None:
+        curves["trained_tokens"].add(view.time, view.clock)
+        if view.speed_from == "progress" and view.tokens_per_second is not None:
             curves["tokens_per_second"].add(view.time, view.tokens_per_second)
-        for name in ("training_loss", "validation_loss", "spread"):
+        for name in ("training_loss", "validation_loss", "replica_divergence"):
             middle: Middle | None = getattr(view, name)
             # Held-out losses are few: each is a point of its own.
             if middle is not None and (name != "validation_loss" or middle != self._evaluated):

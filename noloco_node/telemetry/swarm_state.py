@@ -19,7 +19,7 @@ MOST_DEPARTED = 64
 """So many nodes that have gone are still named: those that were seen at work for the longest time."""
 
 SwarmDocument = dict[str, Any]
-NodeChange = Literal["joined", "left", "lost", "moved"]
+NodeChange = Literal["joined", "left", "lost", "reassigned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +53,22 @@ class Middle:
 
 @dataclass(frozen=True, slots=True)
 class StageSeen:
-    """A stage. Only `claimed` is of nodes that do not answer."""
+    """A stage. Only `unreachable` is of nodes that do not answer."""
 
     nodes: Mapping[str, int]
     """Nodes by what they say they do; all of `STATES` are there."""
-    claimed: int
+    unreachable: int
     """The number of live records without an answering peer that says the same."""
     capacity: float
     """Tokens/s that its nodes say they could train, no word believed beyond a multiple of the median."""
     clock: float | None
     """Median of its serving nodes, swarm tokens; None where there is none."""
     lag: float | None
-    """Swarm tokens by which the last of them is behind the swarm's clock."""
+    """Swarm tokens by which the last of them is behind the swarm's count."""
     missing: bool
     """No answering peer serves it, and the run is not over."""
-    spread: Middle | None = None
-    """The spread of its weights across its replicas that train."""
+    replica_divergence: Middle | None = None
+    """Variance of a weight of it across its replicas that train."""
 
     @property
     def serving(self) -> int:
@@ -137,12 +137,12 @@ class SwarmView:
     were if no node says anything."""
     validation_loss: Middle | None = None
     """The last evaluations on the held-out text by the first stage's nodes that train."""
-    spread: Middle | None = None
-    """The spread of the weights across replicas, over the nodes of all stages that train."""
+    replica_divergence: Middle | None = None
+    """Variance of a weight across replicas, over the nodes of all stages that train."""
     tokens_per_second: float | None = None
     """Tokens a second of the whole swarm; None if nothing is known."""
-    speed_from: Literal["clocks", "records"] | None = None
-    """Whether that is measured by the motion of clocks, or what the nodes of the first stage say together."""
+    speed_from: Literal["progress", "records"] | None = None
+    """Whether that is measured by how its tokens grow, or what the nodes of the first stage say together."""
     versions: Mapping[str, int] = field(default_factory=dict[str, int])
     """Nodes that answer, by version; `OTHER_VERSIONS` for those without a name of their own."""
     named_versions: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class SwarmView:
     """Nodes that went with a farewell."""
     lost: int = 0
     """Nodes that vanished without one."""
-    moves: int = 0
+    reassignments: int = 0
     """To another stage."""
     happenings: tuple[Happening, ...] = ()
     """The last ones, the oldest first."""
@@ -182,9 +182,19 @@ class SwarmView:
 
 def document(view: SwarmView) -> SwarmDocument:
     """The view as JSON can say it."""
-    named = ("time", "target", "introduced", "clock", "tokens_per_second", "speed_from", "joins", "moves", "over")
+    named = (
+        "time",
+        "target",
+        "introduced",
+        "tokens_per_second",
+        "speed_from",
+        "joins",
+        "reassignments",
+        "over",
+    )
     return {
         **{name: getattr(view, name) for name in named},
+        "trained_tokens": view.clock,
         "run": {"id": view.run_id, "name": view.run_name},
         "state": state_of(view),
         "seconds_left": view.seconds_left,
@@ -193,8 +203,8 @@ def document(view: SwarmView) -> SwarmDocument:
         "stages": [_stage(stage) for stage in view.stages],
         "versions": dict(view.versions),
         "departures": {"left": view.left, "lost": view.lost},
-        **{name: _middle(getattr(view, name)) for name in ("training_loss", "validation_loss", "spread")},
-        "nodes": [node.model_dump(exclude_unset=True) for node in view.nodes],
+        **{name: _middle(getattr(view, name)) for name in ("training_loss", "validation_loss", "replica_divergence")},
+        "nodes": [node.model_dump(by_alias=True, exclude_unset=True) for node in view.nodes],
         "departed": [asdict(one) for one in view.departed],
         "happenings": [asdict(one) for one in view.happenings],
     }
@@ -219,9 +229,14 @@ def version_labels(known: Sequence[str], found: Mapping[str, int]) -> tuple[str,
 
 
 def _stage(stage: StageSeen) -> SwarmDocument:
-    names = ("claimed", "capacity", "clock", "lag", "missing", "serving")
+    names = ("unreachable", "capacity", "lag", "missing", "serving")
     told = {name: getattr(stage, name) for name in names}
-    return {"nodes": dict(stage.nodes), **told, "spread": _middle(stage.spread)}
+    return {
+        "nodes": dict(stage.nodes),
+        "trained_tokens": stage.clock,
+        **told,
+        "replica_divergence": _middle(stage.replica_divergence),
+    }
 
 
 def _middle(middle: Middle | None) -> SwarmDocument | None:

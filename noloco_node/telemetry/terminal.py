@@ -41,7 +41,7 @@ LAST_LINES = 8
 WARNINGS_SHOWN = 3
 LOOK_SECONDS = 1.0
 """A screen is drawn anew every so many seconds."""
-WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "moved": "moved to"}
+WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "reassigned": "reassigned to"}
 
 Figures = Iterable[tuple[str, str, str, str]]
 """Rows of two names, each with its value."""
@@ -208,7 +208,7 @@ def _figures_of_node(state: NodeState) -> Figures:
     yield "inner steps", f"{state.inner_steps:,}", "training loss", as_loss(state.training_loss)
     yield "swarm, tokens/s", swarm, "validation loss", as_loss(state.validation_loss)
     yield "this node, tokens/s", own, "learning rate", as_scientific(state.learning_rate)
-    yield "outer steps", outer_steps(state.outer_steps), "spread of weights", as_scientific(state.spread)
+    yield "outer steps", outer_steps(state.outer_steps), "replica divergence", as_scientific(state.replica_divergence)
     yield "nodes it sees", nodes, "last averaged", _last(state)
     if state.peers:
         yield "microbatches in hand", str(state.in_hand), "", ""
@@ -232,8 +232,8 @@ def _traffic(state: NodeState) -> Figures:
 
 
 def outer_steps(counts: Mapping[str, int]) -> str:
-    """Outer steps by kind: `12 (2 alone, 1 aborted)`, where those that were aborted are not among the 12."""
-    rare = ((name, counts.get(name, 0)) for name in ("alone", "caught_up", "aborted"))
+    """Outer steps by kind: `12 (2 no partner, 1 aborted)`, where those that were aborted are not among the 12."""
+    rare = ((name, counts.get(name, 0)) for name in ("no_partner", "caught_up", "aborted"))
     said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in rare if count)
     committed = sum(counts.values()) - counts.get("aborted", 0)
     return f"{committed:,}{f' ({said})' if said else ''}"
@@ -243,7 +243,7 @@ def _last(state: NodeState) -> str:
     if not state.exchanges:
         return "not yet"
     partner = state.exchanges[-1].partner
-    return f"with …{printable(partner)[-6:]}" if partner else "alone"
+    return f"with …{printable(partner)[-6:]}" if partner else "no partner"
 
 
 def _peers(state: NodeState, most: int) -> RenderableType:
@@ -291,15 +291,20 @@ def _progress_of_swarm(view: SwarmView) -> RenderableType:
 
 
 def _figures_of_swarm(view: SwarmView) -> Figures:
-    claimed = sum(stage.claimed for stage in view.stages)
+    unreachable = sum(stage.unreachable for stage in view.stages)
     speed = as_rate(view.tokens_per_second)
     if view.speed_from is not None:
-        speed += " (as they say)" if view.speed_from == "records" else " (by clocks)"
+        speed += " (as they say)" if view.speed_from == "records" else " (measured)"
     versions = ", ".join(f"{printable(version)}: {count}" for version, count in view.versions.items() if count)
-    yield "median loss", _middle(view.training_loss, as_loss), "median spread", _middle(view.spread, as_scientific)
+    yield (
+        "median loss",
+        _middle(view.training_loss, as_loss),
+        "median divergence",
+        _middle(view.replica_divergence, as_scientific),
+    )
     yield "validation loss", _middle(view.validation_loss, as_loss), "versions", versions or "–"
     yield "tokens/s", speed, "nodes that answer", f"{view.present:,}"
-    yield "came, moved", f"{view.joins:,}, {view.moves:,}", "claimed only", f"{claimed:,}"
+    yield "came, reassigned", f"{view.joins:,}, {view.reassignments:,}", "unreachable", f"{unreachable:,}"
     yield "left, vanished", f"{view.left:,}, {view.lost:,}", "", ""
 
 
@@ -315,10 +320,10 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
     for number, stage in shown:
         states = (str(stage.nodes[state]) for state in ("training", "joining", "finishing", "draining"))
         clock, lag = ("–" if value is None else f"{value:,.0f}" for value in (stage.clock, stage.lag))
-        cells = (str(number), *states, str(stage.claimed), as_rate(stage.capacity), clock, lag)
+        cells = (str(number), *states, str(stage.unreachable), as_rate(stage.capacity), clock, lag)
         rows.append((cells, "bold red" if stage.missing else ""))
     left = len(view.stages) - len(shown)
-    columns = "stage, train, join, finish, leave, claims, capacity, clock, behind"
+    columns = "stage, train, join, finish, leave, unreachable, capacity, trained, behind"
     return _table(columns, rows, _many(left, "more stage") if left else "")
 
 
@@ -331,7 +336,7 @@ def _nodes(view: SwarmView, most: int) -> RenderableType:
 
 
 def _node(node: NodeSeen) -> _Row:
-    return _seen(node, f"{node.outer_rounds:,}", f"{node.tokens:,}", as_long(node.seen_seconds))
+    return _seen(node, f"{node.outer_steps_taken:,}", f"{node.tokens:,}", as_long(node.seen_seconds))
 
 
 def _departed(one: Departed) -> _Row:

@@ -11,7 +11,7 @@ from pydantic import Field
 from noloco_node.pauses import LATEST, moved
 
 MOST_TAKEN_OVER = 1 << 31
-"""The most outer rounds with which a state is taken over: far more than a run has. A state may be given away with twice
+"""The most outer steps with which a state is taken over: far more than a run has. A state may be given away with twice
 as many (`transport.headers.Rounds`), so a replica that has copied a liar can still give its own."""
 
 

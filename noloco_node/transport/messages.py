@@ -97,7 +97,7 @@ class TrafficCount:
 
 ClockValue = Annotated[float, Field(ge=0.0, le=1e18, allow_inf_nan=False)]
 Rounds = Annotated[int, Field(ge=0, le=1 << 32)]
-"""The number of outer rounds of a state that a node takes over. The bound is far more than a run has. It is far below
+"""The number of outer steps of a state that a node takes over. The bound is far more than a run has. It is far below
 what the node's own record may say, or that record could count no further after the next round."""
 RunName = Annotated[str, Field(max_length=64)]
 StageIndex = Annotated[int, Field(ge=0, lt=256)]

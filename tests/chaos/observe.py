@@ -60,10 +60,13 @@ def outer_steps(node: SwarmNode, *kinds: str, since: float = 0.0) -> list[OuterS
 def spread(nodes: Iterable[SwarmNode], start: float, end: float) -> float | None:
     """Mean of the spreads that were measured in this span; None where none was."""
     values = [
-        e.spread
+        e.replica_divergence
         for node in nodes
         for e in node.events
-        if isinstance(e, OuterStep) and e.kind == "paired" and e.spread is not None and start <= e.time < end
+        if isinstance(e, OuterStep)
+        and e.kind == "paired"
+        and e.replica_divergence is not None
+        and start <= e.time < end
     ]
     return sum(values) / len(values) if values else None
 

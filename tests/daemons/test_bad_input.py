@@ -158,7 +158,13 @@ def test_a_refused_start_leaves_no_trace_in_another_runs_folder(
     diary = EventFile(folder.events)
     diary.write(
         NodeStopped(
-            reason="target_reached", detail="", outer_rounds=3, partners={}, final_weights=None, seconds=1.0, time=9.0
+            reason="target_reached",
+            detail="",
+            outer_steps_taken=3,
+            partners={},
+            final_weights=None,
+            seconds=1.0,
+            time=9.0,
         )
     )
     diary.close()

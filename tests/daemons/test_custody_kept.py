@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
 
 def node(folder: Path, stage: int, *arguments: str) -> list[str]:
     """A node of a stage in its folder, as its owner starts it each time."""
-    settings = (ENDLESS, "node.moves=never", *OFTEN)
+    settings = (ENDLESS, "node.reassign=never", *OFTEN)
     overrides = [part for setting in settings for part in ("--set", setting)]
     place = ["--stage", str(stage), "--run-folder", str(folder), *arguments]
     return [sys.executable, "-m", "tests.daemons.patient_node", "run", str(MICRO), *place, *overrides]

@@ -90,7 +90,7 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
 
         def under_way() -> bool:
             rounds = [[e for e in node.events if isinstance(e, OuterStep)] for node in swarm.nodes]
-            return all(each and each[-1].round >= 2 and each[-1].clock > 8_000 for each in rounds)
+            return all(each and each[-1].outer_steps_taken >= 2 and each[-1].clock > 8_000 for each in rounds)
 
         await eventually(under_way, within=150, what="rounds of everybody")
         assert first.started is not None
@@ -107,7 +107,7 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
             )
         assert started[0].origin == "peer"
         assert started[0].run_id == first.started.run_id
-        assert paired[0].round > 1, "it went on from the donor's round"
+        assert paired[0].outer_steps_taken > 1, "it went on from the state source's number"
         assert paired[0].clock > 8_000
         known = {node.started.peer_id for node in swarm.nodes if node.started}
         assert paired[0].partner in known
@@ -139,7 +139,7 @@ async def test_a_stranger_joins_with_nothing_but_an_address(
             with spawning():
                 joined = await stack.enter_async_context(node(stranger, *command, DEAD))
             trained = await eventually(lambda: [e for e in joined if isinstance(e, InnerStep)], 150, "it trains")
-            await eventually(lambda: [e for e in joined if isinstance(e, OuterStep)], 150, "an outer round")
+            await eventually(lambda: [e for e in joined if isinstance(e, OuterStep)], 150, "an outer step")
             await eventually(lambda: [e for e in events if isinstance(e, InnerStep)], 150, "the first one trains too")
     started = [e for e in joined if isinstance(e, NodeStarted)]
     assert [(e.run_id, e.run_name, e.stage) for e in started] == [(first.run_id, "micro", 1)]
@@ -150,7 +150,7 @@ async def test_a_stranger_joins_with_nothing_but_an_address(
     assert "of 1,000,000,000 tokens" in shown
     assert "not known: stage 1 has no node" in shown
     assert f"passed over {DEAD}: refused" in shown
-    for once in ("first microbatch done", "first outer round done"):
+    for once in ("first microbatch done", "first outer step done"):
         assert later.count(once) == 1
 
 

@@ -39,7 +39,7 @@ E = TypeVar("E", bound=AnyEvent)
 
 RELAY = "10.78.0.1"
 SHORT = ("--set", "run.inner.target_tokens=24_576")
-"""Four outer rounds."""
+"""Four outer steps."""
 PORT = 31337
 
 

@@ -39,7 +39,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-OFTEN = ("node.checkpoint_rounds=1", "node.checkpoint_seconds=0.5", "run.outer.max_lag_tokens=10_000_000")
+OFTEN = ("node.checkpoint_outer_steps=1", "node.checkpoint_seconds=0.5", "run.outer.max_lag_tokens=10_000_000")
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
 
 E = TypeVar("E", NodeStarted, InnerStep, Evaluation, Account, CheckpointTaken, NodeStopped, OuterStep, StateDownload)

@@ -43,7 +43,7 @@ MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 PATIENT = "run.limits.grace_seconds=30"
 """A busy machine takes its time to collect the last weights."""
 SHORT = "run.inner.target_tokens=24_576"
-"""Four outer rounds."""
+"""Four outer steps."""
 
 
 @contextlib.asynccontextmanager
@@ -141,7 +141,11 @@ class Watched:
         """The seed's numbers are the nodes' own, and so are those of `watch`."""
         whole = [(seed, nodes) for seed, nodes in self.told if trains(seed) == [2, 1]]
         clocks = [
-            (self._clock_at(seed["time"] - TOLD_SECONDS), seed["clock"], self._clock_at(seed["time"] + TOLD_SECONDS))
+            (
+                self._clock_at(seed["time"] - TOLD_SECONDS),
+                seed["trained_tokens"],
+                self._clock_at(seed["time"] + TOLD_SECONDS),
+            )
             for seed, _ in whole
         ]
         assert whole, "the seed has seen it train"
@@ -150,7 +154,7 @@ class Watched:
         assert all(seed["versions"][__version__] == seed["nodes_answering"] for seed, _ in whole)
         last = await eventually(self._over, 120, "the seed has seen all of them leave")
         assert (last["joins"], last["departures"], last["missing_stages"]) == (3, {"left": 3, "lost": 0}, [])
-        assert last["clock"] > 0.8 * last["target"]
+        assert last["trained_tokens"] > 0.8 * last["target"]
         seen = [swarm for swarm in map(json.loads, self.lines) if trains(swarm) == [2, 1]]
         assert seen, "watch has seen it train"
         peers = {node["peer_id"] for _, nodes in self.told for node in nodes} - {None}
@@ -161,7 +165,7 @@ class Watched:
     def _clock_at(self, time: float) -> float:
         """Median of the nodes' clocks at that wall time, by what they said just before and just after."""
         nodes = zip(*(nodes for _, nodes in self.told), strict=True)
-        return median(interpolated([(n["time"], n["clock"] or 0.0) for n in states], time) for states in nodes)
+        return median(interpolated([(n["time"], n["trained_tokens"] or 0.0) for n in states], time) for states in nodes)
 
     def _over(self) -> dict[str, Any] | None:
         seed = state_at(self.seed)
@@ -251,7 +255,7 @@ async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -
 
     def claimed() -> bool:
         state = state_at(pages)
-        return state is not None and any(stage["claimed"] for stage in state["stages"])
+        return state is not None and any(stage["unreachable"] for stage in state["stages"])
 
     await eventually(claimed, 60, "the seed has read it")
 

@@ -88,7 +88,7 @@ async def test_one_pass_is_read_once_though_a_node_is_killed_and_one_leaves(
             f"run.data.block_windows={BLOCK}",
             "run.inner.target_tokens=1_000_000_000",
             "run.limits.record_seconds=4",
-            "node.checkpoint_rounds=1000000",
+            "node.checkpoint_outer_steps=1000000",
         ),
     )
     windows = load_windows(config.run.data, 256).train_count

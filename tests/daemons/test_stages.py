@@ -11,7 +11,7 @@ import pytest
 
 from noloco_node.config.load import Config, load_config
 from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
-from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeMoved, NodeStopped, OuterStep
+from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeReassigned, NodeStopped, OuterStep
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import program
 from tests.support import eventually, last_account
@@ -27,7 +27,7 @@ restored from a copy of the last second 0 to 0.5. The run is so short that a sec
 
 def micro(*overrides: str) -> Config:
     """Two stages of three replicas each, all of which may move."""
-    settings = ("local_swarm.replicas=3", "node.moves=always", f"run.inner.target_tokens={TARGET}")
+    settings = ("local_swarm.replicas=3", "node.reassign=always", f"run.inner.target_tokens={TARGET}")
     return load_config(MICRO, (*settings, f"run.evaluation.every_tokens={TARGET // 10}", *overrides))
 
 
@@ -54,9 +54,9 @@ def clock_of(node: SwarmNode) -> float:
     return next((e.clock for e in reversed(node.events) if isinstance(e, InnerStep)), 0.0)
 
 
-def moves(swarm: LocalSwarm) -> list[NodeMoved]:
+def moves(swarm: LocalSwarm) -> list[NodeReassigned]:
     """All moves so far."""
-    return [e for node in swarm.nodes for e in node.events if isinstance(e, NodeMoved)]
+    return [e for node in swarm.nodes for e in node.events if isinstance(e, NodeReassigned)]
 
 
 def said(node: SwarmNode) -> str:
@@ -69,7 +69,7 @@ def losses(swarm: LocalSwarm) -> list[Evaluation]:
     return sorted((e for n in swarm.nodes for e in n.events if isinstance(e, Evaluation)), key=lambda e: e.time)
 
 
-async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) -> tuple[NodeMoved, float, float]:
+async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) -> tuple[NodeReassigned, float, float]:
     """kill -9 of all replicas of stage 1 once it has been trained a while, then the run's end. The first move, the last
     held-out loss before it and the first one after it. On the survivors every sample is accounted for, none dropped."""
     await eventually(lambda: min(map(clock_of, swarm.nodes)) > 0.55 * TARGET, within=150, what="most of the run")
@@ -87,7 +87,7 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
         assert account.dropped == 0
         assert [e.reason for e in node.events if isinstance(e, NodeStopped)] == ["target_reached"], node.last_lines()
     assert any(e.missing_stages == [1] for node in survivors for e in node.events if isinstance(e, Account))
-    movers = [node for node in survivors if any(isinstance(e, NodeMoved) for e in node.events)]
+    movers = [node for node in survivors if any(isinstance(e, NodeReassigned) for e in node.events)]
     stayed = [node for node in survivors if node not in movers]
     assert stayed
     # A node that looked only after another had come in their place has seen no gap.
@@ -144,7 +144,7 @@ async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_stage_peer_an
         move = (await eventually(lambda: moves(swarm), within=120, what="a move"))[0]
         assert (move.from_stage, move.stage, move.why, move.origin) == (1, 0, "poor", "peer")
         assert move.clock > 10_000
-        (mover,) = [node for node in swarm.nodes if any(isinstance(e, NodeMoved) for e in node.events)]
+        (mover,) = [node for node in swarm.nodes if any(isinstance(e, NodeReassigned) for e in node.events)]
         stage_peer = of_stage(swarm, 0)[2]
         assert stage_peer.started is not None
 

@@ -79,7 +79,8 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
     for tile in (f"{told.summary.tokens:,}", f"{told.summary.tokens_per_second:,.0f}"):
         assert f"<b>{tile}</b>" in shown
     assert (
-        f"<b>{told.summary.training_loss:.4f}</b><span>training loss, mean of the last 5 % of the clock</span>" in shown
+        f"<b>{told.summary.training_loss:.4f}</b><span>training loss, mean of the last 5 % of the tokens</span>"
+        in shown
     )
     assert "<th>training loss, last inner step</th>" in shown
     for node in made.NAMES:
@@ -89,14 +90,14 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
         own = "\n".join(status_lines(tmp_path / below / node, NOW))
         assert held_out == "–" if stage == "1" else f"validation loss   {held_out} nats/token" in own
         part = told.summary.per_node[node]
-        assert (steps, rounds) == (str(part.inner_steps), str(told.summary.outer_rounds[node]))
+        assert (steps, rounds) == (str(part.inner_steps), str(told.summary.outer_steps_taken[node]))
         assert stage_peers == str(told.summary.distinct_partners[node])
     graph = figures.meetings(told)[1]
     assert [(edge.one, edge.other, edge.times) for edge in graph.edges] == [("s1-r0", "s1-r1", 6)]
     assert counted(figures.faults(told)) == {
         "refusals given: busy": 20,
         "microbatches tried again": 16,
-        "microbatches put back": 12,
+        "microbatches requeued": 12,
         "microbatches sent to a second replica": 4,
     }
 

@@ -29,7 +29,7 @@ from noloco_node.simulator.report import of_swarm, trace_to_keep, write_results
 from noloco_node.simulator.stays import StayingWorld
 from noloco_node.simulator.world import SECONDS
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.telemetry.events import AnyEvent, NodeMoved
+from noloco_node.telemetry.events import AnyEvent, NodeReassigned
 from noloco_node.training.compute_thread import ComputeThread, Priority
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import TensorSpec
@@ -213,7 +213,7 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
             return [event for events in world.events for event in events], after
 
     told, figures = in_virtual_time(work, seed=1)
-    moved = [event for event in told if isinstance(event, NodeMoved)]
+    moved = [event for event in told if isinstance(event, NodeReassigned)]
     first = moved[0]
     assert (first.why, first.origin, first.from_stage, first.stage) == ("lost", "standby", 0, 1)
     assert first.clock > 0.0

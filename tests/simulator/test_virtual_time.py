@@ -200,7 +200,7 @@ def test_an_exchange_takes_the_time_of_its_arithmetic_on_either_side() -> None:
     steps = in_virtual_time(work, seed=1, elsewhere_seconds=counted)
     paired = [step.seconds for step in steps if step.kind == "paired"]
     assert not any(step.kind == "aborted" for step in steps)
-    assert pieces.count(THREAD) == PIECES * len(paired) + 3 * sum(step.kind == "alone" for step in steps)
+    assert pieces.count(THREAD) == PIECES * len(paired) + 3 * sum(step.kind == "no_partner" for step in steps)
     one_side = statistics.fmean(footprint.parameters) / 1e6
     # Until the commit one works while the other waits: 5 pieces of the dialler and 2 of the other, of 12; 1 of its own.
     assert min(paired) >= one_side * 7 / PIECES

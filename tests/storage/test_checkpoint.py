@@ -35,7 +35,7 @@ def standing(clock: float, *, run_id: str = RUN, stage: int = 1) -> KeptStanding
         tokens_accumulated=64,
         loss_accumulated=3.25,
         walk=SamplerPosition(epoch=2, offset=5),
-        held=(HeldSample(put_backs=1),),
+        held=(HeldSample(requeues=1),),
         ledger={"drawn": 12, "trained": 11},
     )
 
@@ -323,7 +323,7 @@ def test_a_manifest_that_an_earlier_release_sealed_is_whole(tmp_path: Path) -> N
         "walk": {"epoch": 0, "offset": 0},
         "held": [],
         "ledger": {
-            "drawn": 0, "trained": 0, "dropped": 0, "put_back": 0, "retried": 0, "repeated": 0, "served": 772
+            "drawn": 0, "trained": 0, "dropped": 0, "requeued": 0, "retried": 0, "repeated": 0, "served": 772
         },
     }  # fmt: skip
     written = {

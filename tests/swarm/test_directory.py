@@ -319,13 +319,15 @@ def test_the_fullest_record_that_a_guest_may_have_to_publish_is_valid(signer: Id
         tokens_per_second=1e4 + third,
         capacity=1e4 + third,
         standby_of=1,
-        outer_rounds=10**6,
+        outer_steps_taken=10**6,
         slots=tuple(SlotClaim(10**7 + number, 10**4, number % 2 == 0) for number in range(MOST_SAID)),
         protocol=PROTOCOL_VERSION,
         version="10.10.10",
         sequence=10**6,
         invitation=invite(signer, run, 2 * 10**9, None).proof_for(signer.peer_id),
-        shown=OwnWord(name="W" * 32, tokens=10**12, training_loss=2.3456, validation_loss=2.3456, spread=1.2345e-05),
+        shown=OwnWord(
+            name="W" * 32, tokens=10**12, training_loss=2.3456, validation_loss=2.3456, replica_divergence=1.2345e-05
+        ),
     )
     key = stage_key(run, 0)
     value = MSGPackSerializer.dumps(sign_record(signer, key, record, expires))

@@ -109,8 +109,10 @@ async def test_an_exchange_is_the_textbook_step_on_both_sides() -> None:
         assert [replica.worker.progress.clock for replica in (left, right)] == pytest.approx([middle, middle])
         events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
     true_spread = float((before[0]["fast"] - before[1]["fast"]).square().mean() / 2)
-    assert events[0].spread == events[1].spread
-    assert true_spread / 3 < (events[0].spread or 0.0) < true_spread * 3, "an estimate from 1/512 of the weights"
+    assert events[0].replica_divergence == events[1].replica_divergence
+    assert true_spread / 3 < (events[0].replica_divergence or 0.0) < true_spread * 3, (
+        "an estimate from 1/512 of the weights"
+    )
     size = before[0]["fast"].numel()
     assert events[0].bytes_sent == pytest.approx(4 * size * (1 + 1 / 512), rel=0.002), "one tensor and the gauge"
 
@@ -349,8 +351,8 @@ async def test_a_step_alone_says_what_came_of_the_proposals_before_it() -> None:
             assert not await left.averaging.dial(peer_name(0, 1)), "too early"
         await left.averaging.step_alone(None)
         await left.averaging.step_alone(None)
-        said = [event.reason for event in outer_steps(made, 0, "alone")]
-        assert said == ["refused: too_early 2", "no_partner: no other replica of the stage could be asked"]
+        said = [event.reason for event in outer_steps(made, 0, "no_partner")]
+        assert said == ["refused: too_early 2", "nobody: no other replica of the stage could be asked"]
 
 
 @pytest.mark.parametrize(("method", "codec"), [(exchange.OPEN.name, "fp32"), (exchange.CHUNK.name, "int4")])

@@ -40,7 +40,7 @@ def haunt(made: World, stage: int, count: int) -> None:
             clock=GHOST_CLOCK,
             tokens_per_second=1e9,
             capacity=1e12,
-            outer_rounds=1,
+            outer_steps_taken=1,
             protocol=PROTOCOL_VERSION,
             version="0",
         )
@@ -84,7 +84,7 @@ async def test_ghosts_move_nobody_and_put_no_rescue_off(monkeypatch: pytest.Monk
     both replicas, one of stage 0 goes there although its ghosts live."""
     monkeypatch.setattr(stage_lifecycle, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr(balancing, "RESCUE_SLOT_SECONDS", 1.0)
-    settings = NodeSettings(in_flight=1, drain_seconds=1, moves="always", min_stay_seconds=1.0, start_replicas=2)
+    settings = NodeSettings(in_flight=1, drain_seconds=1, reassign="always", min_stay_seconds=1.0, start_replicas=2)
     spec = micro_spec(layers=2, steps=4000, microbatches_a_step=2, outer=AVERAGING, limits=LIMITS)
     async with world(spec, replicas=2, settings=settings, device=lambda: SimulatedDevice(lambda _: 0.3)) as made:
         stays = [

@@ -61,7 +61,7 @@ FIRST, SECOND = peer_name(0, 0), peer_name(0, 1)
 
 
 async def make_veteran(replica: Replica) -> None:
-    """Past its first outer round, advertised, and ready to give."""
+    """Past its first outer step, advertised, and ready to give."""
     assert replica.pipeline.origin is not None
     for _ in range(3):
         await replica.pipeline.origin.train_one()
@@ -153,7 +153,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytes
 
 
 def first_claims(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first donor signs so many outer rounds from now on."""
+    """The first donor signs so many outer steps from now on."""
     sign = state_donor.sign_manifest
 
     def lying(transport: Transport, manifest: StateManifest, digests: torch.Tensor) -> Reply[SignedManifest]:

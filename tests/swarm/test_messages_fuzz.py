@@ -255,8 +255,8 @@ class Target:
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
         for event in self.events:
             if isinstance(event, OuterStep) and event.kind == "paired":
-                assert event.spread is not None
-                assert math.isfinite(event.spread)
+                assert event.replica_divergence is not None
+                assert math.isfinite(event.replica_divergence)
                 assert event.difference_norm is not None
                 assert math.isfinite(event.difference_norm)
         trainer = trainer_of(self.replica.worker)

@@ -144,20 +144,20 @@ async def test_a_sample_is_put_back_and_drawn_again() -> None:
         account = closed_account(made)
         losses = [event for event in made.events[0] if isinstance(event, InnerStep)]
     assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
-    assert account.put_back == 3
+    assert account.requeued == 3
     assert account.dropped == account.held_at_end == 0
     assert len(losses) == 12 == account.trained
 
 
 @virtually
 async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -> None:
-    """After put_backs returns a sample is given up; the run goes on with the next ones."""
-    pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1, put_backs=2)
+    """After requeues returns a sample is given up; the run goes on with the next ones."""
+    pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1, requeues=2)
     async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
         await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
         account = closed_account(made)
     assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
-    assert (account.put_back, account.dropped, account.trained) == (2, 1, 12)
+    assert (account.requeued, account.dropped, account.trained) == (2, 1, 12)
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "loss", "evaluate", "evaluate_loss"])
@@ -177,7 +177,7 @@ async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
         return done(self, *given, **more)
 
     monkeypatch.setattr(StageTrainer, call, now_and_then)
-    pipeline = PipelineSpec(budget_seconds=4.0, progress_seconds=2.0, put_backs=0)
+    pipeline = PipelineSpec(budget_seconds=4.0, progress_seconds=2.0, requeues=0)
     async with world(micro_spec(stages=3, layers=3, steps=12, pipeline=pipeline)) as made:
         await run_to_the_end(made)
         account = closed_account(made)
@@ -192,12 +192,12 @@ async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
 @virtually
 async def test_an_outage_drops_no_sample() -> None:
     """The only next-stage peer cannot be reached for a while: samples wait with growing pauses, none is dropped."""
-    pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, put_backs=1)
+    pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, requeues=1)
     async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
         await run_with_faults(made, Fault(FaultKind.UNREACHABLE, method=microbatch.MICROBATCH.name, times=12))
         account = closed_account(made)
     assert made.network.fired[FaultKind.UNREACHABLE] == 12
-    assert account.put_back >= 3
+    assert account.requeued >= 3
     assert account.dropped == account.held_at_end == 0
 
 
@@ -205,13 +205,13 @@ async def test_an_outage_drops_no_sample() -> None:
 async def test_an_outage_two_stages_on_drops_no_sample() -> None:
     """The last of three stages cannot be reached for a while: the middle one says so, and the origin does not count it
     against the samples."""
-    pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, put_backs=0, hop_attempts=2)
+    pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, requeues=0, hop_attempts=2)
     async with world(micro_spec(stages=3, layers=3, steps=12, pipeline=pipeline)) as made:
         fault = Fault(FaultKind.UNREACHABLE, target=peer_name(2, 0), method=microbatch.MICROBATCH.name, times=16)
         await run_with_faults(made, fault)
         account = closed_account(made)
     assert made.network.fired[FaultKind.UNREACHABLE] == 16
-    assert account.put_back >= 3
+    assert account.requeued >= 3
     assert account.dropped == account.held_at_end == 0
 
 
@@ -289,7 +289,7 @@ async def test_a_silent_peer_leaves_time_for_another() -> None:
         assert await origin.pipeline.origin.train_one()
         assert made.network.fired[FaultKind.DELAY] == 1
         assert origin.pipeline.ledger.retried == 1
-        assert origin.pipeline.ledger.put_back == 0
+        assert origin.pipeline.ledger.requeued == 0
 
 
 @virtually
@@ -526,8 +526,8 @@ async def _averages() -> None:
     paired = [event for event in outer_steps if event.kind == "paired"]
     assert min(partners) >= 2
     assert len(paired) > steps // 7
-    assert len([event for event in outer_steps if event.kind == "alone"]) < 0.2 * len(paired)
-    spreads = [event.spread for event in paired if event.spread is not None]
+    assert len([event for event in outer_steps if event.kind == "no_partner"]) < 0.2 * len(paired)
+    spreads = [event.replica_divergence for event in paired if event.replica_divergence is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)
 
 
@@ -553,11 +553,11 @@ async def _exchanges_fragments(steps: int) -> None:
         assert min(counts[:2]) >= 0.5 * taken / 10
         assert max(counts[:2]) <= 1.0 + taken / 5, "not before H_min"
         assert counts[2] >= 1
-        assert [event.round for event in committed] == list(range(1, len(committed) + 1))
+        assert [event.outer_steps_taken for event in committed] == list(range(1, len(committed) + 1))
     paired = sorted((e for events in each for e in events if e.kind == "paired"), key=lambda event: event.time)
     assert len(paired) > steps // 4
-    assert sum(event.kind == "alone" for events in each for event in events) < 0.2 * len(paired)
-    spreads = [event.spread for event in paired if event.spread is not None]
+    assert sum(event.kind == "no_partner" for events in each for event in events) < 0.2 * len(paired)
+    spreads = [event.replica_divergence for event in paired if event.replica_divergence is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)
 
 

@@ -85,7 +85,7 @@ def test_a_probation_ends_at_the_first_meeting_in_line() -> None:
 
 
 def test_a_probation_that_finds_no_line_ends_by_time() -> None:
-    """Four outer rounds' worth of inner steps, with or without meetings."""
+    """Four outer steps' worth of inner steps, with or without meetings."""
     own, endings = standing(inner_steps=5)
     own.begin(100)
     for step in range(101, 120):

@@ -32,7 +32,7 @@ OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 
 @contextlib.asynccontextmanager
 async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> AsyncIterator[tuple[World, list[Replica]]]:
-    """The first replica (all but the last, if more) is past its first outer round and says so; the last is new."""
+    """The first replica (all but the last, if more) is past its first outer step and says so; the last is new."""
     spec = micro_spec(
         stages=1, outer=outer, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=60)
     )
@@ -73,7 +73,7 @@ async def test_a_joiner_becomes_a_copy(codec: CodecName) -> None:
 
 
 async def test_in_a_young_swarm_the_seeded_weights_stand() -> None:
-    """Before anyone's first outer round nothing is copied."""
+    """Before anyone's first outer step nothing is copied."""
     async with world(micro_spec(stages=1, outer=OUTER), replicas=2) as made:
         await made.replicas[0].membership.announce(PeerState.TRAINING)
         assert await become_current(made.replicas[1]) is None

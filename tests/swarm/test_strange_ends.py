@@ -63,7 +63,7 @@ async def haunt(made: World, state: PeerState, *, name: str = "ghost-gggg", **sa
     """Put a ghost's record into the directory."""
     figures: dict[str, object] = {
         "clock": 320.0,
-        "outer_rounds": 1,
+        "outer_steps_taken": 1,
         "sequence": 1,
         "protocol": PROTOCOL_VERSION,
         "version": "0",

@@ -62,8 +62,8 @@ def test_nodes_are_counted_by_stage_and_state_and_claims_apart_from_answers() ->
     """A stage that only ghosts claim has nobody."""
     view = seen([record("a"), record("b", state=PeerState.JOINING), record("ghost", 1), record("c", state="finishing")])
     assert dict(view.stages[0].nodes) == {"joining": 1, "training": 1, "finishing": 1, "draining": 0}
-    assert (view.stages[0].serving, view.stages[0].claimed, view.stages[0].missing) == (2, 0, False)
-    assert (view.stages[1].present, view.stages[1].claimed, view.stages[1].missing) == (0, 1, True)
+    assert (view.stages[0].serving, view.stages[0].unreachable, view.stages[0].missing) == (2, 0, False)
+    assert (view.stages[1].present, view.stages[1].unreachable, view.stages[1].missing) == (0, 1, True)
     assert (view.present, view.introduced, view.missing, view.joins) == (3, 4, (1,), 3)
     assert [(node.peer_id, node.answers) for node in view.nodes if node.stage == 1] == [("a-peer-of-ghost", False)]
 
@@ -82,7 +82,7 @@ def test_speed_and_lag_are_by_the_motion_of_clocks_and_one_liar_moves_neither() 
     view = seen(published(START + LIFE / 3), first, now=START + LIFE / 3)
     later = START + LIFE / 2
     view = seen(published(START + LIFE / 3), view, now=later)
-    assert (view.tokens_per_second, view.speed_from) == (500.0, "clocks")
+    assert (view.tokens_per_second, view.speed_from) == (500.0, "progress")
     assert view.clock == 10_000.0 + 500.0 * (later - START), "moved on from the records by their age"
     assert view.stages[1].lag == 1000.0
     assert view.stages[1].clock == view.clock - 1000.0
@@ -123,7 +123,7 @@ def test_loss_and_spread_are_medians_over_those_that_train_and_one_liar_moves_ne
     """The training loss of the last stage, the held-out one of the first; a newcomer and a ghost are not asked."""
 
     def shown(loss: float, spread: float, **more: float) -> dict[str, object]:
-        return {"training_loss": loss, "spread": spread, **more}
+        return {"training_loss": loss, "replica_divergence": spread, **more}
 
     rows = [record(name, 1, shown=shown(2.0 + n / 8, 1e-5)) for n, name in enumerate("abc")]
     rows += [
@@ -136,10 +136,12 @@ def test_loss_and_spread_are_medians_over_those_that_train_and_one_liar_moves_ne
     view = seen(rows)
     assert view.training_loss == Middle(2.0625, 4)
     assert view.validation_loss == Middle(2.5, 1)
-    assert view.spread == Middle(1e-5, 5)
-    assert [stage.spread for stage in view.stages] == [Middle(3e-5, 1), Middle(1e-5, 4)]
+    assert view.replica_divergence == Middle(1e-5, 5)
+    assert [stage.replica_divergence for stage in view.stages] == [Middle(3e-5, 1), Middle(1e-5, 4)]
     ended = seen([], view, now=START + 10 * LIFE)
-    assert (ended.training_loss, ended.spread) == (view.training_loss, view.spread), "as they last were"
+    assert (ended.training_loss, ended.replica_divergence) == (view.training_loss, view.replica_divergence), (
+        "as they last were"
+    )
 
 
 def test_names_are_plain_and_short_and_stand_beside_what_was_seen_of_a_node() -> None:
@@ -175,7 +177,7 @@ def test_four_hundred_ghosts_add_nothing_to_what_is_counted_and_little_to_what_i
     figures = ("clock", "tokens_per_second", "versions", "present", "joins")
     assert [getattr(alone, name) for name in figures] == [getattr(beside, name) for name in figures]
     assert beside.stages[0].capacity == alone.stages[0].capacity
-    assert sum(stage.claimed for stage in beside.stages) == 400
+    assert sum(stage.unreachable for stage in beside.stages) == 400
     for view in (beside, answering):
         assert len(view.nodes) == MOST_NODES
         assert {"a-peer-of-a", "a-peer-of-b"} <= {node.peer_id for node in view.nodes} or view is answering
@@ -198,16 +200,16 @@ def test_comings_goings_and_moves_are_counted_once() -> None:
     view = seen(rows.values())
     for _ in range(3):
         view = seen(rows.values(), view)
-    assert (view.joins, view.left, view.lost, view.moves) == (4, 0, 0, 0)
+    assert (view.joins, view.left, view.lost, view.reassignments) == (4, 0, 0, 0)
     silent = seen(rows.values(), view, silent=("ghost", "a-peer-of-d"))
-    assert (silent.lost, silent.stages[0].claimed) == (0, 2), "its record lives: it may answer again"
+    assert (silent.lost, silent.stages[0].unreachable) == (0, 2), "its record lives: it may answer again"
     assert seen(rows.values(), silent).joins == 4
     gone = record("a", 0, START + 1.0, state=PeerState.GONE)
     moved = [record("b", 1, START + 1.0, state=PeerState.GONE), record("b", 0, START + 2.0)]
     view = seen([gone, *moved, rows["d"]], silent)
-    assert (view.joins, view.left, view.lost, view.moves) == (4, 1, 1, 1)
+    assert (view.joins, view.left, view.lost, view.reassignments) == (4, 1, 1, 1)
     assert [(one.what, one.peer_id, one.stage) for one in view.happenings] == [
-        ("moved", "a-peer-of-b", 0),
+        ("reassigned", "a-peer-of-b", 0),
         ("left", "a-peer-of-a", 0),
         ("lost", "a-peer-of-c", 1),
     ]

@@ -11,7 +11,7 @@ from noloco_node.telemetry.events import (
     CheckpointTaken,
     Evaluation,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     OuterStep,
@@ -59,9 +59,9 @@ def started(name: str) -> NodeStarted:
     )
 
 
-def moved(time: float, from_stage: int, stage: int) -> NodeMoved:
+def moved(time: float, from_stage: int, stage: int) -> NodeReassigned:
     """A node has gone to another stage, with a standby copy."""
-    return NodeMoved(
+    return NodeReassigned(
         time=time,
         from_stage=from_stage,
         stage=stage,
@@ -79,7 +79,7 @@ def checkpoint(error: str = "") -> CheckpointTaken:
         time=1000.0,
         path=None if error else "checkpoints/00000001",
         clock=1.0,
-        round=1,
+        outer_steps_taken=1,
         step=1,
         size=0 if error else 1000,
         held_seconds=0.01,
@@ -110,14 +110,14 @@ def outer_step(number: int, partner: str | None, **changes: object) -> OuterStep
     values: dict[str, object] = {
         "time": 1000.0 + step,
         "kind": "paired",
-        "round": number,
+        "outer_steps_taken": number,
         "step": step,
         "clock": step * 2.0 * TOKENS,
         "learning_rate": 2e-3 * (1 - 0.9 * step / STEPS),
         "partner": peer_of(partner) if partner else None,
         "role": "dialler",
         "reason": "",
-        "spread": SPREADS[(number - 1) % len(SPREADS)],
+        "replica_divergence": SPREADS[(number - 1) % len(SPREADS)],
         "difference_norm": 3.0,
         "clipped": False,
         "bytes_sent": 3_200_000,
@@ -140,7 +140,7 @@ def account(**changes: object) -> Account:
         "trained": 58,
         "dropped": 0,
         "held_at_end": 2,
-        "put_back": 3,
+        "requeued": 3,
         "retried": 4,
         "repeated": 1,
         "served": 7,
@@ -160,7 +160,7 @@ def stopped(name: str) -> NodeStopped:
         time=1000.0 + STEPS + 1,
         reason="target_reached",
         detail="",
-        outer_rounds=STEPS // STEPS_PER_ROUND,
+        outer_steps_taken=STEPS // STEPS_PER_ROUND,
         partners={peer_of(stage_peer_of(name)): STEPS // STEPS_PER_ROUND},
         final_weights="weights",
         seconds=61.0,

@@ -20,12 +20,12 @@ def node(number: int, stage: int = 0, **changes: Any) -> NodeSeen:
         "lag": 100.0,
         "tokens_per_second": 512.0,
         "capacity": 600.0,
-        "outer_rounds": 3,
+        "outer_steps_taken": 3,
         "newcomer": False,
         "name": f"volunteer {number}",
         "tokens": 4096,
         "training_loss": 2.25,
-        "spread": 1.5e-5,
+        "replica_divergence": 1.5e-5,
         "seen_seconds": 90.0,
     }
     return NodeSeen(**(values | changes))
@@ -36,11 +36,11 @@ def stage(training: int, **changes: Any) -> StageSeen:
     nodes = dict.fromkeys(STATES, 0) | {"training": training}
     values: dict[str, Any] = {
         "missing": False,
-        "claimed": 0,
+        "unreachable": 0,
         "capacity": 600.0 * training,
         "clock": 900.0,
         "lag": 100.0,
-        "spread": Middle(1.5e-5, training) if training else None,
+        "replica_divergence": Middle(1.5e-5, training) if training else None,
     }
     return StageSeen(nodes, **(values | changes))
 
@@ -52,19 +52,19 @@ def swarm(**changes: Any) -> SwarmView:
         "run_id": "0123abcd",
         "run_name": "made-up",
         "target": 30_720,
-        "stages": (stage(2), stage(0, claimed=1, capacity=0.0, clock=None, lag=None, missing=True)),
+        "stages": (stage(2), stage(0, unreachable=1, capacity=0.0, clock=None, lag=None, missing=True)),
         "nodes": (node(0), node(1), node(2, 1, answers=False)),
         "introduced": 3,
         "clock": 1000.0,
         "tokens_per_second": 640.0,
-        "speed_from": "clocks",
+        "speed_from": "progress",
         "versions": {"0.1.0": 2, "other": 0},
         "joins": 3,
         "left": 0,
         "lost": 1,
         "training_loss": Middle(2.25, 2),
         "validation_loss": Middle(2.375, 1),
-        "spread": Middle(1.5e-5, 2),
+        "replica_divergence": Middle(1.5e-5, 2),
         "departed": (Departed("peer-000009", 1, "gone fishing", 2048, 45.0, 1_699_999_990.0),),
         "happenings": (Happening(1_699_999_990.0, "lost", "peer-000009", 1),),
     }

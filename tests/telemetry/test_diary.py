@@ -11,7 +11,7 @@ from noloco_node.telemetry.events import (
     Diary,
     Doing,
     EventFile,
-    NodeMoved,
+    NodeReassigned,
     NodeStopped,
     read_events,
 )
@@ -65,7 +65,7 @@ def test_the_books_are_whole_at_its_end(tmp_path: Path) -> None:
     """The last account comes before the event that it stopped, or moved, and is there where it ends without one."""
     life = Life(tmp_path)
     life.go_on(0.0, 2 * HOUR)
-    moved = NodeMoved(
+    moved = NodeReassigned(
         time=BEGIN + 2 * HOUR, from_stage=0, stage=1, clock=1.0, why="poor", origin="peer", parameters=1, seconds=1.0
     )
     life.diary.write(moved)

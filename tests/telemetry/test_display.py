@@ -41,8 +41,8 @@ def test_the_figures_are_those_of_the_events() -> None:
     assert swarm.tokens_per_second == pytest.approx(1024, rel=0.05)
     assert swarm.seconds_left == pytest.approx(30, rel=0.05)
     assert view.outer_steps(1030.0) == "12"
-    assert swarm.spread is not None
-    assert swarm.spread.value == pytest.approx(made.SPREADS[2])
+    assert swarm.replica_divergence is not None
+    assert swarm.replica_divergence.value == pytest.approx(made.SPREADS[2])
     assert swarm.training_loss is not None
     assert swarm.training_loss.value == pytest.approx(sum(made.loss_at(step * 1024) for step in range(26, 31)) / 5)
 
@@ -73,7 +73,16 @@ def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
     text = _text(console)
     assert len(text.splitlines()) <= 40
     for words in (
-        *("inner step", "loss", "validation loss", "tokens/s", "outer steps", "24", "spread", "learning rate"),
+        *(
+            "inner step",
+            "loss",
+            "validation loss",
+            "tokens/s",
+            "outer steps",
+            "24",
+            "divergence",
+            "learning rate",
+        ),
         *("61,440 of 100,000 tokens", "left", "made-up", "last averaged", "s1-r1 with s1-r0", "s1-r1 ended"),
     ):
         assert words in text

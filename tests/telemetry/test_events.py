@@ -14,7 +14,7 @@ from noloco_node.telemetry.events import (
     EventFile,
     EventReader,
     InnerStep,
-    NodeMoved,
+    NodeReassigned,
     read_events,
 )
 from tests.telemetry import made_events as made
@@ -81,7 +81,7 @@ def test_a_file_of_the_release_before_is_read_by_todays_names() -> None:
     events = list(reader.new_events())
     assert not reader.passed_over
     assert len(events) == len(path.read_text(encoding="utf-8").splitlines())
-    (moved,) = [event for event in events if isinstance(event, NodeMoved)]
+    (moved,) = [event for event in events if isinstance(event, NodeReassigned)]
     assert moved.origin == "standby"
     text = path.read_text(encoding="utf-8")
     assert all(f'"{name}"' in text for name in (*OLD_NAMES, *(value for _, value in OLD_VALUES)))

@@ -49,7 +49,7 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
     lines = capsys.readouterr().err.splitlines()
     assert "[starting] looking for peers" in lines[0]
     assert any("others join with: noloco-node join /ip4/127.0.0.1/tcp/4001/p2p/" in line for line in lines)
-    assert any("[…-s1-r0 stage 1, round 3] still there" in line for line in lines)
+    assert any("[…-s1-r0 stage 1, outer step 3] still there" in line for line in lines)
     assert not any("inner step 4:" in line for line in lines)
 
 
@@ -73,7 +73,7 @@ def test_a_collector_gets_each_record_as_one_line_of_json(capsys: pytest.Capture
     assert "stage" not in first
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
     assert "others join with" in rows[1]["message"]
-    assert (odd["peer_id"], odd["stage"], odd["outer_round"]) == (made.peer_of("s1-r0"), 1, 3)
+    assert (odd["peer_id"], odd["stage"], odd["outer_steps_taken"]) == (made.peer_of("s1-r0"), 1, 3)
     assert odd["message"] == "odd \n words"
     assert "ValueError: \x1b[2J" in odd["exception"]
 
@@ -154,11 +154,11 @@ def test_the_first_microbatch_and_the_first_outer_round_are_told_once(
     log.observe(made.outer_step(1, "s0-r1", kind="aborted", reason="busy"))
     printed = capsys.readouterr().err
     assert "first microbatch" not in printed
-    assert "first outer round" not in printed
+    assert "first outer step" not in printed
     log.observe(first_sign)
     assert "first microbatch done" in capsys.readouterr().err
     log.observe(made.outer_step(1, "s0-r1"))
-    assert "first outer round done" in capsys.readouterr().err
+    assert "first outer step done" in capsys.readouterr().err
     for event in (made.inner_step(2), made.account(), made.outer_step(2, "s0-r1")):
         log.observe(event)
     assert "first" not in capsys.readouterr().err
@@ -170,7 +170,9 @@ def test_why_a_node_failed_is_left_to_its_last_word(capsys: pytest.CaptureFixtur
     log = NodeLog()
     configure_logging("INFO", log)
     for reason, words in (("failed", "stopped (failed)\n"), ("interrupted", "stopped (interrupted: at once)")):
-        log.observe(made.stopped("s0-r0").model_copy(update={"reason": reason, "detail": "at once", "outer_rounds": 0}))
+        log.observe(
+            made.stopped("s0-r0").model_copy(update={"reason": reason, "detail": "at once", "outer_steps_taken": 0})
+        )
         assert words in capsys.readouterr().err
 
 

@@ -25,7 +25,7 @@ OF_THE_DAEMON = {
     "noloco_up",
     "noloco_stage_parameters",
     "noloco_state_download_ratio",
-    "noloco_moves_total",
+    "noloco_reassignments_total",
     "noloco_warnings_total",
     "noloco_nearby_bytes_total",
     "noloco_p2pd_restarts_total",
@@ -50,7 +50,7 @@ OF_BAD_DAYS = {
     "noloco_banned_peers",
     "noloco_set_aside_peers",
     "noloco_outer_aborts_total",
-    "noloco_clipped_exchanges_total",
+    "noloco_outer_steps_clipped_total",
     "noloco_refusals_total",
     "noloco_audits_total",
     "noloco_bounded_total",
@@ -89,8 +89,9 @@ def test_a_metric_comes_from_a_field_that_the_event_has() -> None:
     for event, *path in sources:
         kind: Any = events[event]
         for name in path:
-            assert name in kind.model_fields, (event, name)
-            kind = kind.model_fields[name].annotation
+            fields = {field.serialization_alias or own: field for own, field in kind.model_fields.items()}
+            assert name in fields, (event, name)
+            kind = fields[name].annotation
     assert set(TABLE["noloco_warnings_total"].known) == set(get_args(WarningKind))
 
 

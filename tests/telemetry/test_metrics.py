@@ -13,7 +13,7 @@ import pytest
 
 from noloco_node.directory.store import NoRoom
 from noloco_node.sizing.devices import peak_of
-from noloco_node.telemetry.events import Doing, Evaluation, NodeMoved, OuterStep, P2pdRestarted, Warned
+from noloco_node.telemetry.events import Doing, Evaluation, NodeReassigned, OuterStep, P2pdRestarted, Warned
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.metric_table import HOP_SECONDS, TABLE, Meter
 from noloco_node.telemetry.metrics import Metrics
@@ -33,11 +33,11 @@ def test_metrics_follow_the_events_of_a_whole_run() -> None:
         metrics.observe(event)
     assert value(metrics, "noloco_inner_steps_total") == 60
     assert value(metrics, "noloco_tokens_total") == 60 * made.TOKENS
-    assert value(metrics, "noloco_clock_tokens") == 60 * 2 * made.TOKENS
+    assert value(metrics, "noloco_trained_tokens") == 60 * 2 * made.TOKENS
     assert value(metrics, "noloco_training_loss") == pytest.approx(made.loss_at(60 * 1024))
     assert value(metrics, "noloco_validation_loss") == pytest.approx(made.loss_at(60 * 1024) + 0.1)
-    assert value(metrics, "noloco_outer_rounds_total", kind="paired") == 6
-    assert value(metrics, "noloco_spread") == made.SPREADS[-1]
+    assert value(metrics, "noloco_outer_steps_total", kind="paired") == 6
+    assert value(metrics, "noloco_replica_divergence") == made.SPREADS[-1]
     assert value(metrics, "noloco_microbatches_total", outcome="trained") == 58
     assert value(metrics, "noloco_microbatches_held") == 2
     assert value(metrics, "noloco_refusals_total", reason="busy") == 5
@@ -77,14 +77,14 @@ def test_exchanges_and_hops_are_spread_over_buckets() -> None:
     metrics.observe(made.started("s0-r0").model_copy(update={"codec": "int4"}))
     for seconds in (0.3, 0.4, 7.0):
         metrics.observe(made.outer_step(1, "s0-r1", seconds=seconds))
-    metrics.observe(made.outer_step(1, None, kind="alone", seconds=0.1))
+    metrics.observe(made.outer_step(1, None, kind="no_partner", seconds=0.1))
     meter = Meter(HOP_SECONDS)
     for seconds in (0.01, 0.02, 99.0):
         meter.add(seconds)
     metrics.observe(made.account(hop_seconds=meter.distribution()))
     for le, count in (("0.25", 0), ("0.5", 2), ("10.0", 3), ("+Inf", 3)):
-        assert value(metrics, "noloco_exchange_duration_seconds_bucket", le=le) == count
-    assert value(metrics, "noloco_exchange_payload_bytes_sum", codec="int4", direction="sent") == 3 * 3_200_000
+        assert value(metrics, "noloco_outer_step_duration_seconds_bucket", le=le) == count
+    assert value(metrics, "noloco_outer_step_bytes_sum", codec="int4", direction="sent") == 3 * 3_200_000
     for le, count in (("0.01", 1), ("0.025", 2), ("30.0", 2), ("+Inf", 3)):
         assert value(metrics, "noloco_hop_duration_seconds_bucket", le=le) == count
     assert value(metrics, "noloco_hop_duration_seconds_sum") == pytest.approx(99.03)
@@ -238,8 +238,8 @@ def test_the_page_is_in_the_format_that_is_asked_for() -> None:
     ("name", "said"),
     [
         ("noloco_checkpoints_total", ("written", "failed")),
-        ("noloco_outer_rounds_total", get_args(OuterStep.model_fields["kind"].annotation)),
-        ("noloco_moves_total", get_args(NodeMoved.model_fields["why"].annotation)),
+        ("noloco_outer_steps_total", get_args(OuterStep.model_fields["kind"].annotation)),
+        ("noloco_reassignments_total", get_args(NodeReassigned.model_fields["why"].annotation)),
         ("noloco_p2pd_restarts_total", get_args(P2pdRestarted.model_fields["cause"].annotation)),
         ("noloco_directory_no_room_total", tuple(NoRoom)),
         ("noloco_warnings_total", get_args(Warned.model_fields["what"].annotation)),

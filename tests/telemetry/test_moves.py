@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 
-from noloco_node.telemetry.events import Account, NodeMoved
+from noloco_node.telemetry.events import Account, NodeReassigned
 from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.logging import NodeLog, describe
 from noloco_node.telemetry.metrics import Metrics
 from tests.telemetry.made_events import started
 
-MOVED = NodeMoved(
+MOVED = NodeReassigned(
     from_stage=0, stage=1, why="lost", origin="standby", clock=5e4, parameters=1_234, seconds=2.5, time=1100.0
 )
 
 
 def account(missing: list[int]) -> Account:
     """The books of a node that waits for these stages."""
-    zeros = dict.fromkeys(("tokens", "drawn", "trained", "dropped", "held_at_end", "put_back"), 0)
+    zeros = dict.fromkeys(("tokens", "drawn", "trained", "dropped", "held_at_end", "requeued"), 0)
     more = {"retried": 0, "repeated": 0, "served": 0, "refused": {}, "bytes_sent": {}, "bytes_received": {}}
     return Account.model_validate(
         {**zeros, **more, "clock": 0.0, "target": 1, "nodes_per_stage": [3, 1], "missing_stages": missing}
@@ -35,7 +35,7 @@ def test_metrics_follow_a_move_and_name_the_stage_that_is_waited_for() -> None:
         assert value("noloco_stage_missing", {"stage": "1"}) == float(1 in missing)
         assert value("noloco_stage_missing", {"stage": "0"}) == 0.0
     metrics.observe(MOVED)
-    assert value("noloco_moves_total", {"why": "lost"}) == 1.0
+    assert value("noloco_reassignments_total", {"why": "lost"}) == 1.0
     assert value("noloco_stage_parameters") == 1234.0
     info = {"version": "0.1.0", "run_id": "0123456789abcdef0123456789abcdef", "stage": "1", "device": ""}
     assert value("noloco_node_info", info) == 1.0

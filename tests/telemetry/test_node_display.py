@@ -1,4 +1,4 @@
-"""The user that runs one node sees how far its run is: a live screen on a terminal, a line an outer round elsewhere."""
+"""The user that runs one node sees how far its run is: a live screen on a terminal, a line an outer step elsewhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_speed_loss_and_time_left_are_those_of_the_events() -> None:
     assert figures.tokens_per_second == pytest.approx(512)
     assert figures.seconds_left == pytest.approx(30)
     assert figures.training_loss == pytest.approx(sum(made.loss_at(step * 1024) for step in range(26, 31)) / 5)
-    assert figures.outer_steps == {"paired": 3, "alone": 0, "caught_up": 0, "aborted": 0}
+    assert figures.outer_steps == {"paired": 3, "no_partner": 0, "caught_up": 0, "aborted": 0}
 
 
 def test_a_jump_of_the_clock_is_no_speed() -> None:
@@ -115,8 +115,8 @@ def test_a_pause_is_no_slow_training() -> None:
 
 def test_a_node_that_comes_home_goes_on_with_its_outer_rounds() -> None:
     """Each line of its log said `round 0` until its next outer step."""
-    home = made.started("s0-r0").model_copy(update={"outer_rounds": 77, "resumed": True})
-    assert view_of(home).state().outer_rounds == 77
+    home = made.started("s0-r0").model_copy(update={"outer_steps_taken": 77, "resumed": True})
+    assert view_of(home).state().outer_steps_taken == 77
 
 
 def test_speeds_are_right_again_after_this_machines_clock_was_set_back() -> None:

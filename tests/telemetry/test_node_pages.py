@@ -45,7 +45,7 @@ def seen(**changes: Any) -> NodeSeen:
         "lag": 100.0,
         "tokens_per_second": 512.0,
         "capacity": 600.0,
-        "outer_rounds": 3,
+        "outer_steps_taken": 3,
         "newcomer": False,
         "answers": True,
         "together": 4096,
@@ -191,21 +191,21 @@ async def test_the_state_says_what_the_events_say(tmp_path: Path) -> None:
     said = json.loads(body)
     assert (status, headers["content-type"]) == (200, "application/json")
     assert (said["stage"], said["stages"], said["run"]["name"], said["parameters"]) == (0, 2, "made-up", 1_600_000)
-    assert (said["clock"], said["target"]) == (61 * 2.0 * made.TOKENS, made.STEPS * 2 * made.TOKENS)
+    assert (said["trained_tokens"], said["target"]) == (61 * 2.0 * made.TOKENS, made.STEPS * 2 * made.TOKENS)
     assert len(said["curves"]["tokens_per_second"]) == 1
     assert said["curves"]["tokens_per_second"][0][1] == pytest.approx(made.TOKENS)
     assert len(said["curves"]["loss"]) == 60, "NaN is no JSON"
     assert said["validation_loss"] == pytest.approx(made.loss_at(60 * 1024) + 0.1)
-    assert said["spread"] == made.SPREADS[-1]
-    assert said["outer_steps"] == {"paired": 6, "alone": 0, "caught_up": 0, "aborted": 1}
-    assert [step["round"] for step in said["exchanges"]] == [1, 2, 3, 4, 5, 6]
-    assert [value for _, value in said["curves"]["spread"]] == list(made.SPREADS)
+    assert said["replica_divergence"] == made.SPREADS[-1]
+    assert said["outer_steps"] == {"paired": 6, "no_partner": 0, "caught_up": 0, "aborted": 1}
+    assert [step["outer_steps_taken"] for step in said["exchanges"]] == [1, 2, 3, 4, 5, 6]
+    assert [value for _, value in said["curves"]["replica_divergence"]] == list(made.SPREADS)
     assert said["contribution"]["trained"] == 58
     faults = said["faults"]
     assert (faults["failed_checkpoints"], faults["skipped_steps"]) == (1, 1)
-    assert (faults["put_back"], faults["refused"]) == (3, {"busy": 5})
+    assert (faults["requeued"], faults["refused"]) == (3, {"busy": 5})
     assert (said["introduced"], said["in_hand"], said["queued"]) == (5, 2, 1)
-    assert said["peers"] == [{name: getattr(seen(), name) for name in NodeSeen.model_fields}]
+    assert said["peers"] == [seen().model_dump(by_alias=True)]
     assert any("inner step 61 skipped" in line["text"] for line in said["log"])
 
 

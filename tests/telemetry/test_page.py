@@ -61,7 +61,12 @@ async def test_a_browser_shows_a_node_at_any_width_and_what_peers_say_as_text_on
                         chrome.wait_for("document.querySelectorAll('#swarm title').length === 31")
                         assert chrome.ask("document.documentElement.scrollWidth <= innerWidth")
                         assert chrome.ask("document.scripts.length") == 1
-                        assert chrome.ask("document.querySelectorAll('#loss polyline, #spread polyline').length") == 2
+                        assert (
+                            chrome.ask(
+                                "document.querySelectorAll('#loss polyline, #replica_divergence polyline').length"
+                            )
+                            == 2
+                        )
                         assert chrome.ask("document.querySelectorAll('#members tr').length") == 31
                         assert chrome.ask("document.querySelectorAll('section[hidden]').length") == 5
                         words = str(chrome.ask("document.body.textContent"))

@@ -18,7 +18,7 @@ from noloco_node.telemetry.events import (
     AnyEvent,
     Doing,
     EventFile,
-    NodeMoved,
+    NodeReassigned,
     NodeStarted,
     NodeStopped,
     P2pdRestarted,
@@ -47,7 +47,7 @@ def started(identity: Identity) -> NodeStarted:
 
 def account() -> Account:
     """Its books at 990 s."""
-    zeros = dict.fromkeys(("drawn", "trained", "dropped", "held_at_end", "put_back", "retried", "repeated"), 0)
+    zeros = dict.fromkeys(("drawn", "trained", "dropped", "held_at_end", "requeued", "retried", "repeated"), 0)
     return Account.model_validate(
         {
             **zeros,
@@ -73,7 +73,7 @@ def stopped(reason: str = "target_reached") -> NodeStopped:
             "time": 995.0,
             "reason": reason,
             "detail": "",
-            "outer_rounds": 3,
+            "outer_steps_taken": 3,
             "partners": {},
             "final_weights": None,
             "seconds": 1.0,
@@ -124,7 +124,7 @@ def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, i
 
 
 def test_a_node_that_has_moved_is_shown_where_it_is(folder: Path, identity: Identity) -> None:
-    moved = NodeMoved(
+    moved = NodeReassigned(
         time=960.0, from_stage=1, stage=0, why="lost", origin="standby", clock=5.0, parameters=777, seconds=2.0
     )
     write(folder, started(identity), account(), moved)
@@ -146,7 +146,7 @@ def test_restarts_of_p2pd_are_shown_for_this_life_of_the_node(folder: Path, iden
 def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, identity: Identity) -> None:
     """The last of start, word and end decides; a joining node has a present before it is up."""
     write(folder, started(identity), account(), stopped())
-    assert now_line(folder) == "stopped 5 s ago (target reached by the run; this node's own clock stood at 25 %)"
+    assert now_line(folder) == "stopped 5 s ago (target reached by the run; this node itself stood at 25 %)"
     write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
     with RunFolder(folder).lock():
         assert now_line(folder) == "looking for the nodes of the run, for 1 s"
@@ -190,7 +190,7 @@ def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path,
     lines = status_lines(folder, NOW)
     assert "  tokens            5,000" in lines
     assert "  microbatches      0 drawn, 40 served for others" in lines
-    assert "  outer rounds      3" in lines
+    assert "  outer steps       3" in lines
     assert "  receipts          38 microbatches, 4,800 tokens, signed by 1 peers" in lines
     assert f"    {peer.peer_id}  38 microbatches, 4,800 tokens" in lines
     assert sum(line.startswith("  refused           1 lines of") for line in lines) == 1

@@ -10,7 +10,7 @@ from noloco_node.telemetry.events import AnyEvent, NodeStopped
 from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import (
     Summary,
-    spread_curve,
+    divergence_curve,
     token_counters,
     training_curve,
 )
@@ -35,18 +35,18 @@ def test_a_whole_run_is_summed_up_right() -> None:
     assert summary.tokens_per_second == pytest.approx(1024 * 59 / 59.0 + 512 / 59.0)
     assert summary.validation_loss == pytest.approx(made.loss_at(60 * 1024) + 0.1)
     assert summary.validation_loss_merged == 1.6
-    assert summary.outer_rounds == dict.fromkeys(made.NAMES, 6)
+    assert summary.outer_steps_taken == dict.fromkeys(made.NAMES, 6)
     assert summary.distinct_partners == dict.fromkeys(made.NAMES, 1)
     assert summary.per_node["s1-r0"].partners == {"s1-r1": 6}
-    assert [point.spread for point in summary.spread] == pytest.approx(list(made.SPREADS))
-    assert [point.step for point in summary.spread] == [10, 20, 30, 40, 50, 60]
+    assert [point.replica_divergence for point in summary.replica_divergence] == pytest.approx(list(made.SPREADS))
+    assert [point.step for point in summary.replica_divergence] == [10, 20, 30, 40, 50, 60]
     assert summary.bytes_sent["s0-r0"] == {"activations": 1000, "exchange": 500}
 
 
 def test_the_books_are_summed_over_the_first_stage_and_close() -> None:
     """Only stage 0 draws; retries and repeats may happen at any stage."""
     books = made.summarize(made.whole_run()).microbatches
-    assert (books.drawn, books.trained, books.dropped, books.held_at_end, books.put_back) == (120, 116, 0, 4, 6)
+    assert (books.drawn, books.trained, books.dropped, books.held_at_end, books.requeued) == (120, 116, 0, 4, 6)
     assert books.drawn == books.trained + books.dropped + books.held_at_end
     assert (books.retried, books.repeated) == (16, 4)
 
@@ -120,7 +120,7 @@ def test_a_killed_node_counts_with_what_it_wrote() -> None:
     assert summary.per_node["s0-r1"].ended == "died"
     assert summary.per_node["s0-r0"].ended == "target_reached"
     assert summary.tokens == (60 + 30) * 512
-    assert summary.outer_rounds["s0-r1"] == 3
+    assert summary.outer_steps_taken["s0-r1"] == 3
     books = summary.microbatches
     assert (books.drawn, books.trained, books.held_at_end) == (91, 87, 4)
     assert summary.per_node["s0-r1"].microbatches.drawn == 31
@@ -142,27 +142,27 @@ def test_only_paired_outer_steps_count_as_partners_and_aborted_ones_as_no_round(
         "s0-r0": [
             made.started("s0-r0"),
             made.outer_step(1, "s0-r1"),
-            made.outer_step(2, None, kind="alone", role="none", spread=None),
-            made.outer_step(2, "s0-r1", kind="aborted", reason="busy", spread=None),
-            made.outer_step(3, "s1-r1", kind="caught_up", spread=None),
+            made.outer_step(2, None, kind="no_partner", role="none", replica_divergence=None),
+            made.outer_step(2, "s0-r1", kind="aborted", reason="busy", replica_divergence=None),
+            made.outer_step(3, "s1-r1", kind="caught_up", replica_divergence=None),
         ]
     }
     summary = made.summarize(events)
-    assert summary.outer_rounds == {"s0-r0": 3}
+    assert summary.outer_steps_taken == {"s0-r0": 3}
     assert summary.distinct_partners == {"s0-r0": 1}
-    assert summary.per_node["s0-r0"].outer_steps == {"aborted": 1, "alone": 1, "caught_up": 1, "paired": 1}
-    assert [point.round for point in summary.spread] == [1]
+    assert summary.per_node["s0-r0"].outer_steps == {"aborted": 1, "no_partner": 1, "caught_up": 1, "paired": 1}
+    assert [point.outer_steps_taken for point in summary.replica_divergence] == [1]
 
 
 def test_the_spread_of_a_round_is_the_mean_over_the_nodes_that_paired_in_it() -> None:
     """A node without a partner in a round does not pull its mean down."""
     histories = [
-        NodeHistory.of("a", [made.outer_step(1, "s0-r1", spread=1e-6, step=10)]),
-        NodeHistory.of("b", [made.outer_step(1, "s0-r0", spread=3e-6, step=14)]),
-        NodeHistory.of("c", [made.outer_step(1, None, kind="alone", spread=None, step=90)]),
+        NodeHistory.of("a", [made.outer_step(1, "s0-r1", replica_divergence=1e-6, step=10)]),
+        NodeHistory.of("b", [made.outer_step(1, "s0-r0", replica_divergence=3e-6, step=14)]),
+        NodeHistory.of("c", [made.outer_step(1, None, kind="no_partner", replica_divergence=None, step=90)]),
     ]
-    (point,) = spread_curve(histories)
-    assert (point.spread, point.step, point.nodes) == (pytest.approx(2e-6), 12, 2)
+    (point,) = divergence_curve(histories)
+    assert (point.replica_divergence, point.step, point.nodes) == (pytest.approx(2e-6), 12, 2)
 
 
 def test_a_step_that_was_not_finite_does_not_poison_the_curve() -> None:
@@ -209,13 +209,13 @@ def test_averages_after_the_training_are_no_part_of_the_spread() -> None:
     """At the end replicas average again without having trained: what that finds is what averaging has left."""
     events = made.whole_run()
     for name, rows in events.items():
-        rows.insert(-2, made.outer_step(7, made.stage_peer_of(name), step=60, spread=1e-11, clock=70_000.0))
-    curve = made.summarize(events).spread
-    assert [point.round for point in curve] == [1, 2, 3, 4, 5, 6]
+        rows.insert(-2, made.outer_step(7, made.stage_peer_of(name), step=60, replica_divergence=1e-11, clock=70_000.0))
+    curve = made.summarize(events).replica_divergence
+    assert [point.outer_steps_taken for point in curve] == [1, 2, 3, 4, 5, 6]
     assert max(point.clock for point in curve) <= max(step.clock for step in NodeHistory.of("a", events["s0-r0"]).inner)
     resumed = [made.outer_step(1, "s0-r1", step=10), made.outer_step(2, "s0-r1", step=8), made.outer_step(3, "s0-r1")]
-    assert len(spread_curve([NodeHistory.of("a", resumed)])) == 3, "a node that went on from before counts on"
+    assert len(divergence_curve([NodeHistory.of("a", resumed)])) == 3, "a node that went on from before counts on"
     parts = [made.outer_step(1, "s0-r1", step=10, fragment=part) for part in (0, 1)]
     again = made.outer_step(2, "s0-r1", step=10, fragment=1)
-    (point,) = spread_curve([NodeHistory.of("a", [*parts, again])])
-    assert point.round == 1, "another fragment has not been averaged since"
+    (point,) = divergence_curve([NodeHistory.of("a", [*parts, again])])
+    assert point.outer_steps_taken == 1, "another fragment has not been averaged since"

@@ -65,7 +65,7 @@ async def test_a_seed_says_what_it_sees_and_a_scraper_reads_every_metric_of_the_
         found = await scraped(address)
         assert found.keys() == SEED_TABLE.keys()
         assert found["noloco_swarm_nodes"]["0", "training"] == 2
-        assert found["noloco_swarm_claimed_nodes"] == {("0",): 0, ("1",): 1}
+        assert found["noloco_swarm_unreachable_nodes"] == {("0",): 0, ("1",): 1}
         assert found["noloco_swarm_stage_missing"] == {("0",): 0, ("1",): 1}
         assert found["noloco_swarm_tokens_per_second"] == {(): 640.0}
         assert found["noloco_swarm_departures_total"] == {("left",): 0, ("lost",): 1}
@@ -81,7 +81,7 @@ async def test_a_browser_shows_a_swarm_of_rude_strangers_at_any_width(tmp_path: 
     nodes = tuple(
         node(n, n % 2, version=RUDE, peer_id=f"{n:03}-{RUDE}", answers=n < 20, name=RUDE) for n in range(MOST_NODES)
     )
-    view = swarm(nodes=nodes, introduced=400, stages=(stage(10, claimed=190), stage(10, claimed=190)))
+    view = swarm(nodes=nodes, introduced=400, stages=(stage(10, unreachable=190), stage(10, unreachable=190)))
     async with shown() as (pages, address):
         pages.saw(view)
         pages.saw(replace(view, time=view.time + 60.0, training_loss=Middle(2.0, 2)))

@@ -100,11 +100,11 @@ async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
         trainer = trainer_of(replica.worker)
         sound = trainer.master.clone()
         trainer.add_to_weights(torch.full_like(sound, math.nan))
-        attempts = 1 + replica.context.spec.pipeline.put_backs
+        attempts = 1 + replica.context.spec.pipeline.requeues
         for _ in range(attempts):
             await replica.pipeline.origin.train_one()
         ledger = replica.pipeline.ledger
-        assert (ledger.drawn, ledger.put_back, ledger.dropped, ledger.trained) == (1, attempts - 1, 1, 0)
+        assert (ledger.drawn, ledger.requeued, ledger.dropped, ledger.trained) == (1, attempts - 1, 1, 0)
         assert replica.pipeline.origin.held == replica.worker.progress.tokens == 0
         with pytest.raises(HopFailed):
             await replica.pipeline.origin.evaluate(window_rows(range(4)))

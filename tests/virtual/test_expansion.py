@@ -152,7 +152,7 @@ def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -
         made.config({"variants": [{**noloco(), "algorithm": "diloco"}]}),
         made.config({"variants": [noloco()], "replicas": [8]}),
         made.config({"variants": [noloco()], "evaluations": 3}),
-        made.config({"variants": [noloco()], "spread_points": 3}),
+        made.config({"variants": [noloco()], "divergence_points": 3}),
         made.config({"variants": [noloco()]}, "run.inner.learning_rate=1e-3"),
     ]
     found = {job_of(next(made.points(other)), 1, other.lab).key for other in others}

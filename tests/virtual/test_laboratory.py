@@ -29,7 +29,7 @@ lab:
   seeds: [2, 3]
   plots: [convergence]
   evaluations: 4
-  spread_points: 6
+  divergence_points: 6
 """
 
 

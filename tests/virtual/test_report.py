@@ -42,7 +42,7 @@ def test_a_row_holds_the_mean_over_seeds_its_deviation_and_the_gaps() -> None:
     assert (row["validation loss"], row["merged"]) == ("1.6717 ± 0.0306 (n = 3)", "1.6667")
     assert row["gap"] == f"+{0.1 / 1.57166667:.2%}" == "+6.36%"
     assert (row["sent per outer step"], row["sent per inner step"]) == ("74 kB", "12.3 kB")
-    assert (row["outer rounds"], row["alone"], row["clipped"], row["seconds"]) == ("8.0", "12.5%", "0.0%", "3")
+    assert (row["outer steps"], row["no partner"], row["clipped"], row["seconds"]) == ("8.0", "12.5%", "0.0%", "3")
     assert rows["49,152 tokens, 4 replicas", "data parallel", "–"]["gap"] == "+0.00%"
 
 
@@ -65,7 +65,7 @@ def test_fewer_than_twenty_outer_rounds_are_said_to_say_nothing() -> None:
     few = record({"replicas": [4], "variants": [*VARIANTS, {"name": "none", "algorithm": "local"}]})
     results = [r if r.algorithm == "noloco" else r.model_copy(update={"outer_rounds": 0.0}) for r in few.results]
     text = markdown(few.model_copy(update={"results": results}))
-    assert "**Fewer than 20 outer rounds say nothing about a method**: noloco took 8.0. Raise" in text
+    assert "**Fewer than 20 outer steps say nothing about a method**: noloco took 8.0. Raise" in text
     enough = [r.model_copy(update={"outer_rounds": 20.0}) for r in results]
     assert "say nothing" not in markdown(few.model_copy(update={"results": enough}))
 

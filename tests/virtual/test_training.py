@@ -41,7 +41,7 @@ def trained(run: RunSpec, algorithm: Algorithm, *, replicas: int = 4, **world: A
         replicas=replicas,
         seed=1,
         evaluations=2,
-        spread_points=STEPS,
+        divergence_points=STEPS,
     )
 
 
@@ -98,7 +98,7 @@ def test_the_spread_falls_as_the_theory_says_and_the_mean_stays(
     training = Training(run, WorldSpec(), "noloco", 16, seed=1)
     disturb(training, 0.01)
     mean = training.merged_weights()
-    training.run_to_the_end(evaluations=1, spread_points=STEPS)
+    training.run_to_the_end(evaluations=1, divergence_points=STEPS)
     result = training.measured(seconds=1.0)
     for before, after in zip(mean, training.merged_weights(), strict=True):
         assert float((before - after).abs().max()) < 1e-5
@@ -117,7 +117,7 @@ def test_all_replicas_reach_the_target_together(world: dict[str, Any]) -> None:
     """Clocks end within a few steps of the target, everyone learns, and most outer steps find a partner."""
     run = spec("run.outer.inner_steps=3", "run.outer.codec=int4")
     training = Training(run, WorldSpec.model_validate(world), "noloco", 4, seed=1)
-    training.run_to_the_end(evaluations=2, spread_points=4)
+    training.run_to_the_end(evaluations=2, divergence_points=4)
     result = training.measured(seconds=1.0)
     target = run.inner.target_tokens
     assert all(0.8 * target <= clock <= 1.3 * target for clock in training.clocks())

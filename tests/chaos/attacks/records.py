@@ -131,7 +131,7 @@ async def finished_origins(life: Life) -> None:
     """Ghosts of stage 0 that say that the run is over."""
 
     def make() -> list[Stored]:
-        until, claims = time.time() + BELIEVED_SECONDS, {"finished": True, "outer_rounds": 1}
+        until, claims = time.time() + BELIEVED_SECONDS, {"finished": True, "outer_steps_taken": 1}
         states = (PeerState.FINISHING, PeerState.GONE, PeerState.DRAINING)
         return [ghost(life, 0, until, state=state, **claims) for state in states]
 

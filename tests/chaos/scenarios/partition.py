@@ -89,11 +89,11 @@ async def _merge(
     verdict.figures["seconds until every node sees all others"] = time.time() - healed if seen else None
     verdict.demand("every node sees all others again", seen, f"within {MERGE_SECONDS:g} s: {seen}")
     across = await holds(swarm, lambda: all(_across(a, b, healed) for a, b in (sides, sides[::-1])), MERGE_SECONDS)
-    found = [step for step in _across(*sides, healed) if step.spread is not None]
+    found = [step for step in _across(*sides, healed) if step.replica_divergence is not None]
     verdict.demand("the halves average with each other", across, f"{len(found)} times on one side")
     if not across or before is None:
         return
-    verdict.figures["spread before, and at the first average across"] = [before, found[0].spread or 0.0]
+    verdict.figures["spread before, and at the first average across"] = [before, found[0].replica_divergence or 0.0]
     rounds = await _rounds_until_near(swarm, found[0].time, SPREAD_BACK * before)
     verdict.figures["averages of each node until the spread is back"] = rounds
     verdict.figures["seconds until then"] = time.time() - healed
@@ -108,7 +108,11 @@ async def _rounds_until_near(swarm: Swarm, since: float, near: float) -> int | N
 
     def taken() -> list[list[float]]:
         return [
-            [step.spread for step in outer_steps(node, "paired", since=since) if step.spread is not None]
+            [
+                step.replica_divergence
+                for step in outer_steps(node, "paired", since=since)
+                if step.replica_divergence is not None
+            ]
             for node in swarm.nodes
         ]
 

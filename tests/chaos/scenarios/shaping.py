@@ -50,7 +50,7 @@ class NodeStats:
     time: float
     busy: float
     repeated: int
-    put_back: int
+    requeued: int
     dropped: int
     aborted: int
 
@@ -113,7 +113,7 @@ async def _hold(
         "device used": (last.busy - first.busy) / elapsed,
         "Mb/s in all": passed * 8e-6 / seconds,
         "timed out": float(last.repeated - first.repeated),
-        "put back": float(last.put_back - first.put_back),
+        "requeued": float(last.requeued - first.requeued),
         "exchanges aborted": float(last.aborted - first.aborted),
     }
     lost = last.repeated - first.repeated + last.aborted - first.aborted
@@ -130,7 +130,7 @@ def _books(swarm: Swarm) -> NodeStats:
         time=sum(account.time for account in heads) / len(heads),
         busy=sum(account.busy_seconds for account in heads),
         repeated=sum(account.repeated for account in accounts),
-        put_back=sum(account.put_back for account in accounts),
+        requeued=sum(account.requeued for account in accounts),
         dropped=sum(account.dropped for account in accounts),
         aborted=sum(len(outer_steps(node, "aborted")) for node in swarm.nodes),
     )
