@@ -166,7 +166,8 @@ class Chronicle:
         if not self._per_stage or self.nodes[-1][1] != now:
             self.nodes.append((event.time, now))
         going_on = self._meter.doing not in LEAVING and event.clock < NEAR_THE_END * event.target
-        seen_whole = max(self._per_stage, default=0) <= TARGET  # of others these are estimates, which go up and down
+        # Of a larger stage these are estimates, which go up and down.
+        seen_whole = max(self._per_stage, default=0) <= 2 * TARGET
         if going_on and seen_whole and len(self._per_stage) == len(event.nodes_per_stage):
             falls = zip(self._per_stage, event.nodes_per_stage, strict=True)
             self.seen_leaving += sum(max(0, before - after) for before, after in falls)
