@@ -133,7 +133,7 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     assert summary.validation_loss_merged < summary.validation_loss + 0.05
     page = (folder / "report/report.html").read_text(encoding="utf-8")
     assert f"{summary.validation_loss_merged:.4f}" in page
-    assert "Spread across replicas" in page
+    assert "Replica divergence" in page
     assert "continued by the model" in (folder / "sample.txt").read_text(encoding="utf-8")
     model, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert model(**tokenizer("import os", return_tensors="pt")).logits.shape == (1, 9, 256)

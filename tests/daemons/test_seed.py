@@ -172,6 +172,12 @@ class Watched:
         return seed if seed and seed["over"] and not seed["nodes_answering"] else None
 
 
+def is_up(folder: Path) -> bool:
+    """Whether the node of this folder says that it has begun."""
+    file = RunFolder(folder).events
+    return file.exists() and any(isinstance(event, NodeStarted) for event in read_events(file))
+
+
 def has_last_weights(seed: Path, folders: Sequence[Path]) -> bool:
     """Whether the seed's model is made of the last weights of all nodes, of which none was asked for its folder."""
     try:
@@ -208,6 +214,9 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
         for number in (0, 2, 1):  # it does not train before there is somebody to see it
             if looking is not None and number == 1:
                 await eventually(lambda: watched.lines, 120, "watch is up")
+                # A node that the seed has not asked before does not wait for it at the run's end.
+                for folder in (folders[0], folders[2]):
+                    await eventually(partial(is_up, folder), 120, "both replicas of the first stage are up")
             line = (*entering, "--stage", str(number % 2), "--metrics-port", str(watched.nodes[number]))
             nodes.append(await stack.enter_async_context(command(folders[number], *line)))
         assert [await asyncio.wait_for(node.wait(), 300) for node in nodes] == [ExitCode.OK] * 3

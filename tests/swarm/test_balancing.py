@@ -318,8 +318,8 @@ class Town:
         move = node.relocation.look(self.now, Server(OWN, node.stage, node.strength), others)
         if move is not None:
             self.moves += 1
-            node.reassign += 1
-            self.most_moves = max(self.most_moves, node.reassign)
+            node.moves += 1
+            self.most_moves = max(self.most_moves, node.moves)
             fresh = self.settle(move.stage, self.now + DOWNLOAD, node.strength)
             node.stage, node.ready_at, node.relocation = fresh.stage, fresh.ready_at, fresh.relocation
 
@@ -372,7 +372,7 @@ def divide_themselves(nodes: int) -> None:
     list(made.run(3600.0))
     made.moves = made.most_moves = 0
     for node in made.nodes:
-        node.reassign = 0
+        node.moves = 0
     steady = list(made.run(3600.0))
     assert mean(steady) > 0.95
     assert made.moves / nodes < 0.2, "moves per node and hour"
