@@ -99,7 +99,7 @@ def trains(swarm: Mapping[str, Any]) -> list[int]:
 TOLD_SECONDS = 4.0
 """How old what a node's page or the seed's says may be: records are read every two seconds, and pages made anew every
 other one."""
-SEEN_TRAINING = "0.03"
+SEEN_TRAINING = "0.05"
 """Seconds of an operation on the devices of the observed nodes: some looks of the seed fall into any run."""
 
 
