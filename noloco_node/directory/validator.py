@@ -25,7 +25,7 @@ from pydantic_core import from_json
 from noloco_node import ambient
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerRecord
-from noloco_node.identity.keys import MAX_PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
+from noloco_node.identity.keys import PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
 from noloco_node.identity.peer_id import PeerId
 
 DICTIONARY_CODE = 0x50
@@ -101,7 +101,7 @@ def _passed_over(_code: int, _data: bytes) -> object:
 MAX_RECORD_BYTES = 1664
 """The most bytes of what is signed. An honest record has some 190 bytes, an invitation 460 more. A node needs 800 more
 if it reads blocks of as many sources as a mixture may have, and holds as many of each as it may."""
-MAX_SIGNED_BYTES = MAX_RECORD_BYTES + MAX_PUBLIC_KEY_BYTES + 520
+MAX_SIGNED_BYTES = MAX_RECORD_BYTES + PUBLIC_KEY_BYTES + 520
 """The most bytes of a signed record, with the longest key and signature around it; their sizes are fixed."""
 MAX_UNKNOWN_FIELDS = 4
 """A record may have so many fields of newer versions; padding has no other place."""
@@ -210,7 +210,7 @@ class RecordValidator(RecordValidatorBase):
         version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(value))
         public_end = _LENGTHS.size + public_length
         payload_start = public_end + signature_length
-        if version != _FORMAT or public_length > MAX_PUBLIC_KEY_BYTES or payload_start >= len(value):
+        if version != _FORMAT or public_length != PUBLIC_KEY_BYTES or payload_start >= len(value):
             return None
         if len(value) - payload_start > MAX_RECORD_BYTES:
             return None

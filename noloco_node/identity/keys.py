@@ -1,13 +1,12 @@
 """A node's identity: a private key file, the peer id that follows from it, and signatures by it.
 
-The file is libp2p's: a protobuf `PrivateKey`. New keys are Ed25519 (their public key is the peer id itself, a signature
-takes 64 bytes); RSA files written by hivemind load as well. Anybody can check a signed statement later.
+The file is libp2p's: a protobuf `PrivateKey`, always of an Ed25519 key. The public key is the peer id itself, and a
+signature takes 64 bytes. Anybody can check a signed statement later.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import struct
@@ -16,10 +15,8 @@ from pathlib import Path
 
 import base58
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
-from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 
 from noloco_node import ambient
 from noloco_node.errors import ExitCode, UserError
@@ -30,30 +27,16 @@ from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
 logger = logging.getLogger(__name__)
 
 
-def varint(number: int) -> bytes:
-    """A number in seven bits a byte, the lowest first; all but the last byte have the highest bit set."""
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*out, number))
-
-
-MAX_PUBLIC_KEY_BYTES = 1024
-MIN_RSA_BITS, MAX_RSA_BITS = 2048, 4096
-ED25519_BYTES = 32
+PUBLIC_HEAD, PRIVATE_HEAD = b"\x08\x01\x12\x20", b"\x08\x01\x12\x40"
+"""libp2p's protobuf messages of an Ed25519 key begin so: its type, and the number of bytes that follow. They are 32 of
+the public key, or 32 of the seed and those. Importing hivemind's code for it takes seconds."""
+SEED_BYTES = 32
+PUBLIC_KEY_BYTES = len(PUBLIC_HEAD) + 32
 BACKUP_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 BACKUP_OWNER = b"noloco-node identity "
 """The line above the label begins so and goes on with the peer id. Other tools skip it (RFC 7468, section 2)."""
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 """A file system without hard links, as on most memory sticks, answers with one of these errors."""
-
-_RSA = 0
-_ED25519 = 1
-_TYPE_TAG, _DATA_TAG = 0x08, 0x12
-"""The tags of field 1 as a varint and of field 2 as bytes."""
-_SHORTEST_HEAD, _LONGEST_HEAD = 4, 6
-"""The number of bytes before the content: two tags, the type, and the length in one byte to three."""
 
 
 class BadKey(Exception):
@@ -75,13 +58,11 @@ class Identity:
     """Encoded as libp2p does (protobuf `PublicKey`)."""
     created: bool
     """Made just now: nobody else can hold it."""
-    _private: Ed25519PrivateKey | RSAPrivateKey
+    _private: Ed25519PrivateKey
 
     def sign(self, data: bytes) -> bytes:
         """A signature that `verify` accepts with this identity's public key."""
-        if isinstance(self._private, Ed25519PrivateKey):
-            return self._private.sign(data)
-        return self._private.sign(data, PKCS1v15(), hashes.SHA256())
+        return self._private.sign(data)
 
     def backup(self, passphrase: bytes) -> bytes:
         """The private key as PKCS#8 in PEM form, encrypted under `passphrase` (1 to 1,023 bytes).
@@ -133,8 +114,8 @@ def key_of_backup(backup: bytes, passphrase: bytes) -> bytes:
         raise BadKey(str(error)) from None
     except (ValueError, TypeError):
         raise WrongPassphrase from None
-    if not isinstance(private, Ed25519PrivateKey | RSAPrivateKey):
-        raise BadKey("neither an Ed25519 nor an RSA key")
+    if not isinstance(private, Ed25519PrivateKey):
+        raise BadKey("it is no Ed25519 key")
     if head.strip() != BACKUP_OWNER + peer_id_of(_encode_public(private)).encode():
         raise BadKey("its key is not the one of the peer id in its first line: the file was changed or damaged")
     return _encode_private(private)
@@ -155,13 +136,8 @@ def _load(path: Path, created: bool) -> Identity:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id of an encoded public key: base58 of its multihash (identity hash if short, else SHA-256)."""
-    # libp2p's peer id specification: a longer encoded public key is held as a hash.
-    if len(public_key) <= 42:
-        multihash = bytes((0x00, len(public_key))) + public_key
-    else:
-        multihash = b"\x12\x20" + hashlib.sha256(public_key).digest()
-    return PeerId(base58.b58encode(multihash).decode())
+    """The peer id of an encoded public key of at most `PUBLIC_KEY_BYTES`: base58 of its identity multihash."""
+    return PeerId(base58.b58encode(bytes((0x00, len(public_key))) + public_key).decode())
 
 
 def ed25519_peer_id(key: Ed25519PrivateKey) -> PeerId:
@@ -180,13 +156,11 @@ def ed25519_public_key(peer_id: str) -> bytes:
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
     """Whether `signature` over `data` was made by the private half of this encoded public key. Never raises."""
+    if len(public_key) != PUBLIC_KEY_BYTES or not public_key.startswith(PUBLIC_HEAD):
+        return False
     try:
-        public = _parse_public(public_key)
-        if isinstance(public, Ed25519PublicKey):
-            public.verify(signature, data)
-        else:
-            public.verify(signature, data, PKCS1v15(), hashes.SHA256())
-    except (BadKey, InvalidSignature):
+        Ed25519PublicKey.from_public_bytes(public_key[len(PUBLIC_HEAD) :]).verify(signature, data)
+    except (ValueError, UnsupportedAlgorithm, InvalidSignature):
         return False
     return True
 
@@ -287,80 +261,22 @@ def _link_unless_taken(draft: Path, path: Path) -> bool:
     return True
 
 
-def _parse_private(data: bytes) -> Ed25519PrivateKey | RSAPrivateKey:
-    key_type, content = unpack_key(data)
-    if key_type == _ED25519:
-        seed, public = content[:ED25519_BYTES], content[ED25519_BYTES:]
-        if len(public) != ED25519_BYTES:
-            raise BadKey("an Ed25519 key of the wrong length")
-        private = Ed25519PrivateKey.from_private_bytes(seed)
-        if _raw_public(private.public_key()) != public:
-            raise BadKey("its two halves do not belong together")
-        return private
-    try:
-        loaded = serialization.load_der_private_key(content, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise BadKey("not a key in DER form") from None
-    if key_type != _RSA or not isinstance(loaded, RSAPrivateKey):
-        raise BadKey("neither an Ed25519 nor an RSA key")
-    return loaded
+def _parse_private(data: bytes) -> Ed25519PrivateKey:
+    if len(data) != len(PRIVATE_HEAD) + 2 * SEED_BYTES or not data.startswith(PRIVATE_HEAD):
+        raise BadKey("it is no Ed25519 key as libp2p writes one")
+    private = Ed25519PrivateKey.from_private_bytes(data[len(PRIVATE_HEAD) :][:SEED_BYTES])
+    if _encode_private(private) != data:
+        raise BadKey("its two halves do not belong together")
+    return private
 
 
-def _parse_public(data: bytes) -> Ed25519PublicKey | RSAPublicKey:
-    if len(data) > MAX_PUBLIC_KEY_BYTES:
-        raise BadKey("a public key of unreasonable length")
-    key_type, content = unpack_key(data)
-    try:
-        if key_type == _ED25519:
-            return Ed25519PublicKey.from_public_bytes(content)
-        loaded = serialization.load_der_public_key(content)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        raise BadKey("not a public key") from None
-    if key_type != _RSA or not isinstance(loaded, RSAPublicKey) or not MIN_RSA_BITS <= loaded.key_size <= MAX_RSA_BITS:
-        raise BadKey("neither an Ed25519 nor an RSA key of reasonable size")
-    return loaded
+def _encode_public(private: Ed25519PrivateKey) -> bytes:
+    return PUBLIC_HEAD + private.public_key().public_bytes_raw()
 
 
-def pack_key(key_type: int, content: bytes) -> bytes:
-    """libp2p's protobuf message of a key, `PublicKey` and `PrivateKey` alike: an enumeration and bytes.
-
-    By hand, because importing hivemind's takes seconds. libp2p's peer id specification admits this encoding only.
-    """
-    return bytes((_TYPE_TAG, key_type, _DATA_TAG)) + varint(len(content)) + content
-
-
-def unpack_key(data: bytes) -> tuple[int, bytes]:
-    """Type and content of what `pack_key` made. Raises BadKey."""
-    for head in range(_SHORTEST_HEAD, min(len(data), _LONGEST_HEAD) + 1):
-        key_type, content = data[1], data[head:]
-        if key_type in (_RSA, _ED25519) and pack_key(key_type, content) == data:
-            return key_type, content
-    raise BadKey("not a protobuf key")
-
-
-def _encode_public(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
-    if isinstance(private, Ed25519PrivateKey):
-        key_type, data = _ED25519, _raw_public(private.public_key())
-    else:
-        encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        key_type, data = _RSA, private.public_key().public_bytes(encoding, form)
-    return pack_key(key_type, data)
-
-
-def _encode_private(private: Ed25519PrivateKey | RSAPrivateKey) -> bytes:
-    """The content of an identity file, as libp2p writes it: seed and public key, or PKCS#1."""
-    nothing = serialization.NoEncryption()
-    if isinstance(private, Ed25519PrivateKey):
-        seed = private.private_bytes(serialization.Encoding.Raw, serialization.PrivateFormat.Raw, nothing)
-        key_type, data = _ED25519, seed + _raw_public(private.public_key())
-    else:
-        encoding, form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL
-        key_type, data = _RSA, private.private_bytes(encoding, form, nothing)
-    return pack_key(key_type, data)
-
-
-def _raw_public(key: Ed25519PublicKey) -> bytes:
-    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+def _encode_private(private: Ed25519PrivateKey) -> bytes:
+    """The content of an identity file, as libp2p writes it."""
+    return PRIVATE_HEAD + private.private_bytes_raw() + private.public_key().public_bytes_raw()
 
 
 _DOMAIN = b"noloco statement 1\0"
@@ -379,6 +295,6 @@ def signed_by(peer: PeerId, seal: bytes, statement: bytes) -> bool:
         return False
     end = _LENGTH.size + _LENGTH.unpack_from(seal)[0]
     public_key, signature = seal[_LENGTH.size : end], seal[end:]
-    if not 0 < len(public_key) <= MAX_PUBLIC_KEY_BYTES or peer_id_of(public_key) != peer:
+    if len(public_key) != PUBLIC_KEY_BYTES or peer_id_of(public_key) != peer:
         return False
     return verify(public_key, signature, _DOMAIN + statement)

@@ -35,7 +35,6 @@ from noloco_node.identity.addresses import (
     reach_of,
     widest_first,
 )
-from noloco_node.identity.keys import varint
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import MAPS_PORT, FailedStart, announcing, explain
 from noloco_node.libp2p.hivemind_link import (
@@ -44,6 +43,7 @@ from noloco_node.libp2p.hivemind_link import (
     reconnect_hivemind,
     withdraw_handler,
 )
+from noloco_node.libp2p.relay.messages import varint
 from noloco_node.storage.private_folder import PrivateFolder
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHandler

@@ -12,7 +12,6 @@ from enum import IntEnum
 
 import base58
 
-from noloco_node.identity.keys import varint
 from noloco_node.identity.peer_id import PeerId
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
@@ -39,6 +38,15 @@ class Status(IntEnum):
     CONNECTION_FAILED = 203
     NO_RESERVATION = 204
     MALFORMED_MESSAGE = 400
+
+
+def varint(number: int) -> bytes:
+    """A number in seven bits a byte, the lowest first; all but the last byte have the highest bit set."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes((*out, number))
 
 
 def reserve_request() -> bytes:
