@@ -55,7 +55,7 @@ def certificate(
     key = ec.generate_private_key(ec.SECP256R1())
     encoded = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     content = octets(identity.public_key) + octets(identity.sign(SIGNED_PREFIX + (signs_for or encoded)))
-    vouching = x509.UnrecognizedExtension(EXTENSION, bytes((0x30, 0x81, len(content))) + content + tail)
+    vouching = x509.UnrecognizedExtension(EXTENSION, bytes((0x30, len(content))) + content + tail)
     name, now = x509.Name([]), datetime.datetime.now(datetime.UTC)
     builder = (
         x509.CertificateBuilder()
