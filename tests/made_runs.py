@@ -40,7 +40,7 @@ def finished(
     cut, state = build_stage(run.model, stage).cut, weights(stage, run, shift)
     kept = RunFolder.create(folder)
     kept.keep_spec(run.agreed_json)
-    save_stage(kept.final, run_id=run.run_id, cut=cut, clock=clock, outer_rounds=1, slow=state, fast=state)
+    save_stage(kept.final, run_id=run.run_id, cut=cut, clock=clock, outer_rounds=1, slow=state)
     if peer:
         diary = EventFile(kept.events)
         diary.write(made_events.started("s0-r0").model_copy(update={"peer_id": peer, "stage": stage}))

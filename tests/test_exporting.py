@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

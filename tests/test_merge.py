@@ -17,7 +17,7 @@ CUT = StageCut(index=1, stages=2, first_layer=2, end_layer=4)
 def saved(folder: Path, clock: float) -> SavedReplica:
     """A replica as it left its weights."""
     weights = {"model.norm.weight": torch.full((3,), clock)}
-    save_stage(folder, run_id="ab" * 16, cut=CUT, clock=clock, outer_rounds=1, slow=weights, fast=weights)
+    save_stage(folder, run_id="ab" * 16, cut=CUT, clock=clock, outer_rounds=1, slow=weights)
     return final_weights(folder)
 
 

@@ -183,7 +183,6 @@ class Collector:
                     clock=replica.clock,
                     outer_rounds=0,
                     slow=replica.load(),
-                    fast=None,
                 )
             former = place.iterdir() if beside and place.is_dir() else ()
             for folder in former:

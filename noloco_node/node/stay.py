@@ -259,11 +259,9 @@ async def save_what_was_not(node: NodeParts, replica: Replica, clock: float | No
 
 
 async def _save_weights(node: NodeParts, replica: Replica) -> None:
-    """Write the final slow and fast weights under their names in the whole model."""
-    slow, fast = (
-        {replica.full_names[local]: weight for local, weight in weights.items()}
-        for weights in await replica.worker.named_weights()
-    )
+    """Write the final slow weights under their names in the whole model."""
+    weights, _ = await replica.worker.named_weights()
+    slow = {replica.full_names[local]: weight for local, weight in weights.items()}
     progress = replica.worker.progress
     await ambient.elsewhere(
         save_stage,
@@ -273,7 +271,6 @@ async def _save_weights(node: NodeParts, replica: Replica) -> None:
         clock=progress.clock,
         outer_rounds=progress.outer_rounds,
         slow=slow,
-        fast=fast,
     )
 
 

@@ -1,4 +1,4 @@
-"""The weights of one stage on disk: two safetensors files and a manifest that proves them whole."""
+"""The weights of one stage on disk: a safetensors file and a manifest that proves it whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from noloco_node.storage import atomic
 
 MANIFEST = "manifest.json"
 SLOW_FILE = "slow.safetensors"
-FAST_FILE = "fast.safetensors"
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -43,7 +42,7 @@ class Sealed(BaseModel):
 
 
 class WeightsManifest(Sealed):
-    """What the files are and their SHA-256."""
+    """What the files are and their SHA-256. Older releases wrote the fast weights beside the slow ones."""
 
     format: Literal[1] = 1
     version: str
@@ -67,19 +66,26 @@ def save_stage(
     clock: float,
     outer_rounds: int,
     slow: Mapping[str, Tensor],
-    fast: Mapping[str, Tensor] | None,
 ) -> WeightsManifest:
-    """Write slow and, where there are any, fast weights (full Hugging Face name -> tensor) to `folder`, replacing it
-    as a whole.
+    """Write slow weights (full Hugging Face name -> tensor) to `folder`, replacing it as a whole.
 
     `clock` is in swarm tokens. Raises UserError (RUN_FOLDER) when the disk refuses; an older `folder` then stays.
     """
     try:
         with atomic.new_folder(folder) as partial:
-            files = {SLOW_FILE: _write_tensors(partial / SLOW_FILE, slow)}
-            if fast is not None:
-                files[FAST_FILE] = _write_tensors(partial / FAST_FILE, fast)
-            manifest = _sealed(run_id, cut, clock, outer_rounds, files)
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in slow.items()}
+            save_file(tensors, partial / SLOW_FILE)
+            manifest = WeightsManifest(
+                version=__version__,
+                run_id=run_id,
+                stage=cut.index,
+                stages=cut.stages,
+                first_layer=cut.first_layer,
+                end_layer=cut.end_layer,
+                clock=clock,
+                outer_rounds=outer_rounds,
+                files={SLOW_FILE: file_sha256(partial / SLOW_FILE)},
+            ).sealed()
             atomic.write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
     except (OSError, SafetensorError) as error:
         raise UserError(
@@ -102,8 +108,9 @@ def read_manifest(folder: Path) -> WeightsManifest:
 
 
 def load_slow(folder: Path) -> dict[str, Tensor]:
-    """The slow weights alone: full Hugging Face name -> fp32 tensor, on the CPU. The file with the fast ones may be
-    missing. Raises UserError (RUN_FOLDER) when its own file or the manifest is missing, torn or altered."""
+    """The slow weights: full Hugging Face name -> fp32 tensor, on the CPU.
+
+    Raises UserError (RUN_FOLDER) when their file or the manifest is missing, torn or altered."""
     manifest = read_manifest(folder)
     try:
         check_plain(folder / SLOW_FILE)
@@ -112,28 +119,6 @@ def load_slow(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / SLOW_FILE)
     except (OSError, KeyError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
-
-
-def _sealed(run_id: str, cut: StageCut, clock: float, outer_rounds: int, files: dict[str, str]) -> WeightsManifest:
-    open_manifest = WeightsManifest.model_validate(
-        {
-            "version": __version__,
-            "run_id": run_id,
-            "stage": cut.index,
-            "stages": cut.stages,
-            "first_layer": cut.first_layer,
-            "end_layer": cut.end_layer,
-            "clock": clock,
-            "outer_rounds": outer_rounds,
-            "files": files,
-        }
-    )
-    return open_manifest.sealed()
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    return file_sha256(path)
 
 
 def file_sha256(path: Path) -> str:

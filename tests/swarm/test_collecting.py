@@ -143,7 +143,7 @@ async def test_a_model_outlives_stages_that_are_of_another_time(
         cut, slow = cut_model(spec.model)[0], await mean_slow(swarm.made, 0)
         newer = {name: value + 0.5 for name, value in slow.items()}
         folder = collector.collected / "stage-0" / "one-that-went-on"
-        save_stage(folder, run_id=spec.run_id, cut=cut, clock=1e9, outer_rounds=0, slow=newer, fast=None)
+        save_stage(folder, run_id=spec.run_id, cut=cut, clock=1e9, outer_rounds=0, slow=newer)
         await collector.collect(8, beside=True)
     assert {file.name: file.read_bytes() for file in collector.model.iterdir()} == before
     assert "THE MODEL STAYS AS IT WAS" in caplog.text
