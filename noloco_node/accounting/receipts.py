@@ -1,27 +1,20 @@
 """Receipts between peers: now and then each node signs, for each peer that served it, how much that peer did.
 
 Amounts are what came since the last receipt. One that may have been lost is sent again as it was. The receiver knows it
-by its serial number, so that nothing is counted twice. A node files only what it has counted itself.
+by its serial number, so that nothing is counted twice. A node files only what it has counted itself since its start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from noloco_node import ambient
-from noloco_node.accounting.statements import (
-    ContributionFile,
-    Entry,
-    Receipt,
-    Work,
-    read_entries,
-    statement_text,
-)
+from noloco_node.accounting.statements import ContributionFile, Receipt, Work, statement_text
 from noloco_node.aio import Pulse, cancel_and_wait, run_to_end, some_at_a_time
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
@@ -37,9 +30,6 @@ logger = logging.getLogger(__name__)
 EVERY_SECONDS = 300.0
 """Seconds between two lines of the own work, and between two receipts for each peer: what came since is lost if a node
 dies."""
-RECALLED_BYTES = 2 << 20
-"""A new life reads so many bytes from the end of the file to know what was filed: some 3,700 receipts. A sender asks no
-more than `TRIES` times for one."""
 LEAST_SECONDS = 5.0
 """In the long run two receipts of one peer are at least so many seconds apart. Two may come at once, and what comes
 more often is refused as `busy`."""
@@ -105,13 +95,6 @@ class Receipts:
         self._written = ambient.monotonic()
         self._counted = (0, 0, 0, 0)
         self._withdraw: Withdraw | None = None
-
-    def recall(self, entries: Iterable[Entry | None]) -> None:
-        """Take over which receipts were filed by earlier runs of this node."""
-        for entry in entries:
-            if entry is not None and isinstance(entry.statement, Receipt):
-                name = (entry.signer, entry.statement.session)
-                self._filed[name] = max(self._filed.get(name, -1), entry.statement.serial)
 
     def start(self) -> None:
         """Register with the transport, and count from here."""
@@ -285,16 +268,8 @@ class Receipts:
 async def open_receipts(
     path: Path, run_id: str, stage: int, transport: Transport, ledger: Ledger, progress: Callable[[], Progress]
 ) -> Receipts:
-    """Read the end of the contribution file at `path`, make it where missing, and serve receipts from now on. OSError
-    as the file system says."""
-    entries = await ambient.elsewhere(lambda: list(read_entries(path, _unchecked, last=RECALLED_BYTES)))
+    """Open the contribution file at `path`, and serve receipts from now on. OSError as the file system says."""
     file = await ambient.elsewhere(ContributionFile, path)
     receipts = Receipts(run_id, stage, transport, ledger, progress, file)
-    receipts.recall(entries)
     receipts.start()
     return receipts
-
-
-def _unchecked(*_: object) -> bool:
-    """It is this node's own file; a line that somebody put there keeps no receipt from being filed but its own."""
-    return True

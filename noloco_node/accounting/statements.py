@@ -123,15 +123,12 @@ class ContributionFile:
             os.fsync(file.fileno())
 
 
-def read_entries(path: Path, check: SignedBy = signed_by, *, last: int | None = None) -> Iterator[Entry | None]:
-    """The lines of a file in order, or those that lie whole within its `last` bytes; none if there is no file. A line
-    that its named signer did not sign gives None. A cut-off last line is left out."""
+def read_entries(path: Path, check: SignedBy = signed_by) -> Iterator[Entry | None]:
+    """The lines of a file in order; none if there is no file. A line that its named signer did not sign gives None. A
+    cut-off last line is left out."""
     if not path.exists():
         return
     with path.open("rb") as file:
-        if last is not None and path.stat().st_size > last:
-            file.seek(-last - 1, os.SEEK_END)
-            _line_ends(file)
         while line := file.readline(MAX_LINE_BYTES + 1):
             if line.endswith(b"\n") or _line_ends(file):  # of a longer line nothing is kept
                 yield _verified(line, check)

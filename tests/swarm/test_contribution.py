@@ -16,7 +16,6 @@ from noloco_node.accounting import receipts as receipts_module
 from noloco_node.accounting.receipts import RECEIPT, Receipts, open_receipts
 from noloco_node.accounting.statements import (
     ContributionFile,
-    Entry,
     Receipt,
     Work,
     read_contribution,
@@ -389,52 +388,22 @@ async def _for_ever() -> None:
 
 
 async def test_a_restart_forgets_no_receipt_and_files_none_twice(tmp_path: Path) -> None:
-    """The server's next life reads its file: the same receipt is acknowledged and not filed again."""
+    """The server's next life has counted nothing yet: the same receipt is refused, which is no offence."""
     async with two_nodes(tmp_path) as (_, _, served, at_server, at_served):
         serve(at_server, at_served, 3)
         await served.settle()
     network = MemoryNetwork()
     server, peer = MemoryTransport(network, SERVER), MemoryTransport(network, SERVED)
-    check = server.signed_by
-    again = await open_receipts(tmp_path / "server", RUN, 1, server, Ledger(), Progress)
-    entries = list(read_entries(tmp_path / "server", check))
-    again.recall(entries)
-    entry = entries[0]
+    await open_receipts(tmp_path / "server", RUN, 1, server, Ledger(), Progress)
+    entry = next(read_entries(tmp_path / "server", server.signed_by))
     assert entry is not None
     text = statement_text(entry.statement)
     header = {"statement": text, "seal": peer.sign(text.encode()).hex()}
-    await peer.call(SERVER, RECEIPT.name, Message(header), timeout=5, progress=5, max_answer_bytes=0)
+    with pytest.raises(Refused, match=Refusal.NOT_COUNTED):
+        await peer.call(SERVER, RECEIPT.name, Message(header), timeout=5, progress=5, max_answer_bytes=0)
     assert filed(tmp_path) == [(0, 3, 60)]
     await server.close()
     await peer.close()
-
-
-def test_the_end_of_a_file_is_read_by_itself(tmp_path: Path, owner: Identity, peer: Identity) -> None:
-    """Whole lines alone, from whatever byte on; of a short file all."""
-    path = tmp_path / "contribution.jsonl"
-    for serial in range(3):
-        write(path, peer, receipt(owner.peer_id, serial=serial))
-    lines, whole = path.read_bytes().splitlines(keepends=True), list(read_entries(path))
-    for last in range(1, path.stat().st_size + 10):
-        fits = next(many for many in range(3, -1, -1) if sum(map(len, lines[3 - many :])) <= last)
-        assert list(read_entries(path, last=last)) == whole[3 - fits :], last
-
-
-async def test_a_new_life_reads_no_more_of_a_long_file_than_its_end(
-    tmp_path: Path, peer: Identity, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A month of receipts is half a gigabyte. Those that were filed last are known."""
-    monkeypatch.setattr(receipts_module, "RECALLED_BYTES", 5000)
-    for serial in range(100):
-        write(tmp_path / "server", peer, receipt(SERVER, serial=serial))
-    read: list[Entry | None] = []
-    monkeypatch.setattr(Receipts, "recall", lambda _, entries: read.extend(entries))
-    server = MemoryTransport(MemoryNetwork(), SERVER)
-    await open_receipts(tmp_path / "server", RUN, 1, server, Ledger(), Progress)
-    serials = [entry.statement.serial for entry in read if entry and isinstance(entry.statement, Receipt)]
-    assert serials == list(range(100 - len(serials), 100))
-    assert 5 < len(serials) < 12
-    await server.close()
 
 
 async def test_of_many_receipts_some_are_under_way_and_those_that_answer_come_first(tmp_path: Path) -> None:
