@@ -85,7 +85,7 @@ async def as_the_paper(two: Pair, cpu: Processes) -> One:
         part = both[start : start + chunk]
         part.add_(await two.swap(part)).div_(2.0)
 
-    await side_by_side(range(0, 2 * size, chunk), Width(STREAMS, 600.0), swap)
+    await side_by_side(range(0, 2 * size, chunk), Width(600.0, STREAMS, STREAMS), swap)
     took = time.perf_counter() - began
     grown = peak_bytes(two.pids[0]) - resident + both.nbytes
     return One(both.nbytes, took, took, cpu.seconds() - before, max(0, grown))

@@ -124,7 +124,7 @@ async def test_a_transfer_that_breaks_off_hides_no_cancellation(turns: int) -> N
     """A stream breaks as this node is told to leave: the dialling code takes the failure, and would try again."""
 
     async def run(piece: Callable[[int], Awaitable[None]]) -> None:
-        await side_by_side(range(2), Width(2, 1.0), piece)
+        await side_by_side(range(2), Width(1.0, 2), piece)
 
     assert await lost_by_the_others(run, turns)
 
@@ -259,5 +259,5 @@ async def test_a_piece_that_ends_cancelled_is_not_taken_for_done() -> None:
         done.append(number)
 
     with pytest.raises(RuntimeError, match="no waiting task cancelled it"):
-        await side_by_side(range(40), Width(2, SOON), work)
+        await side_by_side(range(40), Width(SOON, 2, 2), work)
     assert len(done) < 39

@@ -51,7 +51,7 @@ from noloco_node.transport.calls import A, Answer, Method, Q, ask
 from noloco_node.transport.errors import DeadlinePassed, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.transport.pieces import Width, side_by_side
+from noloco_node.transport.pieces import FIRST_PIECES, Width, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +215,7 @@ class Averaging(Participant):
         began = ambient.monotonic()
         await self._swap_chunk(session, 0)
         took, limit = ambient.monotonic() - began, side.spec.limits.exchange_progress_seconds
-        width = Width(None, limit)
-        width.begin_with(streams_for(took, limit, width.pieces))
+        width = Width(limit, streams_for(took, limit, FIRST_PIECES))
         await side_by_side(range(1, outer.chunks), width, partial(self._swap_chunk, session))
 
     async def _swap_chunk(self, session: Session, index: int) -> None:

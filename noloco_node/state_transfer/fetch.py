@@ -100,9 +100,7 @@ async def fetch_state(
     manifest, digests = await _open(transport, donor, request, download, limit)
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
-    width = Width(None, limit)
-    if after_a_stop:
-        width.begin_with(1)
+    width = Width(limit, 1) if after_a_stop else Width(limit)
     here = download.size - sum(map(download.length, pending))
     on_progress(here)
 

@@ -26,7 +26,6 @@ from noloco_node.training.progress import LastTrained, Progress
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import Nothing, Reply
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport, Parcel
-from noloco_node.transport.pieces import Width, side_by_side
 from tests.worlds import micro_spec
 
 CHUNK = 1 << 14
@@ -192,17 +191,3 @@ def test_who_breaks_off_and_begins_anew_each_time_is_left(faithless: int) -> Non
     took, donor = copied(line, 300, 2, kind=lambda index: _Faithless if index == faithless else StateDonor)
     assert donor != faithless
     assert took < 10 * LIMIT
-
-
-def test_a_slow_beginning_does_not_hold_a_fixed_number_down() -> None:
-    """The first piece of an exchange went over a new stream; so many as are set are under way a moment later."""
-    width = Width(16, LIMIT)
-    width.begin_with(6)
-    begun: list[int] = []
-
-    async def piece(_: int) -> None:
-        begun.append(width.pieces)
-        await asyncio.sleep(0.2)
-
-    in_virtual_time(lambda: side_by_side(range(200), width, piece))
-    assert (begun[0], begun[-1], max(begun)) == (6, 16, 16)

@@ -31,11 +31,11 @@ async def test_pieces_go_side_by_side_in_their_order_and_end_with_the_first_fail
         if index == 7:
             raise BrokenStream("7")
 
-    await side_by_side(range(7), Width(3, 10.0), work)
+    await side_by_side(range(7), Width(10.0, 3, 3), work)
     assert (begun, most) == ([*range(7)], 3)
     begun.clear()
     with pytest.raises(BrokenStream, match="7"):
-        await side_by_side(range(5, 100), Width(2, 10.0), work)
+        await side_by_side(range(5, 100), Width(10.0, 2, 2), work)
     assert begun[:4] == [5, 6, 7, 8]
     assert len(begun) <= 5, "whoever is free at that moment takes one more"
 
@@ -45,7 +45,7 @@ def carried(
 ) -> tuple[float, int]:
     """Seconds that so many pieces take over a line of so many bytes a second, and how many were under way at the
     most. The first piece of each stream, of which there are as many as were ever under way, takes `cold` longer."""
-    width, most, warm = Width(fixed, LIMIT), 0, 0
+    width, most, warm = Width(LIMIT) if fixed is None else Width(LIMIT, fixed, fixed), 0, 0
 
     async def work() -> float:
         free_at = 0.0
@@ -88,16 +88,16 @@ def test_a_line_that_four_pieces_fill_carries_little_more_at_once(mbit: float, r
     """More of them would only wait, and microbatches behind them; each must be there within its deadline."""
     _, most = carried(100, mbit * 125e3, round_trip)
     assert FIRST_PIECES <= most <= 2 * FIRST_PIECES
-    width = Width(None, LIMIT)
+    width = Width(LIMIT)
     for turn in range(100):
-        width.came(4.2 * turn, 4.2 * turn + 16.8)
-    assert width.pieces <= FIRST_PIECES, "twice as many could miss the deadline"
+        width.came(4.2 * turn, 4.2 * turn + 4.2)
+    assert width.pieces == FIRST_PIECES, "more would only wait"
 
 
 def test_a_transfer_that_becomes_faster_has_more_under_way_again() -> None:
     """As a donor does that gives more when it has seen that it costs nothing. Until then more under way would only
-    wait: that is tried, more and more seldom."""
-    faster_at, width = 120.0, Width(None, LIMIT)
+    wait."""
+    faster_at, width = 120.0, Width(LIMIT)
     before: list[int] = []
 
     async def work() -> None:
@@ -114,9 +114,7 @@ def test_a_transfer_that_becomes_faster_has_more_under_way_again() -> None:
         await side_by_side(range(1000), width, piece)
 
     in_virtual_time(work)
-    assert max(before) <= 2 * FIRST_PIECES
-    assert sum(pieces > FIRST_PIECES for pieces in before) < len(before) / 3
-    assert before[-1] <= FIRST_PIECES
+    assert max(before) <= FIRST_PIECES
     assert width.pieces > 2 * FIRST_PIECES
 
 
@@ -135,7 +133,7 @@ def test_on_a_line_that_becomes_slower_and_slower_every_piece_comes_in_time() ->
             await asyncio.sleep(free_at + 0.25 - began)
             slowest = max(slowest, ambient.monotonic() - began)
 
-        width = Width(None, LIMIT)
+        width = Width(LIMIT)
         await side_by_side(range(1000), width, piece)
         assert width.pieces > FIRST_PIECES
         await side_by_side(range(750), width, piece)
@@ -149,7 +147,7 @@ def test_pieces_that_take_unlike_long_do_not_end_the_growing(seed: int) -> None:
     """On a kept stream of p2pd every second mebibyte waits a round trip more for its window, and each first one
     several. Pieces come in bursts, which say nothing of the line."""
     rng = random.Random(seed)
-    width = Width(None, LIMIT)
+    width = Width(LIMIT)
 
     async def work() -> float:
         async def piece(_: int) -> None:
@@ -166,7 +164,7 @@ def test_pieces_that_take_unlike_long_do_not_end_the_growing(seed: int) -> None:
 
 def test_a_bad_moment_does_not_decide_for_the_whole_transfer() -> None:
     """The line stands still while eight under way are tried; later it holds as many as it did before."""
-    width = Width(None, LIMIT)
+    width = Width(LIMIT)
     stood_still = False
 
     async def work() -> None:
