@@ -34,9 +34,8 @@ from noloco_node.model.stage import build_stage
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.evaluation import evaluate
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.backups import GivenCopy, StageCopies
 from noloco_node.state_transfer.copy_fetch import of_one_mind
-from noloco_node.state_transfer.given_copies import GivenCopies
 from noloco_node.training.layout import FlatLayout
 from noloco_node.transport.memory import MemoryTransport
 from tests.inside import directory_of
@@ -151,7 +150,7 @@ async def test_an_export_of_a_live_run_is_the_mean_of_its_replicas_in_full_preci
     sizes = footprint_of(gathered.run).parameters
     assert sum(size for size, _ in swarm.paced) == 2 * 4 * sum(sizes)
     assert {reader for _, reader in swarm.paced} == {OUTSIDER}
-    exported = export(gathered, tmp_path / "out", "mean", lambda _: None)
+    exported = export(gathered, tmp_path / "out", lambda _: None)
     loaded = dict(torch.nn.Module.named_parameters(load_exported(tmp_path / "out")))
     assert same({name: value.detach() for name, value in loaded.items()}, expected)
     assert exported.parameters == sum(sizes)
@@ -174,7 +173,7 @@ async def test_the_export_loses_what_the_swarm_measures_at_the_same_weights(tmp_
         for head in heads:
             await head.membership.refresh()
         sums = [(await evaluate(origin, rows, 4))[0] for origin in origins]
-        export(await swarm.gather(tmp_path / "spool"), tmp_path / "out", "mean", lambda _: None)
+        export(await swarm.gather(tmp_path / "spool"), tmp_path / "out", lambda _: None)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         alone = float(model(rows.long(), labels=rows.long()).loss)
@@ -300,7 +299,7 @@ async def test_what_the_swarm_has_measured_comes_with_the_weights(tmp_path: Path
             serve_hello(replica.context.transport, spec, lambda: 0, held_out=lambda said=said: said)
         gathered = await swarm.gather(tmp_path / "spool")
     assert gathered.reported == Reported(3.0, 1001.0)
-    export(gathered, tmp_path / "out", "mean", lambda _: None)
+    export(gathered, tmp_path / "out", lambda _: None)
     assert "3.0000 nats per token at 1,001 tokens" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
 
 
@@ -320,7 +319,7 @@ def test_a_report_is_moved_by_no_minority() -> None:
         assert found in (Reported(2.0, 950.0), Reported(2.1, 1000.0)), lie
 
 
-class KeptBusy(GivenCopies):
+class KeptBusy(GivenCopy):
     """A peer that broke off has the only place until it was asked for this often."""
 
     refusals = 10
@@ -334,7 +333,7 @@ async def test_a_stage_whose_only_donor_is_busy_is_waited_for(tmp_path: Path) ->
     """A user that broke an export off and begins it anew finds its former self in the donor's only place for a
     minute."""
     async with trained(replicas=1) as swarm:
-        swarm.copies[0]._given["fp32"] = busy = KeptBusy(30.0, 5.0, most=1)
+        swarm.copies[0]._given["fp32"] = busy = KeptBusy(30.0, 5.0)
         gathered = await swarm.gather(tmp_path / "spool")
     assert {stage: len(found) for stage, found in gathered.replicas.items()} == {0: 1, 1: 1}
     assert busy.refusals < 0

@@ -191,8 +191,8 @@ def _stage_memory(
     given = FP32 * ((GIVEN_VECTORS + beside) * count + moments)
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
     keeping = bool(run.standby_copies and others)
-    # The keeper of a standby copy has the old one while the new one comes, and gives two of its own stage.
-    kept = STANDBY_BYTES * 2 * (max(others) + count) if keeping else 0
+    # The keeper of a standby copy has the old one while the new one comes, and gives one of its own stage.
+    kept = STANDBY_BYTES * (2 * max(others) + count) if keeping else 0
     return StageMemory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,

@@ -11,6 +11,7 @@ import logging
 import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -33,8 +34,7 @@ from noloco_node.state_transfer.copy_manifest import (
     sign_copy,
     two_faced,
 )
-from noloco_node.state_transfer.given_copies import GivenCopies
-from noloco_node.state_transfer.rate import longest_reading
+from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS, longest_reading
 from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.stage_worker import StageWorker
@@ -68,6 +68,84 @@ async def unpaced(_size: int, _reader: str) -> None:
     """Stands for a donor's pace where nothing is trained."""
 
 
+@dataclass(slots=True)
+class _Reader:
+    progress: float
+    """When it came, or asked for weights beyond those before."""
+    beyond: int = -1
+
+
+class GivenCopy:
+    """The copy of its own stage that a node gives: it takes memory, so there is one. Times are in monotonic seconds.
+
+    It goes to newcomers for `fresh_seconds`, and never an old one to a new reader. A peer that asks for nothing new in
+    `idle_seconds` reads no more. It is held for `reading_seconds` at most after it stops going to newcomers.
+    """
+
+    def __init__(self, fresh_seconds: float, idle_seconds: float, reading_seconds: float = WHOLE_SECONDS) -> None:
+        self._fresh, self._idle, self._reading = fresh_seconds, idle_seconds, reading_seconds
+        self._copy: StageCopy | None = None
+        self._since = 0.0
+        self._readers: dict[PeerId, _Reader] = {}
+
+    def clear(self) -> None:
+        """Nothing is given any more."""
+        self._copy = None
+        self._readers.clear()
+
+    def tend(self, now: float) -> None:
+        """Let go of what nobody reads and newcomers do not get."""
+        for peer, reader in list(self._readers.items()):
+            if now - reader.progress > self._idle:
+                del self._readers[peer]
+        age = now - self._since
+        if age > self._fresh and (not self._readers or age > self._fresh + self._reading):
+            self.clear()
+
+    def reading(self, now: float) -> set[PeerId]:
+        """Peers that read it now."""
+        self.tend(now)
+        return set(self._readers)
+
+    def fresh(self, peer: PeerId, now: float) -> StageCopy | None:
+        """The copy for this newcomer, where it is young enough."""
+        self.tend(now)
+        if self._copy is None or now - self._since > self._fresh:
+            return None
+        self._read(peer, now)
+        return self._copy
+
+    def room(self, now: float) -> bool:
+        """Whether a new copy may be taken: not while one is read."""
+        self.tend(now)
+        return self._copy is None
+
+    def add(self, copy: StageCopy, peer: PeerId, taken: float, now: float) -> None:
+        """A new copy, begun to be taken at `taken`, for this newcomer and the peers that come after it."""
+        self.clear()
+        self._copy, self._since = copy, taken
+        self._read(peer, now)
+
+    def asked(self, root: str, peer: PeerId, at: int, end: int, now: float) -> StageCopy | None:
+        """The copy, where this peer asks for its weights from `at` to `end` and may have it."""
+        if self._copy is None or self._copy.manifest.root != root:
+            return None
+        if now - self._since <= self._fresh:
+            self._read(peer, now)
+        reader, size = self._readers.get(peer), self._copy.manifest.size
+        if reader is None:
+            return None
+        if reader.beyond < at < size:
+            reader.beyond, reader.progress = at, now
+        if end >= size:
+            del self._readers[peer]
+        return self._copy
+
+    def _read(self, peer: PeerId, now: float) -> None:
+        if peer not in self._readers and len(self._readers) < MOST_WAITING:
+            self._readers[peer] = _Reader(now)
+
+
 class StageCopies:
     """What a node keeps of other stages and gives of its own, through all of its stays. `parameters`: of each stage.
     Copies lie on the disk of `folder`."""
@@ -91,9 +169,9 @@ class StageCopies:
         self.reading_seconds = longest_reading(limits, 4 * max(parameters, default=0))
         """A copy in full precision is held for its readers for at most so many seconds."""
         # An exporter asks all replicas at once.
-        self._given: dict[CopyPrecision, GivenCopies] = {
-            "fp16": GivenCopies(limits.standby_seconds / 2, idle),
-            "fp32": GivenCopies(30.0, idle, most=1, reading_seconds=self.reading_seconds),
+        self._given: dict[CopyPrecision, GivenCopy] = {
+            "fp16": GivenCopy(limits.standby_seconds / 2, idle),
+            "fp32": GivenCopy(30.0, idle, self.reading_seconds),
         }
         self._collectors = PeerTable[PeerId, str](4)
         """Peers that have read a whole copy in full precision of this stay's weights, and the root of the latest."""
@@ -326,7 +404,7 @@ class StageCopies:
             copy = given.fresh(peer, taken)
             if copy is None:  # one copy for all that ask at the same time, since it takes memory
                 if not given.room(taken):
-                    raise Refused(Refusal.BUSY, "copies of other moments are being read")
+                    raise Refused(Refusal.BUSY, "a copy of another moment is being read")
                 copy = await self._copy_own(stage, self._own[1], precision)
                 given.add(copy, peer, taken, ambient.monotonic())
             return copy
