@@ -22,9 +22,9 @@ from noloco_node.data.prepared import prepare
 from noloco_node.data.reading import held_out_windows
 from noloco_node.data.samples import inputs_and_labels
 from noloco_node.data.shards import TextShards
+from noloco_node.data.shared_turns import Turn
 from noloco_node.data.sources import divided
 from noloco_node.data.tokenizers import ByteTokenizer
-from noloco_node.data.turns import Turn
 from noloco_node.data.windows import load_windows
 from noloco_node.document_marks import BEGINS, positions_of, without_marks
 from noloco_node.errors import ExitCode, UserError

@@ -16,8 +16,8 @@ from noloco_node.data.mixture import MixedPosition, SourceOrder, naming_source
 from noloco_node.data.prefetch import Portion, Portions
 from noloco_node.data.sampler import BEGINNING
 from noloco_node.data.samples import Position
+from noloco_node.data.shared_turns import MOST_BEGUN, SharedTurns, Turn
 from noloco_node.data.tokenizers import Tokens
-from noloco_node.data.turns import MOST_BEGUN, Turn, Turns
 from noloco_node.errors import UserError
 from noloco_node.pauses import Doubling
 
@@ -35,7 +35,7 @@ class Row:
     """The blocks of one source, and the turns in which they are read."""
 
     blocks: Blocks
-    turns: Turns
+    turns: SharedTurns
 
 
 @dataclass(frozen=True, slots=True)

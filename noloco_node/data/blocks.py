@@ -9,8 +9,8 @@ import numpy as np
 
 from noloco_node.data.sampler import Permutation
 from noloco_node.data.shards import Shards
+from noloco_node.data.shared_turns import Turn
 from noloco_node.data.tokenizers import Tokens
-from noloco_node.data.turns import Turn
 from noloco_node.data.windows import Windows
 from noloco_node.document_marks import BEGINS
 

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict
 from noloco_node.config.data_spec import PASS_WINDOWS, SHARDS, TEXT, DataSpec, apportioned
 from noloco_node.data.claims import SharedPosition
 from noloco_node.data.sampler import BEGINNING, Permutation, SamplerPosition, WindowSampler
-from noloco_node.data.turns import TurnPosition
 from noloco_node.errors import UserError
 
 
@@ -106,7 +105,7 @@ class MixedPosition(BaseModel):
 
     order: SamplerPosition
     """In the order of the sources."""
-    sources: tuple[TurnPosition | SharedPosition, ...]
+    sources: tuple[SharedPosition, ...]
     """In the row of each."""
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -24,7 +24,6 @@ from noloco_node.data.sampler import BEGINNING, SamplerPosition
 from noloco_node.data.samples import Position, Samples, SharedRows
 from noloco_node.data.shards import Shards, TextShards
 from noloco_node.data.shared_turns import SharedTurns
-from noloco_node.data.turns import OwnTurns, TurnPosition, Turns
 from noloco_node.data.windows import Windows, load_windows
 
 logger = logging.getLogger(__name__)
@@ -37,30 +36,28 @@ class Reader:
     peer_id: str
     microbatch_windows: int
     held_out_windows: int
+    record_seconds: float
+    """For which what it says of its blocks counts with others."""
     prefetch_bytes: int = 16_000_000
 
 
-MakeTurns = Callable[[int, Position], Turns]
-"""A function that makes the turns over so many blocks, from a position on: one for each source."""
 _HeldOut = tuple[Tensor, tuple[tuple[str, int], ...]]
 """The values of `Samples.held_out` and `Samples.held_out_of`."""
 
 
-def open_samples(
-    spec: DataSpec, vocab_size: int, reader: Reader, position: Position, make_turns: MakeTurns | None = None
-) -> Samples:
-    """All that stage 0 asks of its text, from `position` on. A thread reads ahead until `close`. `make_turns` makes the
-    turns in which blocks of a text are read; without it each replica walks through all of them. Raises UserError (DATA)
-    as `load_windows` does."""
+def open_samples(spec: DataSpec, vocab_size: int, reader: Reader, position: Position) -> Samples:
+    """All that stage 0 asks of its text, from `position` on. A thread reads ahead until `close`. Blocks of a text are
+    read in turns that begin once `Samples.shared` has heard of the others. Raises UserError (DATA) as `load_windows`
+    does."""
     if spec.streaming:
         shards = _shards(spec, vocab_size)
         blocks = [_streamed(each, spec) for each in shards]
-        return _in_blocks(blocks, _held_out(shards, spec, reader.held_out_windows), spec, reader, position, make_turns)
+        return _in_blocks(blocks, _held_out(shards, spec, reader.held_out_windows), spec, reader, position)
     windows = load_windows(spec, vocab_size)
     if spec.block_windows is not None:
         blocks = [NumberedBlocks(each, spec.block_windows, spec.seed) for each in windows.by_source()]
         held_out = _numbered_held_out(windows, spec, reader.held_out_windows)
-        return _in_blocks(blocks, held_out, spec, reader, position, make_turns)
+        return _in_blocks(blocks, held_out, spec, reader, position)
     walk = _walk(windows, spec.seed, reader.peer_id, position)
     prefetch = Prefetch(_walked(windows, walk, reader.microbatch_windows), walk.position, reader.prefetch_bytes)
     held_out, held_out_of = _numbered_held_out(windows, spec, reader.held_out_windows)
@@ -103,25 +100,23 @@ def _streamed(shards: Shards, spec: DataSpec) -> StreamedBlocks:
 
 
 def _in_blocks(
-    blocks: Sequence[Blocks],
-    held_out: _HeldOut,
-    spec: DataSpec,
-    reader: Reader,
-    position: Position,
-    make_turns: MakeTurns | None,
+    blocks: Sequence[Blocks], held_out: _HeldOut, spec: DataSpec, reader: Reader, position: Position
 ) -> Samples:
     """`blocks`: of each source."""
     order: SourceOrder | None = None
-    positions = [position]
+    positions: list[Position] = [position]
     if spec.mixture:
         begin = position if isinstance(position, MixedPosition) and len(position.sources) == len(blocks) else None
         order = _order(spec, reader.peer_id, BEGINNING if begin is None else begin.order)
-        positions = [TurnPosition() for _ in blocks] if begin is None else list(begin.sources)
-    make = make_turns or partial(_own_turns, spec.seed, reader.peer_id)
-    rows = [Row(each, make(each.count, begin)) for each, begin in zip(blocks, positions, strict=True)]
+        positions = [BEGINNING] * len(blocks) if begin is None else list(begin.sources)
+    own = reader.peer_id
+    turns = [
+        SharedTurns(each.count, spec.seed, own, reader.record_seconds, random.Random(f"slots/{own}"), begin)
+        for each, begin in zip(blocks, positions, strict=True)
+    ]
+    rows = [Row(each, its) for each, its in zip(blocks, turns, strict=True)]
     source = BlockReader(rows, reader.microbatch_windows, order)
     prefetch = Prefetch(source.portions(), position, reader.prefetch_bytes)
-    shared = [row.turns for row in rows if isinstance(row.turns, SharedTurns)]
 
     def close() -> None:
         source.close()
@@ -134,7 +129,7 @@ def _in_blocks(
         position=lambda: source.position,
         waited_seconds=lambda: prefetch.waited_seconds,
         blocks=min(each.count for each in blocks),
-        shared=SharedRows(shared) if shared else None,
+        shared=SharedRows(turns),
         passed_over=source.passed_over,
         close=close,
     )
@@ -146,10 +141,6 @@ def _order(spec: DataSpec, peer_id: str, begin: SamplerPosition) -> SourceOrder:
     except ValueError as error:
         logger.warning("the order of the sources begins anew: %s", error)
         return SourceOrder(spec.weights, spec.seed, peer_id)
-
-
-def _own_turns(seed: int, peer_id: str, count: int, begin: Position) -> OwnTurns:
-    return OwnTurns(count, seed, peer_id, begin if isinstance(begin, TurnPosition) else TurnPosition())
 
 
 def _shards(spec: DataSpec, vocab_size: int) -> list[Shards]:

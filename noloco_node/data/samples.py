@@ -14,7 +14,6 @@ from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.shared_turns import SharedTurns, SlotEvent
-from noloco_node.data.turns import TurnPosition
 from noloco_node.document_marks import BEGINS, without_marks
 
 
@@ -86,9 +85,9 @@ class SharedRows:
         return rows
 
 
-Position = SamplerPosition | TurnPosition | SharedPosition | MixedPosition
-"""The position where drawing goes on. It is in a walk over numbered windows, in a row of blocks, in one that replicas
-share, or in several such rows."""
+Position = SamplerPosition | SharedPosition | MixedPosition
+"""The position where drawing goes on. It is in a walk over numbered windows, in the row of blocks that replicas share,
+or in several such rows."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and labels, both int64 [b, T]; the labels with marks where documents begin (`marks.BEGINS`)."""

@@ -11,7 +11,6 @@ from typing import Literal
 from noloco_node import ambient
 from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition, SlotBook
 from noloco_node.data.sampler import Permutation
-from noloco_node.data.turns import MOST_BEGUN, Turn
 
 PATIENCE_LIVES = 3.0
 """A silent replica keeps its slots for so many record lives. A replica that sees the others in part hears of each of
@@ -22,7 +21,22 @@ FIRST_WAIT_LIVES = 0.2
 """A claim stands for so many record lives before its block is begun, if others are there: two looks."""
 
 
+MOST_BEGUN = MOST_CLAIMS - 1
+"""So many blocks may be begun and not drawn to their end: the claim beside them is for the next one."""
+
 Outcome = Literal["begun", "finished", "yielded", "given_back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A slot of the endless row of blocks that a replica has taken."""
+
+    slot: int
+    block: int
+    epoch: int
+    """Passes over all blocks that lie before the slot."""
+    start: int = 0
+    """Windows of the block that were read already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +69,12 @@ class SlotCounts:
 
 
 class SharedTurns:
-    """Implements `Turns` over what stage peers say. `count`: blocks of a pass; `life`: seconds that a record lives. A
+    """Hands out the slots, by what stage peers say. `count`: blocks of a pass; `life`: seconds that a record lives. A
     `position` is gone on from where it is one of the same row.
 
-    `heard` brings the stage peers' words, `claims` is what the own record is to say, `published` that it has said so.
-    Waits go by `clock`, which is monotonic; by `wall` only what a next life must know. Thread-safe.
+    `take` is called by the reader's thread, the rest by the event loop's, in the order of what is drawn. `heard` brings
+    the stage peers' words, `claims` is what the own record is to say, `published` that it has said so. Waits go by
+    `clock`, which is monotonic; by `wall` only what a next life must know. Thread-safe.
     """
 
     def __init__(
@@ -118,7 +133,7 @@ class SharedTurns:
                 self._note("finished", claim)
 
     def empty(self, slot: int) -> None:
-        """The slot need not be held until what was read before it is drawn."""
+        """No window of the slot's block is there: it need not be held until what was read before it is drawn."""
         self.finished(slot)
 
     def holds(self, slot: int) -> bool:

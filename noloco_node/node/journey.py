@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import os
-import random
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,6 @@ from noloco_node.config.own_paths import join_line
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Position, Samples
-from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.directory.records import DirectoryView
 from noloco_node.directory.summary import SwarmSummary, outlook_of
 from noloco_node.identity.peer_id import PeerId
@@ -301,12 +299,8 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: Position) -
     _spare_the_collector()
     if stage_index > 0:
         return stage, None
-    reader = Reader(own, spec.inner.microbatch_windows, spec.evaluation.windows)
-
-    def turns(count: int, begin: Position) -> SharedTurns:
-        return SharedTurns(count, spec.data.seed, own, spec.limits.record_seconds, random.Random(f"slots/{own}"), begin)
-
-    return stage, open_samples(spec.data, stage.vocab_size, reader, position, turns)
+    windows = spec.inner.microbatch_windows, spec.evaluation.windows
+    return stage, open_samples(spec.data, stage.vocab_size, Reader(own, *windows, spec.limits.record_seconds), position)
 
 
 def _spare_the_collector() -> None:

@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from noloco_node.data.claims import Claim, Said, SharedPosition
-from noloco_node.data.shared_turns import SharedTurns
-from noloco_node.data.turns import Turn
+from noloco_node.data.shared_turns import SharedTurns, Turn
 
 LIFE, RENEWAL, LOOK, DELAY = 20, 7, 2, 1
 """Seconds: a record's life, the time between two renewals and two looks, and how long a record takes to be found."""

@@ -21,13 +21,12 @@ from noloco_node.data.blocks import StreamedBlocks
 from noloco_node.data.claims import Claim, Said
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
-from noloco_node.data.reading import MakeTurns, Reader, held_out_by_source, open_samples
-from noloco_node.data.sampler import SamplerPosition
+from noloco_node.data.reading import Reader, held_out_by_source, open_samples
+from noloco_node.data.sampler import Permutation, SamplerPosition
 from noloco_node.data.samples import Position, Samples, SharedRows
 from noloco_node.data.shards import TextShards
-from noloco_node.data.shared_turns import SharedTurns
+from noloco_node.data.shared_turns import SharedTurns, Turn
 from noloco_node.data.tokenizers import ByteTokenizer
-from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pauses import Doubling
@@ -67,12 +66,19 @@ def streamed(folder: Path) -> DataSpec:
     return DataSpec.model_validate(values)
 
 
-async def opened(
-    spec: DataSpec, position: Position | None = None, make_turns: MakeTurns | None = None, size: int = SIZE
-) -> Samples:
-    """As stage 0 opens it; little is read ahead."""
-    reader = Reader("peer", size, 24, 4 * SIZE * LENGTH)
-    return await asyncio.to_thread(open_samples, spec, 256, reader, position or SamplerPosition(), make_turns)
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that has no turn yet asks again at once."""
+    monkeypatch.setattr(block_reader, "ASK_AGAIN_SECONDS", 0.001)
+
+
+async def opened(spec: DataSpec, position: Position | None = None, size: int = SIZE) -> Samples:
+    """As the only replica of stage 0 opens it; little is read ahead."""
+    reader = Reader("peer", size, 24, 20.0, 4 * SIZE * LENGTH)
+    samples = await asyncio.to_thread(open_samples, spec, 256, reader, position or SamplerPosition())
+    if samples.shared is not None:
+        samples.shared.heard((), 1)
+    return samples
 
 
 async def drawn(spec: DataSpec, count: int, size: int = SIZE) -> list[bytes]:
@@ -94,8 +100,9 @@ def alone(spec: DataSpec, number: int, count: int) -> list[bytes]:
     """The first windows of one source, as a replica reads it that reads nothing else."""
     part = spec.parts[number]
     blocks = StreamedBlocks(TextShards(part, ByteTokenizer()), part.parts_per_shard, LENGTH)
-    turns = OwnTurns(blocks.count, spec.seed, "peer", TurnPosition())
-    return [bytes(each) for each in islice(chain.from_iterable(blocks.read(turns.take()) for _ in range(99)), count)]
+    epochs = ((epoch, Permutation(blocks.count, f"blocks/{spec.seed}/{epoch}")) for epoch in range(99))
+    turns = (Turn(0, order[place], epoch) for epoch, order in epochs for place in range(blocks.count))
+    return [bytes(each) for each in islice(chain.from_iterable(map(blocks.read, turns)), count)]
 
 
 async def test_streamed_sources_keep_their_shares_and_each_is_read_as_if_it_were_alone(streamed: DataSpec) -> None:

@@ -21,9 +21,9 @@ from noloco_node.data.prepared import check_text_here, fingerprint_of, open_shar
 from noloco_node.data.prepared_shards import PreparedSoFar
 from noloco_node.data.reading import held_out_windows
 from noloco_node.data.shards import TextShards
+from noloco_node.data.shared_turns import Turn
 from noloco_node.data.token_file import TokenFile
 from noloco_node.data.tokenizers import ByteTokenizer, PretrainedTokenizer, Tokenizer, Tokens
-from noloco_node.data.turns import Turn
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from tests.data.made_files import write_texts

@@ -20,16 +20,16 @@ from noloco_node.config.load import load_config
 from noloco_node.data import block_reader
 from noloco_node.data.block_reader import BlockReader, Row
 from noloco_node.data.blocks import StreamedBlocks, cut_windows
+from noloco_node.data.claims import SharedPosition
 from noloco_node.data.documents import data_error
 from noloco_node.data.prefetch import Prefetch
 from noloco_node.data.prepared import check_text_here, fingerprint_of
 from noloco_node.data.reading import Reader, held_out_windows, open_samples
-from noloco_node.data.sampler import Permutation
+from noloco_node.data.sampler import BEGINNING, Permutation
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import TextShards
-from noloco_node.data.shared_turns import SharedTurns
+from noloco_node.data.shared_turns import SharedTurns, Turn
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens
-from noloco_node.data.turns import OwnTurns, Turn, TurnPosition
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pauses import Doubling
@@ -43,7 +43,12 @@ MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 STORIES = [f"tale {number}: " + "and so on, " * (5 + number % 7) for number in range(120)]
 SHARDS = 6
 LENGTH = 17
-BEGIN = TurnPosition()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that has no turn yet asks again at once."""
+    monkeypatch.setattr(block_reader, "ASK_AGAIN_SECONDS", 0.001)
 
 
 def write_shards(folder: Path, suffix: str = ".jsonl.gz", shards: int = SHARDS) -> Path:
@@ -67,10 +72,12 @@ def spec(tmp_path: Path) -> DataSpec:
 
 @asynccontextmanager
 async def opened(
-    spec: DataSpec, position: Position = BEGIN, peer: str = "peer", size: int = 1, ahead: int = 1
+    spec: DataSpec, position: Position = BEGINNING, size: int = 1, ahead: int = 1
 ) -> AsyncIterator[Samples]:
-    """As stage 0 opens it; one microbatch is read ahead."""
-    samples = await asyncio.to_thread(open_samples, spec, 256, Reader(peer, size, 4, ahead), position)
+    """As the only replica of stage 0 opens it; one microbatch is read ahead."""
+    samples = await asyncio.to_thread(open_samples, spec, 256, Reader("peer", size, 4, 20.0, ahead), position)
+    assert samples.shared is not None
+    samples.shared.heard((), 1)
     try:
         yield samples
     finally:
@@ -126,18 +133,15 @@ def test_blocks_hold_each_training_document_once_and_none_that_is_held_out(tmp_p
     assert np.array_equal(held_out_windows(whole, 256, 3), held[:3])
 
 
-async def test_each_pass_reads_every_block_once_in_an_order_of_the_replica(spec: DataSpec) -> None:
-    """The next pass follows; another replica's order is another."""
+async def test_each_pass_reads_every_block_once_in_an_order_of_its_own(spec: DataSpec) -> None:
+    """The next pass follows."""
     blocks = blocks_of(spec)
     assert blocks.count == 12
-    order = [[Permutation(12, f"blocks/0/peer/{epoch}")[place] for place in range(12)] for epoch in range(2)]
+    order = [[Permutation(12, f"blocks/0/{epoch}")[place] for place in range(12)] for epoch in range(2)]
     expected = [window for block in (*order[0], *order[1]) for window in windows_in(blocks, block)]
     async with opened(spec) as samples:
         assert await drawn(samples, len(expected)) == expected
-    async with opened(spec, peer="other") as samples:
-        other = await drawn(samples, len(expected) // 2)
-    assert other != expected[: len(other)]
-    assert Counter(other) == Counter(expected[: len(other)])
+    assert order[0] != order[1]
 
 
 async def test_it_goes_on_where_it_was_left(spec: DataSpec) -> None:
@@ -147,10 +151,9 @@ async def test_it_goes_on_where_it_was_left(spec: DataSpec) -> None:
         for _ in range(60):
             batches += await drawn(samples, 1)
             positions.append(samples.position())
-    assert len({position.slot for position in positions if isinstance(position, TurnPosition)}) > 5
+    assert len({position.own for position in positions if isinstance(position, SharedPosition)}) > 5
     for begun in range(0, 60, 7):
         async with opened(spec, positions[begun], size=4) as samples:
-            assert samples.position() == positions[begun]
             assert await drawn(samples, 60 - begun) == batches[begun:]
 
 
@@ -205,23 +208,25 @@ async def test_memory_is_flat_over_a_hundred_times_as_much_text(tmp_path: Path) 
     assert peaks[1] < peaks[0] + 500_000, peaks
 
 
-class Watching(OwnTurns):
-    """Turns that remember what they were told; with `gaps` there is none every other time."""
+class Watching(SharedTurns):
+    """Turns of the only replica that remember what they were told; with `gaps` there is none every other time."""
 
     def __init__(self, count: int, gaps: bool = False) -> None:
-        super().__init__(count, 0, "peer", BEGIN)
+        super().__init__(count, 0, "peer", 20.0, random.Random(0))
+        self.heard((), 1)
         self._gaps = gaps
         self.asked = 0
         self.taken: list[int] = []
         self.done: list[int] = []
 
-    def take(self) -> Turn | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def take(self) -> Turn | None:
         """The next one, or none."""
         self.asked += 1
         if self._gaps and self.asked % 2:
             return None
         turn = super().take()
-        self.taken.append(turn.slot)
+        if turn is not None:
+            self.taken.append(turn.slot)
         return turn
 
     def finished(self, slot: int) -> None:
@@ -234,7 +239,7 @@ async def test_a_replica_holds_two_blocks_at_most(spec: DataSpec) -> None:
     """The present one and the next, however much may be read ahead: then the reader waits for what is drawn."""
     turns = Watching(12)
     reader = BlockReader([Row(blocks_of(spec), turns)], 2)
-    prefetch = Prefetch(reader.portions(), BEGIN, 1 << 20)
+    prefetch = Prefetch(reader.portions(), BEGINNING, 1 << 20)
     try:
         for rounds in range(5):
             await eventually(lambda: bool(getattr(reader._changed, "_waiters")), what="the reader waits")  # noqa: B009
@@ -248,14 +253,11 @@ async def test_a_replica_holds_two_blocks_at_most(spec: DataSpec) -> None:
     assert not prefetch.thread.is_alive(), "although it waited"
 
 
-async def test_where_there_is_no_block_now_the_reader_asks_again(
-    spec: DataSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_there_is_no_block_now_the_reader_asks_again(spec: DataSpec) -> None:
     """Until there is one; it can be closed meanwhile."""
-    monkeypatch.setattr(block_reader, "ASK_AGAIN_SECONDS", 0.001)
     turns = Watching(12, gaps=True)
     reader = BlockReader([Row(blocks_of(spec), turns)], 2)
-    prefetch = Prefetch(reader.portions(), BEGIN, 1 << 20)
+    prefetch = Prefetch(reader.portions(), BEGINNING, 1 << 20)
     try:
         for _ in range(100):
             await prefetch.draw()
@@ -297,7 +299,7 @@ async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading(
     turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
     turns.heard((), 1)
     reader = BlockReader([Row(SmallBlocks(sizes), turns)], 8)
-    prefetch = Prefetch(reader.portions(), BEGIN, 1)
+    prefetch = Prefetch(reader.portions(), BEGINNING, 1)
     try:
         async with asyncio.timeout(60):
             assert [[int(row[0]) for row in await prefetch.draw()] for _ in rows] == rows
@@ -312,7 +314,7 @@ async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.M
     turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
     turns.heard((), 1)
     reader = BlockReader([Row(SmallBlocks([-1]), turns)], 8)
-    prefetch = Prefetch(reader.portions(), BEGIN, 1)
+    prefetch = Prefetch(reader.portions(), BEGINNING, 1)
     try:
         async with asyncio.timeout(60):
             with pytest.raises(UserError, match="damaged"):
