@@ -60,13 +60,10 @@ _BYTES = 16
 
 
 class Fingerprint:
-    """A hash of documents, their keys and their order, taken one by one; blank documents do not count.
+    """A hash of documents, their keys and their order, taken one by one; blank documents do not count."""
 
-    It can be gone on with from what `text` said after any document.
-    """
-
-    def __init__(self, text: str | None = None) -> None:
-        self._digest = bytes(_BYTES) if text is None else bytes.fromhex(text.removeprefix(TEXT))
+    def __init__(self) -> None:
+        self._digest = bytes(_BYTES)
 
     def add(self, document: Document) -> None:
         """Take one more document."""
