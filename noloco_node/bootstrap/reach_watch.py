@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from noloco_node.bootstrap.dial_back import MAX_PORTS, PEER_SECONDS, Dialled, Reached, ask_dial_back, hosts_of
 from noloco_node.bootstrap.reachability import (
@@ -30,7 +30,8 @@ from noloco_node.bootstrap.reachability import (
 )
 from noloco_node.identity.addresses import PeerAddress, Reach, dialable, parse_address, reach_of
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.relay.places import MOST_RELAYS, RelayedHost, ask_for_place, circuit_address, only_relayed
+from noloco_node.libp2p.daemon import PrivateP2P
+from noloco_node.libp2p.relay.places import MOST_RELAYS, ask_for_place, circuit_address, only_relayed
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.errors import Refused, TransportError
@@ -60,25 +61,6 @@ MAP_SECONDS = 8.0
 MAP_LOOK_SECONDS = 0.2
 
 
-class ReachedHost(RelayedHost, Protocol):
-    """What this room needs of libp2p. Implementation: `PrivateP2P`."""
-
-    joined_peers: tuple[str, ...]
-
-    @property
-    def maps_port(self) -> bool:
-        """Whether a router is asked to open the port."""
-        ...
-
-    def listening(self) -> Sequence[str]:
-        """Addresses of this machine that others may dial, without the peer itself; loopback's are left out."""
-        ...
-
-    async def told_addresses(self) -> Sequence[str]:
-        """What others are told now, with the peer itself; what a router has opened by now is among it. OSError."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What the owner of a node has chosen."""
@@ -100,7 +82,7 @@ class ReachWatch:
     """How one node is reached. `readdress` puts another p2pd in the place of the present one; it may be set anew."""
 
     def __init__(
-        self, host: ReachedHost, transport: Transport, policy: Policy, readdress: Readdress, rng: random.Random
+        self, host: PrivateP2P, transport: Transport, policy: Policy, readdress: Readdress, rng: random.Random
     ) -> None:
         self._host = host
         self._transport = transport

@@ -37,7 +37,7 @@ from noloco_node.libp2p.relay.messages import (
     wanted_peer,
     write_message,
 )
-from noloco_node.libp2p.relay.places import RelayedHost, ask_for_place, connected_by_relay, only_relayed
+from noloco_node.libp2p.relay.places import ask_for_place, connected_by_relay, only_relayed
 from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.libp2p.start import reached_by_a_stranger, running_p2p, start_p2p
 from noloco_node.pauses import Rest
@@ -435,7 +435,7 @@ async def test_a_relayed_connection_gives_way_to_one_that_the_hidden_node_can_ma
     async with relay_node(keys[0]) as (middle, relay):
         go_direct = relay_places._go_direct
 
-        async def not_yet(_host: RelayedHost, _tried: dict[PeerId, Rest]) -> None:
+        async def not_yet(_host: object, _tried: dict[PeerId, Rest]) -> None:
             """The node's own look, which must not come before the first connection has been seen."""
 
         monkeypatch.setattr(relay_places, "_go_direct", not_yet)

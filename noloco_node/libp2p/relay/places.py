@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Sequence
+from typing import NoReturn
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import CIRCUIT, PeerAddress, dialable, parse_address
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay.messages import (
     HOP,
     Status,
@@ -39,36 +40,6 @@ MOST_RELAYS = 3
 NOT_A_RELAY = "it relays for nobody"
 DIRECT_AGAIN = Doubling(4.0, 300.0)
 """Seconds between attempts at a direct connection to one peer; it may only just have told others its address."""
-
-
-class RelayedHost(StreamHost, Protocol):
-    """What this room needs of libp2p. Implementation: `PrivateP2P`."""
-
-    @property
-    def relays(self) -> Sequence[PeerAddress]:
-        """Relays through which others reach this node now."""
-        ...
-
-    @property
-    def lost_relays(self) -> set[PeerId]:
-        """The relays that do not relay for this node now."""
-        ...
-
-    async def connections(self) -> Mapping[PeerId, Sequence[str]]:
-        """The peers that it is connected to, and the other ends of these connections. OSError, TimeoutError."""
-        ...
-
-    async def addresses_of(self, peer: PeerId) -> Sequence[str]:
-        """Where a peer listens; empty where nobody knows."""
-        ...
-
-    async def connect(self, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
-        """Be connected to a peer; None, or why that failed."""
-        ...
-
-    async def connect_anew(self, peer: PeerId, addresses: Sequence[str]) -> str | None:
-        """Drop all connections to a peer and connect to it at these addresses; None, or why it failed."""
-        ...
 
 
 async def ask_for_place(host: StreamHost, relay: PeerId) -> str | None:
@@ -115,7 +86,7 @@ def circuit_address(relay: PeerAddress) -> str:
     return f"{relay.text.rstrip('/')}{CIRCUIT}"
 
 
-async def keep_places(host: RelayedHost) -> NoReturn:
+async def keep_places(host: PrivateP2P) -> NoReturn:
     """Ask for the places again before they run out, whatever happens to the relays or to p2pd meanwhile. The relays may
     change, and there may be none."""
     tried: dict[PeerId, Rest] = {}
@@ -134,7 +105,7 @@ async def keep_places(host: RelayedHost) -> NoReturn:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _ask_all(host: RelayedHost, relays: Sequence[PeerAddress], lost: set[PeerId]) -> None:
+async def _ask_all(host: PrivateP2P, relays: Sequence[PeerAddress], lost: set[PeerId]) -> None:
     """Ask each relay for the place, and say which of them begins or ceases to be among the `lost`."""
     reasons = await asyncio.gather(*(_ask_again(host, relay) for relay in relays))
     for relay, reason in zip(relays, reasons, strict=True):
@@ -146,7 +117,7 @@ async def _ask_all(host: RelayedHost, relays: Sequence[PeerAddress], lost: set[P
             lost.discard(relay.peer)
 
 
-async def _ask_again(host: RelayedHost, relay: PeerAddress) -> str | None:
+async def _ask_again(host: PrivateP2P, relay: PeerAddress) -> str | None:
     """`ask_for_place` of a relay that p2pd may have lost, or never known if it is a new one."""
     try:
         async with asyncio.timeout(ASK_SECONDS):
@@ -156,7 +127,7 @@ async def _ask_again(host: RelayedHost, relay: PeerAddress) -> str | None:
     return failure[:200] if failure else await ask_for_place(host, relay.peer)
 
 
-async def _go_direct(host: RelayedHost, tried: dict[PeerId, Rest]) -> None:
+async def _go_direct(host: PrivateP2P, tried: dict[PeerId, Rest]) -> None:
     """Replace relayed connections to peers that this node can dial itself: they may have dialled first."""
     now = asyncio.get_running_loop().time()
     try:
@@ -175,7 +146,7 @@ async def _go_direct(host: RelayedHost, tried: dict[PeerId, Rest]) -> None:
             tried[peer] = before[peer].again(DIRECT_AGAIN, now)
 
 
-async def _dial_directly(host: RelayedHost, peer: PeerId) -> bool:
+async def _dial_directly(host: PrivateP2P, peer: PeerId) -> bool:
     """Whether it has an address that could be tried: p2pd hears of one a moment after the peer has dialled."""
     known = [parse_address(text) for text in dialable(await host.addresses_of(peer))]
     direct = [address for address in known if address.relay is None]
@@ -199,7 +170,7 @@ def only_relayed(ends: Sequence[str]) -> bool:
     return bool(ends) and all(CIRCUIT in end for end in ends)
 
 
-async def connected_by_relay(host: RelayedHost, peer: PeerId) -> bool:
+async def connected_by_relay(host: PrivateP2P, peer: PeerId) -> bool:
     """Whether all connections to a peer go through a relay; where p2pd does not say, none does."""
     try:
         return only_relayed((await host.connections()).get(peer, ()))

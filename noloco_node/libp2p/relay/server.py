@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay.messages import (
     CONNECT,
     HOP,
@@ -33,7 +33,6 @@ from noloco_node.libp2p.relay.messages import (
     write_message,
 )
 from noloco_node.transport.errors import PeerUnreachable
-from noloco_node.transport.pool import StreamHost
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +53,6 @@ HANDSHAKE_SECONDS = 10.0
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class RelayingHost(StreamHost, Protocol):
-    """What a relay needs of libp2p. Implementation: `PrivateP2P`."""
-
-    async def connections(self) -> Mapping[PeerId, Sequence[str]]:
-        """The peers that it is connected to, and the other ends of these connections. OSError, TimeoutError."""
-        ...
-
-
 async def carried_freely(_count: int) -> None:
     """For a relay whose line has no bound."""
 
@@ -70,7 +61,7 @@ class CircuitRelay:
     """Serves circuits on a host between `start` and `close`, or refuses them all where it does not `carry`."""
 
     def __init__(
-        self, host: RelayingHost, *, carry: bool, count: Callable[[int], Awaitable[None]] = carried_freely
+        self, host: PrivateP2P, *, carry: bool, count: Callable[[int], Awaitable[None]] = carried_freely
     ) -> None:
         """`count` is told how many bytes are to be passed on, and waits until they may be."""
         self._host = host
