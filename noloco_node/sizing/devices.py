@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from noloco_node.config.run_spec import PrecisionName
@@ -12,95 +11,66 @@ from noloco_node.errors import ExitCode, UserError
 REACHED = 0.4
 """Training on a device that never waits reaches this share of its maker's peak: 0.3 to 0.5 is usual."""
 
-PEAK_TFLOP_PER_SECOND = {
-    "B200": {"bf16": 2250.0, "fp32": 80.0},
-    "H200 NVL": {"bf16": 835.5, "fp32": 60.0},
-    "H200": {"bf16": 989.4, "fp32": 66.9},
-    "H100 PCIe": {"bf16": 756.5, "fp32": 51.2},
-    "H100 NVL": {"bf16": 835.5, "fp32": 60.0},
-    "H100": {"bf16": 989.4, "fp32": 66.9},
-    "A100": {"bf16": 312.0, "fp32": 19.5},
-    "A40": {"bf16": 149.7, "fp32": 37.4},
-    "A10G": {"bf16": 70.0, "fp32": 35.0},
-    "A10": {"bf16": 125.0, "fp32": 31.2},
-    "L40S": {"bf16": 362.0, "fp32": 91.6},
-    "L40": {"bf16": 181.0, "fp32": 90.5},
-    "L4": {"bf16": 121.0, "fp32": 30.3},
-    "RTX 6000 Ada": {"bf16": 364.2, "fp32": 91.1},
-    "RTX A6000": {"bf16": 154.8, "fp32": 38.7},
-    "RTX 5090": {"bf16": 209.5, "fp32": 104.8},
-    "RTX 4090": {"bf16": 165.2, "fp32": 82.6},
-    "RTX 4080 SUPER": {"bf16": 104.4, "fp32": 52.2},
-    "RTX 4080": {"bf16": 97.5, "fp32": 48.7},
-    "RTX 4070 Ti SUPER": {"bf16": 88.2, "fp32": 44.1},
-    "RTX 4070 Ti": {"bf16": 80.2, "fp32": 40.1},
-    "RTX 4070 SUPER": {"bf16": 71.0, "fp32": 35.5},
-    "RTX 4070": {"bf16": 58.3, "fp32": 29.1},
-    "RTX 4060 Ti": {"bf16": 44.1, "fp32": 22.1},
-    "RTX 4060": {"bf16": 30.2, "fp32": 15.1},
-    "RTX 3090 Ti": {"bf16": 80.0, "fp32": 40.0},
-    "RTX 3090": {"bf16": 71.0, "fp32": 35.6},
-    "RTX 3080 Ti": {"bf16": 68.2, "fp32": 34.1},
-    "RTX 3080": {"bf16": 59.5, "fp32": 29.8},
-    "RTX 3070 Ti": {"bf16": 43.5, "fp32": 21.7},
-    "RTX 3070": {"bf16": 40.6, "fp32": 20.3},
-    "RTX 3060 Ti": {"bf16": 32.4, "fp32": 16.2},
-    "RTX 3060": {"bf16": 25.5, "fp32": 12.7},
-    "V100 PCIe": {"fp32": 14.0},
-    "V100": {"fp32": 15.7},
-    "T4": {"fp32": 8.1},
-    "MI300X": {"bf16": 1307.4, "fp32": 163.4},
-    "RX 7900 XTX": {"bf16": 122.8, "fp32": 61.4},
-    "RX 7900 XT": {"bf16": 103.0, "fp32": 51.5},
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A device as its maker tells of it."""
+
+    gib: int
+    """The least memory that is sold under that name."""
+    bf16: float | None
+    """TFLOP/s at the peak: dense, without sparsity. None for a device that does not compute in bf16."""
+    fp32: float
+    """Without tensor cores, which torch leaves aside for it."""
+
+
+CARDS = {
+    "B200": Card(180, 2250.0, 80.0),
+    "H200 NVL": Card(141, 835.5, 60.0),
+    "H200": Card(141, 989.4, 66.9),
+    "H100 PCIe": Card(80, 756.5, 51.2),
+    "H100 NVL": Card(94, 835.5, 60.0),
+    "H100": Card(80, 989.4, 66.9),
+    "A100": Card(40, 312.0, 19.5),
+    "A40": Card(48, 149.7, 37.4),
+    "A10G": Card(24, 70.0, 35.0),
+    "A10": Card(24, 125.0, 31.2),
+    "L40S": Card(48, 362.0, 91.6),
+    "L40": Card(48, 181.0, 90.5),
+    "L4": Card(24, 121.0, 30.3),
+    "RTX 6000 Ada": Card(48, 364.2, 91.1),
+    "RTX A6000": Card(48, 154.8, 38.7),
+    "RTX 5090": Card(32, 209.5, 104.8),
+    "RTX 4090": Card(24, 165.2, 82.6),
+    "RTX 4080 SUPER": Card(16, 104.4, 52.2),
+    "RTX 4080": Card(16, 97.5, 48.7),
+    "RTX 4070 Ti SUPER": Card(16, 88.2, 44.1),
+    "RTX 4070 Ti": Card(12, 80.2, 40.1),
+    "RTX 4070 SUPER": Card(12, 71.0, 35.5),
+    "RTX 4070": Card(12, 58.3, 29.1),
+    "RTX 4060 Ti": Card(8, 44.1, 22.1),
+    "RTX 4060": Card(8, 30.2, 15.1),
+    "RTX 3090 Ti": Card(24, 80.0, 40.0),
+    "RTX 3090": Card(24, 71.0, 35.6),
+    "RTX 3080 Ti": Card(12, 68.2, 34.1),
+    "RTX 3080": Card(10, 59.5, 29.8),
+    "RTX 3070 Ti": Card(8, 43.5, 21.7),
+    "RTX 3070": Card(8, 40.6, 20.3),
+    "RTX 3060 Ti": Card(8, 32.4, 16.2),
+    "RTX 3060": Card(12, 25.5, 12.7),
+    "V100 PCIe": Card(16, None, 14.0),
+    "V100": Card(16, None, 15.7),
+    "T4": Card(16, None, 8.1),
+    "MI300X": Card(192, 1307.4, 163.4),
+    "RX 7900 XTX": Card(24, 122.8, 61.4),
+    "RX 7900 XT": Card(20, 103.0, 51.5),
 }
-"""By a part of the device's name, as its maker says: dense, without sparsity; fp32 without tensor cores, which torch
-leaves aside for it."""
+"""By a part of the device's name."""
 
 _KIN = frozenset(("ti", "super", "d", "nvl", "laptop", "mobile", "max"))
 """Words by which a maker tells a device from another of the same number."""
 _A_PART = re.compile(r"mig|\d+[abcq]")
 """Words by which a driver tells that a device is a part of one: MIG and virtual GPUs."""
-
-MEMORY_GIB = {
-    "B200": 180,
-    "H200 NVL": 141,
-    "H200": 141,
-    "H100 NVL": 94,
-    "H100": 80,
-    "A100": 40,
-    "A40": 48,
-    "A10G": 24,
-    "A10": 24,
-    "L40S": 48,
-    "L40": 48,
-    "L4": 24,
-    "RTX 6000 Ada": 48,
-    "RTX A6000": 48,
-    "RTX 5090": 32,
-    "RTX 4090": 24,
-    "RTX 4080 SUPER": 16,
-    "RTX 4080": 16,
-    "RTX 4070 Ti SUPER": 16,
-    "RTX 4070 Ti": 12,
-    "RTX 4070 SUPER": 12,
-    "RTX 4070": 12,
-    "RTX 4060 Ti": 8,
-    "RTX 4060": 8,
-    "RTX 3090 Ti": 24,
-    "RTX 3090": 24,
-    "RTX 3080 Ti": 12,
-    "RTX 3080": 10,
-    "RTX 3070 Ti": 8,
-    "RTX 3070": 8,
-    "RTX 3060 Ti": 8,
-    "RTX 3060": 12,
-    "V100": 16,
-    "T4": 16,
-    "MI300X": 192,
-    "RX 7900 XTX": 24,
-    "RX 7900 XT": 20,
-}
-"""The least memory that is sold under that name, in GiB."""
 
 _SPEED = re.compile(r"^\s*([0-9.]+)\s*TFLOP(?:/s|s)?\s*$", re.IGNORECASE)
 
@@ -125,31 +95,30 @@ def device_by_name(name: str, precision: PrecisionName) -> Device:
         return Device(name.strip(), 1e12 * _number(speed.group(1), name), None)
     peak = peak_of(name, precision)
     if peak is None:
-        known = ", ".join(MEMORY_GIB)
+        known = ", ".join(CARDS)
         raise UserError(
             ExitCode.USAGE,
             f"--device '{name}' is not in the table of devices with a speed in {precision}",
             f"name one of {known}, or say what it reaches: --device 20TFLOP",
         )
-    gib = MEMORY_GIB.get(entry_of(name, MEMORY_GIB) or "")
-    return Device(name, REACHED * peak, None if gib is None else gib << 30)
+    return Device(name, REACHED * peak, CARDS[entry_of(name) or ""].gib << 30)
 
 
 def peak_of(device: str, precision: str) -> float | None:
     """FLOP/s of a device by its own name at a precision of `inner.precision`; None where that is not known. All
     precisions that compute in bf16 have one peak."""
-    peaks = PEAK_TFLOP_PER_SECOND.get(entry_of(device, PEAK_TFLOP_PER_SECOND) or "", {})
-    peak = peaks.get(precision.partition("-")[0])
+    card = CARDS.get(entry_of(device) or "")
+    peak = card and (card.fp32 if precision == "fp32" else card.bf16)
     return None if peak is None else 1e12 * peak
 
 
-def entry_of(device: str, entries: Iterable[str]) -> str | None:
-    """Which of these devices one is, by its own name: the entry with most of its words. None where it is none of them,
-    or a kin of one, or a part of one."""
+def entry_of(device: str) -> str | None:
+    """Which device of the table one is, by its own name: the entry with most of its words. None where it is none of
+    them, or a kin of one, or a part of one."""
     words = _words(device)
     if any(_A_PART.fullmatch(word) for word in words):
         return None
-    within = [entry for entry in entries if _words(entry) <= words]
+    within = [entry for entry in CARDS if _words(entry) <= words]
     longest = max(within, key=lambda entry: len(_words(entry)), default=None)
     return None if longest is None or (words - _words(longest)) & _KIN else longest
 

@@ -12,8 +12,6 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.in_flight import Rate, next_limit
 from noloco_node.sizing.advice import expect, fitting_rank, outlook_on, under_way
 from noloco_node.sizing.devices import (
-    MEMORY_GIB,
-    PEAK_TFLOP_PER_SECOND,
     REACHED,
     bytes_a_second,
     device_by_name,
@@ -125,8 +123,7 @@ def test_what_would_not_fit_the_device_is_said_so() -> None:
 
 
 def test_devices_have_a_speed_and_a_memory() -> None:
-    """Each that has a memory has a speed; a number of TFLOP is taken as it is."""
-    assert MEMORY_GIB.keys() <= PEAK_TFLOP_PER_SECOND.keys()
+    """A number of TFLOP is taken as it is."""
     card = device_by_name("NVIDIA GeForce RTX 4060 Ti", "bf16")
     assert (card.flop_per_second, card.memory) == (REACHED * 44.1e12, 8 << 30)
     assert device_by_name("NVIDIA GeForce RTX 4070 Ti SUPER", "bf16").memory == 16 << 30, "not that of a kin"
