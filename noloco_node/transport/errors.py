@@ -6,68 +6,44 @@ from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """Why a peer said no. None of these is a failure of the link."""
+    """Why a peer said no, and what that means. None of these is a failure of the link."""
 
-    BUSY = "busy"
-    DRAINING = "draining"
-    WRONG_RUN = "wrong_run"
-    WRONG_STAGE = "wrong_stage"
-    WRONG_PROTOCOL = "wrong_protocol"
-    WRONG_CONTRACT = "wrong_contract"
-    TOO_EARLY = "too_early"
-    CROSSED = "crossed"
-    LAGGING = "lagging"
-    ON_PROBATION = "on_probation"
-    UNKNOWN_EXCHANGE = "unknown_exchange"
-    UNKNOWN_METHOD = "unknown_method"
-    UNKNOWN_SNAPSHOT = "unknown_snapshot"
-    MALFORMED = "malformed"
-    TOO_LARGE = "too_large"
-    NOT_FINITE = "not_finite"
-    BUDGET_SPENT = "budget_spent"
-    DOWNSTREAM_EXHAUSTED = "downstream_exhausted"
-    OUT_OF_REACH = "out_of_reach"
-    ALREADY_TRAINED = "already_trained"
-    INTERNAL = "internal"
-    DIVERGED = "diverged"
-    OUT_OF_SCALE = "out_of_scale"
-    FORGED = "forged"
-    NOT_ADMITTED = "not_admitted"
-    RELAYED = "relayed"
-    NOT_COUNTED = "not_counted"
-    BANNED = "banned"
+    meaning: str
 
+    def __new__(cls, value: str, meaning: str) -> Refusal:
+        """A member whose value is the word on the wire."""
+        member = str.__new__(cls, value)
+        member._value_, member.meaning = value, meaning
+        return member
 
-REFUSAL_MEANINGS: dict[Refusal, str] = {
-    Refusal.BUSY: "the peer is full now; ask another, or later. Never an offence",
-    Refusal.DRAINING: "the peer is leaving or not yet serving",
-    Refusal.WRONG_RUN: "the peer serves another run: its RunSpec differs",
-    Refusal.WRONG_STAGE: "the peer serves another stage",
-    Refusal.WRONG_PROTOCOL: "the peer speaks another protocol version",
-    Refusal.WRONG_CONTRACT: "the peer's tensors have other shapes, order or precision",
-    Refusal.TOO_EARLY: "the peer has taken too few inner steps since its last outer step",
-    Refusal.CROSSED: "both dialled each other; the peer with the smaller id leads",
-    Refusal.LAGGING: "one clock lags too far: the laggard must take the other's state",
-    Refusal.ON_PROBATION: "the peer has just joined: it is not averaged with before it is in line",
-    Refusal.UNKNOWN_EXCHANGE: "the peer knows no such exchange, or has given it up",
-    Refusal.UNKNOWN_METHOD: "the peer has no such method",
-    Refusal.UNKNOWN_SNAPSHOT: "the peer no longer holds that snapshot of its state",
-    Refusal.MALFORMED: "the message does not parse, or contradicts itself",
-    Refusal.TOO_LARGE: "the message exceeds a limit",
-    Refusal.NOT_FINITE: "a tensor holds NaN or infinity",
-    Refusal.BUDGET_SPENT: "too little of the microbatch's time is left",
-    Refusal.DOWNSTREAM_EXHAUSTED: "no peer of the next stage finished the microbatch",
-    Refusal.OUT_OF_REACH: "nobody of a later stage could be reached, which says nothing against the microbatch",
-    Refusal.ALREADY_TRAINED: "this microbatch was trained here and its answer is gone",
-    Refusal.INTERNAL: "the peer failed while it worked on the request",
-    Refusal.DIVERGED: "with the peer's weights the microbatch has a loss or a gradient that is not finite",
-    Refusal.OUT_OF_SCALE: "the activations are much larger than all that the peer has seen",
-    Refusal.FORGED: "a signature does not hold",
-    Refusal.NOT_ADMITTED: "the run admits only peers that its owner has listed or invited",
-    Refusal.RELAYED: "what is asked for is not sent through a relay; no offence",
-    Refusal.NOT_COUNTED: "a receipt for more work than the peer has counted since it started; no offence",
-    Refusal.BANNED: "the peer has banned this node for offences, until the time that it names is over",
-}
+    BUSY = "busy", "the peer is full now; ask another, or later. Never an offence"
+    DRAINING = "draining", "the peer is leaving or not yet serving"
+    WRONG_RUN = "wrong_run", "the peer serves another run: its RunSpec differs"
+    WRONG_STAGE = "wrong_stage", "the peer serves another stage"
+    WRONG_PROTOCOL = "wrong_protocol", "the peer speaks another protocol version"
+    WRONG_CONTRACT = "wrong_contract", "the peer's tensors have other shapes, order or precision"
+    TOO_EARLY = "too_early", "the peer has taken too few inner steps since its last outer step"
+    CROSSED = "crossed", "both dialled each other; the peer with the smaller id leads"
+    LAGGING = "lagging", "one clock lags too far: the laggard must take the other's state"
+    ON_PROBATION = "on_probation", "the peer has just joined: it is not averaged with before it is in line"
+    UNKNOWN_EXCHANGE = "unknown_exchange", "the peer knows no such exchange, or has given it up"
+    UNKNOWN_METHOD = "unknown_method", "the peer has no such method"
+    UNKNOWN_SNAPSHOT = "unknown_snapshot", "the peer no longer holds that snapshot of its state"
+    MALFORMED = "malformed", "the message does not parse, or contradicts itself"
+    TOO_LARGE = "too_large", "the message exceeds a limit"
+    NOT_FINITE = "not_finite", "a tensor holds NaN or infinity"
+    BUDGET_SPENT = "budget_spent", "too little of the microbatch's time is left"
+    DOWNSTREAM_EXHAUSTED = "downstream_exhausted", "no peer of the next stage finished the microbatch"
+    OUT_OF_REACH = "out_of_reach", "nobody of a later stage could be reached, which says nothing against the microbatch"
+    ALREADY_TRAINED = "already_trained", "this microbatch was trained here and its answer is gone"
+    INTERNAL = "internal", "the peer failed while it worked on the request"
+    DIVERGED = "diverged", "with the peer's weights the microbatch has a loss or a gradient that is not finite"
+    OUT_OF_SCALE = "out_of_scale", "the activations are much larger than all that the peer has seen"
+    FORGED = "forged", "a signature does not hold"
+    NOT_ADMITTED = "not_admitted", "the run admits only peers that its owner has listed or invited"
+    RELAYED = "relayed", "what is asked for is not sent through a relay; no offence"
+    NOT_COUNTED = "not_counted", "a receipt for more work than the peer has counted since it started; no offence"
+    BANNED = "banned", "the peer has banned this node for offences, until the time that it names is over"
 
 
 class Refused(Exception):

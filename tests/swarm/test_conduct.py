@@ -22,7 +22,6 @@ from noloco_node.transport.bans import (
     after_offence,
 )
 from noloco_node.transport.errors import (
-    REFUSAL_MEANINGS,
     BrokenStream,
     DeadlinePassed,
     PeerUnreachable,
@@ -116,7 +115,6 @@ def test_a_bad_network_and_a_full_or_slow_node_are_no_offence(course: list[Excep
 def test_which_refusals_answer_an_offence_is_written_down() -> None:
     """A new refusal is ordinary life unless somebody decides otherwise, and BUSY always is."""
     assert set(OFFENSIVE) == {Refusal.MALFORMED, Refusal.TOO_LARGE, Refusal.NOT_FINITE, Refusal.FORGED}
-    assert set(REFUSAL_MEANINGS) == set(Refusal)
 
 
 def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
