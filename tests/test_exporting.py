@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,6 @@ def test_folders_of_several_machines_make_one_model(tmp_path: Path, capsys: pyte
     finished(tmp_path / "devices" / "cpu-0", 0, peer=ALICE)
     finished(tmp_path / "devices" / "cpu-1", 1, shift=0.5)
     alone = finished(tmp_path / "friend", 1, shift=0.1) / "final"
-    (alone / "fast.safetensors").unlink()
     out = tmp_path / "models" / "out"
     assert main(["export", str(tmp_path / "devices"), str(alone), "--out", str(out)]) == ExitCode.OK
     told = capsys.readouterr().out
@@ -106,24 +106,6 @@ def test_two_copies_of_a_nodes_folder_are_one_replica(tmp_path: Path) -> None:
     finished(tmp_path / "c", 1, clock=49_000.0, shift=0.5, peer=BOB)
     gathered = gather_folders([tmp_path], None)
     assert [one.clock for one in gathered.replicas[1]] == [49_000.0]
-
-
-def test_one_replica_can_be_named_and_the_best_one_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the end of its peer id or its folder's name; the best by the run's held-out text."""
-    finished(tmp_path / "a", 0)
-    finished(tmp_path / "b", 1, shift=4.0, peer=BOB)
-    finished(tmp_path / "good", 1, peer=ALICE)
-    command = ["export", *(str(tmp_path / name) for name in ("a", "b", "good")), "--replicas"]
-    for number, (which, shift, more) in enumerate(
-        [("b", 4.0, ()), (ALICE[-6:], 0.0, ()), (BOB, 4.0, ()), ("best", 0.0, WITH_TEXT)]
-    ):
-        out = tmp_path / f"out-{number}"
-        assert main([*command, which, "--out", str(out), *more]) == ExitCode.OK
-        assert is_near(out, 1, shift), which
-    capsys.readouterr()
-    assert main([*command, "carol", "--out", str(tmp_path / "none")]) == ExitCode.USAGE
-    assert ALICE in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_tokenizer_of_the_owners_goes_into_the_model_and_comes_out_of_it(

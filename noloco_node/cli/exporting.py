@@ -35,7 +35,6 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("sources", metavar="ADDRESS|RUN_FOLDER", nargs="+", help="of a run under way; or folders that nodes have left")
     add("--out", metavar="DIR", type=Path, required=True, help="where the model goes, a folder that does not exist")
-    add("--replicas", metavar="mean|best|PEER", default="mean", help="which of each stage (default: mean)")
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
     add("--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="largest file of weights (default: 5 GB)")
     add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
@@ -54,7 +53,7 @@ def _export(options: argparse.Namespace) -> int:
     say_loading()
     with loading():
         from noloco_node.exporting.evaluation import Bench, HeldOut
-        from noloco_node.exporting.write import BEST, check_out, check_push, export, push
+        from noloco_node.exporting.write import check_out, check_push, export, push
 
     check_out(options.out)
     if options.push is not None:
@@ -62,16 +61,15 @@ def _export(options: argparse.Namespace) -> int:
     elif options.public:
         raise UserError(ExitCode.USAGE, "--public says nothing without --push", "name --push OWNER/NAME, too")
     with contextlib.ExitStack() as stack:
-        needs_text = options.eval or options.replicas == BEST
         if are_addresses(options.sources):
             gathered = gathered_live(
-                options, stack, options.out, lambda run: check_own_files(run, options, reads_text=needs_text)
+                options, stack, options.out, lambda run: check_own_files(run, options, reads_text=options.eval)
             )
         else:
             gathered = gathered_folders(options)
         gathered = replace(gathered, run=with_tokenizer(gathered.run, options))
-        bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if needs_text else None
-        exported = export(gathered, options.out, options.replicas, say, options.shard_bytes, bench)
+        bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if options.eval else None
+        exported = export(gathered, options.out, say, options.shard_bytes, bench)
     _print_exported(gathered, exported, ambient.monotonic() - began)
     if options.push is not None:
         print(f"{'pushed':<30} {push(exported.folder, options.push, public=options.public)}")

@@ -106,9 +106,6 @@ replicas, without those that are too far behind. DIR is there as a whole, or not
 With the ADDRESS of a node instead, the weights come from the nodes themselves while they train. Up to eight replicas of
 each stage give theirs, in full precision, at a pace that their training allows. This machine takes no part in the run.
 
---replicas best takes, stage after stage, the replica with which the model loses least on the run's held-out text. With
-the end of a peer id, or the name of a node's folder, that replica alone stands for its stage.
-
 example:
   noloco-node export runs/tiny-20260101-120000 --out my-model
   noloco-node export from-alice/node from-bob/node --out my-model

@@ -205,7 +205,7 @@ class Collector:
         if late and self.model.is_dir():
             logger.warning("THE MODEL STAYS AS IT WAS: %s; %s", _of_different_times(late), NEEDS_FOLDERS)
             return
-        exported = export(gathered, self.model, "mean", lambda _: None)
+        exported = export(gathered, self.model, lambda _: None)
         words = ", ".join(
             f"stage {stage} from {as_replicas(len(exported.used[stage]))} at {clock:,.0f} tokens"
             for stage, clock in clocks.items()

@@ -124,25 +124,6 @@ class Bench:
                 tell(replica, self._held_out.score(model))
                 self._put(model, {name: mean[name] for name in part})
 
-    def best_of(
-        self, kept: Mapping[int, Sequence[SavedReplica]], mean: Mapping[str, Tensor], say: Callable[[str], None]
-    ) -> tuple[dict[int, list[SavedReplica]], dict[str, Tensor]]:
-        """One replica for each stage, and their weights. Stage after stage it is the one with which the model loses
-        least, beside the means of the stages that are not chosen yet."""
-        model, state = model_of(self._run.model, mean), dict(mean)
-        used: dict[int, list[SavedReplica]] = {}
-        for stage in sorted(kept):
-            losses: dict[int, float] = {}
-            for index, replica in enumerate(kept[stage]):
-                self._put(model, replica.load())
-                losses[index] = self._held_out.score(model).loss
-                say(f"stage {stage}: {replica.source} {losses[index]:.4f} nats per token")
-            best = kept[stage][min(losses, key=lambda index: losses[index])]
-            used[stage], part = [best], dict(best.load())
-            self._put(model, part)
-            state |= part
-        return used, state
-
     def _put(self, model: PreTrainedModel, part: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             model.load_state_dict(dict(dense_state(self._run.model, part)), strict=False)

@@ -44,7 +44,7 @@ def merge_run(run: RunSpec, saved: Sequence[Path], folder: Path, tell: Callable[
     """
     model, sample = folder / "model", folder / "sample.txt"
     held_out = HeldOut(run)
-    exported = export(gather_folders(saved, run), model, "mean", tell, bench=Bench(run, held_out))
+    exported = export(gather_folders(saved, run), model, tell, bench=Bench(run, held_out))
     assert exported.score is not None
     tell("letting it continue a text")
     sample.write_text(_samples(run, model, held_out.rows[:3]), encoding="utf-8")

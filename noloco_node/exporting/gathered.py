@@ -1,8 +1,8 @@
-"""What was found of a run's model, wherever it came from, and which of it becomes the model."""
+"""What was found of a run's model, wherever it came from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,8 +17,6 @@ from noloco_node.training.layout import FlatLayout
 
 SHOWN = 5
 """At most so many faults are shown."""
-SHORTEST_ID = 6
-"""So many characters at the end of a peer id stand for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,35 +99,6 @@ class Shapes:
             return state
 
         return replace(replica, load=load)
-
-
-def chosen(kept: Mapping[int, Sequence[SavedReplica]], which: str) -> dict[int, list[SavedReplica]]:
-    """The replicas that are averaged: all for `mean`; else at the stage of the one that `which` names, it alone.
-    UserError (USAGE) where none is called so, or several are."""
-    if which == "mean":
-        return {stage: list(replicas) for stage, replicas in kept.items()}
-    named = [one for one in _all(kept) if _is_called(one, which)]
-    if len(named) != 1:
-        known = "".join(f"\n  stage {one.stage}: {one.source} {one.peer}" for one in _all(kept))
-        found = "none of the replicas that are in time is" if not named else f"{len(named)} replicas are"
-        raise UserError(
-            ExitCode.USAGE,
-            f"--replicas is '{which}', and {found} called so:{known}",
-            "name one of them, or leave it out for the mean of all",
-        )
-    return {stage: named if stage == named[0].stage else list(replicas) for stage, replicas in kept.items()}
-
-
-def _is_called(replica: SavedReplica, name: str) -> bool:
-    """Tell whether the replica has this name. It may be its peer id, or the end of it, as it is shown; or its folder,
-    or that one's name."""
-    by_peer = len(name) >= SHORTEST_ID and replica.peer.endswith(name)
-    return by_peer or name in (replica.source, replica.source.rpartition("/")[2])
-
-
-def _all(kept: Mapping[int, Sequence[SavedReplica]]) -> Iterator[SavedReplica]:
-    for replicas in kept.values():
-        yield from replicas
 
 
 def _unfit(stage: int, source: str, why: str) -> UserError:

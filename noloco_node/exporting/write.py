@@ -17,7 +17,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.card import NAME as CARD
 from noloco_node.exporting.card import model_card
 from noloco_node.exporting.evaluation import Bench, Score
-from noloco_node.exporting.gathered import Gathered, chosen
+from noloco_node.exporting.gathered import Gathered
 from noloco_node.exporting.merge import RUN_FILE, SavedReplica, mean_of, write_model
 from noloco_node.model.export import SHARD_BYTES, parameters_of
 from noloco_node.node.checks import free_disk
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 16 << 20
 """So many bytes are kept free for everything beside the weights."""
-BEST = "best"
 
 _Tell = Callable[[str], None]
 
@@ -60,24 +59,19 @@ def check_out(out: Path) -> None:
 
 
 def export(
-    gathered: Gathered, out: Path, which: str, tell: _Tell, shard_bytes: int = SHARD_BYTES, bench: Bench | None = None
+    gathered: Gathered, out: Path, tell: _Tell, shard_bytes: int = SHARD_BYTES, bench: Bench | None = None
 ) -> Exported:
-    """Make the model and write it to `out`. `which`: `mean`, `best` (needs `bench`), or a replica's name. What the
-    model is worth is said in its card where there is a `bench`.
+    """Make the mean of the replicas of each stage and write it to `out` as one model. What it is worth is said in its
+    card where there is a `bench`.
 
-    Raises UserError as `Gathered.kept`, `chosen` and `write_model` do, and where the disk is too small.
+    Raises UserError as `Gathered.kept` and `write_model` do, and where the disk is too small.
     """
-    run, kept = gathered.run, gathered.kept()
-    used = chosen(kept, "mean" if which == BEST else which)
+    run, used = gathered.run, gathered.kept()
     state: dict[str, Tensor] = {}
     for stage in sorted(used):
         count = len(used[stage])
         tell(f"stage {stage}: averaging {count} replicas" if count > 1 else f"stage {stage}: one replica")
         state |= mean_of(used[stage])
-    if which == BEST:
-        if bench is None:
-            raise ValueError("the best replicas cannot be told without a bench")
-        used, state = bench.best_of(kept, state, tell)
     parameters = parameters_of(run.model)
     _check_room(out, 4 * parameters)
     if bench is not None:
@@ -86,7 +80,7 @@ def export(
     texts = {CARD: model_card(gathered, used, parameters, run.name, score), RUN_FILE: run.agreed_json}
     tell(f"writing {as_bytes(4 * parameters)} to {out}")
     write_model(run, state, out, texts, shard_bytes)
-    left_out = sum(map(len, gathered.replicas.values())) - sum(map(len, kept.values()))
+    left_out = sum(map(len, gathered.replicas.values())) - sum(map(len, used.values()))
     return Exported(out, parameters, used, left_out, score)
 
 
