@@ -5,17 +5,17 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 64_100,
+    "lines of the package": 63_500,
     "lines of the tests": 64_100,
     "lines of benchmarks and deploy": 5_800,
-    "module-level numbers": 616,
-    "files of the package": 332,
+    "module-level numbers": 610,
+    "files of the package": 330,
     "files of the package below 60 lines": 48,
     "kB of Markdown": 370,
     "kB of results in docs": 380,
     "decision records": 40,
 }
-WAYS = {"a microbatch": 43, "an outer step": 43, "a joiner": 74}
+WAYS = {"a microbatch": 43, "an outer step": 43, "a joiner": 72}
 """Files of the package on each way. An outer step may meet one more, as its two halves run beside each other."""
 
 
