@@ -17,6 +17,7 @@ from noloco_node.document_marks import BEGINS, without_marks
 from noloco_node.model.cut import build_config
 from noloco_node.model.stage import build_stage
 from noloco_node.model.subspace import dense_state
+from noloco_node.training.inner_optimizer import MUON_MOMENTUM
 from noloco_node.training.progress import learning_rate
 
 
@@ -111,7 +112,7 @@ def optimizers_of(parameters: Mapping[str, Tensor], inner: InnerSpec) -> list[tu
     for kind, own in kinds.items():
         decay = 0.0 if kind == "norm" else inner.weight_decay / rates[kind]
         if kind == "matrix" and inner.optimizer == "muon":
-            found.append((PlainMuon(own, inner.muon_momentum, decay), 1.0))
+            found.append((PlainMuon(own, MUON_MOMENTUM, decay), 1.0))
         elif own:
             betas = (inner.beta1, inner.beta2)
             adamw = torch.optim.AdamW(own, lr=1.0, betas=betas, eps=inner.eps, weight_decay=decay)

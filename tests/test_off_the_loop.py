@@ -31,7 +31,7 @@ from tests.worlds import Drawn, micro_spec, peer_name, samples_of
 
 SPEC = micro_spec(
     stages=1,
-    outer=OuterSpec(inner_steps=2, min_inner_steps=1, gauge_coordinates=256),
+    outer=OuterSpec(inner_steps=2, min_inner_steps=1),
     limits=LimitsSpec(chunk_bytes=4096),
 )
 SETTINGS = NodeSettings(in_flight=1)

@@ -22,8 +22,8 @@ from noloco_node.averaging.matchmaking import Window
 from noloco_node.averaging.session import Session, abort_event, commit_event, opening_specs
 from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.outer.clipping import Judgement, PartnerBound
-from noloco_node.outer.replica import NotFinite, Part, gauge_coordinates
+from noloco_node.outer.clipping import CLIP_MULTIPLE, Judgement, PartnerBound
+from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, Part, gauge_coordinates
 from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import STRANGERS, Partners
 from noloco_node.peers.probation import Meeting, ProbationStanding, in_line
@@ -90,7 +90,7 @@ class Side:
         self.clocks = clocks
         self.standing = standing
         parts = (*worker.outer.fragments, worker.outer.whole)
-        self.bounds = {part: PartnerBound(spec.outer.clip_multiple) for part in parts}
+        self.bounds = {part: PartnerBound(CLIP_MULTIPLE) for part in parts}
         self.contract = worker.contract
         self.arithmetic = Arithmetic(transport, worker)
         self.engagement = Engagement()
@@ -139,13 +139,13 @@ class Side:
         if the codec needs one, the sketch."""
         outer, part = self.worker.outer, session.part
         outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
-        places = gauge_coordinates(session.exchange, part.size, self.spec.outer.gauge_coordinates)
+        places = gauge_coordinates(session.exchange, part.size, GAUGE_COORDINATES)
         gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
         return (gauge, sketch) if sketch.numel() else (gauge,)
 
     def opening_specs(self, part: Part) -> tuple[TensorSpec, ...]:
         """The shapes and types of the tensors that travel at the opening."""
-        return opening_specs(self.worker.outer.codec, part.size, self.spec.outer.gauge_coordinates)
+        return opening_specs(self.worker.outer.codec, part.size, GAUGE_COORDINATES)
 
     def refuse_laggards(self, peer: PeerId, claimed: float, *, newcomer: bool = False) -> None:
         """Raise Refused if one of the two lags.

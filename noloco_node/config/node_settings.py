@@ -117,25 +117,15 @@ class NodeSettings(Settings):
     name: NodeName = ""
     """What others are shown this node by, on their screens and on a seed's page: your name or handle, at most 32 plain
     letters. Empty: the end of its peer id."""
-    identity: Path | None = None
-    """Private key file; `run_folder/identity.key`, created when missing, where not set."""
+    device: str = "auto"
+    """Torch device of the stage: cpu, cuda or cuda:1 (NVIDIA, AMD), xpu (Intel), mps (Apple); `auto` takes what there
+    is."""
     stage: int | Literal["auto"] = "auto"
     """Pipeline stage to serve; `auto` takes the one with the smallest throughput that fits this machine's memory."""
-    reassign: Literal["auto", "always", "never"] = "auto"
-    """Whether this node goes to another stage when that one is poor or has lost its last replica; `auto`: only where
-    `stage` is `auto`, too."""
-    min_stay_seconds: PositiveFloat = 1200.0
-    """Shortest stay at a stage before this node moves to a poorer one. A stage that nobody serves does not wait."""
-    invitation: str | None = None
-    """An invitation by the run's owner, or the file that holds it; a node with one takes part in no other run."""
     initial_peers: tuple[str, ...] = ()
     """Addresses of peers to join (`/ip4/…/tcp/…/p2p/…`); none starts a new swarm."""
-    start_replicas: Positive = 1
-    """A run's first sample is drawn when so many replicas of every stage are up, or after a minute. A node that comes
-    to a run that has begun does not wait."""
-    hub_token: bool = False
-    """Show the Hugging Face hub the token that you are logged in with when it is asked for a run's text, tokenizer or
-    weights. By default it is not shown, since a run of strangers could choose among what only you may read."""
+    invitation: str | None = None
+    """An invitation by the run's owner, or the file that holds it; a node with one takes part in no other run."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 to be reachable from other machines by IPv4, or :: by IPv6 only."""
     port: Port = 0
@@ -143,6 +133,37 @@ class NodeSettings(Settings):
     announce: tuple[str, ...] = ()
     """Addresses under which others reach this node, if they differ from the one it listens on: `203.0.113.7:31337`,
     `/ip4/203.0.113.7/tcp/31337`, or a host alone, with the port that it listens on."""
+    uplink_mbit: PositiveFloat | None = None
+    """The most that this node sends, in Mbit/s, all it does in the network taken together. Small messages go first. Not
+    set: no bound."""
+    downlink_mbit: PositiveFloat | None = None
+    """The most that this node receives, in Mbit/s. Others see a slow line, and send it less. Not set: no bound."""
+    hours: str = ""
+    """Hours of the day, by this machine's clock, in which the node works: `22:00-07:00`, several with commas. It is
+    paused in the others, as by `noloco-node pause`. Empty: it always works."""
+    hub_token: bool = False
+    """Show the Hugging Face hub the token that you are logged in with when it is asked for a run's text, tokenizer or
+    weights. By default it is not shown, since a run of strangers could choose among what only you may read."""
+    metrics_port: Port | None = None
+    """Port of the pages of this node, read only: `/` for a browser, `/metrics`, `/healthz`, `/readyz`, `/api/state`. 0
+    lets the system choose; not set serves none."""
+    metrics_host: str = "127.0.0.1"
+    """Address of `metrics_port`; 0.0.0.0 shows this node to everybody that reaches the address."""
+    torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
+    """CPU threads of the compute library."""
+    compile: bool = False
+    """Compile the stage with torch.compile before it trains: a minute or more at the start, quicker afterwards. Wants a
+    C++ compiler. Not with `inner.backward: checkpoint`, nor where routers are trained."""
+    identity: Path | None = None
+    """Private key file; `run_folder/identity.key`, created when missing, where not set."""
+    reassign: Literal["auto", "always", "never"] = "auto"
+    """Whether this node goes to another stage when that one is poor or has lost its last replica; `auto`: only where
+    `stage` is `auto`, too."""
+    min_stay_seconds: PositiveFloat = 1200.0
+    """Shortest stay at a stage before this node moves to a poorer one. A stage that nobody serves does not wait."""
+    start_replicas: Positive = 1
+    """A run's first sample is drawn when so many replicas of every stage are up, or after a minute. A node that comes
+    to a run that has begun does not wait."""
     relay: Literal["auto", "always", "never"] = "auto"
     """For a node that nobody can dial: be reached through peers that relay for others. `auto`: where the peers that it
     asks cannot dial it; `always`: from the start, by those initial peers that do, and by nothing else."""
@@ -151,19 +172,6 @@ class NodeSettings(Settings):
     what others are told."""
     relay_for_others: bool = False
     """Carry the encrypted connections of nodes that nobody can dial, at this node's expense."""
-    metrics_host: str = "127.0.0.1"
-    """Address of `metrics_port`; 0.0.0.0 shows this node to everybody that reaches the address."""
-    metrics_port: Port | None = None
-    """Port of the pages of this node, read only: `/` for a browser, `/metrics`, `/healthz`, `/readyz`, `/api/state`. 0
-    lets the system choose; not set serves none."""
-    device: str = "auto"
-    """Torch device of the stage: cpu, cuda or cuda:1 (NVIDIA, AMD), xpu (Intel), mps (Apple); `auto` takes what there
-    is."""
-    torch_threads: Annotated[int, Field(gt=0, le=1024)] = 1
-    """CPU threads of the compute library."""
-    compile: bool = False
-    """Compile the stage with torch.compile before it trains: a minute or more at the start, quicker afterwards. Wants a
-    C++ compiler. Not with `inner.backward: checkpoint`, nor where routers are trained."""
     in_flight: Annotated[int, Field(gt=0, le=256)] | Literal["auto"] = "auto"
     """Microbatches that a stage-0 replica keeps under way. `auto` keeps as few as keep devices at work, its own and
     those of later stages. That is at most 8, and never more than its share of a step's batch: gradients of more would
@@ -173,14 +181,6 @@ class NodeSettings(Settings):
     generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
     """Forwards through this node's stage for others that generate a text through the swarm. They get at most so many
     tokens for each that is trained here. 0: none."""
-    uplink_mbit: PositiveFloat | None = None
-    """The most that this node sends, in Mbit/s, all it does in the network taken together. Small messages go first. Not
-    set: no bound."""
-    downlink_mbit: PositiveFloat | None = None
-    """The most that this node receives, in Mbit/s. Others see a slow line, and send it less. Not set: no bound."""
-    hours: str = ""
-    """Hours of the day, by this machine's clock, in which the node works: `22:00-07:00`, several with commas. It is
-    paused in the others, as by `noloco-node pause`. Empty: it always works."""
     p2pd_start_seconds: PositiveFloat = 60.0
     """Time that p2pd has to start; slow disks and busy machines need it."""
     drain_seconds: PositiveFloat = 5.0

@@ -53,18 +53,22 @@ class InnerSpec(Settings):
     keeps one moment of these matrices in place of two."""
     learning_rate: PositiveFloat = 1e-3
     """At its highest: after the warm-up. One rate serves both optimizers."""
+    warmup_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens trained by the swarm up to which the learning rate rises; then it falls along a cosine."""
+    precision: PrecisionName = "fp32"
+    """`bf16`: forward and backward on bf16 copies of fp32 masters. `bf16-mixed`: on fp32 copies, products in bf16
+    (torch's autocast). `bf16-pure`: weights and the optimizer's state in bf16, no masters, as in the paper."""
+    backward: Literal["keep", "recompute", "checkpoint"] = "keep"
+    """`keep` holds a microbatch's graph until its gradient comes back. `recompute` holds its input only and computes
+    the whole stage again. `checkpoint` holds each layer's input and computes one layer again at a time."""
     embedding_rate: Multiplier = 1.0
     """Multiplies the learning rate of the token embeddings; their weight decay stays."""
     head_rate: Multiplier = 1.0
     """Multiple of the learning rate for the head, which gives the logits."""
     norm_rate: Multiplier = 1.0
     """Multiple of the learning rate for norms and biases."""
-    muon_momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
-    """Muon: share of the momentum that an inner step keeps."""
     min_learning_rate_ratio: Fraction = 0.1
     """Share of `learning_rate` left at the end of the cosine."""
-    warmup_tokens: Annotated[int, Field(ge=0)] = 0
-    """Tokens trained by the swarm up to which the learning rate rises; then it falls along a cosine."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Applies to matrices; vectors (norms, biases) are not decayed."""
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
@@ -75,12 +79,6 @@ class InnerSpec(Settings):
     """AdamW: added to the root of the second moment."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm bound of each stage (a stage cannot know the norm of the others)."""
-    backward: Literal["keep", "recompute", "checkpoint"] = "keep"
-    """`keep` holds a microbatch's graph until its gradient comes back. `recompute` holds its input only and computes
-    the whole stage again. `checkpoint` holds each layer's input and computes one layer again at a time."""
-    precision: PrecisionName = "fp32"
-    """`bf16`: forward and backward on bf16 copies of fp32 masters. `bf16-mixed`: on fp32 copies, products in bf16
-    (torch's autocast). `bf16-pure`: weights and the optimizer's state in bf16, no masters, as in the paper."""
 
     @model_validator(mode="after")
     def _warmup_before_target(self) -> InnerSpec:
@@ -128,10 +126,6 @@ class OuterSpec(Settings):
     max_lag_tokens: Positive | None = None
     """A replica that is more than so many trained tokens behind its partner takes the partner's state instead of
     averaging. If not set, it is 4·H inner steps' worth of tokens."""
-    clip_multiple: PositiveFloat = 3.0
-    """The difference to a partner is clipped at this multiple of the median of recent differences."""
-    gauge_coordinates: Annotated[int, Field(ge=256, le=1 << 20)] = 1 << 16
-    """Weights sampled in each exchange for the replica divergence (never more than 1/512 of what is exchanged)."""
 
     @property
     def effective_gamma(self) -> float:
@@ -284,17 +278,17 @@ class RunSpec(Settings):
 
     name: Annotated[str, Field(pattern=RUN_NAME)]
     """What people call the run: small letters, digits, dots, hyphens, 64 at most."""
-    model: ModelSpec
-    data: DataSpec = DataSpec()
-    inner: InnerSpec
-    outer: OuterSpec = OuterSpec()
-    pipeline: PipelineSpec = PipelineSpec()
-    evaluation: EvaluationSpec
     standby_copies: Annotated[int, Field(ge=0, le=64)] = 0
     """Nodes of other stages that keep a copy of each stage's slow weights (2 bytes a parameter on the disk). A stage
     that has lost all of its replicas is restored from it. 0: it would start again from the seed."""
-    limits: LimitsSpec = LimitsSpec()
+    model: ModelSpec
+    data: DataSpec = DataSpec()
+    inner: InnerSpec
+    evaluation: EvaluationSpec
     access: AccessSpec = AccessSpec()
+    outer: OuterSpec = OuterSpec()
+    pipeline: PipelineSpec = PipelineSpec()
+    limits: LimitsSpec = LimitsSpec()
 
     @property
     def stages(self) -> int:

@@ -11,7 +11,7 @@ from yaml.constructor import ConstructorError
 
 MAX_CHARACTERS = 512 * 1024
 MAX_DEPTH = 32
-"""So many groups may lie within each other; the settings themselves need five."""
+"""The deepest nesting of groups that a file may have; the settings themselves need five levels."""
 MAX_VALUES = 20_000
 """At most so many values count after aliases have been replaced: a few lines of aliases can stand for millions."""
 

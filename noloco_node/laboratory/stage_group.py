@@ -18,9 +18,9 @@ from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.stacked import StackedStage
-from noloco_node.outer.clipping import PartnerBound
+from noloco_node.outer.clipping import CLIP_MULTIPLE, PartnerBound
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.replica import OuterReplica, Part, gauge_coordinates
+from noloco_node.outer.replica import GAUGE_COORDINATES, OuterReplica, Part, gauge_coordinates
 from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.peers.partners import Partners
 from noloco_node.training.progress import Progress
@@ -103,7 +103,7 @@ class StageGroup:
             )
             for row in stage.fast
         ]
-        self._bounds = [[PartnerBound(run.outer.clip_multiple) for _ in range(fragments + 1)] for _ in self.replicas]
+        self._bounds = [[PartnerBound(CLIP_MULTIPLE) for _ in range(fragments + 1)] for _ in self.replicas]
         self._visits = [Partners() for _ in self.replicas]
 
     def bytes_of(self, part: Part, partners: int) -> int:
@@ -111,7 +111,7 @@ class StageGroup:
         payload = self.replicas[0].codec.wire_bytes(part.size) * self._world.tensors_sent
         if self._everyone:  # a ring all-reduce
             return round(2 * partners / (partners + 1) * payload)
-        gauge = 4 * gauge_coordinates("", part.size, self._run.outer.gauge_coordinates).numel()
+        gauge = 4 * gauge_coordinates("", part.size, GAUGE_COORDINATES).numel()
         return (payload + gauge) * partners
 
     def tick(self, now: int) -> None:

@@ -10,6 +10,8 @@ from statistics import median, median_low
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.peer_table import FEW_PEERS, PeerTable
 
+CLIP_MULTIPLE = 3.0
+"""The multiple of the median of recent differences at which the difference to a partner is clipped."""
 _MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
 _GROSS = 10.0
@@ -22,8 +24,8 @@ _TAKEN = 0.5
 that has learnt nothing takes as much."""
 _LIKE_OTHERS = 1.5
 _CHANCE = 0.25
-"""By chance a partner may take back this share of a replica's own motion. If little is learnt between two exchanges, an
-honest partner lacks the replica's own noise. That looks as if the partner took something back."""
+"""The share of a replica's own motion that a partner may take back by chance. If little is learnt between two
+exchanges, an honest partner lacks the replica's own noise. That looks as if the partner took something back."""
 
 
 class DifferenceBound:

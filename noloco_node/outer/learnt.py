@@ -20,7 +20,7 @@ what it learnt in the last steps, for these are all that they lack."""
 MOST_BLOCKS = 4096
 """Blocks that are looked at."""
 _PIECE = 64
-"""So many blocks are worked on together, so that they stay in a processor's cache."""
+"""The number of blocks that are worked on together, so that they stay in a processor's cache."""
 
 
 def learnt_bytes(size: int) -> int:

@@ -20,7 +20,7 @@ from noloco_node.outer.learnt import LearntWay
 from noloco_node.outer.update import OuterRule, contribution, step_
 
 _IN_CACHE = 1 << 16
-"""So many values are worked on together, so that they stay in a processor's cache."""
+"""The number of values that are worked on together, so that they stay in a processor's cache."""
 _LARGEST_SQUARE = 1e60
 """A chunk with a larger sum of squares counts as not finite: decoded, its values might be."""
 TRAIL_STEPS = 16
@@ -362,6 +362,8 @@ def _measured(values: Tensor) -> tuple[float, float]:
     return math.fsum(map(_square, pieces)), tallest
 
 
+GAUGE_COORDINATES = 1 << 16
+"""The weights that are sampled in each exchange for the replica divergence, in a stage that is large enough."""
 SHARE_OF_STAGE = 512
 
 

@@ -14,6 +14,8 @@ from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.layout import FlatLayout, Kind, LayoutEntry
 from noloco_node.training.muon import Muon
 
+MUON_MOMENTUM = 0.9
+"""The share of its momentum that a step of Muon keeps."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of the optimizer's vectors: momenta of all weights, and mean squares of those that AdamW changes."""
 
@@ -70,7 +72,7 @@ class InnerOptimizer:
             state = self._state_of(parameter)  # from the start on, so that no step ever asks a device for memory
             state["step"] = torch.zeros((), device=master.device)
             state.update({name: torch.zeros_like(parameter) for name in MOMENTS})
-        self.muon = Muon(muon, master, gradient, inner.muon_momentum) if muon else None
+        self.muon = Muon(muon, master, gradient, MUON_MOMENTUM) if muon else None
 
     def step(self, learning_rate: float) -> None:
         """One step on the gradient as it is."""

@@ -230,7 +230,7 @@ def test_the_last_override_wins(tmp_path: Path) -> None:
     [
         ("run.outer.min_inner_steps", "-1"),
         ("run.inner.learning_rate", ".inf"),
-        ("run.outer.clip_multiple", ".nan"),
+        ("run.outer.beta", ".nan"),
         ("run.model.config.rope_theta", ".inf"),
         ("node.drain_seconds", ".inf"),
     ],

@@ -448,7 +448,7 @@ async def test_poison_is_refused_and_changes_nothing() -> None:
 
 
 async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
-    """A partner with huge weights: the step is marked as clipped, and no longer than clip_multiple × own motion."""
+    """A partner with huge weights: the step is marked as clipped, and no longer than CLIP_MULTIPLE × own motion."""
     async with two_replicas() as (made, left, right):
         before = await state_of(right)
         own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())

@@ -15,6 +15,7 @@ from noloco_node.averaging import session as exchange_messages
 from noloco_node.averaging.session import opening_specs
 from noloco_node.directory import records_call
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.outer.replica import GAUGE_COORDINATES
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.activations import encode
 from noloco_node.state_transfer.messages import OPEN as STATE_OPEN
@@ -219,7 +220,7 @@ async def _proposed(life: Life, attack: str, victim: Victim) -> str | None:
 
 def _opening_shapes(life: Life, stage: int) -> list[tuple[int, ...]]:
     outer = life.workers[stage].outer
-    return [spec.shape for spec in opening_specs(outer.codec, outer.whole.size, life.spec.outer.gauge_coordinates)]
+    return [spec.shape for spec in opening_specs(outer.codec, outer.whole.size, GAUGE_COORDINATES)]
 
 
 def _chunk(life: Life, stage: int) -> torch.Tensor:
