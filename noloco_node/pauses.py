@@ -10,7 +10,8 @@ LATEST = 1 / 8
 """The latest value has this weight in a moving average. A liar's eight answers, or a bad minute, then move it by two
 thirds."""
 RECENT = 16
-"""So many latest values are kept of what has a usual value. A few odd ones cannot move their median or mean far."""
+"""The number of latest values that are kept of what has a usual value. A few odd ones cannot move their median or mean
+far."""
 QUIET_PAUSES = 2.0
 """Somebody has fallen silent after so many times its usual pause: by chance one pause is longer than the last."""
 _MOST_DOUBLED = 64
@@ -63,4 +64,4 @@ class Rest(NamedTuple):
 
 
 NO_REST = Rest()
-"""Of somebody that has not failed."""
+"""The rest of a peer that has not failed: none."""

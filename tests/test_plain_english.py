@@ -25,9 +25,9 @@ LEANS_ON_ITS_NEIGHBOUR = re.compile(r"(Of |The same\b|As above|And |Likewise|Als
 LONGEST = 30
 """Words of a sentence that may pass; 25 are wanted."""
 
-LONG_SENTENCES = 48
-UNNAMED_SENTENCES = 44
-LEANING_TEXTS = 36
+LONG_SENTENCES = 34
+UNNAMED_SENTENCES = 17
+LEANING_TEXTS = 14
 
 
 def texts(source: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ NETWORKS_AGREED = 2
 """Peers of so many networks must have reached an address that only they know to be this node's, before it is
 announced."""
 MISSES = 2
-"""So many looks in a row must find a node out of reach before it asks for a relay."""
+"""The number of probes in a row that must find a node out of reach before it asks for a relay."""
 CHANGES = Doubling(60.0, 960.0)
 """Seconds between changes of what others are told: each costs all connections for a moment."""
 CHANGES_COUNT_SECONDS = 3600.0

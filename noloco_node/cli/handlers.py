@@ -245,7 +245,7 @@ def validate(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set, os.environ)
     say_loading()
     print_sized_plan(config, options.device, options.uplink, options.round_trip)
-    print_text(config, may_lack=options.device is not None)  # who asks for a card has not got the text yet
+    print_text(config, may_lack=options.device is not None)  # an owner who plans for a card may have no text yet
     if "lab" in config.model_fields_set:
         print_lab_plan(config)
     print(f"{options.config} is valid")

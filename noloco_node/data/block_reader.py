@@ -22,9 +22,10 @@ from noloco_node.errors import UserError
 from noloco_node.pauses import Doubling
 
 OPEN_TURNS = 2
-"""So many blocks may have been taken and not drawn to their end: the present one and the next."""
+"""The most blocks that may be taken and not drawn to their end: the present one and the next."""
 MOST_FAILED = 10
-"""So many different blocks in a row that broke off end the run of this node, or all blocks if there are fewer."""
+"""The number of different blocks in a row whose reading failed that ends the run of this node. If there are fewer
+blocks, it is all of them."""
 PAUSES = Doubling(1.0, 60.0)
 """Seconds of pause after blocks in a row that broke off: the disk or the hub may be away for a while."""
 ASK_AGAIN_SECONDS = 1.0

@@ -18,7 +18,7 @@ _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
 )
 _FEW = 3
-"""So many lost characters end no run, however short the file: somebody's name in a comment."""
+"""The number of lost characters that end no run, however short the file: a name in a comment has as many."""
 USUAL = "gb18030, big5, shift_jis, euc_kr, cp1251, cp1252 or utf-16"
 """Encodings of texts that are not UTF-8, for a person to try."""
 

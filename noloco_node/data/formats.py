@@ -20,7 +20,7 @@ from noloco_node.data.documents import damaged, data_error, unreadable
 from noloco_node.errors import UserError
 
 HEAD_BYTES = 64 << 10
-"""So many bytes of a file are read to tell what it holds."""
+"""The bytes that are read of a file's beginning to tell its format."""
 BINARY_PROBE_BYTES = 8192
 
 

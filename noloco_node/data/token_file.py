@@ -22,7 +22,7 @@ from noloco_node.document_marks import BEGINS
 from noloco_node.errors import UserError
 
 BUFFERED_BYTES = 4 << 20
-"""So many bytes of tokens wait in memory to be written."""
+"""The bytes of tokens that are held in memory before they are written."""
 
 
 class TokenFile:

@@ -21,7 +21,7 @@ from noloco_node.errors import ExitCode, UserError
 END = "<|endoftext|>"
 """This token stands after each document; it is the only one that is no text."""
 SMALLEST = 257
-"""So many tokens exist without any text: each byte, and the end."""
+"""The smallest vocabulary in tokens: one for each byte, and the end of a text."""
 LARGEST = 1 << 20
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -34,7 +34,7 @@ LONGEST_TOKEN = 128
 """A token has at most so many bytes: a text without spaces, or one that repeats itself, gives tokens as long as
 itself."""
 PIECE = 1 << 20
-"""So many characters are handed over at once."""
+"""The number of characters that are handed to the tokenizer's trainer at once."""
 
 _Told = Callable[[int, int, bool], None]
 """A function that hears how many documents and bytes were read, and whether that was all."""

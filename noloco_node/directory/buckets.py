@@ -40,13 +40,14 @@ MOST_LEVEL = 20
 """The highest level; it is enough for 64 million replicas of a stage."""
 PREFIX_BITS = 32
 BEHIND = 12
-"""So many records of a first bucket speak of its level. A bucket may for good hold far fewer than the others of its
-level."""
+"""The number of records of a first bucket that speak of its level. A bucket may for good hold far fewer than the others
+of its level."""
 BEYOND_CHANCE = (3.5, 2.0)
 """Records speak of a level if they are so many standard deviations beyond what so small a stage has by chance. If
 nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden."""
 LOOKED_BACK = 4
-"""So many latest looks decide on the level: three of four must be too full, or too empty; no bucket decides alone."""
+"""The number of latest looks that decide on the level: three of four must be too full, or too empty; no bucket decides
+alone."""
 UNNAMED = -1
 """This stands for the number of a bucket if that was not kept."""
 KEPT = 10
@@ -54,7 +55,7 @@ KEPT = 10
 CROWDED = 2 * TARGET
 """A bucket with so many records is crowded: somebody sought ids for it. It counts for no more than so many."""
 CONFIRMING = 3
-"""So many buckets of a level far above must be as full as it says before a node goes there."""
+"""The number of buckets of a level far above that must be as full as it says before a node goes there."""
 CONFIRMED_AGAIN = 8
 """A level that was not confirmed is left alone for so many looks at level 0."""
 FALL = 3

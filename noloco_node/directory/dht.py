@@ -54,11 +54,11 @@ WITHDRAWAL_SECONDS = 10.0
 """A withdrawal may live so many seconds longer than what it withdraws."""
 SMALLEST_EXTENSION = 1e-3
 ALSO_ASKED = 8
-"""So many peers that have answered this node are asked for records whatever their places. A stranger that took all
+"""The number of peers with earlier answers that are asked for records whatever their places. A stranger that took all
 places near a key then does not come between nodes that know each other."""
 MOST_ENTRANCES = 2
 LOOKED_AT = 4
-"""For each record that is told, so many peers are examined and those that work are told first."""
+"""The number of peers that are examined for each record that is told, so that those that work are told first."""
 ALSO_TOLD = 3
 """An own record is stored at so many of the peers that have answered, besides the nodes nearest to its key."""
 

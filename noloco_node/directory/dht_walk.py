@@ -32,7 +32,7 @@ MOST_BY_ONE = 8
 """One walk asks at most so many nodes on the word of one."""
 PAUSES = Doubling(5.0, 300.0)
 GLANCED = 2
-"""So many nodes are asked for one key between two walks."""
+"""The number of nodes that are asked for one key between two walks."""
 SECOND_SECONDS = 0.5
 """A look waits so many seconds for the first of several holders before it asks the others beside it."""
 FEW_NEIGHBOURS = 8

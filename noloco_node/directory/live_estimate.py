@@ -23,7 +23,7 @@ from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import SAMPLE, WORK_AN_ASK, PeerStats, safe_share
 
 PRIOR = 3.0
-"""So many stage peers are taken to have worked at a common start, before any has been asked."""
+"""The number of stage peers that are taken to have worked at a common start, before any has been asked."""
 WELCOME_SHARE = 0.25
 """Newcomers that answer count at once up to this share of the peers that have shown work, and at least one."""
 STILL_STEPS = 8

@@ -29,11 +29,11 @@ MOST_TOLD = 12
 """A message tells at most so many records, the teller's own included: what a header holds, and few enough to check at
 once."""
 FEW_TOLD = 4
-"""So many records are told to a peer that has said before what it serves. Its own record goes from either to the other
-each time. It hears of others by the DHT and by all the peers that call it."""
+"""The number of records that are told to a peer that has said before what it serves. Its own record goes from either to
+the other each time. It hears of others by the DHT and by all the peers that call it."""
 FEWEST_TOLD = 1
-"""So many records are told if `MANY` peers are known, the own record alone: calls are as many as a node may make then.
-"""
+"""The number of records that are told if `MANY` peers are known: the own record alone, since calls are as many as a
+node may make then."""
 MANY = 64
 ALL_AGAIN_SECONDS = 10.0
 """A peer that never says what it serves is told a full message at most once in so many seconds. Otherwise it would get

@@ -41,9 +41,9 @@ REGULAR_SECONDS = 60.0
 """A peer that has brought its own record for so many seconds, again and again, is known by that."""
 SWEEP_SECONDS = 1.0
 SAMPLED = 32
-"""So many places are examined for one to give up."""
+"""The number of places that are examined for one to give up."""
 FEW = 8
-"""So many places of what one peer brought are examined for one to give up."""
+"""The number of places of what one peer brought that are examined for one to give up."""
 
 
 class Esteem(IntEnum):

@@ -109,12 +109,12 @@ MAX_SUBKEY_BYTES = 160
 MAX_EXPIRY = float(1 << 40)
 """No honest record reaches so many seconds since 1970. The bound keeps arithmetic with expiries harmless."""
 CACHED_VERDICTS = 8192
-"""So many verdicts are kept; of more records some are judged anew at every look. The verdict that makes room is drawn.
-Each look takes the records in about the same order. The oldest would be forgotten just before it is needed, and so
-would every one."""
+"""The most verdicts that are kept; of more records some are judged anew at every look. The verdict that makes room is
+drawn. Each look takes the records in about the same order, so the oldest verdict would be forgotten just before it is
+needed."""
 
 MOST_BUCKET_KEYS = 4096
-"""So many keys of buckets are remembered."""
+"""The most keys of buckets that are remembered."""
 
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")

@@ -27,7 +27,7 @@ REPORTED = (
 OWNERS = "(the owner's)"
 """This stands in place of a path on the owner's machine."""
 MOST_NAMED = 64
-"""So many replicas are named; the rest are counted."""
+"""The most replicas that a card names; the rest are counted."""
 
 
 def model_card(

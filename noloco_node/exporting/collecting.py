@@ -38,10 +38,11 @@ SHARE = 20.0
 """A pause lasts at least so many times as long as nodes gave their weights before it. What the collector itself takes
 to load libraries and to write a model is no part of that: it made the pause ten minutes from the first one on."""
 FEW_REPLICAS = 3
-"""So many replicas of each stage are asked while the run goes on: three voices show which one is not like the
-others."""
+"""The number of replicas of each stage that are asked while the run goes on: three voices show which one is not like
+the others."""
 LAST_COLLECTIONS = 10
-"""So many collections come at the run's end, one at each look: its nodes take their last steps and leave one by one."""
+"""The number of collections at the run's end, one at each look: its nodes take their last steps and leave one by
+one."""
 LOOK_SECONDS = 1.0
 """The run's end is looked for every so many seconds."""
 NEEDS_FOLDERS = (

@@ -26,7 +26,7 @@ from noloco_node.telemetry.words import as_bytes, printable
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 16 << 20
-"""So many bytes are kept free for everything beside the weights."""
+"""The bytes that are kept free on the disk for everything beside the weights."""
 
 _Tell = Callable[[str], None]
 

@@ -25,7 +25,7 @@ _ADDRESS = re.compile(
 )
 CONNECT_SECONDS = 3.0
 MOST_ADDRESSES = 4
-"""So many addresses of one peer are kept."""
+"""The most addresses that are kept of one peer."""
 ALL_OFF = (
     "; if all nodes of the run are off, start its seed first, or one node by its noloco-node run CONFIG without "
     "--initial-peers, and the others once that is up (docs/operations.md, When everything was off)"

@@ -78,7 +78,7 @@ def _parsed(line: bytes) -> tuple[str, Result] | None:
 Purpose = Literal["tune", "report"]
 
 FINALISTS = 2
-"""So many points of a sweep are tried on all tune seeds; the others on the first one only."""
+"""The number of points of a sweep that are tried on all tune seeds; the others are tried on the first one only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,7 @@ class PrivateP2P:
         """Put one request to p2pd on a connection of its own. _DaemonAway where nobody answers, OSError as the system
         says. Cancelling leaves nothing open."""
         try:
-            reader, writer = await asyncio.open_unix_connection(self.folder / "d", limit=256 * 1024)
+            reader, writer = await asyncio.open_unix_connection(self.folder / "d", limit=256 * 1024)  # bytes read ahead
         except (ConnectionError, FileNotFoundError) as error:
             raise _DaemonAway(f"p2pd is away ({error})") from None
         try:

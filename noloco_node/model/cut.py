@@ -35,12 +35,13 @@ _TOKEN_KEYS = ("pad_token_id", "bos_token_id", "eos_token_id")
 PARTS_DOCUMENTS = frozenset(
     ["llama", "mistral", "qwen2", "qwen3", "gemma3_text", "smollm3", "olmo2", "gemma2", "phi3", "qwen3_moe", "mixtral"]
 )
-"""For these architectures it is proved that documents in one row, told apart by positions, are as if each were
-alone."""
+"""The architectures for which it is proved that documents in one row, told apart by positions, are as if each stood by
+itself."""
 
 
 TAKES_SUBSPACE = frozenset(["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "mixtral", "qwen3_moe"])
-"""For these architectures it is proved that a subspace holds all that crosses a cut, and that the export is exact."""
+"""The architectures for which it is proved that a subspace holds all that crosses a cut, and that the export is
+exact."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ _FUSED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj":
 the other in the tensor's rows; files name them in the way of one family or another."""
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _AT_ONCE = 16 << 20
-"""So many numbers are read at a time: no stage needs room for its weights twice."""
+"""The count of numbers that are read at a time: no stage needs room for its weights twice."""
 _SHOWN = 3
 _COMPILED = "_orig_mod."
 """torch.compile puts this into the names of a module's parameters."""

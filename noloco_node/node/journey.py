@@ -71,7 +71,7 @@ class Departure:
     settings: NodeSettings
     folder: RunFolder
     run: str | None
-    """The run that the settings name; None for who asks its peers."""
+    """The run that the settings name; None for a node that asks its peers."""
     show: Show | None
     started: float
     """On the monotonic clock, seconds."""

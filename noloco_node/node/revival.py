@@ -36,7 +36,7 @@ FirstWeights = Callable[[], Awaitable[Tensor]]
 HOLDER_SECONDS = 15.0
 """How long a node without a state waits for a peer that held it when it was last seen at work; once."""
 HOLDER_LOADS_SECONDS = 60.0
-"""As long as that peer is there and on its way back to its stage."""
+"""The seconds for which a node waits for a peer that holds the state of its stage and is on its way back there."""
 LOOK_SECONDS = 1.0
 """The directory is read again every so many seconds by a node that waits."""
 RESTORE_SECONDS = 600.0
@@ -75,7 +75,7 @@ def state_elsewhere(stage: int, holders: Sequence[tuple[PeerId, HeldState]], sec
     return Warned(
         what="state_elsewhere",
         detail=f"THE STATE OF STAGE {stage} IS ELSEWHERE: it was held by {'; '.join(rows)}. Waiting {seconds:.0f} s "
-        "for it to come back; else this node begins the stage without it. Ask whoever runs that node to start it again",
+        "for it to come back; else this node begins the stage without it. Ask that node's owner to start it again",
     )
 
 

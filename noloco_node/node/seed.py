@@ -1,4 +1,4 @@
-"""A seed: a light node without a stage. It holds the directory together, shows the swarm to whoever watches it, and
+"""A seed: a light node without a stage. It holds the directory together, shows the swarm to its watchers, and
 relays only where its owner says so.
 
 It trains with nobody, so it asks the origins themselves whether they are at work, and so learns the end of the run. A

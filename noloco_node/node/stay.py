@@ -229,7 +229,7 @@ def last_of_stage(
     copies = (
         "What is left are the copies that nodes of other stages keep, up to two minutes old"
         if standby_copies
-        else "Nobody keeps a copy of it (run.standby_copies is 0): whoever serves it next begins from the first weights"
+        else "Nobody keeps a copy of it (run.standby_copies is 0): its next node begins from the first weights"
     )
     own = (
         f"This node's checkpoint holds everything: {back}"

@@ -27,10 +27,10 @@ from noloco_node.errors import ExitCode
 T = TypeVar("T")
 
 AT_ONCE_SECONDS = 60.0
-"""For who is told a second time: peers, directory and p2pd have some twenty seconds in all to end, and nothing is
-saved; a busy machine takes longer."""
+"""The seconds that a node has to end after a second signal. Peers, directory and p2pd have some twenty seconds in all,
+and nothing is saved; a busy machine takes longer."""
 SAY_SECONDS = 5.0
-"""For the last words: whoever reads them may be what hangs."""
+"""The seconds that the last words may take: their reader may be what hangs."""
 MOST_NAMED = 12
 
 LISTENING = "signals"
@@ -69,7 +69,7 @@ class WayOut:
 
     def begin(self, seconds: float, code: ExitCode) -> None:
         """The process has so long from now on, or what an earlier call left it, if that is less. Not from a handler of
-        signals: those interrupt whoever holds a lock."""
+        signals: those interrupt the thread that holds a lock."""
         with self._changed:
             now = ambient.monotonic()
             if not self._under_way:
@@ -129,7 +129,7 @@ def end_at_once(code: int) -> None:
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
-    finally:  # who has no descriptor left cannot look for them
+    finally:  # a process without descriptors left cannot look for them
         os._exit(code)
 
 

@@ -22,13 +22,13 @@ SILENCES_TOLERATED = 1
 WORK_SECONDS = 120.0
 """Work counts for so many seconds if a caller does not say."""
 ASKS_REMEMBERED = 64
-"""So many latest asks for work are remembered of peers without work so far, and as many of others."""
+"""The number of latest asks for work that are remembered of peers without work so far, and as many of others."""
 IDLES_ALLOWED = 2
 """Work that a peer was given may come to nothing so many times in a row; with the next one it has had its chance."""
 ASKS_ALLOWED = 4
 """A peer may refuse in at least so many windows without any work from it in between."""
 SAMPLE = 16
-"""So many peers must have been asked before their answers say anything of others."""
+"""The number of peers that must have been asked before their answers say anything of others."""
 DOUBT = 2.0
 """A sample's share is lowered by so many standard deviations: four of a crowd that answer by chance say nothing of its
 rest."""

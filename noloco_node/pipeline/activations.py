@@ -59,7 +59,7 @@ ASK_FIRST_SECONDS = 0.25
 """A peer is asked before the bytes of a microbatch go if these take longer to come to it. To ask takes a round trip,
 which is less. A peer that is full refuses only when they have crossed the line, and then they cross it again."""
 INLINE_NUMBERS = 1 << 15
-"""So many numbers are coded on the event loop (0.2 ms); more are coded beside it."""
+"""The count of numbers that are coded on the event loop, which takes 0.2 ms; more are coded beside it."""
 
 
 class LinkCodecs:

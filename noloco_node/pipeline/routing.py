@@ -45,7 +45,7 @@ LOAD_LIFE_SECONDS = 3.0
 and could not correct its figure. Routes would lock in, and the mixing that the method rests on would end."""
 
 FEW = 8
-"""Of a larger stage so many peers are drawn and examined for each microbatch."""
+"""The number of peers that are drawn and examined for each microbatch where a stage has more of them."""
 
 FULL = 1 << 20
 """This load, the largest there may be, marks a peer that refuses since it is full."""

@@ -27,9 +27,11 @@ NEAR_TARGET = 0.9
 IDLE_GRACES = 15
 """Grace times without work after which a node leaves: near the target that is the run's end, far from it an error."""
 HELD_UP_GRACES = 180
-"""The same while a stage has no replica, or while others go on and only this node gets nothing to train."""
+"""Grace times without work after which a node leaves while a stage has no replica, or only this node gets nothing to
+train."""
 BEGINNING_SECONDS = 86_400.0
-"""For a node at which the run has not begun: the others may be started by hand, one after another."""
+"""Seconds after which a node leaves whose run has not begun: the others may be started by hand, one after
+another."""
 
 
 class RunVerdict(StrEnum):

@@ -29,7 +29,7 @@ from noloco_node.telemetry.words import printable
 NEAR_THE_END = 0.95
 """From this share of the target on, nodes leave because the run is over."""
 MOST_MOMENTS = 500
-"""So many moments of one node are remembered: the last ones, when it had more."""
+"""The most moments of one node that are remembered: the last ones, when it had more."""
 BEGINNING = ("joining", "downloading")
 """A process does these things before it is up."""
 LEAVING = ("finishing", "draining", "paused")

@@ -44,7 +44,7 @@ BASE_BYTES = 300 << 20
 NODE_BYTES = 2 << 20
 """A node takes so many bytes without weights (measured at 32 nodes: 0.6 MiB; an hour of its events takes some more)."""
 ENDED_BYTES = 1 << 20
-"""So many bytes are kept of a node that has died."""
+"""The bytes that are kept of a node that has died."""
 COPIES = 10
 """A node with tensors holds so many vectors of four bytes a weight: weights, their copies, optimizer, outer step."""
 OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}

@@ -42,7 +42,7 @@ from noloco_node.training.compute_thread import Priority
 STEPS = 24
 """The inner steps of the swarm."""
 BATCH_MICROBATCHES = 4
-"""So many microbatches are behind an inner step. A stage of more than `FEW` replicas has one of each. Otherwise a run
+"""The number of microbatches behind an inner step. A stage of more than `FEW` replicas has one of each. Otherwise a run
 would be over before all have taken part in an outer step."""
 FEW = 8
 IN_FLIGHT = 2

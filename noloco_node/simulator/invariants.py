@@ -20,8 +20,8 @@ from noloco_node.training.progress import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
 IN_VAIN_SECONDS = 1800.0
 """A schedule takes so many virtual seconds only if a node waits for a stage until it gives up."""
 OUTSIDE_SECONDS = 60.0
-"""For so many seconds the peers that a joiner names may be frozen, dead or cut off, one after the other. A joiner that
-is kept out for longer is cut off by something that no fault has told."""
+"""The seconds for which the peers that a joiner names may be frozen, dead or cut off, one after the other. A joiner
+that is kept out for longer is cut off by something that no fault has told."""
 KEPT_OUT = "node.initial_peers: none of"
 """The error of a node that gives up for that reason says this (`identity.addresses`)."""
 

@@ -105,7 +105,7 @@ def made_up(numbers: Sequence[int], vocabulary: int, length: int) -> Tensor:
 
 DIMENSIONS = 64
 HIDDEN = 1
-"""So many numbers stand for a token's activations."""
+"""The count of numbers that stand for a token's activations."""
 VOCABULARY = 256
 NOISES = 512
 """There are so many noises of microbatches; the inputs of a microbatch say which one it has."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 FP32 = 4
 HEAD_TENSORS = 3
-"""So many fp32 tensors have the size of the logits: their log softmax, the gradient of that, and the gradient of the
-logits. The logits themselves are gone by then."""
+"""The number of fp32 tensors of the size of the logits: their log softmax, the gradient of that, and the gradient of
+the logits. The logits themselves are gone by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ ID_BYTES = 4
 STANDBY_BYTES = 2
 """The bytes of a parameter in a copy of a stage, which is half precision."""
 BESIDE_A_LAYER = 6
-"""So many tensors of the size of a microbatch's activations lie beside a layer's backward: inputs, outputs, the
-gradient that was given, that of the residual stream, and a norm's, which is fp32 and counts twice."""
+"""The number of tensors of the size of a microbatch's activations that lie beside a layer's backward: inputs, outputs,
+the gradient that was given, that of the residual stream, and a norm's, which is fp32 and counts twice."""
 PROGRAM_BYTES = 480 << 20
 """The bytes of the program before any weight. Python, torch, transformers and hivemind take 466 MiB, as
 `benchmarks.memory` measured it on the processor. CUDA's own memory is not in it."""

@@ -59,7 +59,7 @@ OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
 """An offer is asked for with this deadline in seconds, and so many times. One lost request must not decide what a stage
 goes on from."""
 COPIES_COMPARED = 3
-"""So many strangers' copies are fetched to be compared."""
+"""The number of strangers' copies that are fetched to be compared."""
 LARGEST = 65504.0
 """The largest number in half precision."""
 

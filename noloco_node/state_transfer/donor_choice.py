@@ -34,7 +34,7 @@ from noloco_node.transport.interface import Transport
 logger = logging.getLogger(__name__)
 
 MOST_TRIED = 3
-"""So many slow donors are tried for a window each before the fastest is kept."""
+"""The number of slow donors that are tried for a window each before the fastest is kept."""
 MUCH_FASTER = 2.0
 """A donor is left for one that was tried before if that gave more than so many times as much."""
 RESUMES = 2

@@ -259,7 +259,7 @@ def _fed_by() -> dict[str, list[tuple[Metric, str]]]:
 
 
 _FED_BY = _fed_by()
-"""By event: the metrics that are fields of it, and which."""
+"""The metrics that are fields of an event, and which fields, by event."""
 
 
 def _bounded(reason: str) -> str:

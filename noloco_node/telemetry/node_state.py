@@ -39,11 +39,11 @@ LOSS_STEPS = 5
 STALL_STEPS = 3.0
 """After so many times the usual time without an inner step a node is slower than it was, and the shown speed sinks."""
 KEPT = 16
-"""So many of the last outer steps, warnings and happenings are shown."""
+"""The number of last outer steps, warnings and happenings that are shown."""
 LETTERS = 2000
 """A warning and a line of the log are cut between two words after so many letters. A node names its addresses there."""
 MOST_NODES = 256
-"""So many nodes are named; all are counted."""
+"""The most nodes that are named; all are counted."""
 TrainedTokensIfKnown = Annotated[
     float | None, Field(validation_alias=AliasChoices("trained_tokens", "clock"), serialization_alias="trained_tokens")
 ]

@@ -13,10 +13,10 @@ STATES = ("joining", "training", "finishing", "draining")
 """A node may say this of itself while it is there."""
 SERVING = ("training", "finishing")
 MOST_VERSIONS = 8
-"""So many versions are counted by their names, this program's own among them."""
+"""The most versions that are counted by their names, this program's own among them."""
 OTHER_VERSIONS = "other"
 MOST_DEPARTED = 64
-"""So many nodes that have gone are still named: those that were seen at work for the longest time."""
+"""The most nodes that have gone and are still named: those that were seen at work for the longest time."""
 
 SwarmDocument = dict[str, Any]
 NodeChange = Literal["joined", "left", "lost", "reassigned"]

@@ -35,7 +35,7 @@ from noloco_node.telemetry.words import (
 MOST_LISTED = 40
 """A table has so many rows at most."""
 OTHER_LINES = 20
-"""So many lines of a screen are for other things than tables and log."""
+"""The lines of a screen that are for other things than tables and log."""
 LAST_LINES = 8
 """A screen shows so many of the last lines of a log, or of the last things that happened in a swarm."""
 WARNINGS_SHOWN = 3

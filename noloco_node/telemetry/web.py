@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # `noloco-node health` loads no library
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-"""So many connections may be open. For one more an answered one is closed, or the oldest once it has had its time."""
+"""The most connections that may be open. For one more an answered one is closed, or the oldest once it has had its
+time."""
 MAX_HEAD_BYTES = 8192
 """The most bytes of request line and headers; a longer request is closed without an answer."""
 

@@ -28,7 +28,8 @@ from noloco_node.training.layout import FlatLayout
 FORGOTTEN_AFTER = 512
 """Norms after which a source that gave none of them has no say any more."""
 LARGEST_RISE = 1.05
-"""By how much one norm may raise what counts as usual. Honest norms change slowly; a jump waits some dozens of them."""
+"""The factor by which one norm may raise what counts as usual. Honest norms change slowly; a jump waits some dozens of
+them."""
 
 
 class NormBound:

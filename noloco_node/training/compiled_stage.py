@@ -19,7 +19,7 @@ from noloco_node.model.stage import Stage
 T = TypeVar("T")
 
 CompileBackend = str | Callable[..., Any]
-"""As torch.compile takes it: a name, or what turns a graph into something that can be called."""
+"""A backend of torch.compile: a name, or a function that turns a graph into something that can be called."""
 INDUCTOR = "inductor"
 """torch's own backend, which needs a C++ compiler."""
 

@@ -300,7 +300,7 @@ class ComputeThread(Compute):
     async def ends_when_lost(self) -> None:
         """Raises UserError (CHECK_FAILED) once the device is lost, or has no memory for anything: a node that serves
         others would refuse all.
-        Whoever is cancelled as it waits here leaves it to the next: a thread outlives the stays of its node."""
+        A caller that is cancelled as it waits here leaves it to the next: a thread outlives the stays of its node."""
         raise await asyncio.shield(self.lost)
 
     def _is_lost(self, why: UserError) -> None:
@@ -457,7 +457,7 @@ def _leave() -> None:
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """What `work` returns, or raises: for `settle`, perhaps on another thread. What raised holds nothing any more of
-    what it worked with. Memory that was asked for in vain is NoMemory, whoever refused it."""
+    what it worked with. Memory that was asked for in vain is NoMemory, by the device or by the system."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - not hidden: it is raised where the call was made
@@ -486,7 +486,7 @@ def _lost_by(error: torch.AcceleratorError) -> UserError:
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """Tell whoever waits for a call what came of it."""
+    """Tell the task that waits for a call what came of it."""
     if future.cancelled():
         return
     if isinstance(error, StopIteration):  # a future cannot carry it: its caller would wait for ever

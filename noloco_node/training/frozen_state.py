@@ -22,7 +22,7 @@ from noloco_node.training.progress import Progress
 PIECE = 1 << 24
 """Numbers that are read at once: 64 MiB of fp32."""
 SPARE_BYTES = 2 * 4 * PIECE
-"""So many bytes of a state are copied where it is changed before it was read. For the rest the change waits."""
+"""The bytes of a state that are copied where it is changed before it was read. For the rest the change waits."""
 PATIENCE_SECONDS = 120.0
 """A change waits at most so long for a reader, as for a disk that hangs. The reader is told then that it has failed."""
 

@@ -102,8 +102,8 @@ class HostCopies:
         """Begin to copy a tensor of the host.
 
         Its memory there is of the stream that brings it, and is used anew by that stream alone. Nobody gives it back
-        before `_taken` says that the device has read it, so whoever gets memory here and then looks at `_taken` waits
-        for every earlier reader of it, and for no computation beyond that.
+        before `_taken` says that the device has read it, so a caller that gets memory here and then looks at `_taken`
+        waits for every earlier reader of it, and for no computation beyond that.
         """
         pinned = self.room(tensor.shape, tensor.dtype).copy_(tensor)
         with self._on(self._coming):
@@ -227,7 +227,7 @@ class DeviceWatch:
 
 
 class Ahead:
-    """Tensors of the host that a call wants on the device, for whoever lets it wait. For any thread."""
+    """Tensors of the host that a call wants on the device, and that may wait. For any thread."""
 
     def __init__(self, copies: HostCopies, tensors: tuple[Tensor, ...]) -> None:
         self._copies = copies

@@ -108,8 +108,8 @@ class Progress:
 FREE_LAG = 0.05
 """Share of the lag that is allowed between replicas within which a stage's clock is not tied."""
 PACE_A_LAG = 2.0
-"""By how much faster or slower a clock runs for each such lag beyond it. With more the clocks of short windows swing:
-what is heard of the origins is some microbatches old."""
+"""The factor by which a clock runs faster or slower for each such lag beyond it. With more the clocks of short windows
+swing: what is heard of the origins is some microbatches old."""
 SLOWEST_PACE = 0.5
 FASTEST_PACE = 1.5
 """Bounds of `tied_pace`: what a stage is told of its origins may be a lie."""

@@ -33,7 +33,8 @@ QUESTION_SECONDS = 5.0
 """A small question has this deadline: a peer that is there answers within it, and a dead one holds nobody up for
 longer."""
 ASKED_AT_ONCE = 16
-"""So many peers are asked one thing at once: each needs a link, and in a large swarm hundreds may be due together."""
+"""The number of peers that are asked one thing at once: each needs a link, and in a large swarm hundreds may be due
+together."""
 CHUNKS_A_DEADLINE = 2.0
 """A transfer moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that is 0.84
 Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""

@@ -46,7 +46,7 @@ LINGER_SECONDS = 1.0
 """A stream that will be closed is still read for so many seconds, so that the refusal reaches the other side."""
 
 MOST_AT_WORK = 4096
-"""So many AT_WORK frames may come before an answer; a peer that sends more only wants to keep this node busy."""
+"""The most AT_WORK frames that may come before an answer; a peer that sends more only wants to keep this node busy."""
 
 STREAMS_LOOKED_AT = 64
 """If there are too many streams, so many are examined to find one to close."""

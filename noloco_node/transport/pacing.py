@@ -32,9 +32,10 @@ PACKET_BYTES = 100
 """What a message costs on the line that carries next to nothing."""
 BITS = 8.0
 BODIES_AT_ONCE = 2
-"""So many bodies that asked first go out at once: while one waits for a round trip, the other has the line."""
+"""The number of bodies that asked first and go out at once: while one waits for a round trip, the other has the
+line."""
 TURN_SECONDS = 10.0
-"""After so many seconds the next one goes, too: who reads slowly holds up nobody's line."""
+"""The seconds after which the next body goes, too: a slow reader holds up nobody's line."""
 
 
 class LineRate:

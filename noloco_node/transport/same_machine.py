@@ -32,10 +32,10 @@ STATEMENT = b"noloco stream on one machine 1"
 """A proof begins so: no other statement of a node does."""
 STREAM_BUFFER_BYTES = 256 * 1024
 BACKLOG = 128
-"""So many streams may wait to be accepted. One more is opened by p2pd."""
+"""The number of streams that may wait to be accepted. One more is opened by p2pd."""
 MOST_UNPROVEN = 128
-"""So many streams may be open whose peer has not proven itself yet. One more is ended, and its caller goes by p2pd:
-5,000 that said nothing held as many descriptors of a node."""
+"""The most streams that may be open whose peer has not proven itself yet. One more is ended, and its caller goes by
+p2pd: 5,000 that said nothing held as many descriptors of a node."""
 
 _LENGTH = struct.Struct(">H")
 _CREDENTIALS = struct.Struct("iII")

@@ -33,7 +33,7 @@ from noloco_node.transport.messages import WIRE_DTYPES, TensorSpec
 from noloco_node.transport.pacing import UNBOUNDED, Line
 
 READ_AHEAD_BYTES = 4096
-"""So many bytes may be read beyond what is needed now: a header, or the END frame behind a body."""
+"""The bytes that may be read beyond what is needed now: a header, or the END frame behind a body."""
 MOST_UNSENT_BYTES = 64 * 1024
 """A writer waits if more bytes than this are written and not taken by the system yet."""
 

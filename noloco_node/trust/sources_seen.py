@@ -21,8 +21,8 @@ from noloco_node.pauses import QUIET_PAUSES
 from noloco_node.peer_table import FEW_PEERS, PeerTable
 
 RECENT_MICROBATCHES = 32
-"""So many latest microbatches tell how far ahead the origins are. They are enough for a burst to be outvoted. They are
-few enough for a clock that follows them to be moved before it has run far."""
+"""The number of latest microbatches that tell how far ahead the origins are. They are enough for a burst to be
+outvoted. They are few enough for a clock that follows them to be moved before it has run far."""
 QUIET_LAG = 0.25
 """An origin says nothing any more after the own clock has run this part of the allowed lag without a word of it. It has
 come to its end or stands still, and how far ahead it was is no news."""

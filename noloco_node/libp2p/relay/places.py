@@ -160,7 +160,8 @@ async def _dial_directly(host: PrivateP2P, peer: PeerId) -> bool:
 
 async def _answers(address: PeerAddress) -> bool:
     try:
-        return await who_answers(address.host, address.port, 3.0) == address.peer
+        seconds = 3.0  # a round trip round the world and three losses
+        return await who_answers(address.host, address.port, seconds) == address.peer
     except NoAnswer:
         return False
 

@@ -42,7 +42,7 @@ MOST_PLACES = 128
 MOST_CIRCUITS = 256
 MOST_CIRCUITS_OF_ONE = 64
 MOST_CIRCUITS_OF_A_PAIR = 4
-"""So many circuits may run from one caller to one peer. p2pd wants one; a second stands while the first has died
+"""The most circuits that may run from one caller to one peer. p2pd wants one; a second stands while the first has died
 unnoticed. With more, one caller could use up all circuits of the peer that it calls."""
 MOST_HANDSHAKES = 256
 MOST_HANDSHAKES_OF_ONE = 16
@@ -224,7 +224,7 @@ class CircuitRelay:
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(256 * 1024):
+            while data := await reader.read(256 * 1024):  # bytes: a quarter of a chunk of weights
                 await self._count(len(data))
                 writer.write(data)
                 self.carried_bytes += len(data)
