@@ -54,7 +54,7 @@ class StateTransfer(Participant):
         self.donor.open()
 
     def shut(self) -> None:
-        """Give it to nobody from now on; who has begun to read it goes on."""
+        """Give it to nobody from now on; a reader that has begun goes on."""
         self.donor.shut()
 
     def drain(self) -> None:
