@@ -8,7 +8,7 @@ BOUNDS = {
     "lines of the package": 63_500,
     "lines of the tests": 64_100,
     "lines of benchmarks and deploy": 5_800,
-    "module-level numbers": 610,
+    "module-level numbers": 613,
     "files of the package": 330,
     "files of the package below 60 lines": 48,
     "kB of Markdown": 370,
