@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 63_500,
+    "lines of the package": 63_520,
     "lines of the tests": 64_100,
     "lines of benchmarks and deploy": 5_800,
-    "module-level numbers": 613,
+    "module-level numbers": 611,
     "files of the package": 330,
     "files of the package below 60 lines": 48,
     "kB of Markdown": 370,
