@@ -10,9 +10,9 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
 
@@ -61,6 +61,18 @@ async def eventually(check: Callable[[], T], within: float = 60.0, what: str = "
 def last_account(events: Sequence[AnyEvent]) -> Account:
     """A node's books as it wrote them last."""
     return [event for event in events if isinstance(event, Account)][-1]
+
+
+@contextlib.asynccontextmanager
+async def alongside(*work: Coroutine[Any, Any, object]) -> AsyncIterator[list[asyncio.Task[object]]]:
+    """Run this beside the block, which cancels it at its end and waits until it has ended."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 async def one_turn() -> None:

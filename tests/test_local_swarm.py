@@ -249,23 +249,23 @@ def micro(*overrides: str) -> Config:
 
 
 @pytest.mark.timeout(300)
-async def test_two_of_six_die_and_the_others_reach_the_target(
+async def test_a_node_of_each_stage_dies_and_the_others_reach_the_target(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 of the node that all others joined through and of one of the other stage, while they train: both deaths
-    are reported. On the four survivors every sample is accounted for, none is dropped, repeats are few. Their
+    are reported. On the two survivors every sample is accounted for, none is dropped, repeats are few. Their
     folders, brought together from elsewhere, are a model with the loss that they have reported themselves."""
     monkeypatch.setenv(OPERATION_SECONDS, "0.05")  # a run that outlasts the records of the dead on any machine
     deaths = Deaths()
     target = 50_000
     config = micro(
-        "local_swarm.replicas=3",
+        "local_swarm.replicas=2",
         f"run.inner.target_tokens={target}",
         f"run.evaluation.every_tokens={target}",
         "run.inner.min_learning_rate_ratio=0",
     )
     swarm = LocalSwarm(config, tmp_path / "run", observer=deaths, command=(*PACED, "run"))
-    victims = ("s0-r0", "s1-r2")
+    victims = ("s0-r0", "s1-r1")
     at_death: dict[str, int] = {}
     try:
         await swarm.start()
@@ -282,21 +282,21 @@ async def test_two_of_six_die_and_the_others_reach_the_target(
     assert all(swarm.node(name).exit_code == -signal.SIGKILL for name in victims)
     assert min(at_death.values()) > 0
     survivors = [node for node in swarm.nodes if node.name not in victims]
-    assert [node.stopped.reason if node.stopped else None for node in survivors] == ["target_reached"] * 4
+    assert [node.stopped.reason if node.stopped else None for node in survivors] == ["target_reached"] * 2
     accounts = [last_account(node.events) for node in survivors]
     heads = [last_account(node.events) for node in survivors if node.stage == 0]
-    assert [account.drawn > 0 for account in heads] == [True, True]
+    assert [account.drawn > 0 for account in heads] == [True]
     assert all(account.clock > 0.95 * target for account in heads), "a last average may pull a clock back a little"
     assert all(account.drawn == account.trained + account.dropped + account.held_at_end for account in heads)
     assert sum(account.dropped for account in heads) == 0
     assert sum(account.repeated for account in accounts) < 0.05 * sum(account.drawn for account in heads)
     for node in survivors:
         last_steps = [event for event in node.events if isinstance(event, InnerStep)][-5:]
-        assert all(event.live_replicas <= 2 for event in last_steps), "the dead are no longer counted"
+        assert all(event.live_replicas <= 1 for event in last_steps), "the dead are no longer counted"
     folders = [shutil.move(node.folder, tmp_path / f"machine-{number}") for number, node in enumerate(survivors)]
     assert main(["export", *map(str, folders), "--out", str(tmp_path / "model")]) == ExitCode.OK
     reported = [e.loss for node in survivors for e in node.events if isinstance(e, Evaluation) and e.final]
-    assert len(reported) == 2
+    assert len(reported) == 1
     loss = await asyncio.to_thread(scored_by_transformers_alone, tmp_path / "model", config)
     assert loss == pytest.approx(fmean(reported), abs=1e-3)
 

@@ -27,6 +27,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from tests.support import alongside
 from tests.worlds import Drawn, micro_spec, peer_name, samples_of
 
 SPEC = micro_spec(
@@ -96,17 +97,15 @@ async def test_no_vector_of_the_stages_size_is_touched_on_the_event_loop(tmp_pat
                 assert await replica.pipeline.origin.train_one()
             right.averaging.open()
             left.state_transfer.open()
-            answering = asyncio.create_task(right.averaging.run())
-            assert await left.averaging.dial(peer_name(0, 1))
-            await right.state_transfer.copier.copy_from(peer_name(0, 0))
-            copies = StageCopies(SPEC, [size], left.context.transport, random.Random(0))
-            copies._own = 0, left.worker
-            half = (await copies._copy_of(0, peer_name(0, 1), "fp16")).weights
-            await right.worker.load_slow_weights(1.0, 1, half)
-            with CheckpointKeeper(left, CheckpointFolder(tmp_path, 1), lambda _: None, SETTINGS) as keeper:
-                await keeper.save()
-            answering.cancel()
-            await asyncio.wait((answering,))
+            async with alongside(right.averaging.run()):
+                assert await left.averaging.dial(peer_name(0, 1))
+                await right.state_transfer.copier.copy_from(peer_name(0, 0))
+                copies = StageCopies(SPEC, [size], left.context.transport, random.Random(0))
+                copies._own = 0, left.worker
+                half = (await copies._copy_of(0, peer_name(0, 1), "fp16")).weights
+                await right.worker.load_slow_weights(1.0, 1, half)
+                with CheckpointKeeper(left, CheckpointFolder(tmp_path, 1), lambda _: None, SETTINGS) as keeper:
+                    await keeper.save()
         assert large.seen == []
         torch.zeros(size)
     assert large.seen == ["aten.zeros.default"], "the instrument sees what it looks for"

@@ -34,7 +34,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
-from tests.support import eventually, one_turn
+from tests.support import alongside, eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 
 BOUNDLESS = {"outer_rounds": 1 << 32, "source": "who-signed-it"}
@@ -74,26 +74,17 @@ async def trained_world(
         for replica in made.replicas[:-1]:
             await replica.averaging.step_alone()
             await replica.membership.announce(PeerState.TRAINING)
-        heartbeats = [asyncio.create_task(replica.membership.run()) for replica in made.replicas[:2]]
-        try:
+        async with alongside(*(replica.membership.run() for replica in made.replicas[:2])):
             yield made, made.replicas, [copies_of(made, replica) for replica in made.replicas[:giving]]
-        finally:
-            for task in heartbeats:
-                task.cancel()
-            await asyncio.wait(heartbeats)
 
 
 async def keep_until_kept(made: World, keeper: int, giver: int, copies: list[StageCopies]) -> None:
     """Let one node take its copy from another, each guarding as in a running swarm, and then vanish from the giver."""
-    tasks = [
-        asyncio.create_task(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker))
-        for n in (keeper, giver)
-    ]
-    await made.replicas[keeper].membership.refresh()
-    await eventually(lambda: copies[keeper].kept is not None, what="a copy is kept")
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+    async with alongside(
+        *(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker) for n in (keeper, giver))
+    ):
+        await made.replicas[keeper].membership.refresh()
+        await eventually(lambda: copies[keeper].kept is not None, what="a copy is kept")
 
 
 async def lose(made: World, number: int) -> None:
@@ -328,11 +319,9 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
         assert not waiting.done()
         first.state_transfer.open()
         await first.membership.announce(PeerState.TRAINING)
-        heartbeat = asyncio.create_task(first.membership.run())
-        assert await waiting is None
-        assert await become_current(second) == peer_name(1, 0)
-        heartbeat.cancel()
-        await asyncio.wait((heartbeat,))
+        async with alongside(first.membership.run()):
+            assert await waiting is None
+            assert await become_current(second) == peer_name(1, 0)
 
 
 async def test_a_copy_is_taken_from_who_is_there_however_many_records_say_that_they_train() -> None:
@@ -342,12 +331,10 @@ async def test_a_copy_is_taken_from_who_is_there_however_many_records_say_that_t
             say = {"peer_id": f"ghost-{number:08d}", "stage": 1, "state": PeerState.TRAINING, "sequence": 1}
             record = PeerRecord.model_validate(say | {"protocol": PROTOCOL_VERSION, "version": "0"})
             await MemoryDirectory(made.hub).publish(record, 3600.0)
-        giving = asyncio.create_task(copies[2].keep(replicas[2].membership, replicas[2].worker))
-        await replicas[2].membership.announce(PeerState.TRAINING)
-        await replicas[0].membership.refresh()
-        assert await copies[0].renew(replicas[0].membership)  # pyright: ignore[reportPrivateUsage]
-        giving.cancel()
-        await asyncio.wait((giving,))
+        async with alongside(copies[2].keep(replicas[2].membership, replicas[2].worker)):
+            await replicas[2].membership.announce(PeerState.TRAINING)
+            await replicas[0].membership.refresh()
+            assert await copies[0].renew(replicas[0].membership)  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_a_young_swarm_needs_no_revival() -> None:
@@ -495,13 +482,11 @@ async def test_a_guard_gives_its_copy_up_for_none_that_is_far_behind(worked: boo
             head.context.transport.peer_stats.worked(giver)
         else:
             head.context.transport.peer_stats.of(giver).worked_at = -math.inf
-        keeping = asyncio.create_task(copies[2].keep(lost.membership, lost.worker))
-        await one_turn()
-        assert await copies[0].renew(head.membership) is worked
-        assert copies[0].kept is not None
-        assert (copies[0].kept.clock == far) is not worked
-        keeping.cancel()
-        await asyncio.wait([keeping])
+        async with alongside(copies[2].keep(lost.membership, lost.worker)):
+            await one_turn()
+            assert await copies[0].renew(head.membership) is worked
+            assert copies[0].kept is not None
+            assert (copies[0].kept.clock == far) is not worked
 
 
 async def test_the_first_weights_of_a_stage_are_those_that_a_replica_begins_with() -> None:
@@ -544,61 +529,52 @@ async def test_a_copy_is_found_by_its_content_and_not_by_what_its_source_named_i
     async with keepers([]) as (asking, _, made):
         keeper = made.replicas[1]
         copies = copies_of(made, keeper)
-        keeping = asyncio.create_task(copies.keep(keeper.membership, keeper.worker))
-        await one_turn()
-        record = record_of(keeper.context.transport.peer_id, standby_of=0)  # pyright: ignore[reportPrivateUsage]
-        own = await asking.newest(1, [record.model_copy(update={"standby_of": 1})], torch.zeros(1), own=None)
-        assert own is not None
-        size = footprint_of(keeper.context.spec).parameters[0]
-        weights = torch.randn(size).half()
-        named = {"source": SOURCES[0], "stage": 0, "size": size, "root": root_of_weights(weights)}
-        source = MemoryTransport(made.network, PeerId(SOURCES[0]))
-        copies.kept = sign_copy(source, own.manifest.model_copy(update=named), weights)
-        copy = await asking.newest(0, [record], torch.zeros(size))
-        await source.close()
-        assert copy is not None
-        assert torch.equal(copy.weights, weights)
-        assert not made.replicas[0].context.transport.conduct.offences  # pyright: ignore[reportPrivateUsage]
-        keeping.cancel()
-        await asyncio.wait((keeping,))
+        async with alongside(copies.keep(keeper.membership, keeper.worker)):
+            await one_turn()
+            record = record_of(keeper.context.transport.peer_id, standby_of=0)  # pyright: ignore[reportPrivateUsage]
+            own = await asking.newest(1, [record.model_copy(update={"standby_of": 1})], torch.zeros(1), own=None)
+            assert own is not None
+            size = footprint_of(keeper.context.spec).parameters[0]
+            weights = torch.randn(size).half()
+            named = {"source": SOURCES[0], "stage": 0, "size": size, "root": root_of_weights(weights)}
+            source = MemoryTransport(made.network, PeerId(SOURCES[0]))
+            copies.kept = sign_copy(source, own.manifest.model_copy(update=named), weights)
+            copy = await asking.newest(0, [record], torch.zeros(size))
+            await source.close()
+            assert copy is not None
+            assert torch.equal(copy.weights, weights)
+            assert not made.replicas[0].context.transport.conduct.offences  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_copies_are_given_to_the_run_only_and_a_poisoned_one_is_not_taken() -> None:
     """Another run, another stage and an unknown copy are refused with their reasons; NaN is not kept."""
     async with trained_world(keepers=1) as (made, (head, _, tail, _), copies):
-        keeping = asyncio.create_task(copies[2].keep(tail.membership, tail.worker))
-        await one_turn()
+        async with alongside(copies[2].keep(tail.membership, tail.worker)):
+            await one_turn()
 
-        async def ask(method: str, **header: object) -> Message:
-            request = {"run": head.context.spec.run_id, "stage": 1, **header}
-            return await head.context.transport.call(  # pyright: ignore[reportPrivateUsage]
-                peer_name(1, 0), method, Message(request), timeout=5, progress=5, max_answer_bytes=1 << 20
-            )
+            async def ask(method: str, **header: object) -> Message:
+                request = {"run": head.context.spec.run_id, "stage": 1, **header}
+                return await head.context.transport.call(  # pyright: ignore[reportPrivateUsage]
+                    peer_name(1, 0), method, Message(request), timeout=5, progress=5, max_answer_bytes=1 << 20
+                )
 
-        for method, header, reason in (
-            ("copy.open", {"run": "another"}, Refusal.WRONG_RUN),
-            ("copy.open", {"stage": 0}, Refusal.WRONG_STAGE),
-            ("copy.chunk", {"root": "none such"}, Refusal.UNKNOWN_SNAPSHOT),
-        ):
+            for method, header, reason in (
+                ("copy.open", {"run": "another"}, Refusal.WRONG_RUN),
+                ("copy.open", {"stage": 0}, Refusal.WRONG_STAGE),
+                ("copy.chunk", {"root": "none such"}, Refusal.UNKNOWN_SNAPSHOT),
+            ):
+                with pytest.raises(Refused) as refused:
+                    await ask(method, **header)
+                assert refused.value.reason is reason
+            name = json.loads((await ask("copy.open")).header["manifest"])["root"]
             with pytest.raises(Refused) as refused:
-                await ask(method, **header)
-            assert refused.value.reason is reason
-        name = json.loads((await ask("copy.open")).header["manifest"])["root"]
-        with pytest.raises(Refused) as refused:
-            await ask("copy.chunk", root=name, index=10**6)
-        assert refused.value.reason is Refusal.MALFORMED
-        keeping.cancel()
-        await asyncio.wait((keeping,))
+                await ask("copy.chunk", root=name, index=10**6)
+            assert refused.value.reason is Refusal.MALFORMED
         tail.worker.outer.slow[7] = float("nan")
         await head.membership.refresh()
-        tasks = [
-            asyncio.create_task(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker)) for n in (0, 2)
-        ]
-        conduct = head.context.transport.conduct
-        await eventually(lambda: conduct.offences["bad_answer"] > 0, what="who gave NaN has offended")
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        async with alongside(*(copies[n].keep(made.replicas[n].membership, made.replicas[n].worker) for n in (0, 2))):
+            conduct = head.context.transport.conduct
+            await eventually(lambda: conduct.offences["bad_answer"] > 0, what="who gave NaN has offended")
         assert copies[0].kept is None
 
 
@@ -633,30 +609,30 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
         giver = MemoryTransport(made.network, GIVER)
         giving = StageCopies(spec, footprint_of(tail.context.spec).parameters, giver, random.Random(0))
         giving.serve()
-        keeping = asyncio.create_task(giving.keep(tail.membership, tail.worker))
-        await one_turn()
-        holder, other = (MemoryTransport(made.network, PeerId(name)) for name in ("holder", "other"))
+        async with alongside(giving.keep(tail.membership, tail.worker)):
+            await one_turn()
+            holder, other = (MemoryTransport(made.network, PeerId(name)) for name in ("holder", "other"))
 
-        async def ask(asking: MemoryTransport, method: str, **header: object) -> Message:
-            request = {"run": spec.run_id, "stage": 1, **header}
-            return await asking.call(GIVER, method, Message(request), timeout=5, progress=5, max_answer_bytes=1 << 20)
+            async def ask(asking: MemoryTransport, method: str, **header: object) -> Message:
+                request = {"run": spec.run_id, "stage": 1, **header}
+                return await asking.call(
+                    GIVER, method, Message(request), timeout=5, progress=5, max_answer_bytes=1 << 20
+                )
 
-        async def opened(asking: MemoryTransport) -> CopyManifest:
-            return CopyManifest.model_validate_json((await ask(asking, "copy.open")).header["manifest"])
+            async def opened(asking: MemoryTransport) -> CopyManifest:
+                return CopyManifest.model_validate_json((await ask(asking, "copy.open")).header["manifest"])
 
-        first = await opened(holder)
-        for turn in range(4):
-            with contextlib.suppress(Refused):
-                await ask(holder, "copy.chunk", root=first.root, index=min(turn, 1))
-            clock.ahead += 50.0
-            tail.worker.outer.slow[0] += 1.0
-        newer = await opened(other)
-        assert newer.root != first.root
-        with pytest.raises(Refused) as refused:
-            await ask(other, "copy.chunk", root=first.root, index=0)
-        assert refused.value.reason is Refusal.UNKNOWN_SNAPSHOT
-        keeping.cancel()
-        await asyncio.wait((keeping,))
+            first = await opened(holder)
+            for turn in range(4):
+                with contextlib.suppress(Refused):
+                    await ask(holder, "copy.chunk", root=first.root, index=min(turn, 1))
+                clock.ahead += 50.0
+                tail.worker.outer.slow[0] += 1.0
+            newer = await opened(other)
+            assert newer.root != first.root
+            with pytest.raises(Refused) as refused:
+                await ask(other, "copy.chunk", root=first.root, index=0)
+            assert refused.value.reason is Refusal.UNKNOWN_SNAPSHOT
         for each in (holder, other, giver):
             await each.close()
 

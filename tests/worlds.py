@@ -14,6 +14,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from noloco_node import PROTOCOL_VERSION
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
@@ -22,7 +23,7 @@ from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, O
 from noloco_node.data.samples import Batch, Samples, inputs_and_labels
 from noloco_node.directory.dht import join_directory
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import Directory
+from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
@@ -52,6 +53,11 @@ ALONE_IS_NEUTRAL = OuterSpec(inner_steps=10_000, alpha=0.0, beta=1.0, gamma=1.0)
 
 NAMED = "/ip4/127.0.0.1/tcp/7000/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 """An initial peer, for a node that joins others; in memory nobody dials it."""
+
+
+def record_of(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING, **says: Any) -> PeerRecord:
+    """What a node of this release says of itself in the directory."""
+    return PeerRecord(peer_id=peer, stage=stage, state=state, protocol=PROTOCOL_VERSION, version="0", **says)
 
 
 def no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]) -> None:

@@ -48,6 +48,7 @@ from noloco_node.transport.libp2p import STREAM_PROTOCOL
 from noloco_node.transport.messages import Message, TensorSpec
 from tests.chaos import paced_node
 from tests.inside import directory_of, host_of, node_of, signs_as
+from tests.support import alongside
 
 HOSTILITY = "NOLOCO_CHAOS_HOSTILITY"
 """Names of attacks, separated by commas."""
@@ -91,12 +92,8 @@ class HostileReplica(Replica):
     async def run(self) -> None:
         """See `Replica.run`."""
         TALLY.path = self.context.settings.run_folder / "attacks.json"
-        attacker = asyncio.create_task(Attacker(self).run())
-        try:
+        async with alongside(Attacker(self).run()):
             await super().run()
-        finally:
-            attacker.cancel()
-            await asyncio.wait((attacker,))
 
 
 class Attacker:

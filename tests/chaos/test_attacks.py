@@ -9,24 +9,21 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-import torch
 
 from noloco_node.config.run_spec import LimitsSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
-from noloco_node.state_transfer.copy_fetch import fetch_slow
 from noloco_node.state_transfer.messages import StateRequest, packed_size
 from noloco_node.transport.calls import ask
-from noloco_node.transport.errors import Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.transport.messages import Message, TensorSpec
+from noloco_node.transport.messages import TensorSpec
 from tests.chaos.attacks import ATTACKS, Attack
 from tests.chaos.attacks.life import BROKEN, Life, Tally, Victim, make_workers, throw_away_key
 from tests.chaos.scenarios.stranger import ANSWERS, passed_over
-from tests.support import eventually
+from tests.support import alongside, eventually
 from tests.worlds import micro_spec, peer_name, world
 
 ASKER = PeerId("an-honest-peer")
@@ -101,17 +98,6 @@ async def test_who_asks_the_dripping_donor_gets_an_offer_a_manifest_and_chunks_t
     await cast("MemoryTransport", transport).close()
 
 
-async def test_the_dripping_donor_reads_the_honest_ones_so_that_it_is_the_least_busy() -> None:
-    """A joiner asks first the donor with the fewest readers."""
-    spec = micro_spec(stages=1, limits=SPEC.limits)
-    victim = Victim(peer_name(0, 0), 0, "")
-    async with world(spec) as made:
-        [honest] = made.replicas
-        honest.state_transfer.open()
-        async with alive(spec, made.network, ATTACKS["dripping donor"], [victim]):
-            await eventually(lambda: honest.state_transfer.donor.readers == 1)
-
-
 async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:
     """Signed, and of the size that belongs: only whose work was seen, and what others offer, speaks against it."""
     attack, network = "hostile copies of a stage", MemoryNetwork()
@@ -126,46 +112,6 @@ async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:
         assert counts["chunks given"] > 1
         assert not counts[BROKEN]
     await transport.close()
-
-
-async def test_an_export_that_asks_the_stranger_gets_weights_of_the_largest_clock() -> None:
-    """In full precision and signed: nothing but the other replicas' clocks speaks against it."""
-    attack, network = "hostile copies of a stage", MemoryNetwork()
-    transport = MemoryTransport(network, ASKER)
-    async with alive(SPEC, network, ATTACKS[attack]) as life:
-        into = torch.empty(life.workers[1].outer.whole.size)
-        manifest = await fetch_slow(SPEC, 1, transport, life.transport.peer_id, into, lambda _: None)
-        assert manifest.clock == 1e15
-        assert bool((into == 3e4).all())
-        assert life.tally.counts[attack]["offered to exports"] == 1
-    await transport.close()
-
-
-async def test_a_handler_that_fails_is_counted_against_its_attack() -> None:
-    """It is not counted as an answer."""
-    network = MemoryNetwork()
-    transport = MemoryTransport(network, ASKER)
-    async with alive(SPEC, network) as life:
-
-        async def fails(_peer: PeerId, _message: Message) -> Message:
-            raise KeyError("stage")
-
-        life.serve("an attack", "method", fails)
-        with pytest.raises(Refused):
-            await transport.call(life.transport.peer_id, "method", Message(), timeout=5, progress=5, max_answer_bytes=0)
-        assert life.tally.counts == {"an attack": {BROKEN: 1}}
-    await transport.close()
-
-
-async def test_what_a_stranger_says_of_itself_is_what_gets_it_asked() -> None:
-    """A keeper of standby copies asks for its stage, a joiner for its own, others for their own or the next."""
-    victims = [Victim(peer_name(stage, number), stage, "") for stage in range(2) for number in range(4)]
-    async with alive(SPEC, MemoryNetwork(), victims=victims) as life:
-        assert [life.claimed(peer_name(stage, 0)) for stage in range(2)] == [1, 0]
-        assert all(life.claimed(peer_name(1, number)) == 1 for number in range(1, 4))
-        life.newcomers[ASKER] = 1
-        assert life.claimed(ASKER) == 1
-        assert not any(life.waits_for(victim) for victim in victims if life.claimed(victim.peer) != victim.stage)
 
 
 @pytest.mark.parametrize("method", ANSWERS.values())
@@ -191,10 +137,8 @@ async def test_endless_evaluations_arrive_and_are_rationed() -> None:
         later.pipeline.open()
         victims = [Victim(later.context.transport.peer_id, 1, ""), Victim(peer_name(0, 0), 0, "")]
         async with alive(later.context.spec, made.network, None, victims) as life:
-            task = asyncio.create_task(ATTACKS[attack](life))
-            await eventually(lambda: life.tally.counts.get(attack, {}).get("refused: busy", 0) > 30)
-            task.cancel()
-            await asyncio.wait((task,))
+            async with alongside(ATTACKS[attack](life)):
+                await eventually(lambda: life.tally.counts.get(attack, {}).get("refused: busy", 0) > 30)
             answered = life.tally.counts[attack]["answered"]
     spec = later.context.spec
     assert 0 < answered * spec.microbatch_tokens <= 4 * spec.evaluation.windows * spec.data.sequence_length

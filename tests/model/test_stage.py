@@ -33,7 +33,7 @@ def ordinary_model(spec: ModelSpec, weights: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4, LAYERS])
+@pytest.mark.parametrize("stages", [1, 3, LAYERS])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_composed_stages_equal_the_ordinary_model_in_outputs_and_gradients(family: str, stages: int) -> None:
     """Logits and the gradient of every parameter, against transformers' own model built apart from ours."""
@@ -72,12 +72,11 @@ def test_the_layers_of_these_families_are_not_alike(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_first_weights_do_not_depend_on_the_cut(family: str) -> None:
-    """Stages 1, 2 and 4 give bitwise equal weights under each full name, and another seed gives others."""
+    """Stages 1 and 4 give bitwise equal weights under each full name, and another seed gives others."""
     whole = parameters_by_full_name(build_all(spec_of(family, 1)))
-    for stages in (2, 4):
-        cut = parameters_by_full_name(build_all(spec_of(family, stages)))
-        assert set(cut) == set(whole)
-        assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    cut = parameters_by_full_name(build_all(spec_of(family, 4)))
+    assert set(cut) == set(whole)
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
     other = parameters_by_full_name(build_all(spec_of(family, 1, seed=4)))
     matrices = [name for name in whole if whole[name].dim() > 1]
     assert len(matrices) >= 4 * LAYERS + 2

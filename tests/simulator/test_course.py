@@ -201,13 +201,13 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
         ) as world:
             watcher = Watcher(world, 6)
             populate(world, 3)
-            await asyncio.sleep(15.0)
+            await asyncio.sleep(8.0)
             for node in world.running[3:]:
                 world.kill(node)
             before = watcher.figures()
-            await asyncio.sleep(20.0)
+            await asyncio.sleep(14.0)
             after = watcher.figures()
-            assert after.tokens_per_second * 35.0 > before.tokens_per_second * 15.0
+            assert after.tokens_per_second * 22.0 > before.tokens_per_second * 8.0
             assert [node.condition for node in world.nodes] == ["running"] * 3 + ["killed"] * 3
             assert {node.stage for node in world.running} == {0, 1}
             return [event for events in world.events for event in events], after
@@ -273,7 +273,7 @@ def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment()
 
 def test_stages_of_the_quadratic_are_cut_into_fragments_that_are_exchanged() -> None:
     """A quarter of the bytes an outer step, four times as often."""
-    common = ("sim.nodes=4", "sim.hours=0.02", "run.outer.inner_steps=4", "run.outer.min_inner_steps=2")
+    common = ("sim.nodes=4", "sim.hours=0.01", "run.outer.inner_steps=4", "run.outer.min_inner_steps=2")
     whole, cut = (
         simulate(shipped(*common, f"run.outer.fragments={count}"), lambda _done, _all: None).figures for count in (1, 4)
     )

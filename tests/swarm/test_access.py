@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from noloco_node import PROTOCOL_VERSION, peer_table
+from noloco_node import peer_table
 from noloco_node.cli.commands import parser
 from noloco_node.cli.identity import make_invitation
 from noloco_node.config.own_paths import join_line
 from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import Invitation, Proof, invite, read_invitation
 from noloco_node.identity.keys import Identity, load_or_create_identity
@@ -29,7 +28,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.admission import ACCESS, Access, Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
-from tests.worlds import micro_spec, no_tensors
+from tests.worlds import micro_spec, no_tensors, record_of
 
 LATER = int(time.time()) + 3600
 GUEST, OTHER = PeerId("an-invited-peer"), PeerId("somebody-else")
@@ -60,6 +59,10 @@ def test_the_run_id_covers_who_may_take_part(owner: Identity) -> None:
     base = micro_spec(stages=1)
     runs = [base, run_of(owner), run_of(owner, peers=(GUEST,)), run_of(owner, "listed", peers=(GUEST,))]
     assert len({run.run_id for run in runs}) == 4
+    for deep in (False, True):
+        other = base.model_copy(update={"name": "another"}, deep=deep)
+        assert other.run_id != base.run_id, "what a run has worked out once is not its changed copy's"
+        assert other.model_copy(update={"name": base.name}, deep=deep).run_id == base.run_id
 
 
 @pytest.mark.parametrize(
@@ -338,11 +341,6 @@ def test_an_invitation_that_has_ended_takes_nobodys_place(owner: Identity, monke
         assert access.shown(peer, ended.proof_for(peer))
         assert not access.admits(peer)
     assert access.admits(GUEST)
-
-
-def record_of(peer: PeerId) -> PeerRecord:
-    """A record of stage 0."""
-    return PeerRecord(peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1")
 
 
 async def test_records_of_outsiders_are_ignored_and_members_carry_their_proof(owner: Identity) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.buckets import Place, bucket_of, levels_to_write, prefix_of
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
@@ -20,6 +19,7 @@ from noloco_node.transport.bans import Bans
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.support import eventually, one_turn
 from tests.swarm.worlds import AllAnswer
+from tests.worlds import record_of
 
 WORK = (1.0, 1.0, 1.0)
 
@@ -40,15 +40,7 @@ class SlowDirectory(MemoryDirectory):
 
 def trains(peer: str, stage: int) -> PeerRecord:
     """The record of a replica of a stage."""
-    return PeerRecord(
-        peer_id=peer,
-        stage=stage,
-        state=PeerState.TRAINING,
-        capacity=1.0,
-        protocol=PROTOCOL_VERSION,
-        version="1",
-        sequence=1,
-    )
+    return record_of(peer, stage, capacity=1.0, sequence=1)
 
 
 @pytest.mark.parametrize("seed", range(5))

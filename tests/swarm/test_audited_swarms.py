@@ -137,7 +137,7 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
 async def test_honest_replicas_agree_through_a_whole_run() -> None:
     """Every microbatch is looked at, beside three stages that average and move, and nobody is ever contradicted,
     however narrow the numbers are that travel."""
-    spec = near_spec(stages=3, steps=15)
+    spec = near_spec(stages=3, steps=10)
     pipeline = spec.pipeline.model_copy(update={"activations": ("int4",)})
     spec = spec.model_copy(update={"pipeline": pipeline})
     async with world(spec, replicas=3, settings=NodeSettings(in_flight=2)) as made:
@@ -201,7 +201,7 @@ async def test_a_stage_of_two_is_not_audited() -> None:
 @virtually
 async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -> None:
     """Streams that break in an audit or before it: the books close as ever."""
-    async with world(near_spec(steps=20), replicas=3) as made:
+    async with world(near_spec(steps=14), replicas=3) as made:
         kinds = (FaultKind.LOSE_ANSWER, FaultKind.LOSE_REQUEST, FaultKind.REFUSE)
         await run_with_faults(made, *(Fault(kind, method=MICROBATCH.name, times=8) for kind in kinds))
         accounts = last_accounts(made)
@@ -233,7 +233,7 @@ async def _loses_its_weights() -> None:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(run_to_the_end(made, within=500))
-            await eventually(lambda: lost.worker.progress.steps > 20, 60)
+            await eventually(lambda: lost.worker.progress.steps > 8, 60)
             await _scramble(lost)
             before = len(outer_steps(made, 3))
             books = [replica.pipeline.balancer for replica in made.of_stage(0)]

@@ -169,19 +169,19 @@ def test_a_line_that_falls_a_hundredfold_on_the_way_brings_the_rest() -> None:
     assert line.carried < 200 * CHUNK
 
 
-def test_a_line_that_is_dead_now_and_then_brings_a_state_of_an_hour() -> None:
-    """Two dozen times the line is dead for longer than a part may take. Each time more has come, so nobody gives up. No
+def test_a_line_that_is_dead_now_and_then_brings_a_state_of_half_an_hour() -> None:
+    """A dozen times the line is dead for longer than a part may take. Each time more has come, so nobody gives up. No
     donor is left for one whose state must be read from the beginning."""
     line = Line(lambda now: 16.0 * CHUNK / LIMIT if now % 85.0 < 60.0 else 0.0)
-    assert copied(line, 1200, 3)[0] > 20 * 85.0
-    assert line.carried < 1500 * CHUNK
+    assert copied(line, 600, 3)[0] > 10 * 85.0
+    assert line.carried < 750 * CHUNK
 
 
 def test_a_line_that_stays_dead_is_given_up() -> None:
     """However much had come before."""
-    line = Line(lambda now: 16.0 * CHUNK / LIMIT if now < 120.0 else 0.0)
+    line = Line(lambda now: 16.0 * CHUNK / LIMIT if now < 60.0 else 0.0)
     with pytest.raises(NoDonor):
-        copied(line, 1200)
+        copied(line, 600)
 
 
 @pytest.mark.parametrize("faithless", [0, 1])

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
@@ -34,6 +33,7 @@ from noloco_node.placement.migration import JOINER_PATIENCE, MigrationStanding, 
 from noloco_node.state_transfer.backups import standby_stage
 from tests.profiles import tries
 from tests.swarm.worlds import AllAnswer
+from tests.worlds import record_of
 
 OWN = PeerId("peer-own-00000")
 EVEN = (1.0, 1.0)
@@ -46,7 +46,7 @@ def peers(stage: int, *strengths: float, present: bool = True) -> list[Server]:
 
 def record(peer: str, stage: int, state: PeerState, capacity: float = 0.0) -> PeerRecord:
     """A node's entry in the directory."""
-    return PeerRecord(peer_id=peer, stage=stage, state=state, capacity=capacity, protocol=PROTOCOL_VERSION, version="0")
+    return record_of(peer, stage, state, capacity=capacity)
 
 
 def view_of(*records: PeerRecord) -> DirectoryView:

@@ -6,10 +6,10 @@ from unittest.mock import ANY
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.initial_state import BEGINNINGS, Beginning, is_left_behind, where_to_begin
+from tests.worlds import record_of
 
 MAX_LAG = 1000
 T, F, J = PeerState.TRAINING, PeerState.FINISHING, PeerState.JOINING
@@ -17,15 +17,7 @@ T, F, J = PeerState.TRAINING, PeerState.FINISHING, PeerState.JOINING
 
 def record(stage: int, clock: float, state: PeerState = T, rounds: int = 5, name: str = "") -> PeerRecord:
     """A live record of another node."""
-    return PeerRecord(
-        peer_id=name or f"other-peer-{stage}-{clock:.0f}",
-        stage=stage,
-        state=state,
-        clock=clock,
-        outer_steps_taken=rounds,
-        protocol=PROTOCOL_VERSION,
-        version="0",
-    )
+    return record_of(name or f"other-peer-{stage}-{clock:.0f}", stage, state, clock=clock, outer_steps_taken=rounds)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from noloco_node.directory.store import HeldRecord
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
 from tests.inside import intake_of, node_of, records_of, walker_of
-from tests.swarm.test_directory import record_of
 from tests.swarm.test_guarded_dht import members
 from tests.swarm.test_look_ups import KEY as TOLD_KEY
 from tests.swarm.test_look_ups import fill
+from tests.worlds import record_of
 
 KEY = DHTID.generate(source="a bucket")
 

@@ -12,7 +12,7 @@ from noloco_node.directory.validator import RecordValidator, bucket_key, sign_re
 from tests.inside import intake_of, records_of, sampled_of, walker_of
 from tests.swarm.hostile_dht import throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
-from tests.swarm.test_directory import record_of
+from tests.worlds import record_of
 
 RUN = "run-under-test"
 LIFE = 30.0

@@ -7,11 +7,10 @@ import random
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory.memory import MemoryDirectory
-from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records import LiveRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
@@ -25,8 +24,8 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.inside import directory_of
-from tests.support import eventually
-from tests.worlds import World, micro_spec, no_tensors, peer_name, world
+from tests.support import alongside, eventually
+from tests.worlds import World, micro_spec, no_tensors, peer_name, record_of, world
 
 EVEN = (1.0, 1.0)
 
@@ -107,9 +106,7 @@ async def fill(made: World, stage: int, many: int) -> list[MemoryTransport]:
             raise Refused(Refusal.BUSY, "always")
 
         transport.serve(microbatch.MICROBATCH.name, no_tensors, busy, max_concurrent_per_peer=8)
-        record = PeerRecord(
-            peer_id=peer, stage=stage, state=PeerState.TRAINING, clock=1e6, protocol=PROTOCOL_VERSION, version="0"
-        )
+        record = record_of(peer, stage, clock=1e6)
         made.hub.rows[stage][peer] = LiveRecord(record, made.hub.now() + 3600.0)
         made_up.append(transport)
     return made_up
@@ -138,13 +135,8 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
         async with asyncio.TaskGroup() as group:
             for replica in origins:
                 group.create_task(replica.run())
-            watches = [
-                asyncio.create_task(each.accompany(replica)) for replica, each in zip(origins, stays, strict=True)
-            ]
-            await eventually(lambda: any(each.move for each in stays), what="one of them goes")
-            for watch in watches:
-                watch.cancel()
-            await asyncio.wait(watches)
+            async with alongside(*(each.accompany(replica) for (replica, each) in zip(origins, stays, strict=True))):
+                await eventually(lambda: any(each.move for each in stays), what="one of them goes")
             for replica in origins:
                 replica.stop.set()
         (mover,) = (n for n, each in enumerate(stays) if each.move is not None)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node import peer_table
+from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import BANS
 from noloco_node.transport import bans as conduct
@@ -30,6 +31,8 @@ from noloco_node.transport.errors import (
     Refused,
 )
 from noloco_node.transport.interface import RequestDesk, TransportLimits
+from noloco_node.trust.filtered_directory import ScreenedDirectory
+from tests.worlds import record_of
 
 PEER = PeerId("a-stranger")
 
@@ -169,3 +172,28 @@ def test_bans_that_have_ended_are_forgotten_where_nobody_asks_for_them(monkeypat
         book.offended(PeerId(f"stranger-{number}"), Offence.FORGED)
     assert len(book._ends) == 1
     assert book.changes == 199
+
+
+async def test_a_ban_shows_in_the_view_from_its_first_moment_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views are kept from one refresh to the next. A ban whose account had to make room for another ends in the view,
+    too."""
+    monkeypatch.setattr(peer_table, "MOST_PEERS", 1)
+    clock, hub = Clock(), MemoryDirectoryHub(1)
+    book, banned, other = Bans(clock), PeerId("peer-that-is-banned"), PeerId("peer-beside-it")
+    for peer in (banned, other):
+        await MemoryDirectory(hub).publish(record_of(peer), 600)
+    directory = ScreenedDirectory(MemoryDirectory(hub), book)
+    await directory.refresh()
+
+    def ban() -> None:
+        for _ in range(int(TOLERATED) + 1):
+            book.offended(banned, Offence.MALFORMED)
+        assert set(directory.view.stages[0]) == {other}
+
+    assert set(directory.view.stages[0]) == {banned, other}
+    ban()
+    clock.now = BANS.first
+    assert set(directory.view.stages[0]) == {banned, other}
+    ban()
+    book.offended(other, Offence.MALFORMED)
+    assert set(directory.view.stages[0]) == {banned, other}

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,29 +22,23 @@ from hivemind.utils import MSGPackSerializer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
+from noloco_node.directory import validator as record_validator
 from noloco_node.directory.dht import join_directory
 from noloco_node.directory.dht_node import node_id_of
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import MOST_SAID, Directory, OwnWord, PeerRecord, PeerState, SlotClaim
+from noloco_node.directory.records import MOST_SAID, Directory, OwnWord, PeerState, SlotClaim
 from noloco_node.directory.validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
 from noloco_node.identity.invitations import invite
-from noloco_node.identity.keys import Identity, load_or_create_identity
+from noloco_node.identity.keys import Identity, load_or_create_identity, verify
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from tests.inside import intake_of, node_of, walker_of
 from tests.support import eventually, nothing_left_behind
+from tests.worlds import record_of
 
 RUN = "run-under-test"
 STAGES = 2
-
-
-def record_of(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING, sequence: int = 0) -> PeerRecord:
-    """A plausible record."""
-    return PeerRecord(
-        peer_id=peer, stage=stage, state=state, sequence=sequence, protocol=PROTOCOL_VERSION, version="0.1.0"
-    )
 
 
 @dataclass
@@ -311,18 +306,14 @@ def stored(signer: Identity, *, stage: int = 0, expires: float = 2e9) -> DHTReco
 def test_the_fullest_record_that_a_guest_may_have_to_publish_is_valid(signer: Identity) -> None:
     """Invited by key, in a run of weeks, with all the blocks in hand that it may have of as many sources as may be."""
     run, expires, third = "0123456789abcdef" * 2, 2e9, 1 / 3
-    record = PeerRecord(
-        peer_id=signer.peer_id,
-        stage=0,
-        state=PeerState.TRAINING,
+    record = record_of(
+        signer.peer_id,
         clock=1e12 + third,
         tokens_per_second=1e4 + third,
         capacity=1e4 + third,
         standby_of=1,
         outer_steps_taken=10**6,
         slots=tuple(SlotClaim(10**7 + number, 10**4, number % 2 == 0) for number in range(MOST_SAID)),
-        protocol=PROTOCOL_VERSION,
-        version="10.10.10",
         sequence=10**6,
         invitation=invite(signer, run, 2 * 10**9, None).proof_for(signer.peer_id),
         shown=OwnWord(
@@ -408,3 +399,29 @@ def _signer_for_hypothesis(signer: Identity) -> None:
 
 
 _SIGNER: Identity
+
+
+def test_hardly_more_records_than_verdicts_are_kept_cost_hardly_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look takes all records in the same order: of a twentieth too many not all are judged anew."""
+    monkeypatch.setattr(record_validator, "CACHED_VERDICTS", 100)
+    identity, judged = load_or_create_identity(tmp_path / "key"), Counter[str]()
+    signed = [
+        sign_record(identity, stage_key("run", 0), record_of(identity.peer_id), 1000.0 + number)
+        for number in range(105)
+    ]
+
+    def verified(public_key: bytes, signature: bytes, statement: bytes) -> bool:
+        judged["signatures"] += 1
+        return verify(public_key, signature, statement)
+
+    monkeypatch.setattr(record_validator, "verify", verified)
+    validator = RecordValidator("run", 1)
+    key, looks = DHTID.generate(source=stage_key("run", 0)).to_bytes(), 20
+    for _ in range(looks):
+        for number, value in enumerate(signed):
+            assert validator.read_at(key, identity.peer_id, value, 1000.0 + number) == record_of(identity.peer_id)
+    again = (judged["signatures"] - len(signed)) / (looks - 1)
+    assert 5 <= again < 0.4 * len(signed)
+    assert len(validator._verdicts) == 100

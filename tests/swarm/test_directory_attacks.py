@@ -16,7 +16,8 @@ from noloco_node.libp2p.start import running_p2p
 from tests.inside import node_of
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.hostile_dht import Stranger, ghost, key_ids
-from tests.swarm.test_directory import RUN, STAGES, dht_nodes, live_ids, record_of
+from tests.swarm.test_directory import RUN, STAGES, dht_nodes, live_ids
+from tests.worlds import record_of
 
 pytestmark = pytest.mark.daemons
 
@@ -65,9 +66,9 @@ async def test_ghosts_of_throw_away_keys_hide_no_node_while_the_stranger_is_ther
             key, now = key_ids(RUN, STAGES)[0], nodes[0][0].now()
             async with a_stranger(tmp_path, address_of(nodes[0][0])) as stranger:
                 for expires, padding in ((now + 1e9, 2900), (now + 3500, 2900), (now + 3500, 0)):
-                    rows = [ghost(RUN, 0, expires, padding) for _ in range(600)]
+                    rows = [ghost(RUN, 0, expires, padding) for _ in range(400)]
                     for peer in ids:
-                        for first in range(0, 600, 200):
+                        for first in range(0, 400, 200):
                             await stranger.store(peer, key, rows[first : first + 200], expires)
                 seen = await publish_all(nodes, 30.0)
                 assert [ids - each for each in seen] == [set()] * 3

@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records import LiveRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle
 from noloco_node.node.stage_lifecycle import StageLifecycle
@@ -20,7 +19,7 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import InnerStep, OuterStep
 from tests.inside import directory_of
 from tests.support import eventually
-from tests.worlds import World, micro_spec, virtually, world
+from tests.worlds import World, micro_spec, record_of, virtually, world
 
 GHOST_CLOCK = 4e6
 LIMITS = LimitsSpec(record_seconds=15, grace_seconds=2, chunk_bytes=4096)
@@ -33,17 +32,7 @@ def haunt(made: World, stage: int, count: int) -> None:
     """Put `count` records into the directory, valid for an hour, that nobody stands behind."""
     for number in range(count):
         peer = PeerId(f"ghost-{stage}-{number:04d}")
-        record = PeerRecord(
-            peer_id=peer,
-            stage=stage,
-            state=PeerState.TRAINING,
-            clock=GHOST_CLOCK,
-            tokens_per_second=1e9,
-            capacity=1e12,
-            outer_steps_taken=1,
-            protocol=PROTOCOL_VERSION,
-            version="0",
-        )
+        record = record_of(peer, stage, clock=GHOST_CLOCK, tokens_per_second=1e9, capacity=1e12, outer_steps_taken=1)
         made.hub.rows[stage][peer] = LiveRecord(record, made.hub.now() + 3600.0)
 
 

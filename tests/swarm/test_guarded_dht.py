@@ -32,7 +32,8 @@ from tests.inside import intake_of, node_of, records_of, rows_of, walker_of
 from tests.support import eventually
 from tests.swarm.hostile_dht import FIND, PING, Stranger, ghost, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
-from tests.swarm.test_directory import RUN, live_ids, record_of
+from tests.swarm.test_directory import RUN, live_ids
+from tests.worlds import record_of
 
 P2PD_CARRIES = 4 << 20
 MORE_LOOKS = 3

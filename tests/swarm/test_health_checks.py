@@ -12,26 +12,21 @@ from dataclasses import dataclass
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory import health_checks
 from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers import stats as peer_stats
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from tests.support import eventually
+from tests.support import alongside, eventually
+from tests.worlds import record_of
 
 RUN = "run-under-test"
 OWN = PeerId("caller-of-rolls")
-
-
-def record(peer: str, stage: int = 0, state: PeerState = PeerState.TRAINING) -> PeerRecord:
-    """An introduction."""
-    return PeerRecord(peer_id=peer, stage=stage, state=state, protocol=PROTOCOL_VERSION, version="0")
 
 
 @dataclass
@@ -53,7 +48,7 @@ class Hall:
         other = MemoryTransport(self.network, PeerId(name))
         serve_records(other, run, MemoryDirectory(MemoryDirectoryHub(2)), lambda: says)
         self.others.append(other)
-        self.records.append(record(name, stage))
+        self.records.append(record_of(name, stage))
         return self.records[-1]
 
 
@@ -79,7 +74,7 @@ async def test_who_answers_for_the_run_and_the_stage_is_there_and_nobody_else() 
     async with hall() as made:
         good, far = made.add("peer-that-serves"), made.add("peer-far-away-00", says=1, stage=1)
         bad = [made.add("peer-of-another-run", run="another-run"), made.add("peer-elsewhere-00", says=1)]
-        made.records.append(record("peer-that-is-none"))
+        made.records.append(record_of("peer-that-is-none"))
         await made.checks.sweep(5.0)
         assert made.there(good)
         assert made.there(far)
@@ -91,7 +86,7 @@ async def test_who_answers_for_the_run_and_the_stage_is_there_and_nobody_else() 
 async def test_a_sweep_asks_hundreds_of_ghosts_and_finds_the_one_that_is_there() -> None:
     """No more at once than are allowed, and everybody once."""
     async with hall() as made:
-        made.records += [record(f"ghost-{number:06d}") for number in range(400)]
+        made.records += [record_of(f"ghost-{number:06d}") for number in range(400)]
         honest = made.add("peer-that-serves")
         await made.checks.sweep(20.0)
         assert made.there(honest)
@@ -102,10 +97,9 @@ async def test_a_sweep_asks_hundreds_of_ghosts_and_finds_the_one_that_is_there()
 async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_few() -> None:
     """A newcomer does not wait behind four hundred records that nobody stands behind."""
     async with hall() as made:
-        made.records += [record(f"ghost-{number:06d}") for number in range(400)]
+        made.records += [record_of(f"ghost-{number:06d}") for number in range(400)]
         made.checks.look()
-        running = asyncio.create_task(made.checks.run())
-        try:
+        async with alongside(made.checks.run()):
             known = made.transport.peer_stats
             await eventually(lambda: sum(known.of(PeerId(r.peer_id)).silences for r in made.records) >= ASKED_AT_ONCE)
             newcomer = made.add("peer-newly-come")
@@ -115,23 +109,19 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
             asked = sum(known.of(PeerId(r.peer_id)).silences for r in made.records)
             assert asked <= ASKED_AT_ONCE + 12
             await eventually(lambda: made.changes, what="whoever follows the health check is told")
-        finally:
-            running.cancel()
-            await asyncio.wait((running,))
 
 
 async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_in_is_not_part_of_it() -> None:
     """The first that are called are of the own stage or the next, whatever the order of the records. A peer that called
     this node before says nothing of the rest."""
     async with hall() as made:
-        made.records += [record(f"ghost-{number:06d}") for number in range(400)]
+        made.records += [record_of(f"ghost-{number:06d}") for number in range(400)]
         presses = made.add("peer-that-presses")
-        made.records += [record(f"far-{number:08d}", 3) for number in range(400)]
+        made.records += [record_of(f"far-{number:08d}", 3) for number in range(400)]
         known = made.transport.peer_stats
         known.answered(PeerId("peer-that-presses"))
         made.checks.look()
-        running = asyncio.create_task(made.checks.run())
-        try:
+        async with alongside(made.checks.run()):
 
             def drawn() -> list[int]:
                 rows = enumerate(made.records)
@@ -142,17 +132,13 @@ async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_
             assert max(drawn()) < 401
             assert max(drawn()) > 100, "not by the order of the records"
             assert not any(known.unsure(PeerId(made.records[number].peer_id), 0) for number in drawn())
-        finally:
-            running.cancel()
-            await asyncio.wait((running,))
 
 
 async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> None:
     """Two calls that are not answered."""
     async with hall() as made:
         stage_peer = made.add("peer-that-serves")
-        running = asyncio.create_task(made.checks.run())
-        try:
+        async with alongside(made.checks.run()):
             made.checks.look()
             await eventually(lambda: made.there(stage_peer))
             made.network.kill(PeerId("peer-that-serves"))
@@ -160,9 +146,6 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
             await eventually(lambda: not made.there(stage_peer), what="it is asked, and silent again")
             made.network.revive(PeerId("peer-that-serves"))
             await eventually(lambda: made.there(stage_peer), what="it is back")
-        finally:
-            running.cancel()
-            await asyncio.wait((running,))
     assert RECORDS.name in made.transport.traffic.sent
 
 
@@ -184,32 +167,24 @@ async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_c
             made.transport.peer_stats.said(peer, 0)
         monkeypatch.setattr(peer_stats, "ANSWER_SECONDS", answers)
         made.checks.look()
-        running = asyncio.create_task(made.checks.run())
-        try:
+        async with alongside(made.checks.run()):
             await eventually(lambda: told, what="a call")
             assert told[0] == most
-        finally:
-            running.cancel()
-            await asyncio.wait((running,))
 
 
 async def test_a_record_that_goes_between_the_choice_and_the_call_ends_no_node() -> None:
     """A call is chosen, and before it begins the directory is read, which shows its peer no more. A ghost whose life is
     over must not end the node that was about to ask it."""
     async with hall() as made:
-        made.records.append(record("ghost-about-to-go"))
+        made.records.append(record_of("ghost-about-to-go"))
         made.checks.look()
-        running = asyncio.create_task(made.checks.run())
-        try:
+        async with alongside(made.checks.run()) as (running,):
             await asyncio.sleep(0)  # the call is chosen now, and not begun
             made.records.clear()
             honest = made.add("peer-that-serves")
             made.checks.look()
             await eventually(lambda: made.there(honest))
             assert not running.done()
-        finally:
-            running.cancel()
-            await asyncio.wait((running,))
 
 
 LIFE = 20.0
@@ -220,7 +195,7 @@ class Caller:
     """A node that checks on peers, introduced to others by a hub; `asked` has the moments at which it was."""
 
     def __init__(self, number: int, network: MemoryNetwork, hub: MemoryDirectoryHub) -> None:
-        self.record = record(f"a-caller-of-rolls-{number}")
+        self.record = record_of(f"a-caller-of-rolls-{number}")
         self.network = network
         self.transport = MemoryTransport(network, PeerId(self.record.peer_id))
         self.directory = MemoryDirectory(hub)

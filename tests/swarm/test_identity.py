@@ -21,10 +21,8 @@ from hivemind.proto import crypto_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.dht import DhtDirectory, join_directory
-from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import (
     BACKUP_LABEL,
@@ -44,6 +42,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p, start_p2p
 from tests.support import nothing_left_behind
+from tests.worlds import record_of
 
 PASSPHRASE = b"correct horse battery"
 
@@ -260,14 +259,7 @@ async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(
     other = load_or_create_identity(tmp_path / "other")
 
     async def publish(directory: DhtDirectory, sequence: int) -> None:
-        record = PeerRecord(
-            peer_id=load_identity(key).peer_id,
-            stage=0,
-            state=PeerState.TRAINING,
-            sequence=sequence,
-            protocol=PROTOCOL_VERSION,
-            version="0",
-        )
+        record = record_of(load_identity(key).peer_id, sequence=sequence)
         assert await directory.publish(record, life)
 
     async def listed(directory: DhtDirectory) -> list[int]:

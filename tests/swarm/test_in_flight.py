@@ -290,7 +290,7 @@ async def waits_of(
         async with World(spec, settings, learning=Quadratic(1), device=device, links=way, seed=1) as swarm:
             for stage in layout:
                 swarm.start(stage)
-            await asyncio.sleep(15.0)
+            await asyncio.sleep(8.0)
     return seen
 
 

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION, ambient
+from noloco_node import ambient
 from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
+from noloco_node.directory.records import SignedRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from tests.worlds import record_of
 
 GHOSTS = 1000
 RUN = "run-under-test"
@@ -30,11 +31,6 @@ class Telling(MemoryDirectory):
         return (SignedRecord(0, STAGE_PEER, 1e9, b"signed"),)[:most]
 
 
-def record(peer: str, stage: int = 0) -> PeerRecord:
-    """An introduction of a replica that trains."""
-    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="0")
-
-
 async def found_after(ghosts: int, entrances: Sequence[PeerId], seed: int) -> float:
     """Seconds of sweeps until the stage peer is there, beside ghosts that hang until each call's deadline."""
     network = MemoryNetwork()
@@ -42,11 +38,11 @@ async def found_after(ghosts: int, entrances: Sequence[PeerId], seed: int) -> fl
     joiner, stage_peer, entrance = transports
     for other, stage in ((stage_peer, 0), (entrance, 1)):
         serve_records(other, RUN, Telling(MemoryDirectoryHub(2)), lambda stage=stage: stage)
-    records = [record(f"ghost-{number:06d}", number % 2) for number in range(ghosts)]
+    records = [record_of(f"ghost-{number:06d}", number % 2) for number in range(ghosts)]
     for each in records:
         transports.append(MemoryTransport(network, PeerId(each.peer_id)))
         network.inject(Fault(FaultKind.DELAY, target=PeerId(each.peer_id), wait=asyncio.Event().wait))
-    records += [record(STAGE_PEER), record(ENTRANCE, 1)]
+    records += [record_of(STAGE_PEER), record_of(ENTRANCE, 1)]
     random.Random(seed).shuffle(records)
     own, rng = MemoryDirectory(MemoryDirectoryHub(2)), random.Random(seed)
     checks = HealthChecks(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, rng, entrances)
@@ -74,7 +70,7 @@ def test_each_ghost_is_asked_once_in_a_start() -> None:
         network = MemoryNetwork()
         joiner, stage_peer = MemoryTransport(network, JOINER), MemoryTransport(network, STAGE_PEER)
         serve_records(stage_peer, RUN, MemoryDirectory(MemoryDirectoryHub(2)), lambda: 0)
-        records = [record(f"ghost-{number:06d}") for number in range(50)] + [record(STAGE_PEER)]
+        records = [record_of(f"ghost-{number:06d}") for number in range(50)] + [record_of(STAGE_PEER)]
         own = MemoryDirectory(MemoryDirectoryHub(2))
         for _ in range(3):  # a node's stays and its replica check on peers one after the other
             checks = HealthChecks(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, random.Random(1))

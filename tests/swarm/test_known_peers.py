@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.known_peers import MOST_PEERS, KnownPeers, live_peers, peers_met
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records import DirectoryView, LiveRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import FailedStart, announced_address, check_port_free, explain, one_family
 from noloco_node.node.network import seen_before
 from tests.support import eventually
+from tests.worlds import record_of
 
 ID = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 OTHER = "12D3KooWAL5zALa3ZR1piSRmK8WGNFojeALVyS3vgSZQYawt1PGF"
@@ -161,7 +161,7 @@ def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
 
     def row(peer: str, stage: int, expires: float) -> LiveRecord:
         return LiveRecord(
-            PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1"),
+            record_of(peer, stage),
             expires,
         )
 

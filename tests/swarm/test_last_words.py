@@ -11,7 +11,6 @@ from pathlib import Path
 
 import base58
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.aio import cancel_and_wait
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.load import load_config
@@ -28,6 +27,7 @@ from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import OwnLife
 from tests.support import eventually
+from tests.worlds import record_of
 
 SPEC = load_config(Path(__file__).parent.parent / "configs" / "micro.yaml").run
 LIFE = 60.0
@@ -42,15 +42,7 @@ def name_of(number: int) -> PeerId:
 
 def record(number: int, state: PeerState, *, stage: int = 0, finished: bool = False, clock: float = 1.0) -> PeerRecord:
     """The record of a made-up peer."""
-    return PeerRecord(
-        peer_id=name_of(number),
-        stage=stage,
-        state=state,
-        finished=finished,
-        clock=clock,
-        protocol=PROTOCOL_VERSION,
-        version="1",
-    )
+    return record_of(name_of(number), stage, state, finished=finished, clock=clock)
 
 
 @dataclass

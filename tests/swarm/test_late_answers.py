@@ -16,7 +16,7 @@ from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.libp2p.hivemind_link import forget_ended_requests, forgive_late_answers
-from tests.support import eventually, one_turn
+from tests.support import alongside, eventually, one_turn
 
 pb: Any = p2pd_pb2
 PEER: Any = PeerID.from_base58("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
@@ -48,26 +48,24 @@ async def test_a_call_that_is_given_up_as_its_answer_comes_leaves_the_others_the
     control = client()
     forgive_late_answers(control)
     stream = asyncio.StreamReader()
-    reading = asyncio.create_task(control._read_from_persistent_conn(stream))
+    async with alongside(control._read_from_persistent_conn(stream)) as (reading,):
 
-    async def asked() -> tuple[asyncio.Task[bytes], bytes]:
-        call = asyncio.create_task(control.call_unary_handler(PEER, "find", b""))
+        async def asked() -> tuple[asyncio.Task[bytes], bytes]:
+            call = asyncio.create_task(control.call_unary_handler(PEER, "find", b""))
+            await one_turn()
+            (name,) = (UUID(bytes=(await control._pending_messages.get()).callId),)
+            return call, name.bytes
+
+        given_up, name = await asked()
+        stream.feed_data(packed(name, ANSWERS[comes]))
+        given_up.cancel()
+        await asyncio.wait((given_up,))
         await one_turn()
-        (name,) = (UUID(bytes=(await control._pending_messages.get()).callId),)
-        return call, name.bytes
-
-    given_up, name = await asked()
-    stream.feed_data(packed(name, ANSWERS[comes]))
-    given_up.cancel()
-    await asyncio.wait((given_up,))
-    await one_turn()
-    assert not reading.done(), "it reads on"
-    assert (await control._pending_messages.get()).HasField("cancel")
-    call, name = await asked()
-    stream.feed_data(packed(name, ANSWERS["its answer"]))
-    assert await asyncio.wait_for(call, 20) == b"it"
-    reading.cancel()
-    await asyncio.wait((reading,))
+        assert not reading.done(), "it reads on"
+        assert (await control._pending_messages.get()).HasField("cancel")
+        call, name = await asked()
+        stream.feed_data(packed(name, ANSWERS["its answer"]))
+        assert await asyncio.wait_for(call, 20) == b"it"
 
 
 @pytest.mark.parametrize("given_up", [True, False])
@@ -84,20 +82,18 @@ async def test_of_a_request_that_has_ended_nothing_is_kept(given_up: bool) -> No
 
     control.unary_handlers["find"] = answered
     stream = asyncio.StreamReader()
-    reading = asyncio.create_task(control._read_from_persistent_conn(stream))
-    names = [UUID(int=number).bytes for number in range(20)]
-    request = pb.CallUnaryRequest(proto="find", peer=PEER.to_bytes(), data=b"")
-    for name in names:
-        stream.feed_data(packed(name, {"requestHandling": request}))
-    await eventually(lambda: begun == 20, 20, "all are being answered")
-    assert len(control._handler_tasks) == 20
-    for name in names:
-        if given_up:
-            stream.feed_data(packed(name, {"cancel": pb.Cancel()}))
-    if not given_up:
-        may_end.set()
-    await eventually(lambda: not control._handler_tasks, 20, "they have ended")
-    assert control._pending_messages.qsize() == (0 if given_up else 20)
-    assert not reading.done()
-    reading.cancel()
-    await asyncio.wait((reading,))
+    async with alongside(control._read_from_persistent_conn(stream)) as (reading,):
+        names = [UUID(int=number).bytes for number in range(20)]
+        request = pb.CallUnaryRequest(proto="find", peer=PEER.to_bytes(), data=b"")
+        for name in names:
+            stream.feed_data(packed(name, {"requestHandling": request}))
+        await eventually(lambda: begun == 20, 20, "all are being answered")
+        assert len(control._handler_tasks) == 20
+        for name in names:
+            if given_up:
+                stream.feed_data(packed(name, {"cancel": pb.Cancel()}))
+        if not given_up:
+            may_end.set()
+        await eventually(lambda: not control._handler_tasks, 20, "they have ended")
+        assert control._pending_messages.qsize() == (0 if given_up else 20)
+        assert not reading.done()

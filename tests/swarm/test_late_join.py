@@ -52,7 +52,7 @@ from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message
 from tests.inside import host_of, served_by
-from tests.support import eventually
+from tests.support import alongside, eventually
 from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
@@ -275,13 +275,8 @@ async def drawn_in() -> None:
 @asynccontextmanager
 async def running(*replicas: Replica) -> AsyncIterator[None]:
     """They train while the block lasts."""
-    tasks = [asyncio.create_task(replica.run()) for replica in replicas]
-    try:
+    async with alongside(*(replica.run() for replica in replicas)):
         yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 def caught_up(made: Swarm) -> list[OuterStep]:

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.live_estimate import (
     STILL_STEPS,
     LiveReplicaEstimate,
@@ -15,7 +14,6 @@ from noloco_node.directory.live_estimate import (
     sampled_share,
     welcome_share,
 )
-from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import (
     ANSWER_SECONDS,
@@ -27,6 +25,7 @@ from noloco_node.peers.stats import (
     PeerStats,
     asks_allowed,
 )
+from tests.worlds import record_of
 
 LIFE = 20.0
 
@@ -51,12 +50,7 @@ class Stage:
         """Time passes, this replica trains, and all of `clocks` move but those of hung stage peers."""
         self.now += seconds
         self.steps += steps
-        records = [
-            PeerRecord(
-                peer_id=peer, stage=0, state=PeerState.TRAINING, clock=clock, protocol=PROTOCOL_VERSION, version="0"
-            )
-            for peer, clock in self.clocks.items()
-        ]
+        records = [record_of(peer, clock=clock) for peer, clock in self.clocks.items()]
         self.heads.look(records, self.steps, LIFE, sampled=self.sampled)
 
     def move(self, *peers: PeerId) -> None:

@@ -14,7 +14,7 @@ import pytest
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.bootstrap.hello import Hello, serve_hello
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.births import most_named
 from noloco_node.node.network import keep_life
@@ -27,6 +27,7 @@ from noloco_node.transport.memory import MemoryTransport
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm
+from tests.worlds import record_of
 
 ELDER, YOUNGER, YOUNGEST = ("65000000" + 16 * "a", "66000000" + 16 * "b", "67000000" + 16 * "c")
 WORK = Method("work", Nothing, Nothing)
@@ -150,7 +151,7 @@ class Met:
     async def publish(self, state: PeerState = PeerState.TRAINING) -> None:
         """Its record, as it stands."""
         await self.directory.publish(
-            PeerRecord(peer_id=self.transport.peer_id, stage=0, state=state, protocol=PROTOCOL_VERSION, version="1"),
+            record_of(self.transport.peer_id, 0, state),
             60.0,
         )
 
@@ -168,9 +169,7 @@ async def test_two_lives_of_a_run_have_nothing_to_do_with_each_other_and_say_so(
     async with swarm() as made:
         hub = MemoryDirectoryHub(SPEC.stages, lambda: 1000.0)
         first, again, other = (Met(made, hub, OwnLife(birth)) for birth in (ELDER, ELDER, YOUNGER))
-        old = PeerRecord(
-            peer_id="an-older-release", stage=0, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1"
-        )
+        old = record_of("an-older-release")
         ghost = old.model_copy(update={"peer_id": "a-ghost-of-nobody", "birth": YOUNGEST})
         for record in (old, ghost):
             await first.raw.publish(record, 60.0)
@@ -201,14 +200,7 @@ async def test_nodes_that_begin_beside_each_other_come_to_one_life_before_they_w
         for node in nodes:
             node.life.changed = kept.append
             await node.publish()
-        ghost = PeerRecord(
-            peer_id="a-ghost-of-nobody",
-            stage=0,
-            state=PeerState.TRAINING,
-            protocol=PROTOCOL_VERSION,
-            version="1",
-            birth="0" * 24,
-        )
+        ghost = record_of("a-ghost-of-nobody", birth="0" * 24)
         await nodes[0].raw.publish(ghost, 60.0)
         for asker in nodes:
             for asked in nodes:

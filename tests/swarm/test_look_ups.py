@@ -21,8 +21,8 @@ from noloco_node.identity.peer_id import PeerId
 from tests.inside import intake_of, node_of, records_of, walker_of
 from tests.swarm.hostile_dht import Stranger, key_ids, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
-from tests.swarm.test_directory import record_of
 from tests.swarm.test_guarded_dht import KEY, RUN, members
+from tests.worlds import record_of
 
 
 async def test_keys_without_number_that_look_up_a_full_stage_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:

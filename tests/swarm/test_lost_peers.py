@@ -7,28 +7,23 @@ from itertools import pairwise
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.directory.known_peers import (
     FORGET_SECONDS,
     LOST_PAUSES,
     LostPeers,
 )
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import FEW_PEERS
 from noloco_node.peers.stats import PeerStats
+from tests.worlds import record_of
 
 OWN = PeerId("own-peer-id")
 
 
 def view(*peers: str, state: PeerState = PeerState.TRAINING) -> DirectoryView:
     """A directory of one stage with these peers in it."""
-    records = {
-        PeerId(peer): LiveRecord(
-            PeerRecord(peer_id=peer, stage=0, state=state, protocol=PROTOCOL_VERSION, version="0"), expires=1e9
-        )
-        for peer in peers
-    }
+    records = {PeerId(peer): LiveRecord(record_of(peer, 0, state), expires=1e9) for peer in peers}
     return DirectoryView((records,))
 
 

@@ -58,7 +58,7 @@ from noloco_node.trust import admission as access
 from tests.chaos.attacks.life import throw_away_key
 from tests.inside import desk_of, remembered, repeats_of, thread_of
 from tests.profiles import tries
-from tests.support import eventually, one_turn
+from tests.support import alongside, eventually, one_turn
 from tests.swarm.mutated_requests import METHODS, REQUESTS, Recipe, changed_tensors, fields_of, recipe
 from tests.swarm.wire_examples import served_methods
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, Swarm, micro_spec, trainer_of, world
@@ -491,10 +491,8 @@ def test_bursts_of_requests_leave_nothing_behind(
     """Several at once, repeats among them, some callers gone before the answer."""
 
     async def impatient(recipe: Recipe) -> None:
-        task = asyncio.create_task(target.send(recipe))
-        await one_turn()
-        task.cancel()
-        await asyncio.wait((task,))
+        async with alongside(target.send(recipe)):
+            await one_turn()
 
     async def one(batch: list[Recipe], abandoned: Recipe) -> None:
         await target.settled()

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
+from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import SILENCES_TOLERATED, PeerStats
 from noloco_node.placement.balancing import (
@@ -23,6 +22,7 @@ from noloco_node.placement.balancing import (
     supply_of,
 )
 from noloco_node.placement.migration import MigrationStanding, Move, Relocation
+from tests.worlds import record_of
 
 WORK = (1.0, 1.0, 1.0)
 OWN = PeerId("peer-own-00000")
@@ -38,14 +38,7 @@ def view_of(*stages: Sequence[PeerId], scales: tuple[Scale, ...] = (), capacity:
     """All train until time 100."""
 
     def row(peer: PeerId, stage: int) -> LiveRecord:
-        said = PeerRecord(
-            peer_id=peer,
-            stage=stage,
-            state=PeerState.TRAINING,
-            capacity=capacity,
-            protocol=PROTOCOL_VERSION,
-            version="0",
-        )
+        said = record_of(peer, stage, capacity=capacity)
         return LiveRecord(said, 100.0)
 
     return DirectoryView(tuple({p: row(p, stage) for p in peers} for stage, peers in enumerate(stages)), scales)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerState
 from noloco_node.directory.summary import outlook_of
 from noloco_node.identity.peer_id import PeerId
+from tests.worlds import record_of
 
 TRAINING, JOINING = PeerState.TRAINING, PeerState.JOINING
 
@@ -18,15 +18,7 @@ def view(*stages: list[tuple[PeerState, float, float, float]]) -> DirectoryView:
         tuple(
             {
                 PeerId(f"peer-{stage}-number-{i}"): LiveRecord(
-                    PeerRecord(
-                        peer_id=f"peer-{stage}-number-{i}",
-                        stage=stage,
-                        state=state,
-                        clock=clock,
-                        tokens_per_second=speed,
-                        protocol=PROTOCOL_VERSION,
-                        version="1",
-                    ),
+                    record_of(f"peer-{stage}-number-{i}", stage, state, clock=clock, tokens_per_second=speed),
                     expires,
                 )
                 for i, (state, clock, speed, expires) in enumerate(rows)

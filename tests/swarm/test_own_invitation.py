@@ -14,11 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import Proof, invite
 from noloco_node.identity.keys import Identity, load_or_create_identity
@@ -30,7 +28,7 @@ from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.own_invitation import DAY, HOUR, OwnInvitation, marks_passed
 from tests.telemetry import made_events
-from tests.worlds import micro_spec
+from tests.worlds import micro_spec, record_of
 
 END = 1_000_000
 GUEST = PeerId("an-invited-peer")
@@ -83,9 +81,7 @@ class Circle:
         made = Node(peer, transport, access, MemoryDirectory(self.hub), clock)
         made.own = OwnInvitation(access, transport, made.directory, "micro", now=lambda: clock[0])
         made.own.emit = made.said.append
-        record = PeerRecord(
-            peer_id=peer, stage=0, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1", invitation=proof
-        )
+        record = record_of(peer, invitation=proof)
         assert await made.directory.publish(record, 60)
         self.nodes.append(made)
         return made

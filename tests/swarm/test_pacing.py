@@ -34,6 +34,7 @@ from noloco_node.transport.pacing import (
     line_of,
 )
 from noloco_node.transport.pool import Ends, StreamHandler
+from tests.support import alongside
 from tests.swarm.worlds import NoHost
 from tests.worlds import micro_spec
 
@@ -54,16 +55,13 @@ def test_many_streams_get_the_bound_together_and_small_messages_wait_for_none_of
                 await line.send(PIECE)
                 sent += PIECE
 
-        streams = [asyncio.create_task(stream()) for _ in range(8)]
-        for _ in range(int(SECONDS)):
-            await asyncio.sleep(1.0)
-            before = loop.time()
-            line.sent(1000)
-            sent += 1000
-            worst = max(worst, loop.time() - before)
-        for each in streams:
-            each.cancel()
-        await asyncio.wait(streams)
+        async with alongside(*(stream() for _ in range(8))):
+            for _ in range(int(SECONDS)):
+                await asyncio.sleep(1.0)
+                before = loop.time()
+                line.sent(1000)
+                sent += 1000
+                worst = max(worst, loop.time() - before)
         return sent, worst
 
     sent, worst = in_virtual_time(minute)

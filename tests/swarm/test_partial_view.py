@@ -10,12 +10,11 @@ from typing import cast
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.directory.buckets import RENEWED_SECONDS, bucket_of, prefix_of
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerState, Scale
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import PeerStats
@@ -28,7 +27,7 @@ from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
 from tests.swarm.worlds import AllAnswer
-from tests.worlds import micro_spec
+from tests.worlds import micro_spec, record_of
 
 MANY, LEVEL, HELD = 600, 3, 2
 
@@ -60,9 +59,7 @@ class Shown(MemoryDirectory):
 @lru_cache(maxsize=4096)
 def row_of(peer: PeerId, stage: int, state: PeerState, clock: float, finished: bool) -> LiveRecord:
     """It lives for ever."""
-    said = PeerRecord(
-        peer_id=peer, stage=stage, state=state, clock=clock, finished=finished, protocol=PROTOCOL_VERSION, version="0"
-    )
+    said = record_of(peer, stage, state, clock=clock, finished=finished)
     return LiveRecord(said, 1e12)
 
 

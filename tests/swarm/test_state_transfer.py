@@ -24,7 +24,7 @@ from noloco_node.state_transfer import fetch as state_transfer
 from noloco_node.state_transfer.messages import PackedState, digest, packed_size, unpack
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.calls import BadAnswer
-from tests.support import eventually
+from tests.support import alongside, eventually
 from tests.worlds import NAMED, World, micro_spec, peer_name, run_ahead, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
@@ -112,15 +112,11 @@ async def test_a_laggard_takes_its_partners_state() -> None:
     async with veteran_and_joiner() as (made, (veteran, laggard)):
         await run_ahead(veteran, 50_000.0)
         await veteran.membership.announce(PeerState.TRAINING)
-        running = asyncio.create_task(laggard.run())
-        try:
+        async with alongside(laggard.run()):
             caught = await eventually(
                 lambda: [e for e in made.events[1] if isinstance(e, OuterStep) and e.kind == "caught_up"],
                 what="the laggard has caught up",
             )
-        finally:
-            running.cancel()
-            await asyncio.wait((running,))
         assert caught[0].partner == peer_name(0, 0)
         assert caught[0].clock >= 50_000
         assert laggard.averaging.standing.newcomer or any(isinstance(e, ProbationEnded) for e in made.events[1])

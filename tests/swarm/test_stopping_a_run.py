@@ -32,12 +32,12 @@ from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.streams import FramedStream
 from tests.inside import incoming_streams_of
-from tests.support import eventually
+from tests.support import alongside, eventually
 from tests.swarm.hostile_dht import PING, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.swarm.test_directory import RUN as DHT_RUN
-from tests.swarm.test_health_checks import OWN, RUN, record
-from tests.worlds import micro_spec, world
+from tests.swarm.test_health_checks import OWN, RUN
+from tests.worlds import micro_spec, record_of, world
 
 FAR = PeerId("honest-peer-far-away")
 
@@ -50,7 +50,7 @@ def test_ghosts_at_the_near_stages_do_not_keep_a_far_one_from_being_asked() -> N
         network, seen_away = MemoryNetwork(), 0
         own, far = MemoryTransport(network, OWN), MemoryTransport(network, FAR)
         serve_records(far, RUN, MemoryDirectory(MemoryDirectoryHub(3)), lambda: 2)
-        records: list[PeerRecord] = [record(FAR, 2)]
+        records: list[PeerRecord] = [record_of(FAR, 2)]
         checks = HealthChecks(
             own,
             MemoryDirectory(MemoryDirectoryHub(3)),
@@ -62,14 +62,12 @@ def test_ghosts_at_the_near_stages_do_not_keep_a_far_one_from_being_asked() -> N
             random.Random(1),
         )
         await checks.sweep(5.0)
-        records += [record(f"ghost-{number:06d}", number % 2) for number in range(400)]
-        running = asyncio.create_task(checks.run())
-        for _ in range(100):
-            checks.look()
-            await asyncio.sleep(1.0)
-            seen_away += not own.peer_stats.serves(FAR, 2)
-        running.cancel()
-        await asyncio.wait((running,))
+        records += [record_of(f"ghost-{number:06d}", number % 2) for number in range(400)]
+        async with alongside(checks.run()):
+            for _ in range(100):
+                checks.look()
+                await asyncio.sleep(1.0)
+                seen_away += not own.peer_stats.serves(FAR, 2)
         await asyncio.gather(own.close(), far.close())
         return seen_away
 

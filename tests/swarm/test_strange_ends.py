@@ -32,7 +32,7 @@ from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
-from tests.support import eventually
+from tests.support import alongside, eventually
 from tests.worlds import NAMED, World, micro_spec, peer_name, run_to_the_end, virtually, world
 
 GRACE = 0.3
@@ -84,13 +84,8 @@ async def past_the_first_round(origin: Replica) -> None:
 @asynccontextmanager
 async def lives(*replicas: Replica) -> AsyncIterator[list[asyncio.Task[None]]]:
     """They run; those that still do are cancelled at the end of the block."""
-    tasks = [asyncio.create_task(replica.run()) for replica in replicas]
-    try:
+    async with alongside(*(replica.run() for replica in replicas)) as tasks:
         yield tasks
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
 
 
 async def ended(tasks: list[asyncio.Task[None]], within: float) -> None:

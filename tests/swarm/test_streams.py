@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -113,35 +111,6 @@ async def world(tmp_path: Path) -> Any:
     with nothing_left_behind():
         async with real_world(tmp_path) as made:
             yield made
-
-
-@pytest.mark.daemons
-async def test_a_small_call_sets_few_deadlines_and_starts_one_task(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On both sides together: they were most of what it costs (18 and 4)."""
-    set_or_started: Counter[str] = Counter()
-
-    async def echo(_peer: PeerId, message: Message) -> Message:
-        return message
-
-    def counted(name: str) -> None:
-        real: Callable[..., Any] = getattr(asyncio, name)
-
-        def count(*arguments: Any, **options: Any) -> Any:
-            set_or_started[name] += 1
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(asyncio, name, count)
-
-    world.server.serve("echo", lambda *_: None, echo, max_concurrent_per_peer=1)
-    await world.call("echo", torch.zeros(16_384))
-    for name in ("timeout", "timeout_at", "create_task"):
-        counted(name)
-    for _ in range(10):
-        await world.call("echo", torch.zeros(16_384))
-    assert set_or_started["timeout"] + set_or_started["timeout_at"] <= 30
-    assert set_or_started["create_task"] <= 20
 
 
 @pytest.mark.daemons

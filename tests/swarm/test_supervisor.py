@@ -14,10 +14,8 @@ from typing import cast
 import psutil
 import pytest
 
-from noloco_node import PROTOCOL_VERSION
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.dht import join_directory
-from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
@@ -37,7 +35,7 @@ from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
 from tests.support import eventually, one_turn
-from tests.worlds import no_tensors
+from tests.worlds import no_tensors, record_of
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
@@ -89,11 +87,6 @@ async def ask(caller: Libp2pTransport, peer: PeerId) -> bool:
     """Whether a request gets its answer."""
     answer = await caller.call(peer, "echo", Message({"word": "hi"}), timeout=30.0, progress=20.0, max_answer_bytes=0)
     return answer.header == {"word": "hi"}
-
-
-def record(peer: PeerId, stage: int) -> PeerRecord:
-    """A directory entry."""
-    return PeerRecord(peer_id=peer, stage=stage, state=PeerState.TRAINING, protocol=PROTOCOL_VERSION, version="1")
 
 
 @pytest.mark.daemons
@@ -172,8 +165,8 @@ async def test_a_killed_or_frozen_p2pd_comes_back_as_if_nothing_had_been(
                 _, now = await first.hivemind_p2p._client.identify()
                 assert [f"{address}/p2p/{first.own_id}" for address in now] == addresses
                 assert await eventually_reached(caller, first.own_id)
-                assert await here.publish(record(first.own_id, 0), 60.0)
-                assert await there.publish(record(second.own_id, 0), 60.0)
+                assert await here.publish(record_of(first.own_id, 0), 60.0)
+                assert await there.publish(record_of(second.own_id, 0), 60.0)
                 for directory in (here, there):
                     assert len((await directory.refresh()).live(0, directory.now())) == 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable
 
@@ -23,7 +22,7 @@ from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.swarm_metrics import rows_of
 from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_VERSIONS, Middle, SwarmView, document
 from noloco_node.transport.memory import MemoryTransport
-from tests.support import eventually
+from tests.support import alongside, eventually
 from tests.worlds import MICROBATCH, micro_spec, world
 
 SPEC = micro_spec(steps=10_000)
@@ -251,10 +250,8 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
         onlooker = Onlooker(eye, MemoryDirectory(made.hub), spec)
         try:
             view = await onlooker.first_look(5.0)
-            looking = asyncio.create_task(onlooker.run())
-            await eventually(lambda: onlooker.last is not view, what="it goes on looking")
-            looking.cancel()
-            await asyncio.wait((looking,))
+            async with alongside(onlooker.run()):
+                await eventually(lambda: onlooker.last is not view, what="it goes on looking")
         finally:
             await eye.close()
         assert [dict(rows) for rows in made.hub.rows] == before

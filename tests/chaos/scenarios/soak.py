@@ -18,6 +18,7 @@ from tests.chaos.report import Verdict
 from tests.chaos.scenarios.freeze import ENDLESS
 from tests.chaos.swarm import Node, Swarm, running_swarm
 from tests.chaos.vitals import Vitals, growths, look
+from tests.support import alongside
 
 LOOK_EVERY = 5.0
 MINUTES = float(os.environ.get("NOLOCO_CHAOS_SOAK_MINUTES", "30"))
@@ -40,15 +41,11 @@ async def soak(lab: Lab) -> Verdict:
     async with running_swarm(lab.folder, layout, ENDLESS, operation_seconds=0.08) as swarm:
         spared = {swarm.nodes[0], swarm.nodes[1]}
         began = time.time()
-        watching = asyncio.create_task(_watch(swarm, samples))
-        try:
+        async with alongside(_watch(swarm, samples)):
             while time.time() < began + seconds:
                 await _one_fault(swarm, spared, rng, verdict)
                 pause = rng.uniform(*PAUSE) if lab.long else 3.0
                 await swarm.rest(pause)
-        finally:
-            watching.cancel()
-            await asyncio.wait((watching,))
         ended = time.time()
         unwell = [node.name for node in swarm.nodes if node.died and node.killed_at is None]
     verdict.demand("no node ended that was not ended", not unwell, ", ".join(unwell) or "none")
