@@ -11,8 +11,7 @@ import pytest
 
 from noloco_node.config.load import Config, load_config
 from noloco_node.launch.local_swarm import LocalSwarm, SwarmNode
-from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeReassigned, NodeStopped, OuterStep
-from tests.chaos.paced_node import OPERATION_SECONDS
+from noloco_node.telemetry.events import Account, Evaluation, InnerStep, NodeReassigned, NodeStopped
 from tests.chaos.swarm import program
 from tests.support import eventually, last_account
 
@@ -103,20 +102,6 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
 
 
 @pytest.mark.long
-async def test_a_stage_without_a_copy_starts_again_from_the_seed_and_says_so_loudly(
-    tmp_path: Path, temporary: Path
-) -> None:
-    """One node of stage 0 moves, the others hold their samples back meanwhile, and the run reaches its end."""
-    async with running(micro(), tmp_path / "run") as (swarm, waiting):
-        move, before, after = await kill_stage_1_and_wait(swarm, waiting)
-        assert move.origin == "seed"
-        assert move.clock == 0.0
-        assert after > before + LOST, "what the stage had learnt is lost"
-        logs = "".join(map(said, of_stage(swarm, 0)))
-        assert logs.count("STAGE 1 STARTS AGAIN FROM THE RUN'S SEED") == 1
-
-
-@pytest.mark.long
 async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_path: Path, temporary: Path) -> None:
     """With standby_copies the loss goes on near where it was."""
     config = micro("run.standby_copies=1", "run.limits.standby_seconds=0.5")
@@ -128,31 +113,3 @@ async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_pat
         logs = "".join(map(said, of_stage(swarm, 0)))
         assert "STARTS AGAIN" not in logs
         assert logs.count("stage 1 was restored from a copy") == 1
-
-
-@pytest.mark.long
-async def test_a_node_of_a_rich_stage_moves_to_a_poor_one_copies_a_stage_peer_and_averages_with_it(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of three replicas of stage 0 die: one of stage 1 drains, takes a stage peer's state there and trains on."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.03")  # else this machine's cores, which all share, would be what is short
-    config = micro("node.min_stay_seconds=10", "run.inner.target_tokens=100_000_000")  # nobody moves before the kills
-    async with running(config, tmp_path / "run") as (swarm, _):
-        await eventually(lambda: min(map(clock_of, swarm.nodes)) > 10_000, within=150, what="training")
-        for node in of_stage(swarm, 0)[:2]:
-            swarm.kill(node)
-        move = (await eventually(lambda: moves(swarm), within=120, what="a move"))[0]
-        assert (move.from_stage, move.stage, move.why, move.origin) == (1, 0, "poor", "peer")
-        assert move.clock > 10_000
-        (mover,) = [node for node in swarm.nodes if any(isinstance(e, NodeReassigned) for e in node.events)]
-        stage_peer = of_stage(swarm, 0)[2]
-        assert stage_peer.started is not None
-
-        def averaged() -> bool:
-            steps = [e for e in mover.events if isinstance(e, OuterStep) and e.time > move.time]
-            return any(
-                e.kind == "paired" and stage_peer.started and e.partner == stage_peer.started.peer_id for e in steps
-            )
-
-        await eventually(averaged, within=90, what="an outer step with the new stage peer")
-        assert len(moves(swarm)) == 1

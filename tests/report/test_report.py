@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from html import unescape
 from html.parser import HTMLParser
-from importlib.resources import files
-from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
@@ -20,18 +18,15 @@ from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report import figures
 from noloco_node.report.chronicle import Chronicle
-from noloco_node.report.drawing import figure
 from noloco_node.report.folder import read_folder
 from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, EventFile, P2pdRestarted, StateSourceFailed, Warned
 from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import throughput_curve, token_counters
-from noloco_node.telemetry.web import text_of
 from tests.telemetry import made_events as made
 
 NOW = 1121.0
-MARKS = ("start", "end", "death", "fault", "warning")
 RUDE = "<script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31m$\\frac{1}{2}$ \"'&"
 TAGS = {
     *("html", "head", "meta", "link", "title", "style", "body", "main", "section", "h1", "h2", "p", "div", "span"),
@@ -158,22 +153,6 @@ def test_where_nobody_trained_or_looked_no_line_goes_on(tmp_path: Path) -> None:
     assert speed.points[-1][1] > 0.0, "who runs may train on"
 
 
-def test_evaluations_of_each_replica_are_a_line_of_their_own(tmp_path: Path) -> None:
-    """One through all would join what two replicas found; they are named once."""
-    swarm_in(tmp_path / "nodes")
-    told = read_folder(tmp_path, NOW)
-    lines = [line for line in figures.losses(told).lines if line.colour == "second"]
-    found = [
-        tuple((e.clock, e.loss) for e in chronicle.history.evaluations)
-        for chronicle in told.chronicles
-        if chronicle.history.evaluations
-    ]
-    assert [line.points for line in lines] == found
-    assert len(found) == 2
-    assert [line.label for line in lines] == ["validation of each replica, through the swarm", ""]
-    assert page(told).count("validation of each replica, through the swarm</span>") == 1
-
-
 def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
     """A volunteer's folder holds one node, seldom of stage 0."""
     write(tmp_path, list(made.node_events("s1-r0")))
@@ -252,19 +231,6 @@ def test_folders_of_which_nothing_can_be_told(tmp_path: Path, capsys: pytest.Cap
         make_report(good, good / "taken")
     assert cli.main(["report", str(tmp_path / "empty")]) == ExitCode.RUN_FOLDER
     assert "remedy: try again when one is" in capsys.readouterr().err
-
-
-def test_marks_of_what_happened_are_told_apart_by_their_colours() -> None:
-    """A fault and a warning were two oranges on the page, light and dark."""
-    style = files("noloco_node.report").joinpath("style.css").read_text(encoding="utf-8")
-    blocks = re.findall(r":root \{(.*?)\}", text_of("page.css") + style, re.S)
-    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", "".join(blocks[theme::2]))) for theme in (0, 1))
-    variables = {kind: re.search(rf"\.mark\.{kind}, [^}}]*var\(--(\w+)\)", style) for kind in MARKS}
-    names = {kind: found.group(1) for kind, found in variables.items() if found is not None}
-    assert set(names) == set(MARKS)
-    for colours in ({kind: theme[name] for kind, name in names.items()} for theme in (light, dark)):
-        spots = [tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5)) for colour in colours.values()]
-        assert min(math.dist(one, other) for one, other in combinations(spots, 2)) > 70.0
 
 
 class Tags(HTMLParser):
@@ -365,47 +331,6 @@ def test_what_it_took_is_that_of_all_lives(tmp_path: Path) -> None:
     assert "<td>60 s</td><td>0 s</td><td>5.5 kB</td><td>1.8 kB</td>" in page(read_folder(tmp_path, NOW))
 
 
-def test_the_time_on_a_device_is_told_in_words_of_the_work(tmp_path: Path) -> None:
-    """`draw` is what the compute thread calls the forward of a microbatch that its own node has drawn."""
-    spent = {"draw": 4.0, "backward": 1.0}
-    accounts = [made.account(time=at, busy_seconds=0.0, busy_by_work={}) for at in (1001.0,)]
-    accounts.append(made.account(time=1011.0, busy_seconds=5.0, busy_by_work=spent))
-    begun = made.started("s0-r0").model_copy(update={"time": 1000.0})
-    told = read_folder(write(tmp_path / "nodes" / "s0-r0", [begun, *accounts]).parent.parent, NOW)
-    bars = figures.time_spent(told)
-    assert "forward of newly drawn microbatches" in bars.parts
-    assert "draw" not in bars.parts
-    assert figures.nodes_told(told.summary.nodes) == "one node in this folder"
-    assert "· one node in this folder ·" in page(told)
-
-
-def test_a_message_of_several_lines_is_told_on_one(tmp_path: Path) -> None:
-    """Its line breaks were question marks, in what happened and in what a node does now."""
-    stopped = made.stopped("s0-r0").model_copy(update={"reason": "failed", "detail": "no room:\nmake some\r\nfirst"})
-    warned = Warned(what="memory_short", detail="little memory\nis left", time=1005.0)
-    write(tmp_path, [made.started("s0-r0"), warned, stopped])
-    shown = page(read_folder(tmp_path, NOW))
-    assert "</b> little memory is left</li>" in shown
-    assert "</b> ended: failed, no room: make some first</li>" in shown
-    assert "(failed: no room: make some first)</td>" in shown
-    assert any("(failed: no room: make some first)" in line for line in status_lines(tmp_path, NOW))
-
-
-@pytest.mark.parametrize(("stages", "drawn"), [(1, "forward and backward"), (2, "forward")])
-def test_where_a_backward_is_part_of_the_forward_its_name_says_so(stages: int, drawn: str, tmp_path: Path) -> None:
-    """Nodes of the last stage seemed to do without a backward, and to wait for microbatches that they did not own."""
-    spent = {"forward": 4.0, "draw": 1.0, "backward": 0.0}
-    begun = made.started("s1-r0").model_copy(update={"stages": stages})
-    accounts = [made.account(time=1000.0, busy_seconds=0.0, busy_by_work={})]
-    accounts.append(made.account(time=1011.0, busy_seconds=5.0, busy_by_work=spent, in_hand=1))
-    write(tmp_path, [begun, *accounts])
-    assert figures.time_spent(read_folder(tmp_path, NOW)).parts == (
-        "forward, at the last stage with its backward",
-        f"{drawn} of newly drawn microbatches",
-        "idle: microbatches were under way, with other nodes",
-    )
-
-
 def test_the_time_between_two_processes_is_nobodys() -> None:
     """A process begins with `joining`, before it is up: what its forerunner did last is not done all the while."""
     told = Chronicle.of(
@@ -433,15 +358,6 @@ def test_a_life_ends_where_its_process_did(killed: bool) -> None:
     told = Chronicle.of("s0-r0", [begun, made.account(time=1020.0), *(() if killed else (end,)), coming, again])
     assert [(life.began, life.last) for life in told.lives] == [(1000.0, 1020.0), (1910.0, 1910.0)]
     assert [(m.kind, m.time) for m in told.moments][1] == ("death" if killed else "end", 1020.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (2.5, "2.5"), (250_000.0, "250k"), (1.5e6, "1.5M"), (4e-7, "4e-7"), (-3.0, "-3"), (9000.0, "9000")],
-)
-def test_values_on_an_axis_are_short(value: float, text: str) -> None:
-    """As a person writes them."""
-    assert figure(value) == text
 
 
 @pytest.mark.parametrize(("many", "gone"), [(100, 20), (1000, 0)])

@@ -165,18 +165,6 @@ def test_the_first_microbatch_and_the_first_outer_round_are_told_once(
 
 
 @pytest.mark.usefixtures("untouched_logging")
-def test_why_a_node_failed_is_left_to_its_last_word(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command prints the reason with its remedy: the log would only say it first."""
-    log = NodeLog()
-    configure_logging("INFO", log)
-    for reason, words in (("failed", "stopped (failed)\n"), ("interrupted", "stopped (interrupted: at once)")):
-        log.observe(
-            made.stopped("s0-r0").model_copy(update={"reason": reason, "detail": "at once", "outer_steps_taken": 0})
-        )
-        assert words in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("untouched_logging")
 def test_hivemind_speaks_through_our_handler_and_only_of_trouble(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own handler is taken off; its everyday lines are not shown."""
     own = logging.StreamHandler()
@@ -203,10 +191,3 @@ def test_what_an_earlier_life_trained_is_no_first_microbatch(capsys: pytest.Capt
     assert "weights from its own checkpoint" in printed
     log.observe(made.account(trained=59))
     assert "first microbatch done" in capsys.readouterr().err
-
-
-def test_a_seeds_lines_name_it_once_it_is_up() -> None:
-    log = NodeLog()
-    assert log.label == "starting"
-    log.observe_seed("12D3KooWabcdef")
-    assert log.label == "…abcdef seed"

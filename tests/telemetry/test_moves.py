@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from noloco_node.telemetry.events import Account, NodeReassigned
-from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.logging import NodeLog, describe
 from noloco_node.telemetry.metrics import Metrics
 from tests.telemetry.made_events import started
@@ -51,11 +50,3 @@ def test_the_log_says_where_it_went_and_with_which_weights() -> None:
     assert level == logging.INFO
     assert "from stage 0 to stage 1" in line
     assert "a copy that a node of another stage kept" in line
-
-
-def test_the_summary_counts_a_node_where_it_served_last() -> None:
-    """Before the move it counts where it began."""
-    history = NodeHistory.of("s0-r0", [started("s0-r0")])
-    assert history.stage == 0
-    history.observe(MOVED)
-    assert history.stage == 1

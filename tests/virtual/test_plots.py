@@ -11,7 +11,7 @@ import pytest
 
 from noloco_node.config.lab_spec import Plot
 from noloco_node.laboratory import plots
-from noloco_node.laboratory.canvas import PALETTE, Sheet, whole_numbers
+from noloco_node.laboratory.canvas import PALETTE, Sheet
 from noloco_node.laboratory.figures import Results
 from noloco_node.outer.stability import admissible_gamma
 from tests.virtual import made_results as made
@@ -126,33 +126,6 @@ def test_a_loss_far_above_the_others_is_marked_and_does_not_press_them_flat() ->
     assert "above the axis" in drawn
     panel: Any = sheet.panels[0][0]
     assert panel.get_ylim()[1] < 2.0
-
-
-def test_a_long_legend_makes_the_picture_higher_and_not_its_panels_lower(tmp_path: Path) -> None:
-    """Eight names that fill a line each: a label of the y axis would be longer than its axis."""
-    heights: list[float] = []
-    for count in (2, 8):
-        variants = [
-            {"name": f"a variant with a name as long as a line, number {k}", "algorithm": "noloco"}
-            for k in range(count)
-        ]
-        sheet = plots.convergence(made.everything(made.config({"variants": variants, "replicas": [4]})))
-        sheet.legend()
-        sheet.save(tmp_path / f"{count}.png")
-        panel: Any = sheet.panels[0][0]
-        heights.append(panel.get_window_extent().height / panel.figure.dpi)
-    assert heights[1] > 2.4
-    assert heights[1] > heights[0] - 0.5
-
-
-def test_what_is_counted_has_whole_numbers_beside_it() -> None:
-    """There may be two faults, or sixteen nodes."""
-    panel: Any = Sheet(1, 1, title="").panels[0][0]
-    for values in ([0, 2], [0, 16]):
-        panel.clear()
-        panel.plot([0, 1], values)
-        whole_numbers(panel.yaxis)
-        assert all(tick == round(tick) for tick in panel.get_yticks())
 
 
 def test_an_experiment_in_which_all_diverged_still_has_its_plots(tmp_path: Path) -> None:

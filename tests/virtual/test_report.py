@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from noloco_node.laboratory.figures import Results, lines
+from noloco_node.laboratory.figures import Results
 from noloco_node.laboratory.report import markdown
 from tests.virtual import made_results as made
 
@@ -115,32 +115,3 @@ def test_the_tuning_is_listed_apart_and_the_block_names_what_was_chosen() -> Non
     assert "outer.gamma 0.6" not in block
     assert {"outer.gamma 0.4", "outer.gamma 0.6"} <= {settings for part, _, settings in rows if part == "Tuning"}
     assert "seeds 1" in tuning
-
-
-def test_the_head_repeats_the_command_and_says_what_the_numbers_are() -> None:
-    """Command, versions, model, seeds, and which deviation is meant."""
-    text = markdown(record({"seeds": [1, 2]}).model_copy(update={"text": "sha256:5e7"}))
-    for words in (
-        "```sh\nnoloco-node lab micro.yaml --out out\n```",
-        "torch 2",
-        "windows of 32 tokens, sha256:5e7.",
-        "37,024 parameters in 2 stages",
-        "Seeds: 1, 2.",
-        "sample standard deviation",
-        "loss of `data parallel`",
-    ):
-        assert words in text
-
-
-def test_lines_keep_seeds_together_and_points_apart() -> None:
-    """One line a point, with a result for each seed in order."""
-    grouped = lines(record({"seeds": [3, 1, 2], "replicas": [4, 8]}))
-    assert [(line.variant, line.swept.get("outer.gamma"), line.replicas) for line in grouped] == [
-        ("data parallel", None, 4),
-        ("data parallel", None, 8),
-        ("noloco", 0.4, 4),
-        ("noloco", 0.6, 4),
-        ("noloco", 0.4, 8),
-        ("noloco", 0.6, 8),
-    ]
-    assert all([result.seed for result in line.results] == [3, 1, 2] for line in grouped)
