@@ -99,7 +99,7 @@ async def test_a_newer_record_replaces_the_older(nodes: Nodes) -> None:
     for sequence, (state, life) in enumerate(
         [(PeerState.JOINING, 60), (PeerState.TRAINING, 60), (PeerState.GONE, 1)], start=1
     ):
-        assert await writer.publish(record_of(peer, 0, state, sequence), life)
+        assert await writer.publish(record_of(peer, 0, state, sequence=sequence), life)
         await reader.refresh()
         [row] = reader.view.stages[0].values()
         assert (row.record.state, row.record.sequence) == (state, sequence)

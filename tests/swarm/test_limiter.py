@@ -120,7 +120,7 @@ def test_who_is_sent_on_trains_all_the_same_and_nobody_is_where_the_strategy_say
     """Whole nodes, two origins with four under way each before two devices: every sample is trained, and microbatches
     ask around under `balanced` only."""
     refused, trained = in_virtual_time(lambda: _asks_around(routing), seed=1)
-    assert trained >= 5
+    assert trained >= 8
     assert (refused > 0) == (routing == "balanced")
 
 
@@ -145,7 +145,7 @@ def test_on_a_slow_line_a_refusal_costs_no_bytes_of_a_microbatch() -> None:
 async def _asks_around(routing: RoutingName, links: Links | None = None) -> tuple[int, int]:
     """The microbatches that were refused in the course of it, and those that were trained, which are all."""
     pipeline = PipelineSpec(routing=routing)
-    spec = micro_spec(layers=2, steps=5, microbatches_a_step=4, pipeline=pipeline)
+    spec = micro_spec(layers=2, steps=8, microbatches_a_step=4, pipeline=pipeline)
     async with world(spec, replicas=2, settings=NodeSettings(in_flight=4), device=DEVICE, carrier=links) as made:
         await run_to_the_end(made)
         refused = sum(replica.context.transport.refusals_given.get(Refusal.BUSY, 0) for replica in made.replicas)
