@@ -273,7 +273,7 @@ def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment()
 
 def test_stages_of_the_quadratic_are_cut_into_fragments_that_are_exchanged() -> None:
     """A quarter of the bytes an outer step, four times as often."""
-    common = ("sim.nodes=4", "sim.hours=0.01", "run.outer.inner_steps=4", "run.outer.min_inner_steps=2")
+    common = ("sim.nodes=4", "sim.hours=0.02", "run.outer.inner_steps=4", "run.outer.min_inner_steps=2")
     whole, cut = (
         simulate(shipped(*common, f"run.outer.fragments={count}"), lambda _done, _all: None).figures for count in (1, 4)
     )
