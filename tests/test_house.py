@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 63_520,
-    "lines of the tests": 64_100,
+    "lines of the tests": 63_100,
     "lines of benchmarks and deploy": 5_800,
     "module-level numbers": 611,
     "files of the package": 330,
