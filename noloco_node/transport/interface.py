@@ -123,11 +123,14 @@ class RequestPlace:
 class RequestDesk:
     """Admits requests, runs handlers, counts refusals and traffic."""
 
-    def __init__(self, limits: TransportLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: TransportLimits | None = None) -> None:
+        self.limits = limits or TransportLimits()
         self.traffic = TrafficCount()
+        """Bytes so far, by method."""
         self.peer_stats = PeerStats()
+        """The peers that have answered this node, and those that it has seen work."""
         self.conduct = Bans(book=self.peer_stats.book)
+        """What peers have done wrong here."""
         self.gate: Gate | None = None
         self._bytes_under_way: Counter[PeerId] = Counter()
         self._methods: dict[str, _Method] = {}
@@ -138,8 +141,13 @@ class RequestDesk:
         """Refusals so far, by reason."""
         return self._refusals
 
+    def guard(self, gate: Gate) -> None:
+        """From now on refuse (`not_admitted`) all methods but those named `hello...` to peers that `gate` denies."""
+        self.gate = gate
+
     def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> Withdraw:
-        """Answer `method` from now on. Serving a method twice is a programming error."""
+        """Answer `method` from now on. More than `max_concurrent_per_peer` requests of one peer get `busy`. Serving a
+        method twice is a programming error."""
         assert method not in self._methods, f"{method} is served already"
         assert max_concurrent_per_peer > 0
         served = self._methods[method] = _Method(admit, handle, max_concurrent_per_peer)
@@ -236,36 +244,17 @@ def _ask(admit: Admit, peer: PeerId, envelope: Envelope) -> Admitted | Release |
         raise Refused(Refusal.INTERNAL) from None
 
 
-class Transport(ABC):
+class Transport(RequestDesk, ABC):
     """What the swarm needs of a network. Subclasses bring `_call`, seals and a peer id."""
 
     def __init__(self, limits: TransportLimits | None) -> None:
-        self._desk = desk = RequestDesk(limits or TransportLimits())
+        super().__init__(limits)
         self._introduce: Introduce | None = None
-        self.traffic = desk.traffic
-        """Bytes so far, by method."""
-        self.conduct = desk.conduct
-        """What peers have done wrong here."""
-        self.peer_stats = desk.peer_stats
-        """The peers that have answered this node, and those that it has seen work."""
 
     @property
     @abstractmethod
     def peer_id(self) -> PeerId:
         """This node's own id."""
-
-    @property
-    def refusals_given(self) -> Mapping[Refusal, int]:
-        """Refusals this node gave so far, by reason."""
-        return self._desk.refusals_given
-
-    def guard(self, gate: Gate) -> None:
-        """From now on refuse (`not_admitted`) all methods but those named `hello...` to peers that `gate` denies."""
-        self._desk.gate = gate
-
-    def serve(self, method: str, admit: Admit, handle: Handle, *, max_concurrent_per_peer: int) -> Withdraw:
-        """Answer `method` from now on. More than `max_concurrent_per_peer` requests of one peer get `busy`."""
-        return self._desk.serve(method, admit, handle, max_concurrent_per_peer=max_concurrent_per_peer)
 
     def introduce_with(self, introduce: Introduce | None) -> None:
         """From now on ask once more, after an introduction, where a peer refuses as `not_admitted`: it did nothing."""

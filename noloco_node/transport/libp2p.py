@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -76,12 +77,11 @@ class Libp2pTransport(Transport):
         self._nearby = nearby
         self._line = line
         self._identity = identity
-        self._limits = self._desk.limits
         self._pool = StreamPool(
             host,
             STREAM_PROTOCOL,
-            self._limits.max_streams_per_peer // 2,
-            self._limits.idle_seconds / 2,
+            self.limits.max_streams_per_peer // 2,
+            self.limits.idle_seconds / 2,
             line,
             nearby and nearby.open,
         )
@@ -111,7 +111,7 @@ class Libp2pTransport(Transport):
     async def start(self) -> None:
         """Take streams of other peers from now on."""
         if self._nearby is not None:
-            await self._nearby.serve(partial(self._serve_stream, nearby=True), self._limits.progress_seconds)
+            await self._nearby.serve(partial(self._serve_stream, nearby=True), self.limits.progress_seconds)
         await self._host.serve_streams(STREAM_PROTOCOL, self._serve_stream)
 
     async def close(self) -> None:
@@ -188,7 +188,7 @@ class Libp2pTransport(Transport):
     ) -> None:
         """Answer one peer's requests on one stream until it ends, idles too long, or breaks the protocol."""
         stream = FramedStream(reader, writer, self._line, nearby=nearby)
-        if self._closed or self._incoming[peer] >= self._limits.max_streams_per_peer or not self._make_room(peer):
+        if self._closed or self._incoming[peer] >= self.limits.max_streams_per_peer or not self._make_room(peer):
             stream.abort()
             return
         task = asyncio.current_task()
@@ -197,7 +197,7 @@ class Libp2pTransport(Transport):
         self._incoming[peer] += 1
         self._held[stream] = peer
         try:
-            self._desk.conduct.refuse_banned(peer)
+            self.conduct.refuse_banned(peer)
             while await self._serve_request(stream, peer):
                 pass
         except (StreamEnded, StreamStalled) as error:
@@ -225,7 +225,7 @@ class Libp2pTransport(Transport):
         holds most comes first. It costs an honest caller nothing, which opens another. Without it a few keys could hold
         all places and keep everybody out.
         """
-        if len(self._held) < self._limits.max_streams:
+        if len(self._held) < self.limits.max_streams:
             return True
         free = [stream for stream in self._held if stream not in self._answering]
         looked_at = self._rng.sample(free, min(STREAMS_LOOKED_AT, len(free)))
@@ -243,17 +243,17 @@ class Libp2pTransport(Transport):
 
     async def _refuse_and_linger(self, stream: FramedStream, peer: PeerId, refused: Refused) -> None:
         """The last word on a stream that will be closed."""
-        self._desk.count_refusal(peer, refused)
+        self.count_refusal(peer, refused)
         try:
-            await stream.write_refusal(encode_refusal(refused), self._limits.progress_seconds)
+            await stream.write_refusal(encode_refusal(refused), self.limits.progress_seconds)
             await stream.discard_until_end(LINGER_SECONDS)
         except (StreamEnded, StreamStalled):
             return
 
     async def _serve_request(self, stream: FramedStream, peer: PeerId) -> bool:
         """Answer or refuse the next request. False where the stream must be closed."""
-        progress = self._limits.progress_seconds
-        prefix = await stream.read_prefix(progress, self._limits.idle_seconds)
+        progress = self.limits.progress_seconds
+        prefix = await stream.read_prefix(progress, self.limits.idle_seconds)
         if prefix.kind is not FrameKind.HEADER:
             raise FrameError(f"a request begins with a HEADER frame, not {prefix.kind.name}")
         received = stream.bytes_received
@@ -262,34 +262,34 @@ class Libp2pTransport(Transport):
         stream.at_once = at_once(envelope.method)
         body_read, turn = False, self._line.turn(waits=envelope.asks_first)
         try:
-            with self._desk.admitted(peer, envelope) as place:
+            with self.admitted(peer, envelope) as place:
                 if envelope.asks_first:
                     await stream.write_at_work(progress)
-                at_most = self._desk.seconds_for(envelope.body_bytes)
+                at_most = self.seconds_for(envelope.body_bytes)
                 request = Message(envelope.header, await stream.read_body(envelope.specs, progress, at_most))
                 body_read = True
                 self._answering.add(stream)
-                answering = _then_come(self._desk.answer(peer, envelope.method, request, place), turn)
+                answering = _then_come(self.answer(peer, envelope.method, request, place), turn)
                 payload, answer = await _while_open(stream, answering, progress)
                 await self._write_answer(stream, payload, answer)
             return True
         except Refused as refused:
             if refused.reason is Refusal.BANNED:
                 raise
-            self._desk.count_refusal(peer, refused)
+            self.count_refusal(peer, refused)
             await stream.write_refusal(encode_refusal(refused), progress)
             return body_read or envelope.asks_first or await self._drain(stream, envelope)
         finally:
             turn.over()
             self._answering.discard(stream)
-            self._count(self._desk.traffic_name(envelope.method), stream, sent, received)
+            self._count(self.traffic_name(envelope.method), stream, sent, received)
 
     async def _write_answer(self, stream: FramedStream, payload: bytes, answer: Message) -> None:
-        progress, size = self._limits.progress_seconds, sum(tensor.nbytes for tensor in answer.tensors)
+        progress, size = self.limits.progress_seconds, sum(tensor.nbytes for tensor in answer.tensors)
         if size <= BODY_FRAME_BYTES:
             await stream.write_message(payload, answer.tensors, progress)
             return
-        seconds = self._desk.seconds_for(size)  # not for longer than a slow link would take
+        seconds = self.seconds_for(size)  # not for longer than a slow link would take
         try:
             async with asyncio.timeout(seconds):
                 await stream.write_message(payload, answer.tensors, progress)
@@ -302,29 +302,25 @@ class Libp2pTransport(Transport):
         Closing with bytes unread would destroy the refusal on its way. A large body is therefore read for a moment too:
         its sender stops as soon as it sees the refusal.
         """
-        small = envelope.body_bytes <= self._limits.drain_bytes
+        small = envelope.body_bytes <= self.limits.drain_bytes
         try:
-            async with asyncio.timeout(self._desk.seconds_for(envelope.body_bytes) if small else LINGER_SECONDS):
-                await stream.discard_body(envelope.specs, self._limits.progress_seconds)
+            async with asyncio.timeout(self.seconds_for(envelope.body_bytes) if small else LINGER_SECONDS):
+                await stream.discard_body(envelope.specs, self.limits.progress_seconds)
         except TimeoutError:
             return False
         return True
 
 
+@dataclass(frozen=True, slots=True)
 class _Sending:
     """A request as it goes out."""
 
-    __slots__ = ("max_answer_bytes", "method", "payload", "progress", "request", "turn")
-
-    def __init__(
-        self, method: str, payload: bytes, request: Message, progress: float, max_answer_bytes: int, turn: BodyTurn
-    ) -> None:
-        self.method = method
-        self.payload = payload
-        self.request = request
-        self.progress = progress
-        self.max_answer_bytes = max_answer_bytes
-        self.turn = turn
+    method: str
+    payload: bytes
+    request: Message
+    progress: float
+    max_answer_bytes: int
+    turn: BodyTurn
 
 
 async def _come(turn: BodyTurn, deadline: float, what: str) -> None:

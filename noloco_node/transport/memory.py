@@ -320,12 +320,12 @@ class MemoryTransport(Transport):
         self, stream: object, caller: PeerId, payload: bytes, request: Message, turn: BodyTurn, sent: TrafficCount
     ) -> _Answered:
         envelope = decode_envelope(payload)
-        name = self._desk.traffic_name(envelope.method)
+        name = self.traffic_name(envelope.method)
         with_it = () if envelope.asks_first else request.specs
         await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), with_it), stream)
         self.traffic.add_received(name, len(payload))
         try:
-            with self._desk.admitted(caller, envelope) as place:
+            with self.admitted(caller, envelope) as place:
                 if envelope.asks_first:
                     await self._network.carry(self._peer_id, caller, Parcel(name, 0), stream)
                     await self._network.carry(caller, self._peer_id, Parcel(name, 0, request.specs), stream)
@@ -333,12 +333,12 @@ class MemoryTransport(Transport):
                 received = _copy(envelope, request)
                 sent.add_sent(envelope.method, envelope.body_bytes)
                 self.traffic.add_received(name, envelope.body_bytes)
-                reply, answer = await self._desk.answer(caller, envelope.method, received, place)
+                reply, answer = await self.answer(caller, envelope.method, received, place)
                 tamper = self._network.fire(FaultKind.TAMPER, caller, self._peer_id, envelope.method)
                 answer = tamper.change(answer) if tamper and tamper.change else answer
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
-            self._desk.count_refusal(caller, refused)
+            self.count_refusal(caller, refused)
             await self._network.carry(self._peer_id, caller, Parcel(name, 0), stream)
             raise
         size = len(reply) + sum(spec.nbytes for spec in answer.specs)
