@@ -8,7 +8,6 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_node.config.node_settings import NodeSettings
@@ -150,64 +149,35 @@ NOT_IN_TIME = f"{NOT_THIS_PEER}, or it is too busy to answer"
 """p2pd does not tell which of these two it was."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailedStart:
-    """What is known of a start that came to nothing."""
+def explain(what: str, output: str, *, status: int | None, load: float, peers: Sequence[str], probe: bool) -> UserError:
+    """The error of a start of p2pd that came to nothing: what happened, the likely cause, the remedy.
 
-    what: str
-    """`did not start within ...`, or how it ended."""
-    output: str
-    """p2pd's last words."""
-    status: int | None
-    """Exit status; None where it still ran, negative where a signal ended it."""
-    process: str
-    """What the system said of the process at that moment, as psutil names it; empty where nothing."""
-    load: float
-    """Processes waiting for each core, as the mean over the last minute."""
-    peers: Sequence[str]
-    """Initial peers that it was told to connect to."""
-    probe: bool
-    """It was the short-lived one that asks whether the identity is free."""
-
-
-def explain(failed: FailedStart) -> UserError:
-    """The error for a person: what happened, the likely cause, the remedy."""
-    if BOOTSTRAP_FAILED in failed.output and failed.peers:
-        return peers_unreachable(dict.fromkeys(failed.peers, NOT_IN_TIME))
-    cause, remedy = _likely(failed)
-    code = ExitCode.PORT_IN_USE if ADDRESS_IN_USE in failed.output else ExitCode.P2P_DAEMON
-    purpose = " (the one that asks whether this identity is free)" if failed.probe else ""
-    return UserError(
-        code,
-        f"hivemind's p2pd{purpose} {failed.what}. Likely cause: {cause}. Its last words:\n  {failed.output}",
-        remedy,
-    )
-
-
-def _likely(failed: FailedStart) -> tuple[str, str]:
-    longer = "wait and start again, or raise node.p2pd_start_seconds"
-    if ADDRESS_IN_USE in failed.output:
+    `what`: `did not start within ...`, or how it ended. `output`: its last words. `status` is its exit status: None
+    where it still ran, negative where a signal ended it. `load`: processes waiting for each core, as the mean over the
+    last minute. `peers`: initial peers that it was told to connect to. `probe`: it was the short-lived one that asks
+    whether the identity is free.
+    """
+    if BOOTSTRAP_FAILED in output and peers:
+        return peers_unreachable(dict.fromkeys(peers, NOT_IN_TIME))
+    code, longer = ExitCode.P2P_DAEMON, "wait and start again, or raise node.p2pd_start_seconds"
+    if ADDRESS_IN_USE in output:
+        code, cause = ExitCode.PORT_IN_USE, "the port was taken while it started"
         remedy = "stop the program that uses the port, or choose another with --port"
-        return "the port was taken while it started", remedy
-    if failed.status == -9:
-        return "the system killed it, most often for want of memory", "free memory, or look into the system's log"
-    if failed.status is not None:
-        return (
-            "it refused its arguments or its files",
-            "see its last words, which name what it does not take; if they name nothing of yours, report this",
-        )
-    if failed.process == "disk-sleep":
-        return "a slow disk, which it still waits for", longer
-    if failed.process == "stopped":
-        return "somebody stopped its process", "let it go on (kill -CONT), or start the node again"
-    if failed.load > 2.0:
-        return f"a busy machine: {failed.load:.1f} processes wait for each core", longer
-    if failed.peers:
-        stuck = "the identity probe is stuck: " if failed.probe else ""
-        return (
-            f"{stuck}a dead seed, which takes connections and answers nothing ({', '.join(failed.peers)})",
-            "name other initial peers, or none of these; the identity is fine"
-            if failed.probe
-            else "name other initial peers, or none of these",
-        )
-    return "none that can be seen", f"{longer}; if it happens again, report this"
+    elif status == -9:
+        cause = "the system killed it, most often for want of memory"
+        remedy = "free memory, or look into the system's log"
+    elif status is not None:
+        cause = "it refused its arguments or its files"
+        remedy = "see its last words, which name what it does not take; if they name nothing of yours, report this"
+    elif load > 2.0:
+        cause, remedy = f"a busy machine: {load:.1f} processes wait for each core", longer
+    elif peers:
+        stuck, fine = ("the identity probe is stuck: ", "; the identity is fine") if probe else ("", "")
+        cause = f"{stuck}a dead seed, which takes connections and answers nothing ({', '.join(peers)})"
+        remedy = f"name other initial peers, or none of these{fine}"
+    else:
+        cause, remedy = "none that can be seen", f"{longer}; if it happens again, report this"
+    purpose = " (the one that asks whether this identity is free)" if probe else ""
+    return UserError(
+        code, f"hivemind's p2pd{purpose} {what}. Likely cause: {cause}. Its last words:\n  {output}", remedy
+    )

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import base58
-import psutil
 from hivemind.p2p import P2P, PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
@@ -36,7 +35,7 @@ from noloco_node.identity.addresses import (
     widest_first,
 )
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.arguments import MAPS_PORT, FailedStart, announcing, explain
+from noloco_node.libp2p.arguments import MAPS_PORT, announcing, explain
 from noloco_node.libp2p.hivemind_link import (
     connect_hivemind,
     disconnect_hivemind,
@@ -419,21 +418,13 @@ class PrivateP2P:
             await cancel_and_wait((died, started))
 
     def _failed(self, what: str) -> UserError:
-        process = ""
-        status = self._child.returncode if self._reading is not None else None
-        if self._reading is not None and status is None:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(self._child.pid).status()
         return explain(
-            FailedStart(
-                what=what,
-                output=self.last_output(),
-                status=status,
-                process=process,
-                load=os.getloadavg()[0] / (os.cpu_count() or 1),
-                peers=[peer.text for peer in self._peers],
-                probe="-dhtClient=1" in self._arguments,
-            )
+            what,
+            self.last_output(),
+            status=self._child.returncode if self._reading is not None else None,
+            load=os.getloadavg()[0] / (os.cpu_count() or 1),
+            peers=[peer.text for peer in self._peers],
+            probe="-dhtClient=1" in self._arguments,
         )
 
     async def _read_output(self) -> None:

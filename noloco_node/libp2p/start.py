@@ -103,6 +103,16 @@ async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within
     return daemon
 
 
+@contextlib.asynccontextmanager
+async def _nameless(settings: NodeSettings, peers: Sequence[PeerAddress]) -> AsyncGenerator[PrivateP2P]:
+    """A short-lived p2pd of no identity of ours, which nobody can dial."""
+    probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
+    try:
+        yield probe
+    finally:
+        await probe.close()
+
+
 async def _check_identity_free(settings: NodeSettings, identity: Identity, peers: Sequence[PeerAddress]) -> None:
     """Ask the swarm, through a short-lived nameless p2pd, whether a live node answers under our peer id.
 
@@ -114,11 +124,8 @@ async def _check_identity_free(settings: NodeSettings, identity: Identity, peers
     own = [peer for peer in peers if peer.peer == identity.peer_id]
     if own:
         raise identity_taken(identity.path, f"the initial peer {own[0].text}")
-    probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
-    try:
+    async with _nameless(settings, peers) as probe:
         answered = await _is_found(probe, identity.peer_id)
-    finally:
-        await probe.close()
     if answered:
         raise identity_taken(identity.path, f"a live node of the swarm (peer id {identity.peer_id})")
 
@@ -141,23 +148,18 @@ async def _is_found(probe: PrivateP2P, peer: PeerId) -> bool:
 async def _find_relays(settings: NodeSettings, peers: Sequence[PeerAddress]) -> tuple[PeerAddress, ...]:
     """Initial peers that relay for this node, asked through a short-lived nameless p2pd: what a p2pd announces must be
     known when it starts."""
-    probe = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], peers, settings.p2pd_start_seconds)
-    try:
+    async with _nameless(settings, peers) as probe:
         return await willing_relays(probe, peers)
-    finally:
-        await probe.close()
 
 
 async def reached_by_a_stranger(settings: NodeSettings, node: PrivateP2P) -> str | None:
     """None where another p2pd, which knows nothing else, reaches a node by the addresses that it tells; or why not."""
-    stranger = await _launch([*ALWAYS, "-dhtClient=1", "-noListenAddrs=1"], (), settings.p2pd_start_seconds)
-    try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            return await stranger.connect(node.own_id, node.visible_addresses())
-    except TimeoutError:
-        return f"no connection within {PROBE_SECONDS:g} s"
-    finally:
-        await stranger.close()
+    async with _nameless(settings, ()) as stranger:
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                return await stranger.connect(node.own_id, node.visible_addresses())
+        except TimeoutError:
+            return f"no connection within {PROBE_SECONDS:g} s"
 
 
 async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> None:
