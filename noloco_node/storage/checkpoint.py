@@ -12,10 +12,10 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
 from pydantic import (
@@ -90,6 +90,8 @@ def _header(sizes: Sizes) -> tuple[bytes, int]:
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STATE = "state.safetensors"
 SLOW = "slow"
@@ -264,39 +266,18 @@ class CheckpointFolder:
         """The newest one of this run and stage (None: of whatever stage) that is whole. One that is not used is logged
         with the reason, and the one before it is tried."""
         self.damaged = {}
-        for path in reversed(self._paths()):
-            try:
-                return read_checkpoint(path, run_id, stage)
-            except Unusable as reason:
-                elsewhere = isinstance(reason, OfAnotherStage)
-                logger.log(
-                    logging.INFO if elsewhere else logging.WARNING, "checkpoint %s is not used: %s", path, reason
-                )
-                if not elsewhere:
-                    self.damaged[path] = str(reason)
-        return None
+        return next(self._from_the_newest(lambda path: read_checkpoint(path, run_id, stage), self.damaged), None)
 
     def newest_whole(self) -> tuple[Path, KeptStanding] | None:
         """The newest one that is whole, of whatever run and stage, without its tensors; those passed over are logged
         with the reason."""
-        for path in reversed(self._paths()):
-            try:
-                return path, read_standing(path)
-            except Unusable as reason:
-                logger.warning("checkpoint %s is not used: %s", path, reason)
-        return None
+        return next(self._from_the_newest(lambda path: (path, read_standing(path)), {}), None)
 
     def birth(self, run_id: str) -> str | None:
         """The life of the run that the newest readable checkpoint of this run belongs to. None if there is none, or an
         older release wrote it."""
-        for path in reversed(self._paths()):
-            try:
-                standing = _read_manifest(path).standing
-            except Unusable:
-                continue
-            if standing.run_id == run_id:
-                return standing.birth
-        return None
+        readable = self._from_the_newest(lambda path: _read_manifest(path).standing)
+        return next((standing.birth for standing in readable if standing.run_id == run_id), None)
 
     @property
     def holds_any(self) -> bool:
@@ -306,13 +287,22 @@ class CheckpointFolder:
     def any_sound(self, run_id: str) -> bool:
         """Tell whether one checkpoint of this run is whole, of whatever stage. It says nothing of those that are
         not."""
+        return any(self._from_the_newest(lambda path: bool(read_checkpoint(path, run_id, None))))
+
+    def _from_the_newest(self, read: Callable[[Path], T], damaged: dict[Path, str] | None = None) -> Iterator[T]:
+        """What `read` makes of each that it can use. With `damaged` the others are logged, and those gathered in it
+        that are of no other stage."""
         for path in reversed(self._paths()):
             try:
-                read_checkpoint(path, run_id, None)
-            except Unusable:
-                continue
-            return True
-        return False
+                yield read(path)
+            except Unusable as reason:
+                if damaged is None:
+                    continue
+                elsewhere = isinstance(reason, OfAnotherStage)
+                level = logging.INFO if elsewhere else logging.WARNING
+                logger.log(level, "checkpoint %s is not used: %s", path, reason)
+                if not elsewhere:
+                    damaged[path] = str(reason)
 
     def _prune(self) -> None:
         stages: set[int] = set()
