@@ -16,7 +16,7 @@ from torch import Tensor
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.blocks import StreamedBlocks
+from noloco_node.data.block_reader import StreamedBlocks
 from noloco_node.data.encoding import encode
 from noloco_node.data.prepared import prepare
 from noloco_node.data.reading import held_out_windows

@@ -14,9 +14,8 @@ from typing import Any, TextIO, cast
 
 import numpy as np
 
-from noloco_node.data.charsets import LOST, encoding_of, losses, too_many, undecodable
 from noloco_node.data.documents import Document, damaged, data_error, unreadable
-from noloco_node.data.formats import Format, open_unpacked
+from noloco_node.data.formats import LOST, Format, encoding_of, losses, open_unpacked, too_many, undecodable
 from noloco_node.data.places import SourceFile, empty_shard
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.errors import UserError

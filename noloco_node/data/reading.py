@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.data_spec import DataSpec, apportioned
-from noloco_node.data.block_reader import BlockReader, Row
-from noloco_node.data.blocks import Blocks, NumberedBlocks, StreamedBlocks, cut_windows, with_marks
+from noloco_node.data.block_reader import (
+    BlockReader,
+    Blocks,
+    NumberedBlocks,
+    Row,
+    StreamedBlocks,
+    cut_windows,
+    with_marks,
+)
 from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.mixture import MixedPosition, SourceOrder, Walk, naming_part

@@ -17,7 +17,7 @@ from noloco_node.cli.printing import print_fingerprint
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
 from noloco_node.data import block_reader, prepared, prepared_shards
-from noloco_node.data.blocks import StreamedBlocks
+from noloco_node.data.block_reader import StreamedBlocks
 from noloco_node.data.claims import Claim, Said
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run

@@ -13,7 +13,7 @@ from noloco_node.config.load import load_config, validate
 from noloco_node.data.encoding import check_made_tokens, fitting_tokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.finished import merge_run
+from noloco_node.exporting.write import merge_run
 from tests.data.made_files import write_table
 from tests.data.test_made_tokens import laid_out, tokens_spec
 from tests.data.test_sources import text_spec

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data import prepared_shards
-from noloco_node.data.blocks import StreamedBlocks
+from noloco_node.data.block_reader import StreamedBlocks
 from noloco_node.data.documents import Document
 from noloco_node.data.prepared import check_text_here, fingerprint_of, open_shards, prepare, prepare_streamed
 from noloco_node.data.prepared_shards import PreparedSoFar

@@ -18,8 +18,7 @@ import torch
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
 from noloco_node.data import block_reader
-from noloco_node.data.block_reader import BlockReader, Row
-from noloco_node.data.blocks import StreamedBlocks, cut_windows
+from noloco_node.data.block_reader import BlockReader, Row, StreamedBlocks, cut_windows
 from noloco_node.data.claims import SharedPosition
 from noloco_node.data.documents import data_error
 from noloco_node.data.prefetch import Prefetch
