@@ -24,7 +24,7 @@ from benchmarks.command import command, not_negative, parser_of, results_file
 from benchmarks.moving import still, svg
 from noloco_node import ambient
 from noloco_node.config.load import load_config
-from noloco_node.exporting.finished import merge_run
+from noloco_node.exporting.write import merge_run
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.telemetry.events import AnyEvent, InnerStep, OuterStep
 

@@ -8,6 +8,7 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from noloco_node.cli.main import main
 from noloco_node.config.load import load_config
 from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.finished import merge_run
+from noloco_node.exporting import write
 from noloco_node.exporting.folders import gather_folders
 from noloco_node.exporting.generating import Wish
 from noloco_node.exporting.read import continued
+from noloco_node.exporting.write import merge_run
 from noloco_node.model.export import generate_sample, load_exported
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import SLOW_FILE, WeightsManifest
@@ -134,12 +136,13 @@ def test_a_tokenizer_of_the_owners_goes_into_the_model_and_comes_out_of_it(
     assert fingerprint_of_tokenizer(tmp_path / "again") == run.data.tokenizer_fingerprint
 
 
-def test_large_models_are_written_in_files_with_an_index(tmp_path: Path) -> None:
-    """Each below the size that was asked for, and whole together."""
+def test_large_models_are_written_in_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each below the largest size, and whole together."""
+    monkeypatch.setattr(write, "export_model", partial(write.export_model, shard_bytes=60_000))
     finished(tmp_path / "run" / "a", 0)
     finished(tmp_path / "run" / "b", 1, shift=0.5)
     out = tmp_path / "out"
-    assert main(["export", str(tmp_path / "run"), "--out", str(out), "--shard-bytes", "60000"]) == ExitCode.OK
+    assert main(["export", str(tmp_path / "run"), "--out", str(out)]) == ExitCode.OK
     files = sorted(out.glob("model-*.safetensors"))
     assert len(files) > 1
     index = json.loads((out / "model.safetensors.index.json").read_text())

@@ -25,9 +25,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting import live
 from noloco_node.exporting.gathered import Gathered, Reported, Shapes
 from noloco_node.exporting.live import MOST_REPLICAS, Gatherer, reported_by
-from noloco_node.exporting.merge import mean_of
 from noloco_node.exporting.sources import check_own_files
-from noloco_node.exporting.write import export
+from noloco_node.exporting.write import export, mean_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.export import load_exported
 from noloco_node.model.stage import build_stage

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noloco_node.exporting.merge import SavedReplica, agreeing, final_weights, in_time
+from noloco_node.exporting.gathered import SavedReplica, agreeing, final_weights, in_time
 from noloco_node.model.cut import StageCut
 from noloco_node.storage.weights import save_stage
 

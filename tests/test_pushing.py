@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from noloco_node.cli.main import main
 from noloco_node.errors import ExitCode
+from noloco_node.exporting import write
 from tests.hub import TOKEN, Hub, running_hub
 from tests.made_runs import finished
 from tests.support import files_up_to
@@ -43,11 +45,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_pushed_model_is_the_folder_byte_by_byte_and_private(
-    hub: Hub, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    hub: Hub,
+    command: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights of an earlier push under other names are gone, other files stay; the token is nowhere but in requests."""
     caplog.set_level(logging.DEBUG)
-    assert main([*command, "--shard-bytes", "60000"]) == ExitCode.OK
+    monkeypatch.setattr(write, "export_model", partial(write.export_model, shard_bytes=60_000))
+    assert main(command) == ExitCode.OK
     assert f"{hub.url}/{NAME}" in capsys.readouterr().out
     assert hub.repositories[NAME] == contents(tmp_path / "model")
     assert hub.visibility == {NAME: "private"}

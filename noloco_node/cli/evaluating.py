@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.exporting.evaluation import HeldOut, Score
-    from noloco_node.exporting.gathered import Gathered
-    from noloco_node.exporting.merge import SavedReplica
+    from noloco_node.exporting.gathered import Gathered, SavedReplica
 
 FIRST_COLUMN = 46
 
@@ -117,7 +116,7 @@ def _eval_tasks(folder: Path, options: argparse.Namespace) -> int:
 def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
     with loading():
         from noloco_node.exporting.evaluation import Bench, HeldOut
-        from noloco_node.exporting.merge import mean_of
+        from noloco_node.exporting.write import mean_of
 
     held_out, kept = HeldOut(with_text(gathered.run, options)), gathered.kept()
     mean = {name: value for stage in sorted(kept) for name, value in mean_of(kept[stage]).items()}
@@ -130,8 +129,8 @@ def _eval_model(folder: Path, options: argparse.Namespace) -> int:
     with loading():
         from noloco_node.exporting.evaluation import HeldOut
         from noloco_node.exporting.folders import read_run, tokenizer_at
-        from noloco_node.exporting.merge import RUN_FILE
         from noloco_node.exporting.read import open_model
+        from noloco_node.exporting.write import RUN_FILE
 
     run = named_run(options) or with_text(tokenizer_at(read_run(folder / RUN_FILE), folder), options)
     model, held_out = open_model(folder), HeldOut(run)

@@ -25,8 +25,7 @@ from noloco_node.exporting.sources import (
 from noloco_node.telemetry.words import say_loading
 
 if TYPE_CHECKING:
-    from noloco_node.exporting.gathered import Gathered
-    from noloco_node.exporting.merge import SavedReplica
+    from noloco_node.exporting.gathered import Gathered, SavedReplica
     from noloco_node.exporting.write import Exported
 
 
@@ -36,7 +35,6 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add("sources", metavar="ADDRESS|RUN_FOLDER", nargs="+", help="of a run under way; or folders that nodes have left")
     add("--out", metavar="DIR", type=Path, required=True, help="where the model goes, a folder that does not exist")
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
-    add("--shard-bytes", metavar="N", type=int, default=5_000_000_000, help="largest file of weights (default: 5 GB)")
     add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
     add("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub too, with your own token, as private")
     add("--public", action="store_true", help="a repository that --push makes is for everybody")
@@ -48,8 +46,6 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     began = ambient.monotonic()
-    if options.shard_bytes < 1:
-        raise UserError(ExitCode.USAGE, f"--shard-bytes is {options.shard_bytes}", "name a size of 1 byte or more")
     say_loading()
     with loading():
         from noloco_node.exporting.evaluation import Bench, HeldOut
@@ -69,7 +65,7 @@ def _export(options: argparse.Namespace) -> int:
             gathered = gathered_folders(options)
         gathered = replace(gathered, run=with_tokenizer(gathered.run, options))
         bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if options.eval else None
-        exported = export(gathered, options.out, say, options.shard_bytes, bench)
+        exported = export(gathered, options.out, say, bench)
     _print_exported(gathered, exported, ambient.monotonic() - began)
     if options.push is not None:
         print(f"{'pushed':<30} {push(exported.folder, options.push, public=options.public)}")

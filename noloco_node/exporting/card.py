@@ -12,8 +12,7 @@ from noloco_node.config.data_spec import NO_TOKENIZER, PASS_WINDOWS, DataSpec, M
 from noloco_node.config.load import render
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.exporting.evaluation import Score
-from noloco_node.exporting.gathered import Gathered
-from noloco_node.exporting.merge import SavedReplica
+from noloco_node.exporting.gathered import Gathered, SavedReplica
 from noloco_node.telemetry.words import as_trained
 
 S = TypeVar("S", DataSpec, MixedSource)

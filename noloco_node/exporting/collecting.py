@@ -19,9 +19,8 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.errors import UserError
 from noloco_node.exporting.folders import gather_folders
-from noloco_node.exporting.gathered import Shapes
+from noloco_node.exporting.gathered import SavedReplica, Shapes
 from noloco_node.exporting.live import MOST_REPLICAS, Gatherer
-from noloco_node.exporting.merge import SavedReplica
 from noloco_node.exporting.write import export
 from noloco_node.model.cut import cut_model
 from noloco_node.storage import atomic

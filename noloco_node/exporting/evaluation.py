@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.reading import held_out_by_source
-from noloco_node.data.samples import by_source
+from noloco_node.data.samples import Batch, by_source, inputs_and_labels
 from noloco_node.data.tokenizers import PretrainedTokenizer, load_tokenizer
 from noloco_node.document_marks import without_marks
-from noloco_node.exporting.merge import SavedReplica, batches_of
+from noloco_node.exporting.gathered import SavedReplica
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of
 from noloco_node.model.subspace import dense_state
@@ -95,6 +95,12 @@ class HeldOut:
         names = [name for name, count in self._named if count]
         loss = sum(score.loss * score.tokens for score in scores) / self.tokens
         return Score(loss, self.tokens, self.bytes, tuple(zip(names, scores, strict=True)))
+
+
+def batches_of(run: RunSpec, windows: Tensor) -> Iterator[Batch]:
+    """Windows, int32 [n, T + 1], in microbatches of (inputs, labels), both int64 [B, T]."""
+    size = run.inner.microbatch_windows
+    return (inputs_and_labels(windows[start : start + size]) for start in range(0, len(windows), size))
 
 
 class Bench:

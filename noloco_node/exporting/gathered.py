@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.merge import SavedReplica, in_time
 from noloco_node.finite import all_finite
 from noloco_node.model.stage import Stage, stage_without_weights
+from noloco_node.storage.weights import load_slow, read_manifest
 from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout
 
+logger = logging.getLogger(__name__)
+
 SHOWN = 5
 """At most so many faults are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReplica:
+    """The slow weights that one replica of a stage left, to be read when they are wanted."""
+
+    stage: int
+    clock: float
+    """In swarm tokens."""
+    source: str
+    """Where they come from, for a person."""
+    load: Callable[[], Mapping[str, Tensor]]
+    """Full Hugging Face name -> fp32 tensor, on the CPU. Raises UserError where they are damaged."""
+    peer: str = ""
+    """Its peer id, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,38 @@ class Shapes:
             return state
 
         return replace(replica, load=load)
+
+
+def final_weights(folder: Path) -> SavedReplica:
+    """What `save_stage` left in a folder. Raises UserError (RUN_FOLDER) where its manifest is damaged."""
+    manifest = read_manifest(folder)
+    return SavedReplica(manifest.stage, manifest.clock, str(folder), partial(load_slow, folder))
+
+
+def agreeing(clocks: Sequence[float], within: float, near: float) -> list[int]:
+    """The places of the largest set of clocks that lie within so many tokens of each other. If several sets are as
+    large, it is the one whose lowest clock is nearest to `near`. A clock is its owner's word: the largest one decides
+    nothing."""
+    order = sorted(range(len(clocks)), key=lambda place: clocks[place])
+    sets = [[p for p in order[start:] if clocks[p] - clocks[first] <= within] for start, first in enumerate(order)]
+    return sorted(min(sets, key=lambda found: (-len(found), abs(clocks[found[0]] - near)))) if sets else []
+
+
+def in_time(replicas: Sequence[SavedReplica], max_lag: float, target: float) -> list[SavedReplica]:
+    """The replicas of a stage that are at most `max_lag` tokens behind the furthest, as stage peers average. One that
+    left early, or came when the others had gone, would pull the model back. A clock beyond the run's `target` counts as
+    the target."""
+    furthest = min(target, max(replica.clock for replica in replicas))
+    kept = [replica for replica in replicas if furthest - replica.clock <= max_lag]
+    if len(kept) < len(replicas):
+        logger.warning(
+            "%d of %d replicas of stage %d are more than %s tokens behind the others, and no part of the model",
+            len(replicas) - len(kept),
+            len(replicas),
+            replicas[0].stage,
+            f"{max_lag:,.0f}",
+        )
+    return kept
 
 
 def _unfit(stage: int, source: str, why: str) -> UserError:

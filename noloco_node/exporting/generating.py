@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,11 +18,9 @@ from noloco_node.data.encoding import check_of_text, fitting_tokenizer
 from noloco_node.data.tokenizers import NoTokenizer, PretrainedTokenizer, Tokenizer
 from noloco_node.directory.records import FIRST_LOOK_SECONDS, look_for_others
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.exporting.live import as_onlooker
 from noloco_node.model.cut import build_config
-from noloco_node.node.interrupts import interruptible
-from noloco_node.node.network import looking_on
 from noloco_node.pipeline.live_model import LiveModel
-from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 
@@ -160,20 +157,13 @@ async def generate_live(
     place of this machine, without `own` word. It raises DATA if the tokenizer cannot be used and NO_STATE_SOURCE if a
     stage gives nothing. A signal raises KeyboardInterrupt.
     """
-    configure_logging("WARNING", NodeLog())
-    with interruptible() as interrupts:
-        try:
-            async with looking_on(settings, as_guest=True) as outside:
-                spec = with_own_tokenizer(outside.spec, own.tokenizer)
-                vocabulary: int = build_config(spec.model).vocab_size
-                tokenizer = fitting_tokenizer(spec.data, vocabulary)
-                directory = ScreenedDirectory(outside.directory, Access(spec))
-                await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
-                model = LiveModel(spec, outside.door.transport, directory, say)
-                spoken = continue_text(model.next_logits, model.longest, tokenizer, wish, write)
-                came = await outside.supervisor.beside(spoken)
-                return spec, replace(came, replaced=model.replaced)
-        except asyncio.CancelledError:
-            if not interrupts.cancelled_by_signal:
-                raise
-            raise KeyboardInterrupt from None
+    async with as_onlooker(settings) as outside:
+        spec = with_own_tokenizer(outside.spec, own.tokenizer)
+        vocabulary: int = build_config(spec.model).vocab_size
+        tokenizer = fitting_tokenizer(spec.data, vocabulary)
+        directory = ScreenedDirectory(outside.directory, Access(spec))
+        await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
+        model = LiveModel(spec, outside.door.transport, directory, say)
+        spoken = continue_text(model.next_logits, model.longest, tokenizer, wish, write)
+        came = await outside.supervisor.beside(spoken)
+        return spec, replace(came, replaced=model.replaced)

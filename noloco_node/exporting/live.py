@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,13 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import FIRST_LOOK_SECONDS, Directory, PeerState, look_for_others
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.gathered import Gathered, Reported, Shapes
-from noloco_node.exporting.merge import SavedReplica, agreeing
+from noloco_node.exporting.gathered import Gathered, Reported, SavedReplica, Shapes, agreeing
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import build_stage
 from noloco_node.node.interrupts import interruptible
-from noloco_node.node.network import looking_on
+from noloco_node.node.network import Outside, looking_on
 from noloco_node.state_transfer.copy_fetch import fetch_slow, of_one_mind
-from noloco_node.storage.disk_memory import take_room
+from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout
@@ -58,13 +58,13 @@ _Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One replica's slow weights, in a file."""
+    """One replica's slow weights, on the disk."""
 
     stage: int
     peer: PeerId
     clock: float
     weights: Tensor
-    """fp32 [parameters], a map of the file."""
+    """fp32 [parameters]."""
 
 
 async def gather_live(
@@ -76,16 +76,24 @@ async def gather_live(
     do. It raises NO_STATE_SOURCE if the replicas of a stage give nothing, and RUN_FOLDER if the disk refuses. A signal
     raises KeyboardInterrupt.
     """
+    async with as_onlooker(settings) as outside:
+        directory = ScreenedDirectory(outside.directory, Access(outside.spec))
+        await ambient.elsewhere(agreed, outside.spec)
+        shapes = await ambient.elsewhere(Shapes, outside.spec)  # it loads libraries, which takes seconds
+        await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
+        gatherer = Gatherer(outside.spec, shapes, outside.door.transport, directory, spool, told)
+        return await outside.supervisor.beside(gatherer.gather())
+
+
+@contextlib.asynccontextmanager
+async def as_onlooker(settings: NodeSettings) -> AsyncGenerator[Outside]:
+    """A look at a run from outside for one command. Raises UserError as `looking_on` does; KeyboardInterrupt for a
+    signal."""
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:
         try:
             async with looking_on(settings, as_guest=True) as outside:
-                directory = ScreenedDirectory(outside.directory, Access(outside.spec))
-                await ambient.elsewhere(agreed, outside.spec)
-                shapes = await ambient.elsewhere(Shapes, outside.spec)  # it loads libraries, which takes seconds
-                await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
-                gatherer = Gatherer(outside.spec, shapes, outside.door.transport, directory, spool, told)
-                return await outside.supervisor.beside(gatherer.gather())
+                yield outside
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise
@@ -118,7 +126,7 @@ class Gatherer:
         self._rng = rng or ambient.chance()
         self._pause = pause
         self._shapes = shapes
-        self._came = self._wanted = self._files = 0
+        self._came = self._wanted = 0
         self._asked: set[PeerId] = set()
         self._busy = False
         """A peer that was asked in the last look could give later."""
@@ -214,9 +222,7 @@ class Gatherer:
 
     async def _take(self, stage: int, peer: PeerId) -> _Copy | None:
         size = self._shapes.layout(stage).size
-        self._files += 1
-        file = self._spool / f"{stage}-{self._files}"
-        weights = _room(file, size)
+        weights = self._room(size)
         self._wanted += weights.nbytes
         came = 0
 
@@ -248,8 +254,19 @@ class Gatherer:
                 self._wanted -= weights.nbytes
                 if self._wanted:
                     self._told(self._came, self._wanted)
-                file.unlink(missing_ok=True)
         return None if manifest is None else _Copy(stage, peer, manifest.clock, weights)
+
+    def _room(self, size: int) -> Tensor:
+        """So many numbers in fp32 on the disk of the spool folder."""
+        try:
+            return DiskMemory(4 * size, self._spool).tensor(torch.float32)
+        except OSError as error:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the replicas' weights cannot be kept in {self._spool}: {error.strerror or error}",
+                "make room there for each replica of each stage, or name a folder on another disk: with --out for "
+                "export, with TMPDIR for eval",
+            ) from None
 
     def _of_one_time(self, copies: Sequence[_Copy]) -> list[_Copy]:
         """For each stage the copies whose clocks most of its replicas bear out: all of them train at this moment."""
@@ -305,18 +322,3 @@ async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
-
-
-def _room(file: Path, size: int) -> Tensor:
-    """A map of a new file for `size` numbers in fp32."""
-    try:
-        with file.open("wb") as opened:
-            take_room(opened.fileno(), 4 * size)
-    except OSError as error:
-        raise UserError(
-            ExitCode.RUN_FOLDER,
-            f"the replicas' weights cannot be kept in {file.parent}: {error.strerror or error}",
-            "make room there for each replica of each stage, or name a folder on another disk: with --out for export, "
-            "with TMPDIR for eval",
-        ) from None
-    return torch.from_file(str(file), shared=True, size=size, dtype=torch.float32)

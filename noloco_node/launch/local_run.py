@@ -177,7 +177,7 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
     if lost:
         console.print(f"no model was exported: no replica of {as_stages(lost)} left its weights")
         return None
-    from noloco_node.exporting.finished import merge_run
+    from noloco_node.exporting.write import merge_run
 
     merged = merge_run(swarm.config.run, list(saved), swarm.run_folder, console.print)
     files[MODEL] = merged.model

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node.config.load import load_config
-from noloco_node.exporting.finished import merge_run
+from noloco_node.exporting.write import merge_run
 from tests.chaos.swarm import CONFIG, Node
 
 
