@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 63_520,
+    "lines of the package": 63_400,
     "lines of the tests": 63_100,
     "lines of benchmarks and deploy": 5_800,
     "module-level numbers": 611,
-    "files of the package": 330,
-    "files of the package below 60 lines": 48,
+    "files of the package": 325,
+    "files of the package below 60 lines": 46,
     "kB of Markdown": 370,
     "kB of results in docs": 380,
     "decision records": 40,
