@@ -1,6 +1,6 @@
 """What each codec of the outer step costs and loses: bytes, error and time for a weight.
 
-python -m benchmarks.codecs --out benchmarks/results/codecs.json
+python -m benchmarks.codecs --out codecs.json
 
 Two replicas whose φ and Δ differ by a thousandth of their weights' size exchange once through `OuterReplica`. The error
 share is the mean square of what the codec adds to the difference over that of the difference, in three kinds of

@@ -43,34 +43,20 @@ def save(out: Path | None, figures: object) -> None:
 
 def whole(text: str) -> int:
     """A whole number, 1 or more."""
-    return _whole(text, 1)
-
-
-def whole_or_none(text: str) -> int:
-    """A whole number, 0 or more."""
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
-    number = int(text) if text.strip().lstrip("-").isdecimal() else least - 1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one: name a whole number, {least} or more")
+    number = int(text) if text.strip().isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one: name a whole number, 1 or more")
     return number
 
 
 def positive(text: str) -> float:
     """A finite number above 0."""
-    number = _finite(text)
-    if number <= 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0: name a larger number")
-    return number
-
-
-def not_negative(text: str) -> float:
-    """A finite number, 0 or more."""
-    number = _finite(text)
-    if number < 0.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is below 0: name 0 or a larger number")
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number <= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0: name one")
     return number
 
 
@@ -107,13 +93,3 @@ def device(text: str) -> str:
     except UserError as error:
         raise argparse.ArgumentTypeError(f"{error.message}; {error.remedy}") from None
     return text
-
-
-def _finite(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
-    return number

@@ -1,6 +1,6 @@
 """A stage that is compiled (`node.compile`) against the same one that is not: its numbers, its speed, its first call.
 
-    python -m benchmarks.compiled configs/tiny.yaml --out benchmarks/results/compiled.json
+    python -m benchmarks.compiled configs/tiny.yaml --out compiled.json
 
 Both stages of the file in one process, on one thread, microbatches of the run's own shape. Fails where outputs or
 gradients differ by more than rounding does. Speed is a ratio, on the processor of CPU time: both take turns, and the

@@ -1,6 +1,6 @@
 """What a node costs before it has anything to do: its start, its memory, and its processor while it waits.
 
-    python -m benchmarks.idle configs/tiny.yaml --out benchmarks/results/idle.json
+    python -m benchmarks.idle configs/tiny.yaml --out idle.json
 
 One daemon serves the last stage of a run of which nobody serves the first: it is up, and waits. So does one with a
 model of almost no size: what it takes is what a daemon takes beside its model. This package is compiled

@@ -1,6 +1,6 @@
 """What daemons take of memory against what `config validate` says, for models of several sizes.
 
-    python -m benchmarks.memory --out benchmarks/results/memory.json
+    python -m benchmarks.memory --out memory.json
 
 For each size a local swarm of two stages × two replicas trains a few outer steps on the processor, taking a checkpoint
 after each; the highest resident memory of every daemon, as the kernel counted it (VmHWM), is set against the plan's sum

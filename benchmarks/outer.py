@@ -1,6 +1,6 @@
 """An exchange between two replicas over real p2pd, by codec and by size, beside what others send.
 
-    python -m benchmarks.outer --out benchmarks/results/outer.json
+    python -m benchmarks.outer --out outer.json
 
 Two processes with a p2pd each (`benchmarks.pair`). Each round moves the weights of both apart and averages them: with
 each codec of the outer step, and as the published code of NoLoCo does it, both tensors in fp32 and nothing else, in

@@ -1,6 +1,6 @@
 """Tokens per second of a local swarm over those of one process training the same model on the same cores.
 
-    python -m benchmarks.pipeline configs/tiny.yaml --out benchmarks/results/pipeline.json
+    python -m benchmarks.pipeline configs/tiny.yaml --out pipeline.json
     python -m benchmarks.pipeline configs/tiny.yaml --layouts 2x1 2x2 4x2 1x4 --activations fp16 int8 --repeats 3
     python -m benchmarks.pipeline benchmarks/hidden-512.yaml --layouts 2x2 2x4
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from benchmarks.moving import RUN_SECONDS, still, svg
 from deploy.reference import pages
 from deploy.site_hooks import COUNTS, SHIM, on_post_page
 from noloco_node.cli.commands import parser
@@ -140,15 +138,6 @@ def test_the_site_is_searched_in_a_folder_and_contributors_pages_are_not_what_a_
     for page in shown:
         _, head, _ = (DOCS / page).read_text(encoding="utf-8").split("---\n", 2)
         assert yaml.safe_load(head)["search"]["boost"] < 1, page
-
-
-def test_the_picture_is_what_its_recording_makes_and_shows_each_death() -> None:
-    """To the letter; a node is seen dead from its death on, and never before."""
-    made = json.loads((ROOT / "benchmarks/results/picture.json").read_text(encoding="utf-8"))
-    assert (DOCS / "swarm.svg").read_text(encoding="utf-8") == svg(made), "python -m benchmarks.picture --draw"
-    assert len(made["deaths"]) == 3
-    assert still(made, 0.0).count("kill -9") == 0
-    assert still(made, RUN_SECONDS).count("kill -9") == 3
 
 
 def test_a_page_of_the_site_loads_its_search_from_beside_it() -> None:
