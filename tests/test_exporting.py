@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -341,26 +340,3 @@ def test_a_folder_of_an_older_version_is_exported_with_the_runs_configuration(tm
     with contextlib.suppress(UserError):
         gather_folders([tmp_path / "run"], None)
         pytest.fail("it says nothing of itself")
-
-
-def test_tasks_of_lm_eval_want_a_model_and_the_extra(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each said in one screen. That they are run, and give what a hand works out: `deploy/verify-eval`."""
-    finished(tmp_path / "run" / "a", 0)
-    finished(tmp_path / "run" / "b", 1)
-    model = str(tmp_path / "out")
-    assert main(["export", str(tmp_path / "run"), "--out", model]) == ExitCode.OK
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    for arguments, code, words in [
-        ([model, "--tasks", "one,two"], ExitCode.CHECK_FAILED, "pip install 'noloco-node[eval]'"),
-        ([str(tmp_path / "run"), "--tasks", "one"], ExitCode.USAGE, "wants one exported model"),
-        ([model, "--tasks", "one,"], ExitCode.USAGE, "commas"),
-        ([model, "--tasks", "one", "--limit", "0"], ExitCode.USAGE, "1 sample or more"),
-        ([model, "--tasks", "one", "--include-path", str(tmp_path / "none")], ExitCode.USAGE, "no folder"),
-        ([model, "--limit", "3"], ExitCode.USAGE, "--tasks names none"),
-    ]:
-        assert main(["eval", *arguments]) == code, arguments
-        told = capsys.readouterr().err
-        assert words in told
-        assert "remedy: " in told

@@ -40,9 +40,6 @@ def eval_arguments(command: argparse.ArgumentParser) -> None:
     places = "what `export` wrote; or nodes of a run under way, or run folders, as `export` takes them"
     add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
-    add("--tasks", metavar="NAME[,NAME]", help="tasks of lm-eval instead of the held-out text; DIR only")
-    add("--include-path", metavar="DIR", type=Path, help="where tasks of your own lie, a YAML file each")
-    add("--limit", metavar="N", type=int, help="only so many samples of each task")
     guest_arguments(command)
     set_argument(command, OWN_TEXT)
     own_text_argument(command)
@@ -65,11 +62,7 @@ def generate_arguments(command: argparse.ArgumentParser) -> None:
 
 def _eval(options: argparse.Namespace) -> int:
     first = Path(options.sources[0])
-    is_model = len(options.sources) == 1 and (first / "config.json").is_file()
-    _check_task_options(options, is_model)
-    if options.tasks is not None:
-        return _eval_tasks(first, options)
-    if is_model:
+    if len(options.sources) == 1 and (first / "config.json").is_file():
         return _eval_model(first, options)
     with contextlib.ExitStack() as stack:
         if are_addresses(options.sources):
@@ -78,38 +71,6 @@ def _eval(options: argparse.Namespace) -> int:
         else:
             gathered = gathered_folders(options)
         _eval_replicas(gathered, options)
-    return int(ExitCode.OK)
-
-
-def _check_task_options(options: argparse.Namespace, is_model: bool) -> None:
-    if options.tasks is None:
-        if options.include_path is not None or options.limit is not None:
-            message = "--include-path and --limit are for tasks, and --tasks names none"
-            raise UserError(ExitCode.USAGE, message, "name tasks of lm-eval with --tasks, or leave both out")
-        return
-    if not is_model:
-        message = f"--tasks wants one exported model, and {options.sources[0]} is none"
-        raise UserError(ExitCode.USAGE, message, "make one with noloco-node export, and name its folder")
-    if not all(name.strip() for name in options.tasks.split(",")):
-        raise UserError(ExitCode.USAGE, f"--tasks is '{options.tasks}'", "name tasks with commas between them")
-    if options.limit is not None and options.limit < 1:
-        raise UserError(ExitCode.USAGE, f"--limit is {options.limit}", "name 1 sample or more")
-    if options.include_path is not None and not options.include_path.is_dir():
-        message = f"--include-path is '{options.include_path}', which is no folder"
-        raise UserError(ExitCode.USAGE, message, "name the folder of your tasks' YAML files")
-
-
-def _eval_tasks(folder: Path, options: argparse.Namespace) -> int:
-    say_loading()
-    with loading():
-        from noloco_node.exporting.tasks import run_tasks
-
-    names = [name.strip() for name in options.tasks.split(",")]
-    scores = run_tasks(folder, names, options.include_path, options.limit)
-    print(f"{'task':<30} {'metric':<24} {'value':>10} {'± error':>10} {'samples':>8}")
-    for score in scores:
-        error = "" if score.error is None else f"{score.error:.4f}"
-        print(f"{score.task:<30} {score.metric:<24} {score.value:>10.4f} {error:>10} {score.samples:>8,}")
     return int(ExitCode.OK)
 
 

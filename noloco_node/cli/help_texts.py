@@ -118,12 +118,8 @@ merged model. Beside it stands the model with each single replica in the place o
 averaging harms or mends. From an address the weights are fetched as `export` does, into a temporary folder (TMPDIR
 says where).
 
-With --tasks it measures an exported model on tasks of lm-eval (pip install 'noloco-node[eval]'), on the processor. They
-are named as lm-eval names them, with data from the Hugging Face hub, or are your own, a YAML file each.
-
 example:
   noloco-node eval my-model
-  noloco-node eval my-model --tasks lambada_openai,hellaswag --limit 200
   noloco-node eval runs/tiny-20260101-120000
   noloco-node eval /ip4/10.0.0.5/tcp/31337/p2p/12D3Koo... --set run.data.path=text.jsonl"""
 
