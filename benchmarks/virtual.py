@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -49,9 +48,9 @@ class VirtualSwarm:
     async def _watched(self, watch: Callable[[World], Awaitable[T]], footprint: Footprint, seed: int) -> T:
         run = self.config.run
         fragments = run.outer.fragments
-        way = SharedWay([[self.round_trip]], random.Random(seed))
+        way = SharedWay([[self.round_trip]])
         links = Links(way, weigh_as(footprint, run.outer.codec, fragments))
-        settings = self.config.node.model_copy(update={"seed": seed})
+        settings = self.config.node.model_copy(update={"seed": seed, "reassign": "never"})
         learning = Quadratic(seed, fragments=fragments)
 
         def device(number: int) -> Callable[[Priority], float]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from noloco_node.config.settings import Fraction, Positive, PositiveFloat, Settings
+from noloco_node.config.settings import Positive, PositiveFloat, Settings
 
 MOST_HUNTED = 64
 
@@ -43,10 +43,6 @@ class SimSpec(Settings):
     """Megabits a second that a usual node can receive; all of its streams share them."""
     link_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0
     """Up- and downlinks: standard deviation of their logarithm."""
-    loss: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
-    """Share of packets that are lost at each end."""
-    relayed: Fraction = 0.0
-    """Share of the nodes that nobody can dial: what they send and get goes through others of them."""
     life_hours: PositiveFloat | None = None
     """How long a node lives on average before it is gone from one moment to the next. Another comes in its place and
     takes over a stage peer's state; a quadratic's is one chunk. null: nobody dies."""
@@ -66,12 +62,6 @@ class SimSpec(Settings):
                 "sim.round_trips_ms is not the same there and back: a round trip is both ways, so make row i, column j "
                 "equal to row j, column i"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _somebody_carries(self) -> SimSpec:
-        if self.relayed >= 1.0:
-            raise ValueError("sim.relayed is 1: nobody would be left to relay; lower it")
         return self
 
 

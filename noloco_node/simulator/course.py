@@ -15,13 +15,11 @@ from noloco_node.config.load import Config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.sim_spec import SimSpec
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.figures import SimulationFigures, Watcher
 from noloco_node.simulator.links import Attachment, Links, SharedWay, as_they_are
 from noloco_node.simulator.loop import ThreadSeconds, in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
 from noloco_node.simulator.quadratic import Quadratic, RealTensors, weigh_as
-from noloco_node.simulator.stays import StayingWorld
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import free_memory
@@ -139,7 +137,7 @@ def quadratic_of(config: Config, footprint: Footprint) -> Quadratic:
 async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tuple[SimulationFigures, str, float]:
     sim, loop = config.sim, asyncio.get_running_loop()
     quadratic = sim.tensors == "quadratic"
-    way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms], random.Random(f"loss/{sim.seed}"))
+    way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms])
     outer = config.run.outer
     links = Links(way, weigh_as(footprint, outer.codec, outer.fragments) if quadratic else as_they_are)
     learning = quadratic_of(config, footprint) if quadratic else RealTensors()
@@ -159,10 +157,10 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
             world.kill(node)
             start(node.stage)
 
-    async with StayingWorld(
-        config.run, settings, footprint, learning=learning, device=device, links=links, seed=sim.seed
+    async with World(
+        config.run, settings, footprint=footprint, learning=learning, device=device, links=links, seed=sim.seed
     ) as world:
-        watcher = Watcher(world, sim.nodes)
+        watcher = Watcher(world)
         end = sim.hours * 3600.0
         for number in range(sim.nodes):
             start(number % config.run.stages)
@@ -193,18 +191,10 @@ def _start(world: World, way: SharedWay, sim: SimSpec, stage: int) -> Node:
     up, down = (
         mbit * 125_000.0 * math.exp(sim.link_spread * rng.gauss(0.0, 1.0)) for mbit in (sim.up_mbit, sim.down_mbit)
     )
-    hidden = number > 0 and rng.random() < sim.relayed
-    relay = _a_relay(world, way, rng) if hidden else None
-    way.attach(peer_of(number), Attachment(number % len(sim.round_trips_ms), up, down, sim.loss, relay))
+    way.attach(peer_of(number), Attachment(number % len(sim.round_trips_ms), up, down))
     return world.start(stage)
 
 
 def _life(life_hours: float, seed: int, number: int) -> float:
     """Seconds that a node lives."""
     return random.Random(f"life/{seed}/{number}").expovariate(1.0 / (life_hours * 3600.0))
-
-
-def _a_relay(world: World, way: SharedWay, rng: random.Random) -> PeerId | None:
-    """One that runs and can be dialled itself."""
-    open_ones = [node.peer for node in world.running if not way.relayed(node.peer)]
-    return rng.choice(open_ones) if open_ones else None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from statistics import fmean
 from typing import Any
 
@@ -34,17 +32,6 @@ class SimulationSample:
 
 
 @dataclass(frozen=True)
-class Pairing:
-    """How evenly the replicas of a stage met that were there from the beginning to the end."""
-
-    meetings: int
-    pairs: int
-    chi_square: float
-    p_value: float
-    """Chance of so uneven meetings where every pair is equally likely (Wilson and Hilferty's approximation)."""
-
-
-@dataclass(frozen=True)
 class SimulationFigures:
     """All of a run."""
 
@@ -60,7 +47,6 @@ class SimulationFigures:
     outer_steps: dict[str, int]
     """Paired, alone, aborted, caught up."""
     alone_share: float
-    pairing: tuple[Pairing | None, ...]
     sent_per_node: dict[str, float]
     """Bytes a second that a node sent on average, by method."""
     directory_received: tuple[float, float]
@@ -75,15 +61,12 @@ class SimulationFigures:
 
 
 class Watcher:
-    """Collects from a world while it runs; it keeps no events but counts. The first `many` nodes are there from the
-    beginning."""
+    """Collects from a world while it runs; it keeps no events but counts."""
 
-    def __init__(self, world: World, many: int) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._many = many
         self._losses: dict[int, float] = {}
         self._outer: Counter[str] = Counter()
-        self._met: Counter[tuple[int, int]] = Counter()
         self._samples: list[SimulationSample] = []
         self._began: dict[int, float] = {}
         self._last: dict[int, float] = {}
@@ -96,7 +79,6 @@ class Watcher:
         self._trained = 0
         """Microbatches at the last stage."""
         self._moves = 0
-        self._movers: set[int] = set()
         world.on_event = self._take
 
     def sample(self) -> None:
@@ -132,7 +114,6 @@ class Watcher:
             tokens_per_second=self._trained * world.spec.microbatch_tokens / max(now, 1e-9),
             outer_steps=dict(self._outer),
             alone_share=self._outer["no_partner"] / committed if committed else 0.0,
-            pairing=tuple(self._pairing(stage) for stage in range(world.spec.stages)),
             sent_per_node={method: octets / seconds for method, octets in sorted(sent.items())},
             directory_received=self._directory(world.links.received),
             directory_sent=self._directory(world.links.sent),
@@ -147,14 +128,10 @@ class Watcher:
             self._take_books(node, now, event)
         elif isinstance(event, NodeReassigned):
             self._moves += 1
-            self._movers.add(node.number)
         elif isinstance(event, InnerStep):
             self._losses[node.number] = event.loss
         elif isinstance(event, OuterStep):
             self._outer[event.kind] += 1
-            if event.kind == "paired" and event.role == "dialler" and event.partner is not None:
-                other = self._world.node_of(PeerId(event.partner)).number
-                self._met[min(node.number, other), max(node.number, other)] += 1
 
     def _take_books(self, node: Node, now: float, books: Account) -> None:
         """They go on through all of a node's stays; what has come since the last ones is of its present stage."""
@@ -171,12 +148,6 @@ class Watcher:
         """Seconds from the first that a node told to the last."""
         return self._last.get(number, 0.0) - self._began.get(number, 0.0)
 
-    def _pairing(self, stage: int) -> Pairing | None:
-        stayed = [node for node in self._world.running if node.number < self._many and node.number not in self._movers]
-        there = [node.number for node in stayed if node.stage == stage]
-        counts = [self._met[pair] for pair in combinations(there, 2)]
-        return None if len(counts) < 2 or not sum(counts) else evenness(counts)
-
     def _directory(self, counted: dict[PeerId, Counter[str]]) -> tuple[float, float]:
         """The mean and the most over nodes; only nodes that lived long enough count for the most. A newcomer asks for
         everything."""
@@ -190,13 +161,3 @@ class Watcher:
                 rates.append(own / lived)
         mean = octets / max(seconds, 1e-9)
         return mean, max(rates, default=mean)
-
-
-def evenness(counts: list[int]) -> Pairing:
-    """Pearson's chi-square of how often each of the pairs met, against all alike."""
-    meetings, pairs = sum(counts), len(counts)
-    expected = meetings / pairs
-    chi_square = math.fsum((count - expected) ** 2 / expected for count in counts)
-    free = pairs - 1
-    z = ((chi_square / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
-    return Pairing(meetings, pairs, chi_square, math.erfc(z / math.sqrt(2)) / 2)

@@ -34,7 +34,6 @@ from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.outer_ledger import Watched
 from noloco_node.simulator.quadratic import Quadratic, RealTensors
-from noloco_node.simulator.stays import StayingNode
 from noloco_node.simulator.strikes import HuntedLinks, HuntedWorld, Strikes
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.training.compute_thread import Priority
@@ -213,7 +212,7 @@ def _told(
             account=accounts.get(node.number),
             events=world.events[node.number],
             clock=node.replica.worker.progress.clock if node.replica else 0.0,
-            late=node.number >= strikes.schedule.nodes or (isinstance(node, StayingNode) and node.set_out),
+            late=node.number >= strikes.schedule.nodes or node.set_out,
             slept=node.number in strikes.slept,
             cut_off=node.number in strikes.cut_off,
             left_open=node.left_open,

@@ -1,4 +1,5 @@
-"""One node of a simulation: a whole replica on a machine of its own, from its start to its end.
+"""One node of a simulation: a whole replica on a machine of its own, from its start to its end, at one stage or
+several.
 
 Its device does real arithmetic in virtual time, in the order of the compute thread, and takes as long as a model says.
 """
@@ -9,25 +10,34 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import serve_hello
+from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.records import FIRST_LOOK_SECONDS
 from noloco_node.identity.keys import Identity, identity_of_seed
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.node.first_state import become_current, say_that_it_looks
+from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
+from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory, address_of
+from noloco_node.simulator.invariants import left_open
 from noloco_node.simulator.loop import Machine
 from noloco_node.simulator.p2p import SimulatedP2P
 from noloco_node.simulator.quadratic import Learning
+from noloco_node.sizing.footprint import Footprint
+from noloco_node.sizing.memory import Memory
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, KeptStanding, Written
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.compute_thread import (
     OWN,
@@ -40,6 +50,7 @@ from noloco_node.training.compute_thread import (
     attempt,
     settle,
 )
+from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.host_copies import Ahead
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.pacing import line_of
@@ -135,11 +146,38 @@ def peer_of(number: int) -> PeerId:
     return identity_of(number).peer_id
 
 
+KEPT = 2
+ENDLESS = Memory(0, 1 << 62)
+"""A simulated machine holds any stage: free memory on the simulating machine must not change a course."""
+
+
+class Disk(CheckpointFolder):
+    """A node's checkpoints, on a disk that may be full."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, KEPT)
+        self.full = False
+        self.origins = dict[PeerId, float]()
+        """See `SignedEnd.origins`."""
+        self.refused = 0
+        """Checkpoints that it took none of."""
+
+    def write(self, standing: KeptStanding, tensors: Mapping[str, Tensor], state: FrozenState | None = None) -> Written:
+        """See `CheckpointFolder.write`; told is the place from where the disks are, which no trace may hang on."""
+        if self.full:
+            self.refused += 1
+            raise CheckpointFailed("No space left on device")
+        written = super().write(standing, tensors, state)
+        return replace(written, path=written.path.relative_to(self.path.parent))
+
+
 class Node:
-    """A replica with its machine, device, transport and place in the directory.
+    """A replica with its machine, device, transport and place in the directory; without p2pd and receipts.
 
     `seconds` is what its device takes for each kind of work; `told` gets every event. It joins by the nodes
-    `entrances`; without any it begins a swarm.
+    `entrances`; without any it begins a swarm. It goes from stage to stage as a daemon does that did not choose its
+    own, unless `node.reassign` is `never`. Its stays are those of `node.journey`, with the same lifecycle and
+    checkpoints; without a disk it takes none.
     """
 
     def __init__(
@@ -149,6 +187,7 @@ class Node:
         stage: int,
         spec: RunSpec,
         settings: NodeSettings,
+        footprint: Footprint,
         learning: Learning,
         network: MemoryNetwork,
         dht: SimulatedDht,
@@ -175,10 +214,18 @@ class Node:
         """When it ended by itself; seconds."""
         self.weights = ""
         """Hash of the weights with which it ended, slow and fast."""
+        self.disk: Disk | None = None
+        self.auto = False
+        """It chooses its first stage."""
+        self.told_to_leave = False
+        self.set_out = False
+        """It has left a stage for another, whether it came there or not."""
+        self.lifecycle: StageLifecycle | None = None
         addresses = tuple(address_of(peer) for peer in entrances)
         self._entrances = entrances
         self._spec = spec
         self._settings = settings.model_copy(update={"initial_peers": addresses, "stage": stage})
+        self._footprint = footprint
         self._learning = learning
         self._network = network
         self._dht = dht
@@ -213,27 +260,109 @@ class Node:
 
     async def _live(self) -> None:
         device = SimulatedDevice(self._seconds)
+        moves = "never" if self._settings.reassign == "never" else "always"
+        settings = self._settings.model_copy(update={"reassign": moves, "stage": "auto" if self.auto else self.stage})
         async with self.network() as (transport, directory):
             try:
-                placed = await self._learning.place(self._spec, self._settings, self.stage, device)
-                samples = self._learning.samples(self._spec, self.number, 0) if self.stage == 0 else None
-                replica = self.replica = Replica(
-                    self._spec, self._settings, placed, transport, directory, device, samples=samples, emit=self.emit
-                )
-                serve_hello(transport, self._spec, lambda: self.stage)
-                replica.serve()
-                try:
-                    say_that_it_looks(replica)
-                    await replica.membership.look_for_others(
-                        FIRST_LOOK_SECONDS if self._settings.initial_peers else 0.0
-                    )
-                    await become_current(replica)
-                    await replica.run()
-                    self.weights = await weights_of(replica)
-                finally:
-                    replica.close()
+                stays = StageLifecycle(self._spec, settings, self._footprint, transport, directory, ENDLESS)
+                self.lifecycle, saved = stays, None
+                if self.disk is not None:
+                    stays.signed.origins.update(self.disk.origins)
+                    self.disk.origins = stays.signed.origins
+                    wanted = None if self.auto else self.stage
+                    saved = await ambient.elsewhere(self.disk.newest, self._spec.run_id, wanted)
+                if saved is None and self.auto:
+                    await stays.look_around()
+                self.stage = stays.stage = await stays.first_stage(saved and saved.standing.stage)
+                serve_hello(transport, self._spec, lambda: stays.stage, over=lambda: stays.over)
+                stays.signed.serve()
+                while not await self._stay(stays, saved, transport, directory, device):
+                    saved = None
             finally:
                 await device.close()
+
+    async def _stay(
+        self,
+        stays: StageLifecycle,
+        saved: Checkpoint | None,
+        transport: MemoryTransport,
+        directory: SimulatedDirectory,
+        device: SimulatedDevice,
+    ) -> bool:
+        """One stay; whether it was the last. `stays.stage` is that of the next one."""
+        async with AsyncExitStack() as stack:
+            async with stays.arriving(self.stage):
+                replica = self.replica = await self._replica(stays, saved, transport, directory, device)
+                stack.callback(replica.close)
+                keeper = None
+                if self.disk is not None:
+                    keeper = stack.enter_context(CheckpointKeeper(replica, self.disk, self.emit, self._settings))
+                clock = None if saved is None else saved.standing.progress.clock
+                first = None
+                if saved is not None and keeper is not None:
+                    _, weights = await replica.worker.slow_weights()
+                    first = partial(_given, weights)
+                    await keeper.resume(saved)
+                replica.serve()
+                folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
+                try:
+                    origin = await obtain_state(replica, stays, clock, folder, first=first)
+                except RunHasEnded:
+                    if stays.moving is None:
+                        raise
+                    return True
+            if origin is None:
+                self.stage = await stays.back()
+                return False
+            moved = stays.arrived(replica, origin)
+            if moved is not None:
+                self.emit(moved)
+            if self.told_to_leave:
+                replica.stop.set()
+            await self._train(stays, replica, keeper)
+            if stays.move is not None and not self.told_to_leave:
+                self.stage = stays.departs()
+                self.set_out = True
+                return False
+            await stays.give_up_move()
+            self.weights = await weights_of(replica)
+            await transport.close()  # what others still wanted of it is no longer under way
+            self.left_open = left_open(replica)
+            return True
+
+    async def _replica(
+        self,
+        stays: StageLifecycle,
+        saved: Checkpoint | None,
+        transport: MemoryTransport,
+        directory: SimulatedDirectory,
+        device: SimulatedDevice,
+    ) -> Replica:
+        spec, drawn = self._spec, stays.ledger.drawn if saved is None else saved.standing.ledger["drawn"]
+        return Replica(
+            spec,
+            self._settings,
+            await self._learning.place(spec, self._settings, self.stage, device),
+            transport,
+            directory,
+            device,
+            samples=self._learning.samples(spec, self.number, drawn) if self.stage == 0 else None,
+            emit=self.emit,
+            ledger=stays.ledger,
+            standby_of=lambda: stays.copies.standby_of,
+            signed=stays.signed,
+        )
+
+    async def _train(self, stays: StageLifecycle, replica: Replica, keeper: CheckpointKeeper | None) -> None:
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(stays.accompany(replica))]
+            if keeper is not None:
+                beside.append(group.create_task(keeper.run()))
+            await replica.run()
+            for task in beside:
+                task.cancel()
+        if keeper is not None and (stays.move is None or self.told_to_leave):
+            await keeper.save()
 
     @asynccontextmanager
     async def network(self) -> AsyncGenerator[tuple[MemoryTransport, SimulatedDirectory]]:
@@ -263,3 +392,7 @@ async def weights_of(replica: Replica) -> str:
         for name in sorted(weights):
             digest.update(weights[name].numpy().tobytes())
     return digest.hexdigest()
+
+
+async def _given(weights: Tensor) -> Tensor:
+    return weights

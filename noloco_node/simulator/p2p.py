@@ -16,7 +16,6 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError  # pyright: 
 from noloco_node.directory.dht_node import FIND, PING, STORE, peer_name
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.links import Links
-from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.memory import Parcel
 
 COUNTED_AS = {FIND: "dht.find", STORE: "dht.store", PING: "dht.ping"}
@@ -72,10 +71,7 @@ class SimulatedP2P:
         """See hivemind. P2PDaemonError where there is nobody, or it goes away meanwhile."""
         del answer
         target, parcel = _name_of(peer), Parcel(COUNTED_AS[name], request.ByteSize())
-        try:
-            await self._links.open(self._own, target)
-        except PeerUnreachable as error:
-            raise P2PDaemonError(str(error)) from None
+        await self._links.open(self._own, target)
         await self._links.carry(self._own, target, parcel)
         other = self._network.get(target)
         if other is None or self._dead:

@@ -1,4 +1,4 @@
-"""A simulation's files, alike for every kind: results.json, table.md, a plot."""
+"""A simulation's files: results.json, table.md, and a plot of a swarm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, cast
 from noloco_node import __version__
 from noloco_node.config.load import Config
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
-from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.canvas import PALETTE, Sheet, caption, whole_numbers
 from noloco_node.simulator.course import Simulated
 from noloco_node.simulator.hunting import Hunted
@@ -40,7 +39,8 @@ class Simulation:
     figures: dict[str, Any]
     rows: Sequence[_Row]
     """For a person; the first one is the head."""
-    draw: Callable[[Path], None]
+    draw: Callable[[Path], None] | None = None
+    """Its plot, where there is something to see."""
     run: tuple[str, str] | None = None
     """Name and id of the run, where it is one."""
     node: dict[str, Any] | None = None
@@ -61,7 +61,7 @@ def table_of(rows: Sequence[Sequence[str]]) -> str:
 def write_results(result: Simulation, command: str, folder: Path) -> dict[str, Path]:
     """Files by name. Raises OSError where `folder` cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / name for name in ("results.json", "table.md", "course.png")}
+    files = {name: folder / name for name in ("results.json", "table.md", *(("course.png",) if result.draw else ()))}
     whole: dict[str, Any] = {
         "version": __version__,
         "command": command,
@@ -78,43 +78,16 @@ def write_results(result: Simulation, command: str, folder: Path) -> dict[str, P
     files["results.json"].write_text(text + "\n", encoding="utf-8")
     head = f"# A simulated {result.kind}: `{one_line(command)}`"
     files["table.md"].write_text(f"{head}\n\n{result.table}\n", encoding="utf-8")
-    result.draw(files["course.png"])
+    if result.draw is not None:
+        result.draw(files["course.png"])
     return files
-
-
-def trace_to_keep(path: Path, sim: dict[str, Any], run_id: str | None, node: dict[str, Any] | None = None) -> str:
-    """The trace in the results.json of an earlier simulation, which must have been of this version, these settings,
-    its nodes' among them, and this run. Raises UserError (CONFIG) where it was not, or is none."""
-    remedy = "name the results.json of a simulation by this version with the same settings"
-    try:
-        earlier: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(ExitCode.CONFIG, f"--same-as {path} cannot be read: {error}", remedy) from None
-    found = cast("dict[str, Any]", earlier) if isinstance(earlier, dict) else {}
-    trace = found.get("trace")
-    if not isinstance(trace, str):
-        raise UserError(ExitCode.CONFIG, f"--same-as {path} holds no trace", remedy)
-    if found.get("version") != __version__:
-        said = f"--same-as {path} is a trace of version {found.get('version')}, and this is {__version__}"
-        raise UserError(ExitCode.CONFIG, f"{said}: another version's course is another one", remedy)
-    before: object = found.get("sim")
-    held = cast("dict[str, Any]", before) if isinstance(before, dict) else {}
-    other = [f"sim.{name}" for name in sorted({*held, *sim}) if held.get(name) != _plain(sim.get(name))]
-    nodes: object = found.get("node")
-    if isinstance(nodes, dict) and node is not None:
-        own = cast("dict[str, Any]", nodes)
-        other += [f"node.{name}" for name in sorted({*own, *node}) if own.get(name) != _plain(node.get(name))]
-    if other or found.get("run_id") != run_id:
-        names = ", ".join(other) or "the run"
-        raise UserError(ExitCode.CONFIG, f"--same-as {path} was simulated with other settings: {names}", remedy)
-    return trace
 
 
 def of_swarm(config: Config, found: Simulated) -> Simulation:
     """What came of whole nodes."""
     return Simulation(
         kind="swarm",
-        sim=settings_of_course(config.sim),
+        sim=_settings_of(config.sim),
         trace=found.trace,
         virtual_hours=found.virtual_hours,
         core_hours=found.core_hours,
@@ -122,16 +95,11 @@ def of_swarm(config: Config, found: Simulated) -> Simulation:
         rows=[("figure", "value"), *_swarm_rows(found)],
         draw=lambda path: _draw_swarm(found, path, LOSSES[config.sim.tensors]),
         run=(config.run.name, config.run.run_id),
-        node=settings_of_nodes(config),
+        node=config.node.model_dump(mode="json", exclude_defaults=True),
     )
 
 
-def settings_of_nodes(config: Config) -> dict[str, Any]:
-    """The settings of whole nodes that are no defaults."""
-    return config.node.model_dump(mode="json", exclude_defaults=True)
-
-
-def settings_of_course(sim: SimSpec | HuntSpec) -> dict[str, Any]:
+def _settings_of(sim: SimSpec | HuntSpec) -> dict[str, Any]:
     """All that a course goes by: not how many processes carry it out."""
     return sim.model_dump(mode="json", exclude={"workers"})
 
@@ -143,7 +111,7 @@ def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
     rows.append(("schedules / failed", f"{found.schedules:,}", f"{len(found.failed):,}"))
     return Simulation(
         kind="hunt",
-        sim=settings_of_course(hunt),
+        sim=_settings_of(hunt),
         trace=found.trace,
         virtual_hours=found.virtual_hours,
         core_hours=found.cpu_seconds / 3600.0,
@@ -154,7 +122,6 @@ def of_hunt(hunt: HuntSpec, found: Hunted) -> Simulation:
             "fired": found.fired,
         },
         rows=rows,
-        draw=lambda path: _draw_hunt(found, path),
     )
 
 
@@ -170,11 +137,6 @@ def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     yield "outer steps", kinds or "none"
     taken = figures.outer_steps.get("paired", 0) + figures.outer_steps.get("no_partner", 0)
     yield "of those committed, alone", f"{figures.alone_share:.1%}" if taken else "-"
-    for stage, pairing in enumerate(figures.pairing):
-        if pairing is not None:
-            said = f"{pairing.meetings:,} meetings of {pairing.pairs:,} pairs, "
-            said += f"chi-square {pairing.chi_square:.1f}, p {pairing.p_value:.2g}"
-            yield f"evenness of pairing, stage {stage}", said
     received, sent = figures.directory_received, figures.directory_sent
     yield "directory, received a node", f"{received[0] / 1e3:.2f} kB/s, at most {received[1] / 1e3:.2f}"
     yield "directory, sent a node", f"{sent[0] / 1e3:.2f} kB/s, at most {sent[1] / 1e3:.2f}"
@@ -209,15 +171,5 @@ def _draw_swarm(found: Simulated, path: Path, losses: str) -> None:
     nodes(hours, [sample.nodes for sample in samples], color=NO_STAGE)
     sheet.panels[0][2].set_ylim(bottom=0)  # pyright: ignore[reportUnknownMemberType]
     whole_numbers(sheet.panels[0][2].yaxis)
-    sheet.legend()
-    sheet.save(path)
-
-
-def _draw_hunt(found: Hunted, path: Path) -> None:
-    sheet = Sheet(1, 1, title="faults by kind", width=7.0)
-    panel, kinds = sheet.panels[0][0], list(found.drawn)
-    panel.barh(kinds, list(found.drawn.values()), color="#d0d0d0", label="drawn")  # pyright: ignore[reportUnknownMemberType]
-    panel.barh(kinds, [found.fired[kind] for kind in kinds], color=PALETTE[0], label="took effect")  # pyright: ignore[reportUnknownMemberType]
-    whole_numbers(panel.xaxis)
     sheet.legend()
     sheet.save(path)

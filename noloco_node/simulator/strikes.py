@@ -37,10 +37,9 @@ from noloco_node.simulator.faults import (
     Twin,
 )
 from noloco_node.simulator.links import Links, LinkSeconds, PlainWay
-from noloco_node.simulator.node import Node
+from noloco_node.simulator.node import Disk, Node
 from noloco_node.simulator.quadratic import Learning
-from noloco_node.simulator.stays import Disk, StayingNode, StayingWorld
-from noloco_node.simulator.world import DeviceTimes
+from noloco_node.simulator.world import DeviceTimes, World
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
@@ -58,8 +57,8 @@ class HuntedLinks(Links):
         return one in self.nowhere or other in self.nowhere or super().apart(one, other)
 
 
-class HuntedWorld(StayingWorld):
-    """A world of nodes that move. The peers that `disks` names keep checkpoints below `folder`."""
+class HuntedWorld(World):
+    """A world whose nodes have disks, and may vanish. The peers that `disks` names keep checkpoints below `folder`."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class HuntedWorld(StayingWorld):
         folder: Path,
         disks: frozenset[int],
     ) -> None:
-        super().__init__(spec, settings, footprint, learning=learning, device=device, links=links, seed=seed)
+        super().__init__(spec, settings, footprint=footprint, learning=learning, device=device, links=links, seed=seed)
         self._ends_of_links = links
         self._folder = folder
         self._with_disk = disks
@@ -82,8 +81,6 @@ class HuntedWorld(StayingWorld):
         self._auto = False
 
     def _outfit(self, node: Node) -> None:
-        super()._outfit(node)
-        assert isinstance(node, StayingNode)
         node.auto = self._auto
         if node.number in self._with_disk:
             self._disks[node.peer] = Disk(self._folder / f"{node.number}")
@@ -150,7 +147,7 @@ class Strikes:
     _still: Counter[int] = field(default_factory=Counter[int])
     _slow: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
     _rules: dict[int, list[Fault]] = field(default_factory=dict[int, list[Fault]])
-    _full: dict[int, StayingNode] = field(default_factory=dict[int, StayingNode])
+    _full: dict[int, Node] = field(default_factory=dict[int, Node])
 
     def __post_init__(self) -> None:
         self.fired = [False] * len(self.schedule.faults)
@@ -177,11 +174,11 @@ class Strikes:
         for index, rules in self._rules.items():
             self.fired[index] = any(rule.fired for rule in rules)
 
-    def _node(self, fault: DrawnFault) -> StayingNode | None:
+    def _node(self, fault: DrawnFault) -> Node | None:
         """The fault's node, if it is one of a node that lives."""
         number: int | None = getattr(fault, "node", None)
         node = self.world.nodes[number] if number is not None and number < len(self.world.nodes) else None
-        return node if isinstance(node, StayingNode) and node.condition == "running" else None
+        return node if node is not None and node.condition == "running" else None
 
     async def _strike(self, index: int, fault: DrawnFault) -> None:
         world, node = self.world, self._node(fault)
@@ -206,7 +203,7 @@ class Strikes:
             case _:
                 pass
 
-    async def _strike_node(self, index: int, fault: DrawnFault, node: StayingNode) -> bool:
+    async def _strike_node(self, index: int, fault: DrawnFault, node: Node) -> bool:
         """Whether it has fired; of what befalls messages and disks `settle` says so."""
         world, later = self.world, asyncio.get_running_loop().call_later
         match fault:
@@ -258,18 +255,18 @@ class Strikes:
                 return False
         return True
 
-    def _comes_back(self, node: StayingNode, seconds: float | None) -> None:
+    def _comes_back(self, node: Node, seconds: float | None) -> None:
         if seconds is not None:
             asyncio.get_running_loop().call_later(seconds, self._start_again, node)
 
-    def _start_again(self, node: StayingNode) -> None:
+    def _start_again(self, node: Node) -> None:
         if node.condition == "running":  # it is leaving still
             asyncio.get_running_loop().call_later(1.0, self._start_again, node)
         elif self.world.running:
             self.retraced |= node.stage == 0
             self.world.start(node.stage, twin_of=node)
 
-    def _set_full(self, node: StayingNode, full: bool) -> None:
+    def _set_full(self, node: Node, full: bool) -> None:
         if node.disk is not None:
             node.disk.full = full
 

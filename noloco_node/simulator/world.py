@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import Machine, this_loop
 from noloco_node.simulator.node import Node, identity_of
 from noloco_node.simulator.quadratic import Learning, RealTensors
+from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.telemetry.events import Account, AnyEvent
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.memory import MemoryNetwork
@@ -32,6 +34,8 @@ DeviceTimes = Callable[[int], Callable[[Priority], float]]
 class World:
     """All nodes that were ever started, by number, and the links between them.
 
+    Nodes go where they are needed most, keep copies of other stages and bring lost ones back.
+
     Use it as a context on a `SimulatedLoop`; at its end every node is gone. Every event of a node goes into `trace`,
     whose hash is the course of the simulation: one seed, one hash.
     """
@@ -41,6 +45,7 @@ class World:
         spec: RunSpec,
         settings: NodeSettings | None = None,
         *,
+        footprint: Footprint | None = None,
         learning: Learning | None = None,
         device: DeviceTimes = lambda _number: SECONDS.__getitem__,
         links: Links | None = None,
@@ -58,8 +63,10 @@ class World:
         self.on_event: Callable[[Node, AnyEvent], None] = lambda _node, _event: None
         self.changed = Pulse()
         """Fires when a node starts or ends."""
-        self._kind = Node
         self._learning = learning or RealTensors()
+        footprint = footprint or footprint_of(spec)
+        # a copy is refused that has not as many weights as its stage
+        self._footprint = replace(footprint, parameters=self._learning.weights(footprint))
         self._device = device
         self._rng = random.Random(f"world/{seed}")
         self._lives: list[asyncio.Task[None]] = []
@@ -97,12 +104,13 @@ class World:
         entrances = self._rng.sample(running, min(3, len(running)))
         machine = Machine(f"node {number}", clock_ahead=clock_ahead)
         identity = identity_of(number) if twin_of is None else twin_of.identity
-        node = self._kind(
+        node = Node(
             number,
             identity,
             stage,
             self.spec,
             self.settings,
+            self._footprint,
             self._learning,
             self.network,
             self.dht,
@@ -125,6 +133,7 @@ class World:
 
     def stop(self, node: Node) -> None:
         """Ask a node to leave in order, as SIGINT does."""
+        node.told_to_leave = True
         if node.replica is not None:
             node.replica.stop.set()
 

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from enum import StrEnum
@@ -99,12 +98,8 @@ class Carrier(Protocol):
         """Return when a stream to `target` is open. Raises PeerUnreachable."""
         ...
 
-    def lend(self, caller: PeerId, target: PeerId) -> AbstractContextManager[object]:
-        """A stream for one call, over which its request and its answer go."""
-        ...
-
-    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel, stream: object = None) -> None:
-        """Return when it is there. `stream` is the one that was lent, None for what goes over none that is kept."""
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
+        """Return when it is there."""
         ...
 
 
@@ -122,14 +117,10 @@ class MemoryNetwork:
         self._killed: set[PeerId] = set()
         self._faults: list[Fault] = []
 
-    def lend(self, caller: PeerId, target: PeerId) -> AbstractContextManager[object]:
-        """A stream for one call."""
-        return nullcontext() if self._carrier is None else self._carrier.lend(caller, target)
-
-    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel, stream: object) -> None:
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
         """Return when it is there."""
         if self._carrier is not None:
-            await self._carrier.carry(source, target, parcel, stream)
+            await self._carrier.carry(source, target, parcel)
 
     async def open(self, source: PeerId, target: PeerId) -> None:
         """Return when a stream is open. Raises PeerUnreachable."""
@@ -313,22 +304,16 @@ class MemoryTransport(Transport):
     async def _answer(
         self, caller: PeerId, payload: bytes, request: Message, turn: BodyTurn, sent: TrafficCount
     ) -> _Answered:
-        with self._network.lend(caller, self._peer_id) as stream:
-            return await self._answer_over(stream, caller, payload, request, turn, sent)
-
-    async def _answer_over(
-        self, stream: object, caller: PeerId, payload: bytes, request: Message, turn: BodyTurn, sent: TrafficCount
-    ) -> _Answered:
         envelope = decode_envelope(payload)
         name = self.traffic_name(envelope.method)
         with_it = () if envelope.asks_first else request.specs
-        await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), with_it), stream)
+        await self._network.carry(caller, self._peer_id, Parcel(name, len(payload), with_it))
         self.traffic.add_received(name, len(payload))
         try:
             with self.admitted(caller, envelope) as place:
                 if envelope.asks_first:
-                    await self._network.carry(self._peer_id, caller, Parcel(name, 0), stream)
-                    await self._network.carry(caller, self._peer_id, Parcel(name, 0, request.specs), stream)
+                    await self._network.carry(self._peer_id, caller, Parcel(name, 0))
+                    await self._network.carry(caller, self._peer_id, Parcel(name, 0, request.specs))
                     turn.over()
                 received = _copy(envelope, request)
                 sent.add_sent(envelope.method, envelope.body_bytes)
@@ -339,14 +324,14 @@ class MemoryTransport(Transport):
                 copied = _copy(decode_envelope(reply), answer)
         except Refused as refused:
             self.count_refusal(caller, refused)
-            await self._network.carry(self._peer_id, caller, Parcel(name, 0), stream)
+            await self._network.carry(self._peer_id, caller, Parcel(name, 0))
             raise
         size = len(reply) + sum(spec.nbytes for spec in answer.specs)
         self.traffic.add_sent(name, size)
         own_turn = self._line.turn(waits=envelope.asks_first)
         try:
             await own_turn.come()
-            await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs), stream)
+            await self._network.carry(self._peer_id, caller, Parcel(name, len(reply), answer.specs))
         finally:
             own_turn.over()
         if self._network.fire(FaultKind.LOSE_ANSWER, caller, self._peer_id, envelope.method):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
 
-from noloco_node import __version__
 from noloco_node.cli.main import main
 from noloco_node.config.load import Config, HuntConfig, load_config, load_simulation
 from noloco_node.config.node_settings import NodeSettings
@@ -21,13 +19,12 @@ from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
 from noloco_node.pipeline.activations import encode
 from noloco_node.simulator.course import check_simulation, device_seconds, quadratic_of, simulate
-from noloco_node.simulator.figures import SimulationFigures, Watcher, evenness
+from noloco_node.simulator.figures import SimulationFigures, Watcher
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.quadratic import HIDDEN, Quadratic, weigh_as, weights_in
-from noloco_node.simulator.report import of_swarm, trace_to_keep, write_results
-from noloco_node.simulator.stays import StayingWorld
-from noloco_node.simulator.world import SECONDS
+from noloco_node.simulator.report import of_swarm, write_results
+from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, NodeReassigned
 from noloco_node.training.compute_thread import ComputeThread, Priority
@@ -52,7 +49,6 @@ def shipped(*overrides: str) -> Config:
         ("sim.life_hours=-1", "sim.life_hours"),
         ("sim.round_trips_ms=[[20, 30]]", "sim.round_trips_ms"),
         ("sim.round_trips_ms=[[20, 30], [40, 20]]", "the same there and back"),
-        ("sim.relayed=1", "nobody would be left to relay"),
         ("sim.bandwith=3", "sim.bandwith"),
     ],
 )
@@ -130,7 +126,7 @@ def test_slow_devices_do_not_hold_up_quick_ones() -> None:
 
 
 def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
-    """Nodes die all the time, and only those there from the beginning say whether meetings are even."""
+    """Nodes die all the time."""
     whole, dying = (
         simulate(
             shipped("sim.nodes=4", "sim.hours=0.015", f"sim.life_hours={life}", PATIENT), lambda _done, _all: None
@@ -139,7 +135,6 @@ def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
     )
     assert dying.nodes_started > 3 * whole.nodes_started
     assert dying.directory_received[0] > 0.6 * whole.directory_received[0]
-    assert dying.pairing == (None, None)
 
 
 def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path) -> None:
@@ -156,19 +151,7 @@ def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path)
     assert all(path.stat().st_size for path in files.values())
     assert found.trace in result.table
     assert simulate(config, lambda _done, _all: None).trace == found.trace
-    kept = files["results.json"]
-    assert trace_to_keep(kept, result.sim, config.run.run_id) == found.trace
-    with pytest.raises(UserError, match=r"other settings: sim\.nodes"):
-        trace_to_keep(kept, {**result.sim, "nodes": 5}, config.run.run_id)
-    with pytest.raises(UserError, match="other settings: the run"):
-        trace_to_keep(kept, result.sim, "another")
     assert result.node == {"in_flight": 3}
-    assert trace_to_keep(kept, result.sim, config.run.run_id, result.node) == found.trace
-    with pytest.raises(UserError, match=r"other settings: node\.in_flight"):
-        trace_to_keep(kept, result.sim, config.run.run_id, {"in_flight": 4})
-    kept.write_text(kept.read_text().replace(__version__, "0"))
-    with pytest.raises(UserError, match="a trace of version 0"):
-        trace_to_keep(kept, result.sim, config.run.run_id)
 
 
 def test_what_an_exchange_takes_of_a_processor_is_in_the_course() -> None:
@@ -190,16 +173,9 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
     spec = spec.model_copy(update={"limits": limits, "standby_copies": 1})
 
     async def work() -> tuple[list[AnyEvent], SimulationFigures]:
-        async with StayingWorld(
-            spec,
-            NodeSettings(in_flight=2, seed=1),
-            footprint_of(spec),
-            device=lambda _: SECONDS.__getitem__,
-            learning=Quadratic(),
-            links=Links(),
-            seed=1,
-        ) as world:
-            watcher = Watcher(world, 6)
+        settings = NodeSettings(in_flight=2, seed=1)
+        async with World(spec, settings, learning=Quadratic(), links=Links(), seed=1) as world:
+            watcher = Watcher(world)
             populate(world, 3)
             await asyncio.sleep(8.0)
             for node in world.running[3:]:
@@ -218,15 +194,6 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
     assert (first.why, first.origin, first.from_stage, first.stage) == ("lost", "standby", 0, 1)
     assert first.clock > 0.0
     assert figures.moves == len(moved)
-
-
-def test_evenness_tells_uniform_meetings_from_uneven_ones() -> None:
-    """28 pairs, some 40 meetings each; then one pair that meets three times as often."""
-    rng, counts = random.Random(2), [0] * 28
-    for _ in range(28 * 40):
-        counts[rng.randrange(28)] += 1
-    assert evenness(counts).p_value > 0.01
-    assert evenness([120, *[40] * 27]).p_value < 1e-6
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp32"])

@@ -1,31 +1,28 @@
-"""The modelled links against arithmetic: shared capacity, round trips, loss, relays, parting."""
+"""The modelled links against arithmetic: shared capacity, round trips, parting."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.simulator.links import MATHIS, SEGMENT_OCTETS, STALL_SECONDS, Attachment, Links, SharedWay
+from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.memory import Parcel
 
-A, B, C, RELAY = (PeerId(name) for name in ("peer-a", "peer-b", "peer-c", "relay"))
+A, B, C = (PeerId(name) for name in ("peer-a", "peer-b", "peer-c"))
 MEGABYTE = 1_000_000
 TRIPS = ((0.02, 0.1), (0.1, 0.04))
 
 
 def way_of(**ends: Attachment) -> SharedWay:
     """With these peers on it."""
-    way = SharedWay(TRIPS, random.Random(1))
+    way = SharedWay(TRIPS)
     for name, end in ends.items():
-        way.attach({"a": A, "b": B, "c": C, "relay": RELAY}[name], end)
+        way.attach({"a": A, "b": B, "c": C}[name], end)
     return way
 
 
@@ -85,42 +82,15 @@ def test_a_small_message_neither_waits_for_transfers_nor_slows_them() -> None:
     assert found == [pytest.approx(2.01), pytest.approx(0.011)]
 
 
-def test_loss_stalls_small_messages_and_holds_transfers_to_what_a_stream_brings() -> None:
-    """A tenth of the packets at either end."""
-    loss = 1 - 0.9**2
-    end = Attachment(0, 1e9, 1e9, loss=0.1)
-    small = times(lambda way: [way.carry(A, B, 0.0) for _ in range(2000)], a=end, b=end)
-    stalled = [each for each in small if each > 0.01]
-    assert stalled == [pytest.approx(0.01 + STALL_SECONDS + 0.02)] * len(stalled)
-    assert len(stalled) / len(small) == pytest.approx(loss, abs=0.03)
-    rate = MATHIS * SEGMENT_OCTETS / (0.02 * math.sqrt(loss))
-    assert times(lambda way: [way.carry(A, B, MEGABYTE)], a=end, b=end)[0] % 0.22 == pytest.approx(
-        (0.01 + MEGABYTE / rate) % 0.22
-    )
-
-
-def test_through_a_relay_it_is_two_hops_and_the_relays_links_count() -> None:
-    """A node that nobody can dial is reached at the relay's uplink; from the relay itself there is no detour."""
-    fast, slow = Attachment(0, 8.0 * MEGABYTE, 8.0 * MEGABYTE), Attachment(1, MEGABYTE, MEGABYTE)
-    hidden = Attachment(0, 8.0 * MEGABYTE, 8.0 * MEGABYTE, relay=RELAY)
-    found = times(lambda way: [way.carry(A, B, MEGABYTE)], a=fast, b=hidden, relay=slow) + times(
-        lambda way: [way.carry(RELAY, B, MEGABYTE)], b=hidden, relay=slow
-    )
-    assert found == [pytest.approx(0.1 + 1.0), pytest.approx(0.05 + 1.0)]
-
-
-def test_bytes_are_weighed_and_counted_for_both_ends_and_the_relay() -> None:
-    """As a model of larger tensors says; a dead relay lets no stream open."""
-    end, hidden = Attachment(0, 1e9, 1e9), Attachment(0, 1e9, 1e9, relay=RELAY)
+def test_bytes_are_counted_by_what_a_parcel_stands_for() -> None:
+    """At both ends, by method."""
+    end = Attachment(0, 1e9, 1e9)
 
     async def work() -> None:
-        links = Links(way_of(a=end, b=hidden, relay=end), lambda parcel: 3.0 * parcel.octets)
+        links = Links(way_of(a=end, b=end), lambda parcel: 3.0 * parcel.octets)
         await links.carry(A, B, Parcel("outer.chunk", 100))
-        assert links.sent == {A: {"outer.chunk": 300}, RELAY: {"relay": 300}}
+        assert links.sent == {A: {"outer.chunk": 300}}
         assert links.received == {B: {"outer.chunk": 300}}
-        links.lost = RELAY.__eq__
-        with pytest.raises(PeerUnreachable):
-            await links.open(A, B)
 
     in_virtual_time(work)
 

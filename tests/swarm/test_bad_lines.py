@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import cast
 
 import pytest
@@ -47,11 +46,7 @@ class Line:
     async def open(self, source: PeerId, target: PeerId) -> None:
         """See `Carrier`."""
 
-    def lend(self, caller: PeerId, target: PeerId) -> AbstractContextManager[object]:
-        """See `Carrier`."""
-        return contextlib.nullcontext()
-
-    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel, stream: object = None) -> None:
+    async def carry(self, source: PeerId, target: PeerId, parcel: Parcel) -> None:
         """See `Carrier`."""
         there = asyncio.Event()
         self._under_way[there] = float(parcel.octets)

@@ -253,7 +253,7 @@ SLOW = 0.3
 
 def full_uplinks(count: int) -> Links:
     """Each takes activations or a gradient away in `SLOW` seconds, one at a time."""
-    way = SharedWay([[0.02]], random.Random(1))
+    way = SharedWay([[0.02]])
     for number in range(count):
         way.attach(peer_of(number), Attachment(0, 1e5, 1e9))
     return Links(way, lambda parcel: 1e5 * SLOW if parcel.specs else 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 from collections import Counter
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -130,7 +129,7 @@ def test_on_a_slow_line_a_refusal_costs_no_bytes_of_a_microbatch() -> None:
     body = WINDOWS * LENGTH * (32 + 1) * 4
 
     async def narrow() -> tuple[int, int, float]:
-        way = SharedWay([[0.1]], random.Random(1))
+        way = SharedWay([[0.1]])
         for stage, index in itertools.product(range(2), range(2)):
             way.attach(peer_name(stage, index), Attachment(0, body / 0.8, 100.0 * body))
         links = Links(way)
