@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from noloco_node.directory.buckets import TARGET
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
@@ -26,13 +25,8 @@ from noloco_node.telemetry.events import (
 from noloco_node.telemetry.history import NodeHistory, Utilization
 from noloco_node.telemetry.words import printable
 
-NEAR_THE_END = 0.95
-"""From this share of the target on, nodes leave because the run is over."""
 MOST_MOMENTS = 500
 """The most moments of one node that are remembered: the last ones, when it had more."""
-BEGINNING = ("joining", "downloading")
-"""A process does these things before it is up."""
-LEAVING = ("finishing", "draining", "paused")
 
 _Kind = Literal["start", "end", "death", "fault", "warning"]
 
@@ -56,14 +50,12 @@ class Life:
 
 @dataclass(slots=True)
 class TimeSpent:
-    """Seconds of a node's lives, by what they went into."""
+    """Seconds of a node's device over all its lives, by what they went into."""
 
     busy: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of the compute thread, by what it worked on."""
+    """By what the compute thread worked on."""
     idle: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of the compute thread, by what was waited for (`Idle.reason`)."""
-    doing: dict[str, float] = field(default_factory=dict[str, float])
-    """Seconds of the node, by what it did or waited for (`Doing.what`)."""
+    """By what was waited for (`Idle.reason`)."""
     data_wait: float = 0.0
     """For windows of the text; part of the idle time."""
 
@@ -82,16 +74,14 @@ class Chronicle:
         """Faults that no book of the node counts."""
         self.meetings: Counter[tuple[int, str]] = Counter()
         """Outer steps with a partner, by the stage that it served then and the partner's peer id."""
-        self.seen_leaving = 0
-        """Live nodes of the swarm that were not there any more at the next account, while the run was under way. It is
-        none for a swarm that is too large to be seen whole."""
         self.nodes: list[tuple[float, int]] = []
         """Live nodes as this one saw them: wall time and count, at the first look of each life and at each change."""
         self.moments: deque[Moment] = deque(maxlen=MOST_MOMENTS)
         self.spent = TimeSpent()
         self.versions: set[str] = set()
         self._meter = _Meter(self.spent)
-        self._per_stage: list[int] = []
+        self._looked = False
+        """Whether this life has seen the swarm."""
 
     @classmethod
     def of(cls, name: str, events: Iterable[AnyEvent]) -> Chronicle:
@@ -126,7 +116,7 @@ class Chronicle:
         self.lives.append(Life(event.time, event.time))
         self._between = False
         self.versions.add(event.version)
-        self._per_stage = []
+        self._looked = False
         self._say(event.time, "start", f"up at stage {event.stage}, its state from: {event.origin}")
 
     def _note(self, event: AnyEvent) -> None:
@@ -163,15 +153,9 @@ class Chronicle:
 
     def _see(self, event: Account) -> None:
         now = sum(event.nodes_per_stage)
-        if not self._per_stage or self.nodes[-1][1] != now:
+        if not self._looked or self.nodes[-1][1] != now:
             self.nodes.append((event.time, now))
-        going_on = self._meter.doing not in LEAVING and event.clock < NEAR_THE_END * event.target
-        # Of a larger stage these are estimates, which go up and down.
-        seen_whole = max(self._per_stage, default=0) <= 2 * TARGET
-        if going_on and seen_whole and len(self._per_stage) == len(event.nodes_per_stage):
-            falls = zip(self._per_stage, event.nodes_per_stage, strict=True)
-            self.seen_leaving += sum(max(0, before - after) for before, after in falls)
-        self._per_stage = event.nodes_per_stage
+        self._looked = True
 
     def _fault(self, when: float, what: str, text: str) -> None:
         self.counts[what] += 1
@@ -182,47 +166,26 @@ class Chronicle:
 
 
 class _Meter:
-    """Where the time of a node goes, from account to account and from one activity to the next."""
+    """Where the time of a node's device goes, from account to account."""
 
     def __init__(self, spent: TimeSpent) -> None:
         self._spent = spent
         self._device = Utilization()
         self._told: dict[str, float] = {}
-        self._doing: tuple[str, float] | None = None
-        self._last = 0.0
-
-    @property
-    def doing(self) -> str:
-        """What the node does now."""
-        return self._device.doing
 
     def observe(self, event: AnyEvent) -> None:
         """Take one more event in."""
-        before, self._last = self._last, event.time
         match event:
             case NodeStarted():  # another process: its device's clock begins at 0
-                self._device, self._told = _fresh(self._device.doing), {}
-                if self._doing is not None and self._doing[0] not in BEGINNING:
-                    self._doing = None
+                doing = self._device.doing
+                self._device, self._told = Utilization(), {}
+                self._device.doing = doing
             case Doing():
-                # A process begins with it: the time before, in which there was none, is nobody's.
-                self._goes_on(min(event.since, before) if event.what == "joining" else event.since)
-                self._doing = event.what, event.since
                 self._device.doing = event.what
             case Account():
-                self._goes_on(event.time)
                 self._account(event)
-            case NodeStopped():
-                self._goes_on(event.time)
-                self._doing = None
             case _:
                 pass
-
-    def _goes_on(self, now: float) -> None:
-        if self._doing is not None:
-            what, since = self._doing
-            _add(self._spent.doing, what, max(0.0, now - since))
-            self._doing = what, now
 
     def _account(self, event: Account) -> None:
         for work, seconds in event.busy_by_work.items():
@@ -236,12 +199,6 @@ class _Meter:
         before = self._told.get(what, 0.0)
         self._told[what] = total
         return max(0.0, total - before)
-
-
-def _fresh(doing: str) -> Utilization:
-    made = Utilization()
-    made.doing = doing
-    return made
 
 
 def _kind_of(reason: str) -> str:

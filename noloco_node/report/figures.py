@@ -72,8 +72,6 @@ class Curves:
 class Bars:
     """A bar a row, put together of parts with the same names everywhere, and the same colours in every report."""
 
-    title: str
-    unit: str
     parts: tuple[str, ...]
     """Those that are there."""
     colours: tuple[int, ...]
@@ -123,7 +121,6 @@ class ChartRow:
 class Timeline:
     """Rows along one time, which begins at 0 and ends at `end`."""
 
-    title: str
     unit: str
     end: float
     rows: tuple[ChartRow, ...]
@@ -141,16 +138,6 @@ BUSY = {
 needs no answer from anybody."""
 DRAW_OF_ONE_STAGE = "forward and backward of newly drawn microbatches"
 """The work of a model in one stage, which is the first and the last."""
-ACTIVITIES = (
-    "training",
-    "waiting_for_work",
-    "waiting_for_peers",
-    "downloading",
-    "joining",
-    "finishing",
-    "draining",
-    "paused",
-)
 IDLE = {
     "answers": "idle: microbatches were under way, with other nodes",
     "microbatches": "idle: there was no microbatch",
@@ -306,7 +293,7 @@ def lives(told: ReportedRun) -> Timeline:
         )
         for chronicle in told.chronicles
     )
-    return Timeline("Lives of the nodes", axis.unit, axis.end, rows)
+    return Timeline(axis.unit, axis.end, rows)
 
 
 def _all_moments(told: ReportedRun, chronicle: Chronicle) -> Iterator[Moment]:
@@ -335,17 +322,9 @@ def time_spent(told: ReportedRun) -> Bars:
         other = sum(spent.busy.values()) - sum(busy.values())
         row = {**busy, "other work": max(0.0, other)} | {text: spent.idle.get(name, 0.0) for name, text in IDLE.items()}
         rows.append((chronicle.name, row))
-    return _bars("Where the time of the devices went", (*works.values(), "other work", *IDLE.values()), rows)
-
-
-def activities(told: ReportedRun) -> Bars:
-    """What each node did or waited for, in seconds."""
-    return _bars("What the nodes did", ACTIVITIES, [(c.name, dict(c.spent.doing)) for c in told.chronicles])
-
-
-def _bars(title: str, known: Sequence[str], rows: Sequence[tuple[str, Mapping[str, float]]]) -> Bars:
-    shown = [(part, index) for index, part in enumerate(known) if any(row.get(part, 0.0) > 0.0 for _, row in rows)]
-    return Bars(title, "seconds", tuple(part for part, _ in shown), tuple(index for _, index in shown), tuple(rows))
+    names = (*works.values(), "other work", *IDLE.values())
+    shown = [(part, index) for index, part in enumerate(names) if any(row.get(part, 0.0) > 0.0 for _, row in rows)]
+    return Bars(tuple(part for part, _ in shown), tuple(index for _, index in shown), tuple(rows))
 
 
 def meetings(told: ReportedRun) -> list[ChartGraph]:
@@ -394,7 +373,6 @@ def faults(told: ReportedRun) -> list[Count]:
         for what, count in chronicle.counts.items():
             add(what, name, count)
         add("ended without a last word", name, _died(told, chronicle))
-        add("nodes seen leaving", name, chronicle.seen_leaving)
         for what, count in _of_strangers(books):
             add(words(named(what)), name, count)
     counts = [Count(what, sum(by.values()), _where(by)) for what, by in rows.items() if sum(by.values())]

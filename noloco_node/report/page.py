@@ -90,8 +90,7 @@ def _sections(told: ReportedRun) -> Iterator[str]:
     yield _section("Lives of the nodes, and what went wrong in them", drawing.timeline(figures.lives(told)))
     graphs = "".join(f"<div><h2>{graph.title}</h2>{drawing.graph(graph)}</div>" for graph in figures.meetings(told))
     yield _section("Who averaged with whom, and how often", f'<div class="graphs">{graphs or NOBODY}</div>')
-    yield _section("Where the time of the devices went", drawing.bars(figures.time_spent(told)), "half")
-    yield _section("What the nodes did, or waited for", drawing.bars(figures.activities(told)), "half")
+    yield _section("Where the time of the devices went", drawing.bars(figures.time_spent(told)))
     yield _section("What went wrong and was dealt with", _faults(told), "half")
     yield _section(
         "What it took",

@@ -314,7 +314,6 @@ def test_the_time_of_a_node_adds_up_over_its_lives() -> None:
     told = Chronicle.of("s0-r0", [*life(1000.0), *life(2000.0), P2pdRestarted(cause="died", restarts=1, time=2021.0)])
     assert told.spent.busy == {"forward": 10.0}
     assert told.spent.idle == {"answers": 12.0, "no_replica": 20.0}
-    assert told.spent.doing == {"training": 20.0, "waiting_for_peers": 20.0}
     assert told.counts == {"ended without a last word": 1, "p2pd started again": 1}
     assert [moment.kind for moment in told.moments] == ["start", "death", "start", "fault"]
     assert fmean(life.last - life.began for life in told.lives) == 20.5
@@ -331,23 +330,6 @@ def test_what_it_took_is_that_of_all_lives(tmp_path: Path) -> None:
     assert "<td>60 s</td><td>0 s</td><td>5.5 kB</td><td>1.8 kB</td>" in page(read_folder(tmp_path, NOW))
 
 
-def test_the_time_between_two_processes_is_nobodys() -> None:
-    """A process begins with `joining`, before it is up: what its forerunner did last is not done all the while."""
-    told = Chronicle.of(
-        "s0-r0",
-        [
-            made.started("s0-r0"),
-            Doing(what="training", detail="training", since=1000.0, time=1000.0),
-            made.account(time=1030.0),
-            Doing(what="joining", detail="looks for others", since=9000.0, time=9000.0),
-            made.started("s0-r0").model_copy(update={"time": 9005.0}),
-            Doing(what="training", detail="training", since=9005.0, time=9005.0),
-            made.account(time=9015.0),
-        ],
-    )
-    assert told.spent.doing == {"training": 40.0, "joining": 5.0}
-
-
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_life_ends_where_its_process_did(killed: bool) -> None:
     """What the next process tells before it is up, a quarter of an hour later, is no part of it."""
@@ -358,13 +340,3 @@ def test_a_life_ends_where_its_process_did(killed: bool) -> None:
     told = Chronicle.of("s0-r0", [begun, made.account(time=1020.0), *(() if killed else (end,)), coming, again])
     assert [(life.began, life.last) for life in told.lives] == [(1000.0, 1020.0), (1910.0, 1910.0)]
     assert [(m.kind, m.time) for m in told.moments][1] == ("death" if killed else "end", 1020.0)
-
-
-@pytest.mark.parametrize(("many", "gone"), [(100, 20), (1000, 0)])
-def test_only_of_a_swarm_that_is_seen_whole_those_that_leave_are_counted(many: int, gone: int) -> None:
-    """In a larger one numbers are estimates, which go up and down."""
-    counts = ([many, many], [many - 20, many], [many, many])
-    accounts = (
-        made.account(time=1000.0 + at, clock=1.0, target=1e9, nodes_per_stage=each) for at, each in enumerate(counts)
-    )
-    assert Chronicle.of("s0-r0", accounts).seen_leaving == gone
