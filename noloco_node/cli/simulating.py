@@ -94,7 +94,7 @@ def _swarm(config: Config, told: Callable[[float, float], None]) -> Simulation:
 
 
 def _hunt(config: HuntConfig, told: Callable[[float, float], None]) -> Simulation:
-    from noloco_node.simulator.hunting import go_hunting
+    from noloco_node.simulator.hunt import go_hunting
     from noloco_node.simulator.report import of_hunt
 
     return of_hunt(config.sim, go_hunting(config.sim, print, told))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.simulator.directory import COUNTED_AS
 from noloco_node.simulator.node import Node
-from noloco_node.simulator.p2p import COUNTED_AS
 from noloco_node.simulator.world import World
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, NodeReassigned, OuterStep
 

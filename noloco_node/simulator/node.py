@@ -30,10 +30,9 @@ from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
-from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory, address_of
+from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory, SimulatedP2P, address_of
 from noloco_node.simulator.invariants import left_open
 from noloco_node.simulator.loop import Machine
-from noloco_node.simulator.p2p import SimulatedP2P
 from noloco_node.simulator.quadratic import Learning
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.memory import Memory

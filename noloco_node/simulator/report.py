@@ -14,7 +14,7 @@ from noloco_node.config.load import Config
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.laboratory.canvas import PALETTE, Sheet, caption, whole_numbers
 from noloco_node.simulator.course import Simulated
-from noloco_node.simulator.hunting import Hunted
+from noloco_node.simulator.hunt import Hunted
 from noloco_node.telemetry.words import one_line
 
 _Row = tuple[str, ...]

@@ -39,8 +39,7 @@ from noloco_node.simulator.faults import (
     Twin,
     draw,
 )
-from noloco_node.simulator.hunt import HuntOutcome, carry_out, shortest_failing
-from noloco_node.simulator.hunting import command_of, go_hunting, schedules_of
+from noloco_node.simulator.hunt import HuntOutcome, carry_out, command_of, go_hunting, schedules_of, shortest_failing
 from noloco_node.simulator.invariants import Run
 from tests.profiles import tries
 

@@ -20,11 +20,10 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import PeerStats
-from noloco_node.simulator.directory import JOIN_AGAIN_SECONDS, SimulatedDht, SimulatedDirectory
+from noloco_node.simulator.directory import JOIN_AGAIN_SECONDS, SimulatedDht, SimulatedDirectory, SimulatedP2P
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import identity_of, peer_of
-from noloco_node.simulator.p2p import SimulatedP2P
 
 TRIP = 0.1
 
