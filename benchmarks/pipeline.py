@@ -217,26 +217,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=whole, default=1)
     parser.add_argument("--single", type=whole, nargs=2, metavar=("THREADS", "WINDOWS"), help="take these, no sweep")
     parser.add_argument("--single-seconds", type=positive, default=SINGLE_SECONDS)
-    parser.add_argument("--add", action="store_true", help="to the runs that are in --out already, of another sitting")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of swarm and single process")
-    options = parser.parse_args(arguments)
-    if options.add and options.out is None:
-        parser.error("argument --add: name with --out the file that holds the earlier runs")
-    return options
-
-
-def earlier_runs(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Those of another sitting in `--out`, where they are to be added to. UserError (USAGE) where there are none."""
-    if not options.add:
-        return []
-    try:
-        return json.loads(options.out.read_text(encoding="utf-8"))["runs"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(
-            ExitCode.USAGE,
-            f"--add: {str(options.out)!r} holds no runs of this benchmark",
-            "name with --out what it has written before, or leave out --add",
-        ) from None
+    return parser.parse_args(arguments)
 
 
 def settings_of(tokens: int, warmup: int) -> list[str]:
@@ -269,7 +251,7 @@ def main() -> None:
     wanted = variants(options)
     quiet = settings_of(options.tokens, load_config(options.config, options.set).run.inner.warmup_tokens)
     configs = [load_config(options.config, [*quiet, *options.set, *variant.settings]) for variant in wanted]
-    rows = earlier_runs(options)
+    rows: list[dict[str, Any]] = []
     sweep: list[dict[str, float]] = []
     if options.single is None:
         sweep = [run_single(options.config, options.set, t, w, SWEEP_SECONDS) for t, w in product(THREADS, WINDOWS)]

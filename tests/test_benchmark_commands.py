@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -74,7 +73,6 @@ def test_a_configuration_that_is_missing_ends_a_benchmark_in_one_line(capsys: py
     ("main", "arguments", "words"),
     [
         (pipeline.main, ("configs/tiny.yaml", "--single", "0", "0"), "--single: '0' is not one: name a whole number"),
-        (pipeline.main, ("configs/tiny.yaml", "--add"), "--add: name with --out the file"),
         (hop.main, ("--rounds", "0"), "--rounds: '0' is not one"),
     ],
 )
@@ -93,19 +91,6 @@ def test_arguments_are_refused_before_anything_is_started(
         main()
     assert ended.value.code == ExitCode.USAGE
     assert words in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize("held", [None, "[]", "{}", "no JSON"])
-def test_runs_are_added_only_to_a_file_that_holds_some(held: str | None, tmp_path: Path) -> None:
-    """Otherwise it would end without its figures."""
-    out = tmp_path / "found.json"
-    if held is not None:
-        out.write_text(held, encoding="utf-8")
-    options = pipeline.parse(["configs/tiny.yaml", "--add", "--out", str(out)])
-    with pytest.raises(UserError, match="holds no runs of this benchmark"):
-        pipeline.earlier_runs(options)
-    out.write_text(json.dumps({"runs": [{"variant": "one"}]}), encoding="utf-8")
-    assert pipeline.earlier_runs(options) == [{"variant": "one"}]
 
 
 def test_the_settings_of_a_swarm_are_checked_before_one_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
