@@ -25,6 +25,7 @@ from torch import Tensor
 from noloco_node.outer.modulo_codes import (
     BLOCK,
     ModuloCodes,
+    pieces_of,
     rotated,
     rotated_back_,
     rows_of,
@@ -47,8 +48,13 @@ class Motion(Protocol):
         """Blocks fp32 [n, 1024] as they travel, uint8 [n, bytes_per_block]."""
         ...
 
-    def decode(self, wire: Tensor) -> Tensor:
-        """What has crossed of the blocks uint8 [n, bytes_per_block], fp32 [n, 1024]. NaN and infinity show in it."""
+    def difference(self, other: Tensor, own: Tensor) -> Tensor:
+        """What has crossed of other − own, blocks uint8 [n, bytes_per_block] each, fp32 [n, 1024]. It is exactly
+        antisymmetric. NaN and infinity show in it."""
+        ...
+
+    def squares(self, other: Tensor, own: Tensor) -> Tensor:
+        """The sum of the squares of each block's difference, fp64 [n], for less work than `difference` takes."""
         ...
 
 
@@ -67,12 +73,22 @@ class Waves:
         kept = coefficients.gather(1, places).to(torch.bfloat16).view(len(rows), _PER_BLOCK)
         return torch.cat([kept.view(torch.uint8), places.to(torch.uint8).view(len(rows), _PER_BLOCK)], dim=1)
 
-    def decode(self, wire: Tensor) -> Tensor:
-        """See `Motion`."""
-        kept, places = wire[:, : 2 * _PER_BLOCK].contiguous(), wire[:, 2 * _PER_BLOCK :]
-        values = kept.view(torch.bfloat16).view(-1, _KEPT).to(torch.float32)
-        found = places.reshape(-1, _KEPT).to(torch.int64) % _WAVE
-        return (torch.zeros(len(values), _WAVE).scatter_(1, found, values) @ self._dct).view(-1, BLOCK)
+    def difference(self, other: Tensor, own: Tensor) -> Tensor:
+        """See `Motion`: the transform is linear, so one for both will do."""
+        return ((_coefficients(other) - _coefficients(own)) @ self._dct).view(-1, BLOCK)
+
+    def squares(self, other: Tensor, own: Tensor) -> Tensor:
+        """See `Motion`: the transform keeps the sum of the squares."""
+        moved = _coefficients(other) - _coefficients(own)
+        return moved.view(-1, BLOCK).double().square_().sum(1)
+
+
+def _coefficients(wire: Tensor) -> Tensor:
+    """The DCT coefficients that blocks [n, bytes] say, fp32 [16·n, 64]."""
+    kept, places = wire[:, : 2 * _PER_BLOCK].contiguous(), wire[:, 2 * _PER_BLOCK :]
+    values = kept.view(torch.bfloat16).view(-1, _KEPT).to(torch.float32)
+    found = places.reshape(-1, _KEPT).to(torch.int64) % _WAVE
+    return torch.zeros(len(values), _WAVE).scatter_(1, found, values)
 
 
 class Signs:
@@ -86,21 +102,43 @@ class Signs:
 
     def __init__(self, exchange: str) -> None:
         self._signs = signs(seed_of(f"signs/{exchange}"))
-        self._bits = torch.arange(8, dtype=torch.uint8)
+        bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+        self._of_byte = bits.to(torch.float32).mul_(2.0).sub_(1.0)
+        """The eight signs that a byte says, fp32 [256, 8]."""
+        self._raised = bits.sum(1)
+        """How many bits of a byte are set, int64 [256]."""
 
     def encode(self, rows: Tensor) -> Tensor:
         """See `Motion`."""
         turned = rotated(rows, self._signs)
         scales = turned.abs().mean(1, keepdim=True).to(torch.bfloat16)
-        upper = (turned >= 0).view(len(rows), BLOCK // 8, 8).to(torch.uint8)
-        packed = (upper << self._bits).sum(2, dtype=torch.uint8)
+        eight = (turned >= 0).view(torch.int64)  # a byte for each of eight values, the first one lowest
+        packed = eight.mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
         return torch.cat([packed, scales.view(torch.uint8)], dim=1)
 
-    def decode(self, wire: Tensor) -> Tensor:
-        """See `Motion`."""
-        packed, scales = wire[:, : BLOCK // 8, None], wire[:, BLOCK // 8 :].contiguous().view(torch.bfloat16)
-        upper = (packed >> self._bits).bitwise_and_(1).view(len(wire), BLOCK).to(torch.float32)
-        return rotated_back_(upper.mul_(2.0).sub_(1.0).mul_(scales.to(torch.float32)), self._signs)
+    def difference(self, other: Tensor, own: Tensor) -> Tensor:
+        """See `Motion`: the rotation is linear, so one for both will do."""
+        return rotated_back_(self._turned(other).sub_(self._turned(own)), self._signs)
+
+    def squares(self, other: Tensor, own: Tensor) -> Tensor:
+        """See `Motion`: where two signs differ the scales add up, elsewhere their difference counts."""
+        unlike = self._raised[(other[:, : BLOCK // 8] ^ own[:, : BLOCK // 8]).int()].sum(1).double()
+        scales, own_scales = (_scales(each).double().squeeze(1) for each in (other, own))
+        return unlike * (scales + own_scales).square() + (BLOCK - unlike) * (scales - own_scales).square()
+
+    def _turned(self, wire: Tensor) -> Tensor:
+        """What blocks [n, bytes] say of their rotated values, fp32 [n, 1024]."""
+        said = self._of_byte[wire[:, : BLOCK // 8].int()].view(len(wire), BLOCK)
+        return said.mul_(_scales(wire).to(torch.float32))
+
+
+_GATHER = sum(1 << 7 * (8 - place) for place in range(8))
+"""Times this, the lowest bits of the eight bytes of a number stand side by side in its highest byte."""
+
+
+def _scales(wire: Tensor) -> Tensor:
+    """The scale of each block of signs, bf16 [n, 1]."""
+    return wire[:, BLOCK // 8 :].contiguous().view(torch.bfloat16)
 
 
 def dct_matrix() -> Tensor:
@@ -151,28 +189,45 @@ class DecoupledCodes:
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:
         """See `Coding`."""
         assert pull is not None, "the motion is what remains of s without the pull"
-        rows = rows_of(values)
+        rows, pulls = rows_of(values), rows_of(pull)
         whole = _whole(self._exchange, len(rows))
-        codes = self._codes.encode(rows[whole].flatten(), self._place(start))
-        motion = self._motion.encode(rows_of(values - pull)[~whole].to(torch.float32))
-        return torch.cat([codes, motion.flatten()])
+        wire = torch.empty(decoupled_bytes(len(rows), self._bits, self._motion.bytes_per_block), dtype=torch.uint8)
+        codes, motion = self._parts(wire, whole)
+        codes.copy_(self._codes.encode(rows[whole].flatten(), self._place(start)))
+        moving = (~whole).nonzero().squeeze(1)
+        for piece in pieces_of(len(moving)):
+            places = moving[piece]
+            motion[piece] = self._motion.encode(rows[places].sub_(pulls[places]).to(torch.float32))
+        return wire
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
         """See `Coding`."""
         count = min(self._end - start, self._blocks(len(own)) * BLOCK)
         whole = _whole(self._exchange, math.ceil(count / BLOCK))
-        codes = int(whole.sum()) * BLOCK * self._bits // 8
+        (codes, motion), (own_codes, own_motion) = self._parts(other, whole), self._parts(own, whole)
         rows = torch.empty(len(whole), BLOCK)
-        rows[whole] = self._codes.difference(other[:codes], own[:codes], self._place(start)).view(-1, BLOCK)
-        rows[~whole] = self._crossed(other[codes:]) - self._crossed(own[codes:])
+        rows[whole] = self._codes.difference(codes, own_codes, self._place(start)).view(-1, BLOCK)
+        moving = (~whole).nonzero().squeeze(1)
+        for piece in pieces_of(len(moving)):
+            rows[moving[piece]] = self._motion.difference(motion[piece], own_motion[piece])
         return rows.flatten()[:count]
 
-    def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> None:
+    def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> tuple[float, Tensor]:
         """See `Coding`."""
-        del other, own, start, blocks
+        whole = _whole(self._exchange, self._blocks(len(own)))
+        (codes, motion), (own_codes, own_motion) = self._parts(other, whole), self._parts(own, whole)
+        place = torch.where(whole, whole.cumsum(0), (~whole).cumsum(0))[blocks] - 1
+        crossed = whole[blocks]
+        square, seen = self._codes.measured(codes, own_codes, self._place(start), place[crossed])
+        rows = torch.empty(len(blocks), BLOCK)
+        rows[crossed] = seen.view(-1, BLOCK)
+        rows[~crossed] = self._motion.difference(motion[place[~crossed]], own_motion[place[~crossed]])
+        return square + float(self._motion.squares(motion, own_motion).sum()), rows.flatten()
 
-    def _crossed(self, wire: Tensor) -> Tensor:
-        return self._motion.decode(wire.view(-1, self._motion.bytes_per_block))
+    def _parts(self, wire: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+        """A chunk's codes of the blocks that cross whole, and the motion of the others [n, bytes]."""
+        codes = int(whole.sum()) * BLOCK * self._bits // 8
+        return wire[:codes], wire[codes:].view(-1, self._motion.bytes_per_block)
 
     def _place(self, start: int) -> int:
         return (start - self._start) // GROUP
@@ -184,9 +239,10 @@ class DecoupledCodes:
         return groups * GROUP + (1 + (rest - BLOCK * self._bits // 8) // moving if rest else 0)
 
 
-def crosses_whole(exchange: str, count: int) -> Tensor:
-    """Which of a chunk's `count` values are of blocks that cross whole, bool [count]."""
-    return _whole(exchange, math.ceil(count / BLOCK)).repeat_interleave(BLOCK)[:count]
+def crosses_whole(exchange: str, count: int) -> list[slice]:
+    """Which of a chunk's `count` values are of blocks that cross whole."""
+    begins = [int(block) * BLOCK for block in _whole(exchange, math.ceil(count / BLOCK)).nonzero()]
+    return [slice(begin, min(begin + BLOCK, count)) for begin in begins]
 
 
 def _whole(exchange: str, blocks: int) -> Tensor:

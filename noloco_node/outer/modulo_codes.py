@@ -117,7 +117,7 @@ class ModuloCodes:
         rows = rows_of(values)
         wire = torch.empty(rows.shape, dtype=torch.uint8)
         steps, begins = self._steps_of(start, len(rows)), offsets(self._seed, start, rows.numel())
-        for piece in _pieces(len(rows)):
+        for piece in pieces_of(len(rows)):
             wire[piece] = self._codes(rows[piece], steps[piece], begins[piece])
         if self._bits == 8:
             return wire.flatten()
@@ -128,7 +128,7 @@ class ModuloCodes:
         """See `Coding`."""
         moved, steps = self._moved(other, own, start)
         rows = torch.empty(moved.shape)
-        for piece in _pieces(len(moved)):
+        for piece in pieces_of(len(moved)):
             rows[piece] = self._decoded(moved[piece], steps[piece])
         return rows.flatten()[: self._end - start]
 
@@ -136,7 +136,7 @@ class ModuloCodes:
         """See `Coding`: the rotation keeps the sum of the squares, so the codes say it."""
         moved, steps = self._moved(other, own, start)
         squares = torch.empty(len(moved))
-        for piece in _pieces(len(moved)):
+        for piece in pieces_of(len(moved)):
             codes = moved[piece]
             torch.sum(codes.to(torch.float32).masked_fill_(codes == _AMBIGUOUS, 0.0).square_(), 1, out=squares[piece])
         square = float(squares.double().dot(steps[:, 0].double().square_()))
@@ -197,7 +197,7 @@ def _signs_of(exchange: str) -> Tensor:
     return signs(seed_of(f"signs/{exchange}"))
 
 
-def _pieces(blocks: int) -> list[slice]:
+def pieces_of(blocks: int) -> list[slice]:
     """So many blocks in pieces that stay in a processor's cache."""
     return [slice(first, first + _BLOCKS_IN_CACHE) for first in range(0, blocks, _BLOCKS_IN_CACHE)]
 

@@ -234,7 +234,7 @@ class OuterReplica:
         if found is None:
             return None
         square, seen = found
-        if square > _LARGEST_SQUARE:
+        if not square <= _LARGEST_SQUARE:  # NaN is not
             return math.inf, math.inf
         self._learnt.see_blocks(seen, part.start, part.stop)
         return square, math.inf
@@ -310,6 +310,10 @@ class OuterReplica:
             if self._tallest > self._limit:
                 total.clamp_(-self._limit, self._limit)
         self._learnt.learn(self.snapshot[part], self.slow[part], part.start)
+        if self.trail is not None and total is not None:
+            trail = self.trail[part]
+            for whole in crosses_whole(self._exchange, part.stop - part.start):
+                trail[whole].add_(total[whole], alpha=scale / self._members)
         for piece in _pieces(part):
             slow, snapshot = self.slow[piece], self.snapshot[piece]
             mean = self._contribution(piece)
@@ -317,11 +321,8 @@ class OuterReplica:
                 mean.add_(total[piece.start - part.start : piece.stop - part.start], alpha=scale / self._members)
             step_(self.rule, mean, slow=slow, momentum=None if self.momentum is None else self.momentum[piece])
             torch.sub(slow, snapshot, out=snapshot)
-        if self.trail is not None:
-            if total is not None:
-                whole = crosses_whole(self._exchange, part.stop - part.start)
-                self.trail[part][whole] += scale / self._members * total[whole]
-            self.trail[part].lerp_(self.slow[part], 1 / TRAIL_STEPS)
+            if self.trail is not None:
+                self.trail[piece].lerp_(slow, 1 / TRAIL_STEPS)
 
     def _forget(self) -> None:
         """What was exchanged is of no use any more."""

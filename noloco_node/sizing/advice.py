@@ -36,10 +36,10 @@ CODEC_SECONDS: Mapping[CodecName, float] = {
     "int8": 35e-9,
     "int4": 32e-9,
     "dct": 34e-9,
-    "sign": 70e-9,
+    "sign": 40e-9,
 }
 """Seconds that one thread of the host works for each weight of an outer step, whose arithmetic is on one thread.
-Measured with 8 million weights on one core of a shared machine, 2026-11-27 and 28."""
+Measured with 8 million weights on one core of a shared machine, 2026-11-27 to 29."""
 
 
 @dataclass(frozen=True, slots=True)

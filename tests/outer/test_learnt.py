@@ -10,7 +10,8 @@ from torch import Tensor
 
 from noloco_node.outer import CodecName, learnt
 from noloco_node.outer.learnt import LearntWay, learnt_bytes
-from noloco_node.outer.modulo_codes import BLOCK, ModuloCodes
+from noloco_node.outer.modulo_codes import BLOCK
+from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
 from tests.outer.groups import meet, replicas, vectors
 
@@ -69,7 +70,7 @@ def test_blocks_are_drawn_one_of_each_stretch_and_by_the_replicas_own_seed(monke
     assert (drawn[0] // (BLOCKS // 64)).tolist() == list(range(64))
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "dct", "sign"])
 def test_the_codes_of_a_large_stage_say_what_its_whole_difference_would(
     codec: CodecName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +80,7 @@ def test_the_codes_of_a_large_stage_say_what_its_whole_difference_would(
     for decodes in (False, True):
         monkeypatch.setattr(learnt, "MOST_BLOCKS", 16)
         if decodes:
-            monkeypatch.setattr(ModuloCodes, "measured", lambda *_: None)
+            monkeypatch.setattr(OuterReplica, "_sampled", lambda *_: None)
         pair = replicas(2, OuterRule(0.0, 0.7, 1.0, "averaged"), codec, size=64 * BLOCK + 5)
         meet(pair)
         own = pair[0]
