@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 63_400,
-    "lines of the tests": 63_100,
-    "lines of benchmarks and deploy": 5_800,
-    "module-level numbers": 611,
-    "files of the package": 325,
+    "lines of the package": 62_900,
+    "lines of the tests": 62_950,
+    "lines of benchmarks and deploy": 4_300,
+    "module-level numbers": 605,
+    "files of the package": 322,
     "files of the package below 60 lines": 46,
-    "kB of Markdown": 370,
-    "kB of results in docs": 380,
+    "kB of Markdown": 366,
+    "kB of results in docs": 264,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 43, "an outer step": 43, "a joiner": 72}
