@@ -38,11 +38,6 @@ def exchange_arithmetic(spec: RunSpec, footprint: Footprint, seconds: float) -> 
     return lambda thread: seconds * millions / PIECES if thread == THREAD else 0.0
 
 
-BASE_BYTES = 300 << 20
-NODE_BYTES = 2 << 20
-"""A node takes so many bytes without weights (measured at 32 nodes: 0.6 MiB; an hour of its events takes some more)."""
-ENDED_BYTES = 1 << 20
-"""The bytes that are kept of a node that has died."""
 COPIES = 10
 """A node with tensors holds so many vectors of four bytes a weight: weights, their copies, optimizer, outer step."""
 OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}
@@ -75,19 +70,13 @@ def check_simulation(config: Config, footprint: Footprint) -> None:
         )
     _check_links(config, footprint)
     weights = sum(footprint.parameters) / stages * 4 * COPIES if sim.tensors == "real" else 0.0
-    ended = 0.0 if sim.life_hours is None else sim.nodes * sim.hours / sim.life_hours
-    needed = BASE_BYTES + sim.nodes * (NODE_BYTES + weights) + ended * ENDED_BYTES
-    free = free_memory("cpu").host
+    needed, free = sim.nodes * weights, free_memory("cpu").host
     if needed > free:
-        named = f"sim.nodes is {sim.nodes}"
-        named += f", and sim.life_hours {sim.life_hours:g} brings {ended:.3g} others" if ended else ""
         raise UserError(
             ExitCode.CONFIG,
-            f"{named}: with sim.tensors {sim.tensors} they take about {needed / 2**30:.3g} GiB, and "
+            f"sim.nodes is {sim.nodes}: with sim.tensors real they take about {needed / 2**30:.3g} GiB, and "
             f"{free / 2**30:.1f} GiB are free",
-            "lower sim.nodes"
-            + (", or let them live longer" if ended else "")
-            + (", or set sim.tensors to quadratic" if weights else ""),
+            "lower sim.nodes, or set sim.tensors to quadratic",
         )
 
 
