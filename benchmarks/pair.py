@@ -41,8 +41,7 @@ from noloco_node.model.cut import cut_model
 from noloco_node.model.stage import build_stage
 from noloco_node.outer import CodecName
 from noloco_node.participant import ReplicaContext
-from noloco_node.state_transfer.donor import nobody_relayed
-from noloco_node.state_transfer.participant import StateTransfer
+from noloco_node.state_transfer.donor import StateTransfer, nobody_relayed
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import outer_of

@@ -34,8 +34,7 @@ from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.pipeline.participant import Pipeline
-from noloco_node.state_transfer.donor import nobody_relayed
-from noloco_node.state_transfer.participant import StateTransfer
+from noloco_node.state_transfer.donor import StateTransfer, nobody_relayed
 from noloco_node.telemetry.events import AnyEvent, InnerStep
 from noloco_node.telemetry.node_state import NodeView
 from noloco_node.training.compute_thread import Compute

@@ -200,8 +200,6 @@ class Partner:
     """This replica's inner steps when it came; -inf if it was there before or is in line, None if it was never seen."""
     slow_rate: float | None = None
     """The bytes a second that it gave as a state source, if it was left for its slowness."""
-    no_state_until: float = -math.inf
-    """It has only a relayed connection, and is not asked for its state before."""
 
 
 @dataclass(slots=True)
@@ -319,10 +317,6 @@ class PeerBook:
     def gives(self, peer: PeerId, rate: float | None) -> None:
         """As a state source `peer` gives so many bytes a second, which is too slow; None where it is quick enough."""
         self.partner(peer).slow_rate = rate
-
-    def gives_nothing(self, peer: PeerId, until: float) -> None:
-        """`peer` has only a relayed connection, and is not asked for its state until then."""
-        self.partner(peer).no_state_until = until
 
     @property
     def cards(self) -> Iterator[Scorecard]:

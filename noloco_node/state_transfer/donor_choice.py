@@ -48,8 +48,6 @@ AWAY_PAUSES = Doubling(0.25, 4.0)
 NOT_READY = (Refusal.DRAINING, Refusal.UNKNOWN_METHOD, Refusal.UNKNOWN_SNAPSHOT, Refusal.INTERNAL, Refusal.RELAYED)
 """A donor with one of these refusals may give its state a moment later: it has just come, its snapshot has been
 replaced, or a direct connection is being made."""
-RELAYED_REST_SECONDS = 30.0
-"""A laggard waits so many seconds between two such tries; it trains meanwhile."""
 
 
 class NoDonor(Exception):
@@ -221,34 +219,24 @@ class StateCopier:
 
     async def copy_from(self, donor: PeerId, others: Collection[PeerId] = ()) -> StateManifest:
         """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
-        the replica is unchanged then. One that gives nothing through a relay is asked every `RELAYED_REST_SECONDS` at
-        most, and Refused for it between."""
-        if ambient.monotonic() < self._book.partner(donor).no_state_until:
-            raise Refused(Refusal.RELAYED, "it said so a moment ago")
+        the replica is unchanged then."""
         try:
             await self._ask(donor)  # there must be something to come before there is room made for it
             download = await ambient.elsewhere(new_download, self._spec, self._worker, self._folder)
             manifest = await self._copy(donor, download, others)
         except Refused as error:
-            if error.reason is Refusal.RELAYED:
-                self._let_rest(donor)
+            if error.reason is Refusal.RELAYED and not self._relayed_told:
+                self._relayed_told = True
+                logger.warning(
+                    "this node is too far behind to be averaged with, and %s, which is connected by relay only, sends "
+                    "no state through one: it trains alone until it has caught up with a replica of stage %d that it "
+                    "can dial, or that can dial it",
+                    donor,
+                    self._stage,
+                )
             raise
         self._relayed_told = False
         return manifest
-
-    def _let_rest(self, donor: PeerId) -> None:
-        self._book.gives_nothing(donor, ambient.monotonic() + RELAYED_REST_SECONDS)
-        level = logging.DEBUG if self._relayed_told else logging.WARNING
-        self._relayed_told = True
-        logger.log(
-            level,
-            "this node is too far behind to be averaged with, and %s, which is connected by relay only, sends no state "
-            "through one: it trains alone until it has caught up with a replica of stage %d that it can dial, or that "
-            "can dial it; each is asked again every %g s",
-            donor,
-            self._stage,
-            RELAYED_REST_SECONDS,
-        )
 
     async def _ask_all(self, donors: Sequence[PeerId], search: _Search) -> dict[PeerId, StateOffer]:
         """What the donors can give; those that answer otherwise are noted."""
