@@ -13,7 +13,7 @@ from noloco_node.config.load import load_config
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.directory.records import PeerState
 from noloco_node.exporting.card import model_card
-from noloco_node.exporting.evaluation import Bench, HeldOut
+from noloco_node.exporting.evaluation import HeldOut
 from noloco_node.exporting.gathered import Gathered
 from noloco_node.pipeline.evaluation import Evaluations, evaluate
 from noloco_node.report.folder import read_folder
@@ -83,7 +83,7 @@ def test_a_models_card_says_its_loss_on_each_source(tmp_path: Path) -> None:
     parts = ", ".join(f"{{source: text, path: {tmp_path / name}, name: letter-{name}}}" for name in "ab")
     run = load_config(MICRO, [f"run.data.mixture=[{parts}]", "run.data.sequence_length=16"]).run
     state: dict[str, Tensor] = {**weights(0, run), **weights(1, run)}
-    score = Bench(run, HeldOut(run)).score(state)
+    score = HeldOut(run).score_of(state)
     assert [name for name, _ in score.sources] == ["letter-a", "letter-b"]
     each = [one for _, one in score.sources]
     assert sum(one.tokens for one in each) == score.tokens

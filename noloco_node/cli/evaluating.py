@@ -76,13 +76,13 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
     with loading():
-        from noloco_node.exporting.evaluation import Bench, HeldOut
+        from noloco_node.exporting.evaluation import HeldOut
         from noloco_node.exporting.write import mean_of
 
     held_out, kept = HeldOut(with_text(gathered.run, options)), gathered.kept()
     mean = {name: value for stage in sorted(kept) for name, value in mean_of(kept[stage]).items()}
     _print_head(gathered.run, held_out, f", at {gathered.clock:,.0f} of {gathered.run.inner.target_tokens:,} tokens")
-    Bench(gathered.run, held_out).singles(kept, mean, _print_single)
+    held_out.singles(kept, mean, _print_single)
 
 
 def _eval_model(folder: Path, options: argparse.Namespace) -> int:

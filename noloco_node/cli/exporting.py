@@ -48,7 +48,7 @@ def _export(options: argparse.Namespace) -> int:
     began = ambient.monotonic()
     say_loading()
     with loading():
-        from noloco_node.exporting.evaluation import Bench, HeldOut
+        from noloco_node.exporting.evaluation import HeldOut
         from noloco_node.exporting.write import check_out, check_push, export, push
 
     check_out(options.out)
@@ -64,8 +64,8 @@ def _export(options: argparse.Namespace) -> int:
         else:
             gathered = gathered_folders(options)
         gathered = replace(gathered, run=with_tokenizer(gathered.run, options))
-        bench = Bench(gathered.run, HeldOut(with_text(gathered.run, options))) if options.eval else None
-        exported = export(gathered, options.out, say, bench)
+        held_out = HeldOut(with_text(gathered.run, options)) if options.eval else None
+        exported = export(gathered, options.out, say, held_out)
     _print_exported(gathered, exported, ambient.monotonic() - began)
     if options.push is not None:
         print(f"{'pushed':<30} {push(exported.folder, options.push, public=options.public)}")

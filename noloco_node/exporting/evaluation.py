@@ -77,7 +77,7 @@ class HeldOut:
 
     def __init__(self, run: RunSpec) -> None:
         windows, of = held_out_by_source(run.data, build_config(run.model).vocab_size, run.evaluation.windows)
-        self._named = of
+        self._run, self._named = run, of
         self._sources = [_Source.of(run, rows) for rows in by_source(windows, [n for _, n in of])]
         self.rows = windows
         """int32 [n, sequence_length + 1]."""
@@ -96,23 +96,9 @@ class HeldOut:
         loss = sum(score.loss * score.tokens for score in scores) / self.tokens
         return Score(loss, self.tokens, self.bytes, tuple(zip(names, scores, strict=True)))
 
-
-def batches_of(run: RunSpec, windows: Tensor) -> Iterator[Batch]:
-    """Windows, int32 [n, T + 1], in microbatches of (inputs, labels), both int64 [B, T]."""
-    size = run.inner.microbatch_windows
-    return (inputs_and_labels(windows[start : start + size]) for start in range(0, len(windows), size))
-
-
-class Bench:
-    """Tries replicas' weights in place of the mean's."""
-
-    def __init__(self, run: RunSpec, held_out_windows: HeldOut) -> None:
-        self._run = run
-        self._held_out = held_out_windows
-
-    def score(self, state: Mapping[str, Tensor]) -> Score:
+    def score_of(self, state: Mapping[str, Tensor]) -> Score:
         """What the model with these weights loses."""
-        return self._held_out.score(model_of(self._run.model, state))
+        return self.score(model_of(self._run.model, state))
 
     def singles(
         self,
@@ -122,17 +108,23 @@ class Bench:
     ) -> None:
         """Tell the score of the mean (None), and of the mean with each single replica in its stage's place."""
         model = model_of(self._run.model, mean)
-        tell(None, self._held_out.score(model))
+        tell(None, self.score(model))
         for replicas in kept.values():
             for replica in replicas if len(replicas) > 1 else ():
                 part = replica.load()
                 self._put(model, part)
-                tell(replica, self._held_out.score(model))
+                tell(replica, self.score(model))
                 self._put(model, {name: mean[name] for name in part})
 
     def _put(self, model: PreTrainedModel, part: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             model.load_state_dict(dict(dense_state(self._run.model, part)), strict=False)
+
+
+def batches_of(run: RunSpec, windows: Tensor) -> Iterator[Batch]:
+    """Windows, int32 [n, T + 1], in microbatches of (inputs, labels), both int64 [B, T]."""
+    size = run.inner.microbatch_windows
+    return (inputs_and_labels(windows[start : start + size]) for start in range(0, len(windows), size))
 
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

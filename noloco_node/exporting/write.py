@@ -22,7 +22,7 @@ from noloco_node.document_marks import without_marks
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.card import NAME as CARD
 from noloco_node.exporting.card import model_card
-from noloco_node.exporting.evaluation import Bench, HeldOut, Score
+from noloco_node.exporting.evaluation import HeldOut, Score
 from noloco_node.exporting.folders import gather_folders
 from noloco_node.exporting.gathered import Gathered, SavedReplica
 from noloco_node.model.cut import build_config
@@ -75,9 +75,9 @@ def check_out(out: Path) -> None:
         ) from None
 
 
-def export(gathered: Gathered, out: Path, tell: _Tell, bench: Bench | None = None) -> Exported:
+def export(gathered: Gathered, out: Path, tell: _Tell, held_out: HeldOut | None = None) -> Exported:
     """Make the mean of the replicas of each stage and write it to `out` as one model. What it is worth is said in its
-    card where there is a `bench`.
+    card where there are `held_out` windows.
 
     Raises UserError as `Gathered.kept` and `write_model` do, and where the disk is too small.
     """
@@ -89,9 +89,9 @@ def export(gathered: Gathered, out: Path, tell: _Tell, bench: Bench | None = Non
         state |= mean_of(used[stage])
     parameters = parameters_of(run.model)
     _check_room(out, 4 * parameters)
-    if bench is not None:
+    if held_out is not None:
         tell("scoring the model on the held-out text")
-    score = bench.score(state) if bench is not None else None
+    score = held_out.score_of(state) if held_out is not None else None
     texts = {CARD: model_card(gathered, used, parameters, run.name, score), RUN_FILE: run.agreed_json}
     tell(f"writing {as_bytes(4 * parameters)} to {out}")
     write_model(run, state, out, texts)
@@ -250,7 +250,7 @@ def merge_run(run: RunSpec, saved: Sequence[Path], folder: Path, tell: Callable[
     """
     model, sample = folder / "model", folder / "sample.txt"
     held_out = HeldOut(run)
-    exported = export(gather_folders(saved, run), model, tell, bench=Bench(run, held_out))
+    exported = export(gather_folders(saved, run), model, tell, held_out)
     assert exported.score is not None
     tell("letting it continue a text")
     sample.write_text(_samples(run, model, held_out.rows[:3]), encoding="utf-8")
