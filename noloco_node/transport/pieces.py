@@ -28,11 +28,11 @@ class Width:
     traffic on it would wait behind them.
     """
 
-    def __init__(self, limit: float, pieces: int = FIRST_PIECES, most: int = MOST_PIECES) -> None:
+    def __init__(self, limit: float, pieces: int = FIRST_PIECES, most: int | None = None) -> None:
         """`limit`: seconds within which a piece must be there. `pieces` are under way at first, later at most
-        `most`."""
+        `most`, or `MOST_PIECES`."""
         self._limit = limit
-        self.most = most
+        self.most = MOST_PIECES if most is None else most
         self.pieces: int = pieces
         """Under way from now on."""
         self._since, self._quick = -math.inf, 0
