@@ -15,12 +15,12 @@ from types import FrameType
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
+from tests.memory_directory import MemoryDirectory
 from tests.support import eventually
 from tests.worlds import NAMED, micro_spec, peer_name, run_ahead, world
 

@@ -22,7 +22,6 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.data.sampler import SamplerPosition, WindowSampler
 from noloco_node.data.samples import Samples
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.document_marks import BEGINS
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
@@ -43,6 +42,7 @@ from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.placing import on_its_device
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually
 from tests.training.made_trainers import checkpoint_of
 from tests.worlds import (

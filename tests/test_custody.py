@@ -14,7 +14,6 @@ from rich.console import Console
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.known_peers import HeldState, KnownPeers
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.launch.local_swarm import LocalSwarm
@@ -29,6 +28,7 @@ from noloco_node.storage.checkpoint import STATE, CheckpointFolder
 from noloco_node.storage.weights import MANIFEST
 from noloco_node.telemetry.display import LocalSwarmView, plain_line, screen
 from noloco_node.telemetry.events import Warned
+from tests.memory_directory import MemoryDirectory
 from tests.storage.test_checkpoint import RUN, standing, tensors
 from tests.storage.test_weights import save
 from tests.support import eventually

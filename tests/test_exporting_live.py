@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import HeldOutLoss, Hello, serve_hello
 from noloco_node.config.run_spec import LimitsSpec
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting import live
@@ -38,6 +37,7 @@ from noloco_node.state_transfer.copy_fetch import of_one_mind
 from noloco_node.training.layout import FlatLayout
 from noloco_node.transport.memory import MemoryTransport
 from tests.inside import directory_of
+from tests.memory_directory import MemoryDirectory
 from tests.support import files_up_to
 from tests.worlds import World, micro_spec, window_rows, world
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.model.stage import build_stage
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.replica import Replica
@@ -27,6 +26,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import alongside
 from tests.worlds import Drawn, micro_spec, peer_name, samples_of
 

@@ -17,7 +17,6 @@ import torch
 from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
@@ -34,6 +33,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 

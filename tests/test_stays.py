@@ -19,7 +19,6 @@ from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory import membership, records
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState, look_for_others
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
@@ -32,6 +31,7 @@ from noloco_node.placement.migration import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.transport.memory import MemoryTransport
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually, one_turn
 from tests.worlds import NAMED, World, micro_spec, peer_name, world
 

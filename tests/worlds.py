@@ -22,7 +22,6 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.data.samples import Batch, Samples, inputs_and_labels
 from noloco_node.directory.dht import join_directory
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
@@ -41,6 +40,7 @@ from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import Carrier, Fault, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, TensorSpec
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually, last_account
 
 VOCABULARY = 61

@@ -214,7 +214,7 @@ class DirectoryView:
 
 
 class Directory(Protocol):
-    """Where nodes find each other. Implementations: `DhtDirectory`, `MemoryDirectory`."""
+    """Where nodes find each other. Implementations: `DhtDirectory`, `ScreenedDirectory`; in tests `MemoryDirectory`."""
 
     @property
     def view(self) -> DirectoryView:

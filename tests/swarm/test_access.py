@@ -17,7 +17,6 @@ from noloco_node.cli.commands import parser
 from noloco_node.cli.identity import make_invitation
 from noloco_node.config.own_paths import join_line
 from noloco_node.config.run_spec import AccessSpec, RunSpec
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import Invitation, Proof, invite, read_invitation
 from noloco_node.identity.keys import Identity, load_or_create_identity
@@ -28,6 +27,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.admission import ACCESS, Access, Introduction, own_access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.worlds import micro_spec, no_tensors, record_of
 
 LATER = int(time.time()) + 3600

@@ -16,7 +16,6 @@ from noloco_node.bootstrap.hello import Hello, check_same_run
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
 from noloco_node.directory import records_call
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.records_call import serve_records, tell
 from noloco_node.errors import ExitCode, UserError
@@ -29,6 +28,7 @@ from noloco_node.transport.interface import Admit, Handle, Withdraw
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm
 from tests.worlds import micro_spec, world

@@ -10,13 +10,13 @@ import pytest
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.buckets import Place, bucket_of, levels_to_write, prefix_of
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, supply_of, worth_moving
 from noloco_node.transport.bans import Bans
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually, one_turn
 from tests.swarm.worlds import AllAnswer
 from tests.worlds import record_of

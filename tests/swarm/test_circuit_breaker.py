@@ -9,7 +9,6 @@ import pytest
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import LiveRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
@@ -24,6 +23,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.inside import directory_of
+from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually
 from tests.worlds import World, micro_spec, no_tensors, peer_name, record_of, world
 

@@ -13,7 +13,6 @@ import torch
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.exporting import collecting, live
 from noloco_node.exporting.collecting import Collector, far_behind
@@ -26,6 +25,7 @@ from noloco_node.storage.weights import save_stage
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryTransport
+from tests.memory_directory import MemoryDirectory
 from tests.support import eventually
 from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, shifted, trained
 

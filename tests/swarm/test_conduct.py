@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node import peer_table
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import BANS
 from noloco_node.transport import bans as conduct
@@ -32,6 +31,7 @@ from noloco_node.transport.errors import (
 )
 from noloco_node.transport.interface import RequestDesk, TransportLimits
 from noloco_node.trust.filtered_directory import ScreenedDirectory
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.worlds import record_of
 
 PEER = PeerId("a-stranger")

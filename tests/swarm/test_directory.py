@@ -26,7 +26,6 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory import validator as record_validator
 from noloco_node.directory.dht import join_directory
 from noloco_node.directory.dht_node import node_id_of
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import MOST_SAID, Directory, OwnWord, PeerState, SlotClaim
 from noloco_node.directory.validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
 from noloco_node.identity.invitations import invite
@@ -34,6 +33,7 @@ from noloco_node.identity.keys import Identity, load_or_create_identity, verify
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from tests.inside import intake_of, node_of, walker_of
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually, nothing_left_behind
 from tests.worlds import record_of
 

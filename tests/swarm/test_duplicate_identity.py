@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from noloco_node.directory.membership import Membership, OwnFigures
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import PeerStats
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 
 COPIED, LIFE = PeerId("12D3KooW-of-a-copied-folder"), 60.0
 

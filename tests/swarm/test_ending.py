@@ -10,7 +10,6 @@ import pytest
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.directory.membership import Membership, OwnFigures
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerState
 from noloco_node.directory.signed_end import SignedEnd, end_word, near_from
 from noloco_node.errors import ExitCode, UserError
@@ -28,6 +27,7 @@ from noloco_node.placement.run_end import (
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually
 from tests.swarm.worlds import AllAnswer
 from tests.worlds import micro_spec, peer_name, world

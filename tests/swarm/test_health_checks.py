@@ -14,7 +14,6 @@ import pytest
 
 from noloco_node.directory import health_checks
 from noloco_node.directory.health_checks import HealthChecks
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
 from noloco_node.identity.peer_id import PeerId
@@ -22,6 +21,7 @@ from noloco_node.peers import stats as peer_stats
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import alongside, eventually
 from tests.worlds import record_of
 

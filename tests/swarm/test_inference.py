@@ -19,7 +19,6 @@ from torch import Tensor
 from noloco_node.cli import evaluating as eval_commands
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer, Tokens
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.generating import Wish, continue_text, drawn
@@ -34,6 +33,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message, TensorSpec
 from tests.inside import directory_of, served_by, thread_of
+from tests.memory_directory import MemoryDirectory
 from tests.support import eventually
 from tests.worlds import IN_SUBSPACE, LENGTH, VOCABULARY, World, micro_spec, trainer_of, world
 

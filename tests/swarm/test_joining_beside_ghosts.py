@@ -11,12 +11,12 @@ import pytest
 
 from noloco_node import ambient
 from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import SignedRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.worlds import record_of
 
 GHOSTS = 1000

@@ -15,7 +15,6 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import AccessSpec, RunSpec
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.keys import load_or_create_identity
@@ -26,6 +25,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import OwnLife
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually
 from tests.worlds import record_of
 

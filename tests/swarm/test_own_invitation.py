@@ -16,7 +16,6 @@ import pytest
 
 from noloco_node.config.run_spec import AccessSpec, RunSpec
 from noloco_node.diagnostics.status import status_lines
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import Proof, invite
 from noloco_node.identity.keys import Identity, load_or_create_identity
@@ -27,6 +26,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.own_invitation import DAY, HOUR, OwnInvitation, marks_passed
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.telemetry import made_events
 from tests.worlds import micro_spec, record_of
 

@@ -19,7 +19,6 @@ from noloco_node.accounting.statements import read_contribution
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.buckets import RENEWED_SECONDS, Place, bucket_of, prefix_of
 from noloco_node.directory.known_peers import MOST_PEERS, HeldState, KnownPeers
-from noloco_node.directory.memory import MemoryDirectoryHub
 from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
@@ -32,6 +31,7 @@ from noloco_node.state_transfer.backups import standby_rank
 from noloco_node.training.progress import Progress
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.inside import audits_under_way
+from tests.memory_directory import MemoryDirectoryHub
 from tests.swarm.test_audit import BODY, GRADIENT
 from tests.swarm.test_known_peers import at
 from tests.swarm.test_partial_view import HELD, LEVEL, MANY, by_bucket, membership_of, names, view_of

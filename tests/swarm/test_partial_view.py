@@ -13,7 +13,6 @@ import pytest
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.directory.buckets import RENEWED_SECONDS, bucket_of, prefix_of
 from noloco_node.directory.membership import Membership, OwnFigures
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerState, Scale
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.peer_id import PeerId
@@ -25,6 +24,7 @@ from noloco_node.state_transfer.backups import standby_rank, standby_stage
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
 from tests.swarm.worlds import AllAnswer
 from tests.worlds import micro_spec, record_of

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.records_call import (
     FEW_TOLD,
@@ -23,6 +22,7 @@ from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 
 RUN = "run-under-test"
 ONE, TWO = PeerId("peer-number-one"), PeerId("peer-number-two")

@@ -16,7 +16,6 @@ from noloco_node.averaging.session import LEAVE, PROPOSE, LeaveExchange, Proposa
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.directory.dht_node import MOST_CALL_BACKS, node_id_of
 from noloco_node.directory.health_checks import HealthChecks
-from noloco_node.directory.memory import MemoryDirectory, MemoryDirectoryHub
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
@@ -32,6 +31,7 @@ from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.streams import FramedStream
 from tests.inside import incoming_streams_of
+from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import alongside, eventually
 from tests.swarm.hostile_dht import PING, throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P

@@ -16,7 +16,6 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec, PipelineSpec, RunSpec
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
@@ -32,6 +31,7 @@ from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
+from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually
 from tests.worlds import NAMED, World, micro_spec, peer_name, run_to_the_end, virtually, world
 

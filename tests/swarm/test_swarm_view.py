@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec
-from noloco_node.directory.memory import MemoryDirectory
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import believed
 from noloco_node.identity.peer_id import PeerId
@@ -22,6 +21,7 @@ from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.swarm_metrics import rows_of
 from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_VERSIONS, Middle, SwarmView, document
 from noloco_node.transport.memory import MemoryTransport
+from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually
 from tests.worlds import MICROBATCH, micro_spec, world
 

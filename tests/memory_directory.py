@@ -1,4 +1,4 @@
-"""The directory's twin in memory: records in one shared hub. For tests and simulations."""
+"""The directory's twin in memory: records in one shared hub."""
 
 from __future__ import annotations
 
@@ -39,33 +39,7 @@ class MemoryDirectoryHub:
         return rows if len(rows) <= MOST_RECORDS else dict(islice(rows.items(), MOST_RECORDS))
 
 
-class UnsignedDirectory:
-    """What directories without signatures have in common: no record is told over own links, and all have room."""
-
-    @property
-    def no_room(self) -> Mapping[str, int]:
-        """See `Directory.no_room`: nothing."""
-        return {}
-
-    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """See `Directory.to_tell`: nothing."""
-        del most
-        return ()
-
-    def read(self, row: SignedRecord) -> PeerRecord | None:
-        """See `Directory.read`: the record in JSON, since nobody signs."""
-        try:
-            return PeerRecord.model_validate_json(row.signed)
-        except ValidationError:
-            return None
-
-    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
-        """See `Directory.told`: nothing is taken."""
-        del teller, records
-        return 0
-
-
-class MemoryDirectory(UnsignedDirectory):
+class MemoryDirectory:
     """Implements `Directory` over a hub; `known` tells which peers have dealings with this node."""
 
     def __init__(self, hub: MemoryDirectoryHub, known: PeerStats | None = None) -> None:
@@ -116,3 +90,25 @@ class MemoryDirectory(UnsignedDirectory):
                 self._sampled.took(place, self._hub.live(place, now), now)
             self._view = self._sampled.view(now)
         return self._view
+
+    @property
+    def no_room(self) -> Mapping[str, int]:
+        """See `Directory.no_room`: nothing."""
+        return {}
+
+    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
+        """See `Directory.to_tell`: nothing."""
+        del most
+        return ()
+
+    def read(self, row: SignedRecord) -> PeerRecord | None:
+        """See `Directory.read`: the record in JSON, since nobody signs."""
+        try:
+            return PeerRecord.model_validate_json(row.signed)
+        except ValidationError:
+            return None
+
+    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
+        """See `Directory.told`: nothing is taken."""
+        del teller, records
+        return 0
