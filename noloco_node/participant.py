@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import StageCut
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.training.stage_worker import StageWorker
@@ -31,8 +30,6 @@ class ReplicaContext:
     moved: Pulse
     """Fires whenever something has changed that somebody may wait for: a step, an exchange, the directory."""
     emit: Callable[[AnyEvent], None]
-    relayed_now: Callable[[], Collection[PeerId]] = frozenset
-    """Peers that are connected through relays only: others are preferred for work and for averages."""
 
     @property
     def stage(self) -> int:

@@ -120,8 +120,6 @@ class Responder:
         side.refuse_laggards(peer, proposal.clock, newcomer=proposal.newcomer)
         progress = side.worker.progress
         weightless = self._weightless(peer, proposal, progress.steps, now)
-        if not weightless and side.partners.stays_far(peer, now):
-            raise Refused(Refusal.BUSY, "your weights stay far from mine")
         refusal = answer_proposal(
             own=side.transport.peer_id,
             dialler=peer,

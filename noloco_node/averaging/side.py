@@ -205,10 +205,6 @@ class Side:
         )
         if session.paired:
             bound.accept(session.partner, judgement)
-            if stage_peers > 1:
-                self.partners.met(
-                    session.partner, session.fragment, judgement.norm, judgement.bound, ambient.monotonic()
-                )
             largest = judgement.bound if session.bound is None else min(judgement.bound, session.bound)
             meeting = Meeting(judgement.norm, largest, self.standing.loss.mean, session.stage_peer_loss)
             self.standing.met(meeting, commit.progress.steps)
@@ -225,7 +221,6 @@ class Side:
         self.standing.measured(session.partner, meeting)
         if in_line(meeting):
             self.transport.peer_stats.worked(session.partner)
-        self.partners.met(session.partner, session.fragment, norm, largest, ambient.monotonic())
         logger.debug("newcomer %s is %.3g away, %.3g would be whole", session.partner, norm, largest)
         self.close(session)
 
@@ -266,8 +261,6 @@ class Side:
         elif session.role == "dialled":
             for account, parts in {self.account_of(session.partner), (session.partner, stage_peers)}:
                 partners.made(account, parts, seconds, committed=committed)
-        elif session.paired and committed:
-            partners.dialled(session.partner, stage_peers, seconds)
         if committed and not session.gives_only:
             partners.stepped(now)
         if not session.paired:

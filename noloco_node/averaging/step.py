@@ -105,7 +105,6 @@ class Averaging(Participant):
 
     def begin_on_probation(self) -> None:
         """This replica's state is a stage peer's copy: others do not count it yet."""
-        self.side.partners.forget_distances()
         self.standing.begin(self.side.worker.progress.steps)
 
     @contextmanager

@@ -5,7 +5,6 @@ where nobody can.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import random
@@ -31,7 +30,7 @@ from noloco_node.bootstrap.reachability import (
 from noloco_node.identity.addresses import PeerAddress, Reach, dialable, parse_address, reach_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.relay.places import MOST_RELAYS, ask_for_place, circuit_address, only_relayed
+from noloco_node.libp2p.relay.places import MOST_RELAYS, ask_for_place, circuit_address
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import PeerTimes
 from noloco_node.transport.errors import Refused, TransportError
@@ -52,8 +51,6 @@ REMEDY = (
     "others wait for its calls: open the port in the firewall or forward it in the router (docker run -p), tell others "
     "another one with --announce HOST:PORT, or join by a seed that was started with --relay-for-others"
 )
-RELAYED_LOOK_SECONDS = 10.0
-"""Seconds between two looks at which peers are connected through relays only."""
 LOST_SECONDS = 25.0
 """All relays are given so many seconds to come back before others are looked for."""
 MAP_SECONDS = 8.0
@@ -98,8 +95,6 @@ class ReachWatch:
         self._due = 0.0
         self._told: Callable[[ReachStanding], None] | None = None
         self.standing = ReachStanding()
-        self.relayed: frozenset[PeerId] = frozenset()
-        """Peers that are connected through relays only, as of the last look at the connections."""
 
     def tell(self, told: Callable[[ReachStanding], None]) -> None:
         """From now on tell of each standing; of the present one at once, where anything is known."""
@@ -117,21 +112,12 @@ class ReachWatch:
 
     async def keep(self) -> NoReturn:
         """Look again from time to time, and where all relays are gone for a while."""
-        looked = -RELAYED_LOOK_SECONDS
         while True:
             now = asyncio.get_running_loop().time()
             self._mind_relays(now)
-            if now - looked >= RELAYED_LOOK_SECONDS:
-                await self._look_who_is_relayed()
-                looked = now
             if now >= self._due:
                 await self.look()
             await asyncio.sleep(2.0)
-
-    async def _look_who_is_relayed(self) -> None:
-        with contextlib.suppress(OSError, TimeoutError, EOFError):
-            connected = await self._host.connections()
-            self.relayed = frozenset(peer for peer, ends in connected.items() if only_relayed(ends))
 
     async def look(self) -> None:
         """One look, and what follows from it."""

@@ -245,7 +245,6 @@ async def _enter_stage(
         ledger=stays.ledger,
         standby_of=lambda: stays.copies.standby_of,
         relayed=net.relayed,
-        relayed_now=lambda: net.reach.relayed,
         signed=stays.signed,
     )
     stack.callback(replica.close)

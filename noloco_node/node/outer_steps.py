@@ -52,7 +52,6 @@ class OuterSteps:
         self._copier = copier
         self._pace = pace
         self._behind = behind
-        self._relayed_now = context.relayed_now
         self._book = context.transport.peer_stats.book
 
     @property
@@ -83,9 +82,7 @@ class OuterSteps:
         """Stage peers that are worth dialling now."""
         stage_peers, newcomers = self._membership.partners(*states), self._membership.newcomers()
         counting = self._standing.partners(stage_peers, newcomers, self._worker.progress.steps)
-        ready = self._side.partners.ready(counting, ambient.monotonic())
-        others, known = self._side.stage_peers, self._side.partners
-        return [peer for peer in ready if not known.too_slow(peer, others)]
+        return list(self._side.partners.ready(counting, ambient.monotonic()))
 
     def pairing_state(self, next_try: float) -> PairingState:
         """What the next decision depends on; `next_try` in seconds of the event loop."""
@@ -104,7 +101,7 @@ class OuterSteps:
         )
 
     def _weights(self, stage_peers: Sequence[PeerId]) -> list[float]:
-        return self._side.partners.weights(stage_peers, self._relayed_now(), ambient.monotonic())
+        return self._side.partners.weights(stage_peers, ambient.monotonic())
 
     async def catch_up(self, partner: PeerId) -> None:
         """Too far behind `partner`: take its state instead of averaging with it."""

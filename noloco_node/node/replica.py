@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 
 from noloco_node import ambient
 from noloco_node.accounting.activity import Activity, doing, facts_of
@@ -121,7 +121,6 @@ class Replica:
         ledger: Ledger | None = None,
         standby_of: Callable[[], int | None] = lambda: None,
         relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
-        relayed_now: Callable[[], Collection[PeerId]] = frozenset,
         signed: SignedEnd | None = None,
     ) -> None:
         stage = placed.stage
@@ -134,7 +133,7 @@ class Replica:
         self._emit = emit
         rng = random.Random(f"{settings.seed}/{transport.peer_id}")
         self.context = context = ReplicaContext(
-            spec, settings, stage.cut, transport, self.worker, rng, Pulse(), self._tell, relayed_now
+            spec, settings, stage.cut, transport, self.worker, rng, Pulse(), self._tell
         )
         transport.peer_stats.book.begin_stage()
         self._pace, self._capacity = Pace(), Capacity()

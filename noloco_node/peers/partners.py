@@ -1,14 +1,13 @@
 """The stage peers of one replica: how long each is left alone, how often it may come, and how quick its line is.
 
-A peer whose exchanges come to nothing must not keep a replica engaged for ever, and one whose weights stay far away
-must not pull at it for ever. A replica has one exchange at a time, so a partner that holds it keeps all others away.
-Seconds count even if an exchange comes to nothing: otherwise a partner that lets chunks drip could hold a whole stage.
-A relayed or slow line is used less where there is another, and never not at all: it may be quicker by now.
+A peer whose exchanges come to nothing must not keep a replica engaged for ever. A replica has one exchange at a time,
+so a partner that holds it keeps all others away. Seconds count even if an exchange comes to nothing: otherwise a
+partner that lets chunks drip could hold a whole stage. A slow line is used less where there is another, and never not
+at all: it may be quicker by now.
 """
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -16,47 +15,25 @@ from collections.abc import Collection, Sequence
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import NO_REST, RECENT, Doubling, Rest, moved
 from noloco_node.peers.latency import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS, slowness
-from noloco_node.peers.scorecard import Distance, Partner, PeerBook
-
-logger = logging.getLogger(__name__)
+from noloco_node.peers.scorecard import Partner, PeerBook
 
 REST_PER_SECOND_LOST = 3.0
 """A stage peer rests so many seconds for each second of a lost exchange. It costs another a quarter of its time at
 most."""
 RESTS = Doubling(1.0, 120.0)
 """These are the shortest rests in seconds: the first is 1 s, each further one is twice as long, up to 120 s."""
-FAR = 2.0
-"""A stage peer's weights are far away if they differ by more than this multiple of the bound on differences."""
 VISITS_SAVED = 2.0
 """A stage peer may make so many visits one after the other, since partners meet by chance."""
 REST_PER_SECOND_GIVEN = 19.0
 """Newcomers that held this replica for a second rest for so many: together they take a twentieth of its time."""
 STRANGERS = PeerId("")
 """One account for all peers that this replica has seen no work of: a new key costs such a peer nothing."""
-RELAYED_WEIGHT = 1 / 4
-"""The weight of a peer behind a relay, in the choice beside peers that are connected directly."""
 
 
 def after_lost_exchange(rest: Rest, seconds: float, now: float) -> Rest:
     """The rest after an exchange that took `seconds` and came to nothing. The first in a row brings none: a stage peer
     that died and came back must not wait. Each further one doubles the shortest rest."""
     return rest.again(RESTS, now, at_least=REST_PER_SECOND_LOST * seconds) if rest.times else Rest(1, now)
-
-
-def after_meeting(distance: Distance, norm: float, bound: float, now: float) -> Distance:
-    """The distance after an exchange with weights at `norm`; a difference of `bound` would be taken whole, 0 is not
-    known yet.
-
-    A peer that is far twice in a row, and no nearer than before, is left alone, each time for twice as long. A near
-    peer is met as ever.
-    """
-    if bound == 0.0:
-        return distance
-    if norm <= FAR * bound:
-        return Distance(0.0, distance.rest._replace(until=min(now, distance.rest.until)))
-    if distance.norm == 0.0 or norm < distance.norm:
-        return Distance(norm, distance.rest)
-    return Distance(norm, distance.rest.ban(now))
 
 
 class Partners:
@@ -86,34 +63,15 @@ class Partners:
         """An exchange with `peer` came to its end: those that did not are forgotten."""
         self._book.partner(peer).lost = NO_REST
 
-    def met(self, peer: PeerId, fragment: int | None, norm: float, bound: float, now: float) -> None:
-        """A fragment (None: all) was averaged with `peer`; see `after_meeting`."""
-        distances = self._book.partner(peer).distances
-        before = distances.get(fragment, Distance())
-        after = distances[fragment] = after_meeting(before, norm, bound, now)
-        if after.rest.until > before.rest.until:
-            what = "its weights stay %.1f times as far away as is taken whole: it is left alone for %.0f s"
-            logger.warning(f"%s: {what}", peer, norm / bound, after.rest.until - now)
-
     def resting(self, peer: PeerId, now: float) -> bool:
         """Tell whether `peer` is left alone now because its exchanges come to nothing."""
         known = self._book.of(peer).partner
         return known is not None and known.lost.holds(now)
 
-    def stays_far(self, peer: PeerId, now: float) -> bool:
-        """Tell whether `peer` is left alone now because its weights stay far away."""
-        known = self._book.of(peer).partner
-        return known is not None and any(distance.rest.holds(now) for distance in known.distances.values())
-
-    def forget_distances(self) -> None:
-        """This replica has other weights now: a peer that was far from the former ones need not be far from these."""
-        for _, known in self._book.partners:
-            known.distances.clear()
-
     def ready(self, peers: Sequence[PeerId], now: float) -> Collection[PeerId]:
         """Those of `peers` that may be dialled: all that do not rest. If all rest, it returns all of them, for one must
         be next."""
-        return [p for p in peers if not self.resting(p, now) and not self.stays_far(p, now)] or peers
+        return [peer for peer in peers if not self.resting(peer, now)] or peers
 
     def begin_last_round(self) -> None:
         """This replica takes its last outer step, and answers all that take theirs.
@@ -147,15 +105,6 @@ class Partners:
         """Whether `dialler` has had its part for now."""
         return self._left(dialler, stage_peers) < 1.0
 
-    def dialled(self, partner: PeerId, stage_peers: int, seconds: float) -> None:
-        """An exchange for which this replica dialled `partner` was committed after so many seconds."""
-        owed = self._owed(partner, stage_peers) + max(0.0, self.cost(seconds) - 1.0)
-        self._book.partner(partner).late = owed, self._steps
-
-    def too_slow(self, partner: PeerId, stage_peers: int) -> bool:
-        """Whether `partner` lately held this replica for longer than its part, and is not dialled for now."""
-        return self._owed(partner, stage_peers) > VISITS_SAVED
-
     def gave(self, seconds: float, now: float) -> None:
         """A weightless exchange is over, in whatever way, after so many seconds."""
         self._gives_again = now + REST_PER_SECOND_GIVEN * seconds
@@ -173,11 +122,6 @@ class Partners:
         left, since = (known and known.saved) or (VISITS_SAVED, self._steps)
         return min(VISITS_SAVED, left + (self._steps - since) / max(1, stage_peers))
 
-    def _owed(self, partner: PeerId, stage_peers: int) -> float:
-        known = self._book.of(partner).partner
-        owed, since = (known and known.late) or (0.0, self._steps)
-        return max(0.0, owed - (self._steps - since) / max(1, stage_peers))
-
     def exchanged(self, stage_peer: PeerId, seconds: float, sent_and_received: int, now: float) -> None:
         """An outer step with a stage peer took so long, for so many bytes both ways together."""
         known = self._book.partner(stage_peer)
@@ -187,10 +131,9 @@ class Partners:
         known.seconds_per_byte = moved(_known_way(known, now), seconds / sent_and_received)
         known.carried_at = now
 
-    def weights(self, stage_peers: Sequence[PeerId], relayed: Collection[PeerId], now: float) -> list[float]:
+    def weights(self, stage_peers: Sequence[PeerId], now: float) -> list[float]:
         """How often to choose each of the stage peers, in their order."""
-        known = [_known_way(self._book.of(stage_peer).partner, now) for stage_peer in stage_peers]
-        return way_weights(known, [stage_peer in relayed for stage_peer in stage_peers])
+        return way_weights([_known_way(self._book.of(stage_peer).partner, now) for stage_peer in stage_peers])
 
 
 def _known_way(partner: Partner | None, now: float) -> float | None:
@@ -200,22 +143,11 @@ def _known_way(partner: Partner | None, now: float) -> float | None:
     return partner.seconds_per_byte
 
 
-def way_weights(seconds_per_byte: Sequence[float | None], relayed: Sequence[bool]) -> list[float]:
-    """How often to choose each way, beside 1 for a direct and quick one; None is not known, and so not slow.
+def way_weights(seconds_per_byte: Sequence[float | None]) -> list[float]:
+    """How often to choose each way, beside 1 for a quick one; None is not known, and so not slow.
 
-    If all ways are relayed, that says nothing. The quicker half of the known ways says what is slow.
+    The quicker half of the known ways says what is slow.
     """
     known = sorted(each for each in seconds_per_byte if each is not None)
     quick = known[(len(known) - 1) // 2] if known else 0.0
-    beside_direct = not all(relayed)
-    weights: list[float] = []
-    for seconds, through_relay in zip(seconds_per_byte, relayed, strict=True):
-        weight = slowness(seconds or 0.0, quick)
-        weight *= RELAYED_WEIGHT if through_relay and beside_direct else 1.0
-        weights.append(max(LEAST_WEIGHT, weight))
-    return weights
-
-
-def share_of_relayed(relayed: int, direct: int) -> float:
-    """How many of the choices go to relayed peers beside direct ones."""
-    return RELAYED_WEIGHT * relayed / (RELAYED_WEIGHT * relayed + direct)
+    return [max(LEAST_WEIGHT, slowness(seconds or 0.0, quick)) for seconds in seconds_per_byte]

@@ -170,27 +170,14 @@ class Hop:
     """The seconds that its work on one takes, as it says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """How far away a stage peer's weights were when they were last averaged, and whether it is left alone for it."""
-
-    norm: float = 0.0
-    """The norm of the difference between both weights if it was far, else 0."""
-    rest: Rest = NO_REST
-
-
 @dataclass(slots=True)
 class Partner:
     """A peer of the own stage: the exchanges with it."""
 
     lost: Rest = NO_REST
     """Exchanges that came to nothing since the last that did not, and when it may be met again."""
-    distances: dict[int | None, Distance] = field(default_factory=dict[int | None, Distance])
-    """By fragment; None is the whole stage."""
     saved: tuple[float, int] | None = None
     """Visits that it might still make, after that many outer steps of this replica."""
-    late: tuple[float, int] | None = None
-    """Outer steps that exchanges dialled by this replica cost it beyond their own, after that many steps."""
     seconds_per_byte: float | None = None
     """What its line takes, as of `carried_at`."""
     carried_at: float = -math.inf
@@ -252,8 +239,6 @@ class Scorecard:
             reasons.append((self.hop.rest.until, "a request to it failed, or it was slow"))
         if self.partner is not None:
             reasons.append((self.partner.lost.until, "exchanges with it came to nothing"))
-            far = max((distance.rest.until for distance in self.partner.distances.values()), default=-math.inf)
-            reasons.append((far, "its weights stay far away"))
         return "; ".join(f"{why}, {until - now:.0f} s more" for until, why in reasons if until > now)
 
 

@@ -28,7 +28,6 @@ class Pipeline(Participant):
         self._samples = samples
         self.ledger = ledger
         self.balancer = LoadBalancer(spec.pipeline.routing, rng, ambient.monotonic, transport.peer_stats.book)
-        self.balancer.relayed = context.relayed_now
         self.downstream = (
             None
             if context.cut.is_last

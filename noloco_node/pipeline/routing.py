@@ -28,7 +28,6 @@ from noloco_node.peers.latency import (
     weight_of,
     yields_little,
 )
-from noloco_node.peers.partners import share_of_relayed
 from noloco_node.peers.scorecard import UNBLEMISHED, Hop, PeerBook, Reputation, Trust, after_audit, set_aside
 from noloco_node.peers.stats import ANSWER_SECONDS
 from noloco_node.pipeline.admission import ASKS_TO_WAIT
@@ -78,8 +77,6 @@ class Candidate(NamedTuple):
     trust: Trust = Trust.ORDINARY
     weight: float = 1.0
     """How often it is asked, where 1 is a peer as quick as its stage peers (`LatencyTracker`). For `balanced` only."""
-    relayed: bool = False
-    """It is connected through a relay only. Only `balanced` looks at it."""
 
 
 def choose_peer(
@@ -95,9 +92,8 @@ def choose_peer(
     """The peer for one microbatch, or None where nobody may be asked now.
 
     `uniform` draws one, as the paper does. `balanced` draws two and takes the less loaded. A peer of less weight is
-    drawn as often as its weight says, and a peer behind a relay less often than others. `fixed`, for the ablation of
-    routing, always takes the candidate at `own_rank`, modulo their number. That rank is this peer's place among its
-    stage peers.
+    drawn as often as its weight says. `fixed`, for the ablation of routing, always takes the candidate at `own_rank`,
+    modulo their number. That rank is this peer's place among its stage peers.
 
     Suspended peers are passed over, unless all are. Then the one that returns first is tried, so that a stage with a
     single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones are suspended. They may also be
@@ -130,10 +126,6 @@ def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_ful
         slow = rng.choices(available, [c.weight for c in available])[0]
         if slow.weight < 1.0:
             return slow.peer if ordinary or not others_are_full or rng.random() < slow.weight else None
-    direct = [c for c in ordinary if not c.relayed]
-    if direct and len(direct) < len(ordinary):
-        relayed = [c for c in ordinary if c.relayed]
-        ordinary = relayed if rng.random() < share_of_relayed(len(relayed), len(direct)) else direct
     if len(ordinary) == 1:
         return ordinary[0].peer
     first, second = rng.sample(ordinary, 2)
@@ -169,8 +161,6 @@ class LoadBalancer:
         self.changed = Pulse()
         """Fires when the set of live peers has changed."""
         self.own_rank = 0
-        self.relayed: Callable[[], Collection[PeerId]] = frozenset
-        """Peers that are connected through relays only, as of now."""
 
     def update(self, peers: Sequence[PeerId], own_rank: int) -> None:
         """Take over the directory's live next-stage peers, a sequence that nobody changes, and this peer's place among
@@ -231,18 +221,18 @@ class LoadBalancer:
         return [*[peer for peer in drawn if peer not in excluded][:FEW], *[peer for peer in some if peer in live]]
 
     def _described(self, peers: Sequence[PeerId], now: float) -> list[Candidate]:
-        relayed, described = self.relayed(), list[Candidate]()
+        described = list[Candidate]()
         hops = [self.cards.of(peer).hop for peer in peers]
         bounds = bounds_of(hops, now) if len(self._peers) <= FEW else self._bounds_of_all(now)
         for peer, hop in zip(peers, hops, strict=True):
             if hop is None:
-                described.append(Candidate(peer, 0, 0, relayed=peer in relayed))
+                described.append(Candidate(peer, 0, 0))
                 continue
             load = hop.load if now - hop.load_at < LOAD_LIFE_SECONDS else 0
             trust = hop.repute.trust(now) if hop.repute is not UNBLEMISHED else Trust.ORDINARY
             weight = weight_of(hop, bounds, now)
             under_way, until = len(hop.under_way), hop.rest.until
-            described.append(Candidate(peer, under_way, load, until, trust, weight, peer in relayed))
+            described.append(Candidate(peer, under_way, load, until, trust, weight))
         return described
 
     def _bounds_of_all(self, now: float) -> Bounds:

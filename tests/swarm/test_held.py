@@ -67,23 +67,6 @@ def test_a_visit_that_takes_the_time_of_several_outer_steps_costs_as_many() -> N
     assert not visits.too_many(OTHER, 2)
 
 
-def test_a_partner_that_takes_too_long_is_not_dialled_for_a_while() -> None:
-    """What it cost beyond a usual step is made up for by steps with others, or alone."""
-    visits, now = Partners(), 0.0
-    for _ in range(4):
-        now += 10.0
-        visits.stepped(now)
-    visits.dialled(ONE, 1, 10.0)
-    assert not visits.too_slow(ONE, 1)
-    visits.dialled(ONE, 1, 60.0)
-    taken = 0
-    while visits.too_slow(ONE, 1):
-        now += 10.0
-        visits.stepped(now)
-        taken += 1
-    assert 3 <= taken <= 5
-
-
 def test_in_the_last_round_all_may_come_and_only_their_time_counts() -> None:
     """No outer step follows by which a part could grow."""
     visits = Partners()

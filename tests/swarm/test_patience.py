@@ -11,15 +11,10 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import BLOCK
 from noloco_node.outer.update import OuterRule
-from noloco_node.pauses import BANS, Rest
+from noloco_node.pauses import Rest
 from noloco_node.peer_table import MOST_PEERS
-from noloco_node.peers.partners import (
-    FAR,
-    Partners,
-    after_lost_exchange,
-    after_meeting,
-)
-from noloco_node.peers.scorecard import Distance, PeerBook
+from noloco_node.peers.partners import Partners, after_lost_exchange
+from noloco_node.peers.scorecard import PeerBook
 from tests.outer.groups import average, learn, replica_of
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
@@ -60,66 +55,19 @@ def test_who_rests_is_passed_over_unless_nobody_else_is_there() -> None:
     assert list(patience.ready([ONE, OTHER], 10.0)) == [ONE, OTHER]
 
 
-def test_who_stays_far_away_is_left_alone_for_longer_each_time() -> None:
-    """From the second meeting in a row on that brings it no nearer; an hour at most."""
-    distance, now, rests = Distance(), 0.0, list[float]()
-    for _ in range(9):
-        while distance.rest.until <= now:
-            distance, now = after_meeting(distance, 30.0, 10.0, now), now + 1.0
-        rests.append(distance.rest.until - now + 1.0)
-        now = distance.rest.until
-    assert rests == [min(BANS.longest, BANS.first * 2**n) for n in range(9)]
-
-
-@pytest.mark.parametrize(
-    "norms", [[30.0], [30.0, 29.0, 28.0], [30.0, FAR * 10.0, 30.0, 1.0] * 9, [FAR * 10.0] * 9], ids=str
-)
-def test_who_comes_nearer_or_is_not_far_is_met_as_ever(norms: list[float]) -> None:
-    """One far meeting says nothing, nor do later ones that are nearer each time, or interrupted by one that is not."""
-    patience = Partners()
-    for norm in norms:
-        patience.met(ONE, None, norm, 10.0, now=5.0)
-    patience.met(ONE, None, 99.0, 0.0, now=5.0)
-    assert not patience.stays_far(ONE, 5.0)
-
-
-def test_each_fragment_has_a_distance_of_its_own() -> None:
-    """Their norms are not compared with each other; one that stays far away is enough to be left alone."""
-    patience = Partners()
-    patience.met(ONE, 0, 30.0, 10.0, now=0.0)
-    patience.met(ONE, 1, 40.0, 10.0, now=0.0)
-    assert not patience.stays_far(ONE, 0.0)
-    patience.met(ONE, 0, 30.0, 10.0, now=0.0)
-    patience.met(ONE, 1, 5.0, 10.0, now=0.0)
-    patience.committed(ONE)
-    assert patience.stays_far(ONE, BANS.first - 1.0)
-    assert list(patience.ready([ONE, OTHER], 1.0)) == [OTHER]
-    assert not patience.stays_far(ONE, BANS.first)
-    patience.met(ONE, 0, 30.0, 10.0, now=100.0)
-    assert patience.stays_far(ONE, 101.0)
-    patience.met(ONE, 0, 10.0, 10.0, now=101.0)
-    assert not patience.stays_far(ONE, 101.0), "near again, by whatever way"
-    patience.met(ONE, 0, 30.0, 10.0, now=102.0)
-    patience.met(ONE, 0, 30.0, 10.0, now=103.0)
-    assert patience.stays_far(ONE, 104.0)
-    patience.forget_distances()
-    assert not patience.stays_far(ONE, 104.0)
-
-
 @pytest.mark.parametrize("size", [2, 6])
 @pytest.mark.parametrize("apart", [5.0, 20.0])
-def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size: int, apart: float) -> None:
+def test_two_halves_that_were_apart_come_together(size: int, apart: float) -> None:
     """They knew each other, then each half learnt in a way of its own until it was that many bounds away. It goes on
     learning that way; averaging at random brings them together against it."""
     generator, rng = torch.Generator().manual_seed(size), random.Random(size)
     group = [replica_of(RULE, torch.ones(BLOCK)) for _ in range(2 * size)]
     bounds = [PartnerBound(3.0) for _ in group]
-    patience = [Partners() for _ in group]
     ways = torch.randn(2, BLOCK, generator=generator) * 0.55 * 0.02
 
-    def rounds(number: int) -> tuple[float, int]:
-        """Largest difference of the last one, in bounds, and how often a pair would have been left alone."""
-        rests, largest = 0, 0.0
+    def rounds(number: int) -> float:
+        """Largest difference of the last one, in bounds."""
+        largest = 0.0
         for _ in range(number):
             for place, replica in enumerate(group):
                 learn(replica, generator)
@@ -128,22 +76,16 @@ def test_two_halves_that_were_apart_come_together_and_nobody_is_left_alone(size:
             largest = 0.0
             for a, b in zip(order[::2], order[1::2], strict=True):
                 seen = average(group, bounds, a, b, str(rng.random()))
-                for me, other, met in ((a, b, seen[0]), (b, a, seen[1])):
-                    patience[me].met(PeerId(str(other)), None, met.norm, met.bound, now=0.0)
-                    rests += patience[me].stays_far(PeerId(str(other)), now=0.0)
-                    largest = max(largest, met.norm / met.bound)
-        return largest, rests
+                largest = max(largest, *(met.norm / met.bound for met in seen))
+        return largest
 
-    assert rounds(30)[0] < 1.0, "nobody is far away"
+    assert rounds(30) < 1.0, "nobody is far away"
     way = torch.randn(BLOCK, generator=generator)
     bound = bounds[0].difference.bound(0.0)
     for place, replica in enumerate(group):
         replica.slow.add_(way, alpha=(place % 2) * 4.0 * apart * bound / float(way.norm()))
-    parted, rests = rounds(1)
-    assert parted > 0.8 * apart
-    together, later = rounds(40)
-    assert together < 1.0
-    assert rests == later == 0
+    assert rounds(1) > 0.8 * apart
+    assert rounds(40) < 1.0
 
 
 def test_nobody_dials_more_often_than_its_part_of_the_outer_steps() -> None:
@@ -179,8 +121,7 @@ def test_a_single_stage_peer_may_always_come() -> None:
 def test_the_book_does_not_grow_with_new_stage_peers() -> None:
     """Those met last are remembered."""
     book = PeerBook()
-    patience, visits = Partners(book), Partners(book)
+    visits = Partners(book)
     for number in range(MOST_PEERS + 9):
-        patience.met(PeerId(str(number)), None, 30.0, 10.0, now=0.0)
         visits.made(PeerId(str(number)), 9)
     assert len(list(book.partners)) == MOST_PEERS

@@ -149,8 +149,6 @@ def test_a_scorecard_says_why_its_peer_is_left_alone_and_for_how_long() -> None:
     hops = LoadBalancer("balanced", random.Random(1), lambda: 0.0, book)
     hops.failed(PEER)
     hops.leant(PEER)
-    for norm in (30.0, 30.0):
-        Partners(book).met(PEER, None, norm, 10.0, now=0.0)
     for _ in range(2):
         Partners(book).lost(PEER, 10.0, now=0.0)
     assert book.of(PEER).left_alone(0.0).split("; ") == [
@@ -158,7 +156,6 @@ def test_a_scorecard_says_why_its_peer_is_left_alone_and_for_how_long() -> None:
         "its gradients contradict those of others, 60 s more",
         "a request to it failed, or it was slow, 5 s more",
         "exchanges with it came to nothing, 30 s more",
-        "its weights stay far away, 60 s more",
     ]
     hops.audited(PEER, against=True, by_copy=False)
     assert book.of(PEER).left_alone(0.0).count("contradict") == 1, "set aside is enough said"
