@@ -55,16 +55,6 @@ class Reputation:
         doubted would have nobody left to decide."""
         return max(0.0, self.doubt - FORGIVEN * max(0.0, now - self.since) / TRIAL_SECONDS)
 
-    def unseen(self, seconds: float) -> Reputation:
-        """The same after so many seconds in which the sender did not see the peer: they forgive nothing, and no trial
-        and no set-aside passes in them."""
-        return replace(
-            self,
-            since=self.since + seconds,
-            aside=self.aside._replace(until=self.aside.until + seconds),
-            trial_until=self.trial_until + seconds,
-        )
-
     def trust(self, now: float) -> Trust:
         """What the peer may be given now."""
         if self.aside.holds(now):
@@ -158,8 +148,6 @@ class Hop:
     at: float = -math.inf
     repute: Reputation = UNBLEMISHED
     """What audits have said of it."""
-    unseen_since: float | None = None
-    """When it left the view while it was doubted."""
     no_audit_until: float = -math.inf
     """It did not answer an audit, and is asked again then: it must not hold the audits up."""
     carrying: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])

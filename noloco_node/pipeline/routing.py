@@ -169,26 +169,8 @@ class LoadBalancer:
         if not same:
             self._peers = peers
             self._in_order = tuple(sorted(peers)) if self._strategy == "fixed" else ()
-            if self._doubted:
-                self._note_unseen(peers)
             self.changed.fire()
         self.own_rank = own_rank
-
-    def _note_unseen(self, peers: Sequence[PeerId]) -> None:
-        """Stop the clock of doubted peers that this sender cannot choose now.
-
-        In a large stage other peers are seen every few minutes. Without this a doubted peer would come back when its
-        time is over.
-        """
-        now, live = self._clock(), set(peers)
-        for peer in list(self._doubted):
-            hop = self.cards.of(peer).hop
-            if hop is None:
-                self._doubted.discard(peer)
-            elif peer in live:
-                hop.repute, hop.unseen_since = _seen_again(hop, now), None
-            elif hop.unseen_since is None:
-                hop.unseen_since = now
 
     def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
         """A peer for one microbatch, or None where nobody may be asked now. With `desperate`, peers on trial may be
@@ -328,7 +310,8 @@ class LoadBalancer:
     def doubted(self) -> set[PeerId]:
         """Live peers that audits have gone against, and not cleared since."""
         now = self._clock()
-        return {peer for peer in self._doubted.intersection(self._peers) if self.repute(peer).doubt_at(now) > 0.0}
+        self._doubted = {peer for peer in self._doubted if self.repute(peer).doubt_at(now) > 0.0}
+        return self._doubted.intersection(self._peers)
 
     @property
     def set_aside_now(self) -> int:
@@ -338,7 +321,7 @@ class LoadBalancer:
     def repute(self, peer: PeerId) -> Reputation:
         """What audits have said of a peer."""
         hop = self.cards.of(peer).hop
-        return UNBLEMISHED if hop is None else _seen_again(hop, self._clock())
+        return UNBLEMISHED if hop is None else hop.repute
 
     def trust(self, peer: PeerId) -> Trust:
         """Which microbatches a peer gets now."""
@@ -361,19 +344,13 @@ class LoadBalancer:
     def _judged(self, peer: PeerId, judge: Callable[[Reputation, float], Reputation]) -> tuple[Reputation, Reputation]:
         """A peer's repute before and after a judgement, which is kept."""
         hop, now = self.cards.hop(peer), self._clock()
-        before = _seen_again(hop, now)
+        before = hop.repute
         after = hop.repute = judge(before, now)
         (self._doubted.add if after.doubt > 0.0 else self._doubted.discard)(peer)
-        hop.unseen_since = now if after.doubt > 0.0 and peer not in self._peers else None
         return before, after
 
     def _say_set_aside(self, peer: PeerId, repute: Reputation, why: str) -> None:
         logger.warning("%s gets no microbatch for %.0f s: %s", peer, repute.aside.until - self._clock(), why)
-
-
-def _seen_again(hop: Hop, now: float) -> Reputation:
-    """A peer's repute without the time that it was not seen."""
-    return hop.repute if hop.unseen_since is None else hop.repute.unseen(now - hop.unseen_since)
 
 
 def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -> float:

@@ -16,23 +16,17 @@ from noloco_node import PROTOCOL_VERSION, peer_table
 from noloco_node.accounting import receipts as receipts_module
 from noloco_node.accounting.receipts import open_receipts
 from noloco_node.accounting.statements import read_contribution
-from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.buckets import RENEWED_SECONDS, Place, bucket_of, prefix_of
 from noloco_node.directory.known_peers import MOST_PEERS, HeldState, KnownPeers
 from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peer_table import PeerTable
-from noloco_node.peers.scorecard import TRIAL_SECONDS, Trust
-from noloco_node.pipeline.audit import Auditor
-from noloco_node.pipeline.messages import Ledger, Outgoing, Trained
-from noloco_node.pipeline.routing import LoadBalancer
+from noloco_node.pipeline.messages import Ledger
 from noloco_node.state_transfer.backups import standby_rank
 from noloco_node.training.progress import Progress
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from tests.inside import audits_under_way
 from tests.memory_directory import MemoryDirectoryHub
-from tests.swarm.test_audit import BODY, GRADIENT
 from tests.swarm.test_known_peers import at
 from tests.swarm.test_partial_view import HELD, LEVEL, MANY, by_bucket, membership_of, names, view_of
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
@@ -40,89 +34,6 @@ from tests.swarm.worlds import AllAnswer
 
 HOUR = round(3600 / LOOK)
 """Looks."""
-
-
-class Sender:
-    """A node of the first stage that sends two microbatches a second to the peers that it sees, and audits them."""
-
-    def __init__(self, liars: set[PeerId]) -> None:
-        self.observer, self.liars = Observer(Keys(10, MANY), seed=1), liars
-        self.lies, self.others = 0, 0
-        self.strangers = set[PeerId]()
-        """The peers that were asked though not in view."""
-        self.book = LoadBalancer("uniform", random.Random(1), lambda: self.observer.now)
-        clock = self.book_clock = lambda: self.observer.now
-        self.auditor = Auditor(1 / 16, self.book, self._again, random.Random(0), clock)
-
-    async def _again(self, peer: PeerId, _outgoing: Outgoing, _budget: float) -> Trained:
-        if peer not in self.observer.view.stages[1]:
-            self.strangers.add(peer)
-        return Trained(1.0, 1, GRADIENT, 1.0, peer)  # a liar is honest to copies, which can be told
-
-    async def look(self) -> None:
-        """Once, and send what comes until the next."""
-        peers = sorted(self.observer.look().stages[1])
-        self.book.update(peers, 0)
-        for _ in range(round(2 * LOOK) if peers else 0):
-            peer = self.book.choose()
-            assert peer is not None
-            lies = peer in self.liars
-            self.lies, self.others = self.lies + lies, self.others + (not lies)
-            answer = Trained(1.0, 1, -GRADIENT if lies else GRADIENT, 1.0, peer)
-            self.auditor.consider(answer, BODY, budget=9.0, took=0.0)
-            for _ in range(20):  # a juror answers at once: an audit takes a few turns of the loop
-                if audits_under_way(self.auditor):
-                    await asyncio.sleep(0)
-            assert not audits_under_way(self.auditor)
-
-
-async def test_a_liar_gains_nothing_by_being_out_of_view_most_of_the_time() -> None:
-    """Of 600 replicas 12 lie whenever nobody compares. A sender sees each for four minutes in sixteen, and sends it
-    some three microbatches meanwhile. After an hour and a half they get less than a third of what the others get.
-    Audits reach everybody, ask nobody that is out of view, and doubt no honest one."""
-    replicas = [PeerId(f"peer-1-{i:06}") for i in range(MANY)]
-    sender = Sender(set(random.Random(1).sample(replicas, 12)))
-    auditing = asyncio.create_task(sender.auditor.run())
-    for _ in range(3 * HOUR // 2):
-        await sender.look()
-    sender.lies = sender.others = 0
-    for _ in range(HOUR):
-        await sender.look()
-    await cancel_and_wait([auditing])
-    assert sender.lies / 12 < sender.others / (MANY - 12) / 3
-    assert not sender.strangers
-    reputes = {peer: sender.book.repute(peer) for peer in replicas}
-    assert sum(repute.audits > 0 for repute in reputes.values()) > 0.9 * MANY
-    assert sum(reputes[peer].aside.times > 0 for peer in sender.liars) >= 9
-    assert not any(reputes[peer].doubt for peer in set(replicas) - sender.liars)
-
-
-def test_time_stands_still_for_a_doubted_peer_that_is_out_of_view() -> None:
-    """A trial and a set-aside go on where they were, even if an audit went against the peer after it had left. For a
-    peer that stays, time passes."""
-    now = [0.0]
-    liar, late, stays, other = (PeerId(f"peer-{name}") for name in ("liar", "late", "stays", "other"))
-    book = LoadBalancer("uniform", random.Random(0), lambda: now[0])
-    book.update([liar, late, stays, other], 0)
-    for peer in (liar, stays):
-        for _ in range(3):
-            book.audited(peer, against=True, by_copy=False)
-    now[0] = 20.0
-    book.update([stays, other], 0)
-    now[0] = 500.0
-    book.audited(late, against=True, by_copy=False)
-    now[0] = 5000.0
-    assert book.trust(liar) is Trust.SET_ASIDE
-    book.update([liar, late, stays, other], 0)
-    assert [book.trust(peer) for peer in (liar, late, stays)] == [Trust.SET_ASIDE, Trust.ON_TRIAL, Trust.ORDINARY]
-    assert book.repute(stays).doubt_at(now[0]) == 0.0
-    now[0] += 39.0
-    assert book.trust(liar) is Trust.SET_ASIDE
-    now[0] += 2.0
-    assert book.trust(liar) is Trust.ON_TRIAL
-    now[0] += TRIAL_SECONDS
-    assert {book.trust(peer) for peer in (liar, late)} == {Trust.ORDINARY}
-    assert book.repute(liar).doubt_at(now[0]) > 1.9
 
 
 class Enough(Exception):
