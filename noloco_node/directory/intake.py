@@ -63,8 +63,6 @@ class Intake:
     def expect(self, key: bytes, place: Place) -> None:
         """A key that is known to be that of a bucket: records are judged by that."""
         self._validator.expect(key, place)
-        if place.level > 0:
-            self._store.expect_bucket(key)
 
     def take(self, storer: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
         """Take in one record as `storer` brought it, of any types; whether it is held now. Never raises."""

@@ -19,31 +19,23 @@ from noloco_node import ambient
 from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import SILENCES_TOLERATED, PeerStats
 
 T = TypeVar("T")
 
 MOST_RECORDS = 512
 """At most so many records are held under one key."""
-MOST_HEARSAY = 32
-"""One peer may bring so many records of others under one key, if this node knows nothing more of the others."""
-MOST_HEARSAY_OF_A_BUCKET = CROWDED
-"""One peer may bring so many records of others under a key that is known to be a bucket's. The bucket may be read from
-one of its holders alone, which brings as many as show that it is crowded. With fewer places a bucket of strangers would
-count for half of what it holds."""
+MOST_HEARSAY = CROWDED
+"""One peer may bring so many records of others under one key, if this node knows nothing more of the others. A bucket
+may be read from one of its holders alone, which brings as many as show that it is crowded."""
 MOST_KEYS = 4096
 """A seed holds the records of so many stages of other people's runs."""
-MOST_KEYS_A_SIGNER = 8
-"""One signer may have records under so many keys: a node serves one stage and may have just left some."""
 MOST_IN_ALL = 16_384
 REGULAR_SECONDS = 60.0
 """A peer that has brought its own record for so many seconds, again and again, is known by that."""
 SWEEP_SECONDS = 1.0
 SAMPLED = 32
 """The number of places that are examined for one to give up."""
-FEW = 8
-"""The number of places of what one peer brought that are examined for one to give up."""
 
 
 class Esteem(IntEnum):
@@ -82,8 +74,6 @@ def esteem_by(known: PeerStats) -> Callable[[PeerId], Esteem]:
 class NoRoom(StrEnum):
     """Why a record of another was not taken in, or gave way to one that was."""
 
-    SIGNER = "signer"
-    """Its signer has as many under other keys as one may have: it moves much, or floods levels."""
     PLACES = "places"
     """Every place of its key, or of all keys, is taken."""
     BRINGER = "bringer"
@@ -135,10 +125,8 @@ class RecordStore:
         self._longest, self._clock = longest, clock
         self._most_records, self._most_keys, self._most_in_all = most_records, most_keys, most_in_all
         self._rows: dict[bytes, dict[PeerId, HeldRecord]] = {}
-        self._keys_of: Counter[PeerId] = Counter()
         self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
         """By key and bringer: the signers of records that were brought by other peers than their signers."""
-        self._buckets = PeerTable[bytes, None]()
         self.no_room = Counter[NoRoom]()
         """Records so far that were not taken in or gave way, by what had no room."""
         self._count = 0
@@ -147,14 +135,6 @@ class RecordStore:
 
     def __len__(self) -> int:
         return self._count
-
-    def expect_bucket(self, key: bytes) -> None:
-        """This key is a bucket's."""
-        self._buckets[key] = None
-
-    def held_keys(self) -> tuple[bytes, ...]:
-        """The keys that records are held under."""
-        return tuple(self._rows)
 
     def count(self, key: bytes) -> int:
         """Records under `key`; the life of some may have ended."""
@@ -229,7 +209,6 @@ class RecordStore:
         row.since = row.placed = self._clock()
         self._rows.setdefault(key, {})[signer] = row
         self._count += 1
-        self._keys_of[signer] += 1
         if row.storer != signer:
             self._hearsay.setdefault((key, row.storer), {})[signer] = None
         return True
@@ -238,13 +217,7 @@ class RecordStore:
         esteem = self.esteem_of(signer, row, now)
         if esteem is Esteem.OWN:
             return True
-        if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:  # perhaps at keys that nobody has looked at since they ended
-            self._drop_all_ended(now)
-        if self._keys_of[signer] >= MOST_KEYS_A_SIGNER:
-            self.no_room[NoRoom.SIGNER] += 1
-            return False
-        hearsay = MOST_HEARSAY_OF_A_BUCKET if key in self._buckets else MOST_HEARSAY
-        if esteem <= Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= hearsay:
+        if esteem <= Esteem.HEARSAY and len(self._hearsay.get((key, row.storer), ())) >= MOST_HEARSAY:
             self._keep_hearsay_bounded(key, row.storer, now)
         if len(self._rows.get(key, ())) >= self._most_records:
             self._drop_ended(key, now)
@@ -265,8 +238,7 @@ class RecordStore:
         By chance, since an id can be sought. Only a few are examined, since a peer may bring many, again and again; if
         none of them is hearsay any more, little else is.
         """
-        rows, brought = self._rows[key], list(self._hearsay[key, storer])
-        among = self._rng.sample(brought, min(FEW, len(brought)))
+        rows, among = self._rows[key], self._sampled(self._hearsay[key, storer])
         of = {signer: self.esteem_of(signer, rows[signer], now) for signer in among}
         victim = min(among, key=of.__getitem__)
         if of[victim] <= Esteem.HEARSAY:
@@ -339,9 +311,6 @@ class RecordStore:
         rows = self._rows[key]
         held = rows.pop(signer)
         self._count -= 1
-        self._keys_of[signer] -= 1
-        if not self._keys_of[signer]:
-            del self._keys_of[signer]
         if held.storer != signer:
             brought = self._hearsay[key, held.storer]
             del brought[signer]

@@ -211,9 +211,9 @@ class Strangers(BaseModel):
     """What went beyond a bound on norms: `activations` refused for their scale, gradients `returned` by the next stage
     and `caused` by others' microbatches scaled down."""
     no_room: dict[str, int] = {}
-    """Records of others in the directory that were not taken in, or gave way to another, by what was full. `signer`: as
-    many of one signer under other keys as one may have. `places`: those of its key, or of all. `bringer`: as many of
-    others as one peer may bring. `checks`: new signatures to check."""
+    """Records of others in the directory that were not taken in, or gave way to another, by what was full.
+    `places`: those of its key, or of all. `bringer`: as many of others as one peer may bring. `checks`: new signatures
+    to check."""
 
 
 class Distribution(BaseModel):

@@ -112,24 +112,6 @@ def test_a_record_lies_in_its_own_peers_buckets_only() -> None:
             assert RecordValidator(RUN, 2).read_at(digest(elsewhere), identity.peer_id, signed, expires) is None
 
 
-async def test_who_floods_levels_has_few_places_with_each_holder() -> None:
-    """It has a valid record at all twenty levels. A holder keeps as many as of any signer, says how many it left out,
-    and a reader counts one in each bucket that it reads."""
-    [holder] = await swarm_of(1)
-    flooder, prefix = throw_away_key(), 0
-    prefix = prefix_of(flooder.peer_id)
-    expires = holder.directory.now() + LIFE
-    taken = 0
-    for level in range(1, MOST_LEVEL + 1):
-        place = Place(0, level, bucket_of(prefix, level))
-        signed = sign_record(flooder, bucket_key(RUN, place), record_of(flooder.peer_id), expires)
-        taken += intake_of(holder.directory).take(flooder.peer_id, digest(place), flooder.peer_id, signed, expires)
-    assert taken == 8
-    assert holder.directory.no_room == {"signer": MOST_LEVEL - taken}
-    view = await holder.directory.refresh()
-    assert view.stages[0] == {}
-
-
 async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:
     """Ninety records of which nobody is known, in a DHT of two: else its count, and with it the stage's, is wrong."""
     holder, reader = await swarm_of(2)

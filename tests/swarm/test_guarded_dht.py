@@ -315,7 +315,7 @@ def forget_all_records(made: list[Member]) -> None:
     """As when every record has ended."""
     for member in made:
         store = records_of(member.directory)
-        for key in store.held_keys():
+        for key in list(rows_of(store)):
             for signer in list(rows_of(store)[key]):
                 store._drop(key, signer)
         walker_of(member.directory).forget()

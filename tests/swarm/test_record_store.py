@@ -15,10 +15,9 @@ from noloco_node.directory import store as record_store
 from noloco_node.directory.intake import CHECKS_A_SECOND, CHECKS_AT_ONCE, POOLS, SKEW_SECONDS, Intake
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.store import (
-    FEW,
     MOST_HEARSAY,
-    MOST_KEYS_A_SIGNER,
     REGULAR_SECONDS,
+    SAMPLED,
     Esteem,
     HeldRecord,
     NoRoom,
@@ -111,13 +110,12 @@ def test_of_what_one_peer_brings_of_others_no_name_stays_longer_than_another() -
 
 
 def test_floods_are_counted_by_what_had_no_room_for_them_and_metrics_say_so() -> None:
-    """Levels of one signer, more of others than one may bring, a full key, full keys, and more than may be checked."""
-    store, extra = store_of(most_records=2 * MOST_HEARSAY, most_keys=MOST_KEYS_A_SIGNER), 5
-    for level in range(MOST_KEYS_A_SIGNER + extra):
-        store.put(bytes([level]) * 20, PeerId("flooder"), held("flooder"), 0.0)
-    assert store.no_room == {NoRoom.SIGNER: extra}
+    """More of others than one may bring, a full key, full keys, and more than may be checked."""
+    store, extra = store_of(most_records=2 * MOST_HEARSAY, most_keys=8), 5
+    for level in range(8):
+        store.put(bytes([level]) * 20, PeerId("direct"), held("direct"), 0.0)
     fill(store, extra, lambda _: "another")
-    assert store.no_room == {NoRoom.SIGNER: extra, NoRoom.PLACES: extra}, "no key is left for hearsay"
+    assert store.no_room == {NoRoom.PLACES: extra}, "no key is left for hearsay"
     key = bytes([1]) * 20
     for number in range(MOST_HEARSAY + extra):
         store.put(key, PeerId(f"brought-{number}"), held("stranger"), 0.0)
@@ -133,7 +131,7 @@ def test_floods_are_counted_by_what_had_no_room_for_them_and_metrics_say_so() ->
     no_room = {reason.value: count for reason, count in (store.no_room + desk.store.no_room).items()}
     told.observe(made.account(strangers=Strangers(no_room=no_room)))
     seen = {each: told.registry.get_sample_value("noloco_directory_no_room_total", {"reason": each}) for each in NoRoom}
-    assert seen == {NoRoom.SIGNER: extra, NoRoom.PLACES: extra + 1, NoRoom.BRINGER: extra, NoRoom.CHECKS: extra}
+    assert seen == {NoRoom.PLACES: extra + 1, NoRoom.BRINGER: extra, NoRoom.CHECKS: extra}
 
 
 def test_those_that_did_not_answer_lose_their_places_first() -> None:
@@ -229,7 +227,7 @@ def test_a_newcomer_that_renews_is_seen_most_of_the_time_beside_a_flood_of_new_k
 
 
 def test_a_seed_keeps_the_stages_of_runs_beside_keys_without_number() -> None:
-    """One signer cannot take many of its keys, what others are said to sign takes none from nodes that come."""
+    """What others are said to sign takes none of its keys from nodes that come."""
     store = store_of(most_keys=64)
     honest = [bytes([number]) * 20 for number in range(16)]
     for time in range(0, 70, 7):
@@ -240,9 +238,8 @@ def test_a_seed_keeps_the_stages_of_runs_beside_keys_without_number() -> None:
         store.put(key, PeerId(f"ghost-{number}"), held("stranger"), 70.0)
         store.put(key, PeerId("stranger"), held("stranger"), 70.0)
         store.put(key, PeerId(f"direct-{number}"), held(f"direct-{number}"), 70.0)
-        assert sum("stranger" in rows for rows in rows_of(store).values()) <= MOST_KEYS_A_SIGNER
-    assert len(store.held_keys()) <= 64
-    assert set(honest) <= set(store.held_keys())
+    assert len(rows_of(store)) <= 64
+    assert set(honest) <= rows_of(store).keys()
 
 
 def test_the_whole_is_bounded_and_what_has_ended_makes_room() -> None:
@@ -254,18 +251,6 @@ def test_the_whole_is_bounded_and_what_has_ended_makes_room() -> None:
         assert len(store) <= 200
     assert store.put(KEY, PeerId("late"), held("late", 300.0), 200.0)
     assert len(store) == 1
-
-
-def test_keys_whose_records_have_ended_do_not_count_against_their_signer() -> None:
-    """That holds also for keys that this node never looks at again, as buckets of levels that a stage has left."""
-    store, signer = store_of(), PeerId("long-lived")
-    keys = [bytes([number]) * 20 for number in range(2 * MOST_KEYS_A_SIGNER)]
-    for turn, key in enumerate(keys):
-        now = 30.0 * turn
-        assert store.put(key, signer, held(signer, now + 20.0), now)
-    now = 1e4
-    taken = [store.put(key, signer, held(signer, now + 20.0), now + 0.1 * turn) for turn, key in enumerate(keys)]
-    assert sum(taken) == MOST_KEYS_A_SIGNER == len(store)
 
 
 @settings(max_examples=60, deadline=None)
@@ -281,9 +266,9 @@ def test_whatever_comes_the_counts_are_true_the_bounds_hold_and_the_own_record_s
         name = f"peer-{signer}"
         row = held(name if direct else f"peer-{storer}", now + life)
         store.put(KEY if key == 3 else bytes([key]) * 20, PeerId(name), row, now)
-        every = [(each, store.held(each, peer)) for each in store.held_keys() for peer in rows_of(store)[each]]
+        every = [(each, store.held(each, peer)) for each, rows in rows_of(store).items() for peer in rows]
         assert len(every) == len(store) <= 10
-        assert len(store.held_keys()) <= 3
+        assert len(rows_of(store)) <= 3
         assert all(len(rows) <= 6 for rows in rows_of(store).values())
         assert OWN in rows_of(store)[KEY]
         hearsay = Counter(
@@ -309,7 +294,7 @@ def test_a_peer_that_brings_many_again_and_again_costs_little() -> None:
         for number in range(400):
             store.put(KEY, PeerId(f"peer-{number}"), held("storer", 1e6), float(time))
     assert len(store) <= MOST_HEARSAY + 1
-    assert looks <= 10 * 400 * (FEW + 1)
+    assert looks <= 10 * 400 * (SAMPLED + 1)
 
 
 class Desk:
