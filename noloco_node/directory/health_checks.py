@@ -20,7 +20,7 @@ from noloco_node.aio import Pulse, some_at_a_time
 from noloco_node.bootstrap.hello import ask_hello
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
-from noloco_node.directory.records_call import MANY, MOST_TOLD, few_told, tell
+from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pauses import Doubling
 from noloco_node.peer_table import FEW_PEERS
@@ -44,13 +44,6 @@ LONGEST_QUIET = 0.6 * ANSWER_SECONDS
 ASK_FOR_RECORD = 0.3
 """A peer is asked for a newer record if less than this part of its record's life is left, since the DHT brings none. It
 is also the part of a life between two such calls, and between calls to a peer that answers and has no record."""
-ALL_TOLD = 1.0 / 16.0
-"""A node that knows `MANY` peers tells a full message in this share of its calls to strangers, else its own record
-alone. A node of a large swarm meets a stranger a second for as long as it runs, by the directory. A peer whose record
-has grown old is always told all, since the directory brings nothing of it."""
-CHANGES_SECONDS, CROWD = 1.0, 256
-"""Changes are told at most once in so many seconds if so many peers are asked; with fewer, the interval is shorter in
-proportion. A listener examines all peers, so each answer would cost the more the larger the swarm is."""
 PAUSES = Doubling(1.0, 300.0)
 """Seconds between two calls to a peer that has never answered; one that has is asked at least once in a record's life.
 """
@@ -91,8 +84,8 @@ class _Asked:
 class HealthChecks:
     """Asks peers whether they are there.
 
-    `introduced` gives the records to go by. `on_change` is called soon after an answer, or its absence, has changed a
-    stage's peers. `run` must be running in the owner's task group; `sweep` needs none. A node that serves no `stage`
+    `introduced` gives the records to go by. `on_change` is called when an answer, or its absence, has changed a stage's
+    peers. `run` must be running in the owner's task group; `sweep` needs none. A node that serves no `stage`
     only says hello: it takes no part, and has nothing to tell.
     """
 
@@ -126,13 +119,8 @@ class HealthChecks:
         self._asked: dict[PeerId, _Asked] = {}
         self._looked = Pulse()
         self._running = False
-        self._has_changed, self._told_at = False, -math.inf
-        """Tells whether the peers that are there have changed since that was told, and when it was told."""
         self._found = False
         """Whether anybody that is introduced was there in the last sweep."""
-        self._near_in_a_row = 0
-        self._knows_many = False
-        """`MANY` of the introduced peers are there."""
         self._allowance = float(ASKED_AT_ONCE)
         self._allowed_at = 0.0
         self._earliest = -math.inf
@@ -161,7 +149,6 @@ class HealthChecks:
             asked.record, asked.old = record, row is not None and row.expires - dht_time < ASK_FOR_RECORD * self._life
             if asked.old and not asked.in_vain:  # a silent peer has no newer one to give
                 asked.next_try = min(asked.next_try, asked.asked_at + ASK_FOR_RECORD * self._life)
-        self._knows_many = sum(map(self._confirmed, records)) >= MANY
         self._looked.fire()
 
     async def run(self) -> None:
@@ -172,9 +159,6 @@ class HealthChecks:
             async with asyncio.TaskGroup() as group:
                 while True:
                     now = loop.time()
-                    if self._has_changed and self._until_told(now) <= 0.0:
-                        self._has_changed, self._told_at = False, now
-                        self._on_change()
                     for peer in self._due(now):
                         asked = self._asked[peer]
                         asked.under_way = True
@@ -273,36 +257,18 @@ class HealthChecks:
         return drawn
 
     def _drawn(self, due: Sequence[PeerId], most: int) -> list[PeerId]:
-        """Draw peers of each kind (`PeerKind`) with the same chance, and of each stage with the same chance.
-
-        No crowd at one place then keeps those elsewhere from being asked.
-        """
-        crowds: dict[PeerKind, dict[int, list[PeerId]]] = {}
-        for peer in due:
-            crowds.setdefault(self._kind(peer), {}).setdefault(self._stage_of(peer), []).append(peer)
-        for stages in crowds.values():
-            for peers in stages.values():
-                self._rng.shuffle(peers)
+        """Draw peers of each kind (`PeerKind`) with the same chance: a crowd of one kind keeps no other from being
+        asked."""
+        crowds: dict[PeerKind, list[PeerId]] = {}
+        for peer in self._rng.sample(due, len(due)):
+            crowds.setdefault(self._kind(peer), []).append(peer)
         drawn: list[PeerId] = []
         while crowds and len(drawn) < most:
             kind = self._rng.choice(list(crowds))
-            stage = self._rng.choice(self._wanted(kind, list(crowds[kind])))
-            drawn.append(crowds[kind][stage].pop())
-            if not crowds[kind][stage]:
-                del crowds[kind][stage]
+            drawn.append(crowds[kind].pop())
             if not crowds[kind]:
                 del crowds[kind]
         return drawn
-
-    def _wanted(self, kind: PeerKind, stages: list[int]) -> list[int]:
-        """The stages to draw from. Introduced peers of the own stage and the next are asked first, and now and then
-        another one."""
-        own = self._stage()
-        near = [] if own is None else [stage for stage in stages if stage in (own, own + 1)]
-        if kind is not PeerKind.INTRODUCED or not near or len(near) == len(stages):
-            return stages
-        self._near_in_a_row = (self._near_in_a_row + 1) % (ASKED_AT_ONCE + 1)
-        return near if self._near_in_a_row else [stage for stage in stages if stage not in near]
 
     def _is_due(self, peer: PeerId, asked: _Asked, now: float) -> bool:
         """Its time has come and it was not heard meanwhile, or it has just let another call go unanswered: is it still
@@ -320,47 +286,30 @@ class HealthChecks:
         asked.next_try = now + left
         return False
 
-    def _pressing(self, peer: PeerId) -> bool:
-        """The peer has called this node or moved. Any peer can have itself asked so, and it is no sample of the
-        others."""
-        return self._known.answers(peer) and not self._confirmed(peer)
-
     def _kind(self, peer: PeerId) -> PeerKind:
         record = self._asked[peer].record
         if record is None or self._known.of(peer).stage == record.stage:
             return PeerKind.SAID
         return PeerKind.CALLED if self._known.answers(peer) else PeerKind.INTRODUCED
 
-    def _stage_of(self, peer: PeerId) -> int:
-        record = self._asked[peer].record
-        return -1 if record is None else record.stage
-
     def _confirmed(self, peer: PeerId) -> bool:
         record = self._asked[peer].record
         return record is None or is_there(self._known, record)
 
     def _until_next(self, now: float) -> float | None:
-        told = self._until_told(now) if self._has_changed else math.inf
         if self._earliest == math.inf:
-            return None if told == math.inf else told
-        return min(LOOK_SECONDS, told, max(1.0 / self._calls_a_second, self._earliest - now))
-
-    def _until_told(self, now: float) -> float:
-        return self._told_at + CHANGES_SECONDS * min(1.0, len(self._asked) / CROWD) - now
+            return None
+        return min(LOOK_SECONDS, max(1.0 / self._calls_a_second, self._earliest - now))
 
     async def _ask(self, peer: PeerId, asked: _Asked, timeout: float = QUESTION_SECONDS) -> None:
         if self._asked.get(peer) is not asked:  # the directory was read since: its record's life is over
             return
         before = self._known.answers(peer), self._known.of(peer).stage
-        sampled = self._kind(peer) is PeerKind.INTRODUCED or self._known.of(peer).drawn is not None
-        at_random, record = sampled and not self._pressing(peer), asked.record
         asked.under_way = True
         try:
-            answered = await self._call(peer, record, asked, timeout)
+            answered = await self._call(peer, asked.record, asked, timeout)
         finally:
             asked.under_way = False
-        if at_random and record is not None:
-            self._known.drew(peer, answered and is_there(self._known, record))
         if answered:
             again = ASK_FOR_RECORD if asked.record is None else ASK_AGAIN
             asked.in_vain, wait = 0, min(LONGEST_QUIET, self._life * again)
@@ -370,16 +319,8 @@ class HealthChecks:
             asked.in_vain += 1
         self._wait(peer, asked, wait * self._rng.uniform(0.75, 1.25), answered=answered)
         if before != (self._known.answers(peer), self._known.of(peer).stage):
-            if self._running:
-                self._has_changed = True
-            else:
-                self._on_change()
+            self._on_change()
         self._looked.fire()
-
-    def _tells_few(self, peer: PeerId, asked: _Asked) -> bool:
-        if asked.old:
-            return False
-        return self._known.has_taken_part(peer) or (self._knows_many and self._rng.random() >= ALL_TOLD)
 
     def _wait(self, peer: PeerId, asked: _Asked, seconds: float, *, answered: bool) -> None:
         now = asyncio.get_running_loop().time()
@@ -392,7 +333,8 @@ class HealthChecks:
         """A node that is still on its way to its stage has no records to tell yet, and only says where it goes."""
         own = self._stage()
         if own is not None and (record is None or record.state is not PeerState.JOINING):
-            most = few_told(self._directory) if self._tells_few(peer, asked) else MOST_TOLD
+            few = not asked.old and self._known.has_taken_part(peer)  # of an old record the directory brings no newer
+            most = FEW_TOLD if few else MOST_TOLD
             told = await tell(self._transport, peer, self._run, self._directory, stage=own, most=most, timeout=timeout)
             asked.has_told |= told.stage is not None
             if not self._running:

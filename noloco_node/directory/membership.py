@@ -15,7 +15,7 @@ from statistics import median_low
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
-from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, unasked_share
+from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, seen_there, unasked
 from noloco_node.directory.records import (
     LOOK_AGAIN_SECONDS,
     NOTHING_SHOWN,
@@ -207,18 +207,13 @@ class Membership:
     def live_replicas(self) -> int:
         """Replicas of the own stage that train, this one included: by what they have shown (`live_estimate`). Where
         only a sample is seen, as many as its records stand for, at the share of them that counts."""
-        answering, unsure = list[PeerId](), list[PeerId]()
-        for record in self.live(self.stage, PeerState.TRAINING):
-            peer = PeerId(record.peer_id)
-            if peer != self._own and is_there(self._known, record):
-                answering.append(peer)
-            elif peer != self._own and self._known.unsure(peer, record.stage):
-                unsure.append(peer)
-        each = self.scale(self.stage)
-        if each == 1.0:
-            return round(self._heads.replicas(answering, unsure))
-        stands_for = each * self._there_and_unasked(self.stage, PeerState.TRAINING) / max(1, len(answering))
-        return round(1.0 + (self._heads.replicas(answering, sampled=True) - 1.0) * stands_for)
+        there, each = self._seen_there(self.stage, PeerState.TRAINING)
+        peers = [PeerId(record.peer_id) for record in there]
+        return round(1.0 + (self._heads.replicas(peers, sampled=self.scale(self.stage) > 1.0) - 1.0) * each)
+
+    def _seen_there(self, stage: int, *states: PeerState) -> tuple[list[PeerRecord], float]:
+        view, now = self._directory.view, self._directory.now()
+        return seen_there(view, self._known, now, stage, *states, without=self._own)
 
     def scale(self, stage: int) -> float:
         """For how many of a stage each peer that is seen of it stands."""
@@ -271,20 +266,15 @@ class Membership:
     def unserved(self) -> list[int]:
         """Stages other than the own one at which no serving peer is there, whatever the records say.
 
-        In a stage that is seen in part other nodes are drawn by and by (`buckets`). While none of
-        those in view was asked, nothing is known.
+        In a stage that is seen in part other nodes are drawn by and by (`buckets`). While none of those in view was
+        asked, nothing is known.
         """
         others = [
             stage
             for stage in range(self.stages)
             if stage != self.stage and next(self._those_there(stage, *SERVING), None) is None
         ]
-        return [stage for stage in others if self.scale(stage) == 1.0 or not self._unasked(stage, *SERVING)]
-
-    def _unasked(self, stage: int, *states: PeerState) -> list[PeerId]:
-        """Peers at a stage of which nothing is known but that they are introduced."""
-        peers = [PeerId(r.peer_id) for r in self.live(stage, *states) if not is_there(self._known, r)]
-        return [peer for peer in peers if peer != self._own and self._known.unsure(peer, stage)]
+        return [s for s in others if self.scale(s) == 1.0 or not unasked(self._known, self.live(s, *SERVING))]
 
     def replicas_per_stage(self) -> list[int]:
         """Replicas of each stage that are there, this one included; of a large one an estimate."""
@@ -301,17 +291,10 @@ class Membership:
 
     def _counts(self, *states: PeerState, own: int) -> list[int]:
         """The number of other nodes of each stage that are there, and `own` at this one's."""
-        counts = [round(self._there_and_unasked(stage, *states) * self.scale(stage)) for stage in range(self.stages)]
+        seen = [self._seen_there(stage, *states) for stage in range(self.stages)]
+        counts = [round(len(there) * each) for there, each in seen]
         counts[self.stage] += own
         return counts
-
-    def _there_and_unasked(self, stage: int, *states: PeerState) -> float:
-        there = len(self.there(stage, *states))
-        if self.scale(stage) == 1.0:
-            return float(there)
-        unasked = len(self._unasked(stage, *states))
-        rows = sum(record.peer_id != self._own for record in self.live(stage, *states))
-        return there + unasked * unasked_share(rows - unasked, there)
 
     def hurry(self, hurried: bool = True) -> None:
         """From now on look at the others more often, or no longer: whatever this node waits for, the others wait for as

@@ -28,13 +28,9 @@ from noloco_node.transport.messages import ProtocolVersion, RunName, StageIndex,
 MOST_TOLD = 12
 """A message tells at most so many records, the teller's own included: what a header holds, and few enough to check at
 once."""
-FEW_TOLD = 4
-"""The number of records that are told to a peer that has said before what it serves. Its own record goes from either to
-the other each time. It hears of others by the DHT and by all the peers that call it."""
-FEWEST_TOLD = 1
-"""The number of records that are told if `MANY` peers are known: the own record alone, since calls are as many as a
-node may make then."""
-MANY = 64
+FEW_TOLD = 1
+"""So many records are told to a peer that has said before what it serves: the own one, which goes from either to the
+other each time. It hears of others by the DHT and by all the peers that call it."""
 ALL_AGAIN_SECONDS = 10.0
 """A peer that never says what it serves is told a full message at most once in so many seconds. Otherwise it would get
 a hundred times the bytes that it sends, for as long as it likes."""
@@ -94,11 +90,6 @@ class ToldRecords:
     """The peers whose records it told."""
 
 
-def few_told(directory: Directory) -> int:
-    """Records for a peer that has said before what it serves."""
-    return FEWEST_TOLD if sum(map(len, directory.view.stages)) >= MANY else FEW_TOLD
-
-
 def serve_records(
     transport: Transport, run_id: str, directory: Directory, stage: Callable[[], int | None] = lambda: None
 ) -> Withdraw:
@@ -108,13 +99,13 @@ def serve_records(
     told_all = PeerTimes[PeerId]()
 
     def to_be_told(peer: PeerId, wanted: int) -> int:
-        few, wanted = few_told(directory), min(wanted, MOST_TOLD)
-        if wanted <= few or transport.peer_stats.takes_part(peer):
-            return min(wanted, few)
+        wanted = min(wanted, MOST_TOLD)
+        if transport.peer_stats.takes_part(peer):
+            return FEW_TOLD
         now = ambient.monotonic()
         told_all.expire(now)
         if told_all.holds(peer, now):
-            return FEWEST_TOLD
+            return FEW_TOLD
         told_all[peer] = now + ALL_AGAIN_SECONDS
         return wanted
 

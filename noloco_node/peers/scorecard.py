@@ -187,27 +187,17 @@ class Scorecard:
     worked_at: float = -math.inf
     tokens: int = 0
     """The tokens of the work that was seen, where it is counted in tokens."""
-    idles: int = 0
-    """How often it was asked for work and none came, since work of it was last seen."""
-    idle_since: float = math.inf
-    """The time of the first idle; +inf if there is none, -inf if the peer is let down for good."""
-    idle_at: float = -math.inf
-    """The time of the last idle."""
     asks: int = 0
-    """How often this node asked it for work since work of it was last seen, each window counted once."""
+    """How often this node asked it for work since work of it was last seen: each window counts once, work that was
+    given and came to nothing more."""
     asked_at: float = -math.inf
     """When the last ask was that counts."""
     asks_began_at: float = -math.inf
-    """The time of the first ask that counts."""
+    """The time of the first ask that counts; -inf if the peer is let down for good."""
     chances: int = 0
     """How often all that it was asked came to nothing, since work of it was last seen."""
-    pending_ask: list[bool] | None = None
-    """The last ask after it had worked, while nothing has come of it."""
     stage: int | None = None
     """The stage of this node's run that it serves, as it said itself over its own link; None where it has not."""
-    drawn: bool | None = None
-    """Whether it answered, and served the stage of its record, when this node last drew it at random; None where it has
-    not been drawn."""
     earned: int = 0
     """Tokens that it sent and that were trained here."""
     evaluated: int = 0

@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from noloco_node.directory.buckets import TARGET
-from noloco_node.directory.live_estimate import WELCOME_SHARE, is_there, sampled_share, unasked_share
+from noloco_node.directory.live_estimate import WELCOME_SHARE, seen_there, unasked
 from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
@@ -86,11 +85,8 @@ def servers_of(
     than `CREDIBLE_STRENGTH` of it. In a stage that is too large to ask all nodes, the others count with the share of
     asked ones that is there.
     """
-    introduced = [
-        [r for r in view.live(stage, now, *COUNTED) if r.peer_id != without and not known.failed(PeerId(r.peer_id))]
-        for stage in range(len(work))
-    ]
-    there = [[r for r in rows if is_there(known, r)] for rows in introduced]
+    seen = [seen_there(view, known, now, stage, *COUNTED, without=without) for stage in range(len(work))]
+    there = [[r for r in records if not known.failed(PeerId(r.peer_id))] for records, _ in seen]
     records = [r for rows in there for r in rows]
     worked = {r.peer_id for r in records if known.has_worked(PeerId(r.peer_id))}
     speeds = [(r.capacity * work[r.stage], r.peer_id in worked) for r in records if r.capacity > 0.0]
@@ -100,37 +96,16 @@ def servers_of(
         claimed = record.capacity * work[record.stage] or usual
         return min(claimed, usual * (CREDIBLE_STRENGTH if record.peer_id in worked else 1.0))
 
-    return [
-        server
-        for stage, rows in enumerate(introduced)
-        for server in _servers_of_stage(stage, rows, [(r, strength(r)) for r in there[stage]], view, known, usual)
-    ]
-
-
-def _servers_of_stage(
-    stage: int,
-    rows: Sequence[PeerRecord],
-    there: Sequence[tuple[PeerRecord, float]],
-    view: DirectoryView,
-    known: PeerStats,
-    usual: float,
-) -> list[Server]:
-    """The nodes of one stage that are there, with their strengths, and how many of its `rows` and of others each stands
-    for."""
-    each = view.scale(stage).each
-    unsure = list[PeerId]()
-    if (each > 1.0 or len(rows) > TARGET) and len(there) < len(rows):
-        answering = {r.peer_id for r, _ in there}
-        others = [PeerId(r.peer_id) for r in rows if r.peer_id not in answering]
-        unsure = [peer for peer in others if known.unsure(peer, stage)]
-    if not there and each > 1.0:
-        # Nobody of these was asked yet: it says no more of the stage than that they may be on their way there.
-        return [Server(peer, stage, usual, present=False, stands_for=each) for peer in unsure]
-    if unsure and there:
-        asked = len(rows) - len(unsure)
-        share = unasked_share(asked, len(there)) if each > 1.0 else sampled_share(asked, len(there))
-        each *= 1.0 + len(unsure) * share / len(there)
-    return [Server(PeerId(r.peer_id), stage, s, r.state in SERVING, r.standby_of, each) for r, s in there]
+    servers: list[Server] = []
+    for stage, (_, each) in enumerate(seen):
+        if not there[stage] and each > 1.0:
+            # Nobody of these was asked yet: it says no more of the stage than that they may be on their way there.
+            unsure = unasked(known, view.live(stage, now, *COUNTED))
+            servers += [Server(p, stage, usual, present=False, stands_for=each) for p in unsure if p != without]
+        servers += [
+            Server(PeerId(r.peer_id), stage, strength(r), r.state in SERVING, r.standby_of, each) for r in there[stage]
+        ]
+    return servers
 
 
 def as_far_trained(stage_peers: Sequence[PeerId], clocks: Mapping[PeerId, float], least: float) -> list[PeerId]:

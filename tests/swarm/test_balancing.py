@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import IDLES_ALLOWED, PeerStats
+from noloco_node.peers.stats import ASKS_ALLOWED, FAILURE_ASKS, PeerStats
 from noloco_node.placement.balancing import (
     Server,
     Supply,
@@ -105,7 +105,7 @@ def test_nobody_counts_for_more_than_is_credible() -> None:
     assert strengths_now() == [10.0] * 9
     known.worked(braggart)
     assert strengths_now() == [*[10.0] * 8, CREDIBLE_STRENGTH * 10.0]
-    for _ in range(IDLES_ALLOWED + 1):
+    for _ in range(ASKS_ALLOWED // FAILURE_ASKS + 1):
         known.idle(braggart)
     assert strengths_now() == [10.0] * 8
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from noloco_node.directory import health_checks
 from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
@@ -109,29 +108,6 @@ async def test_beside_ghosts_who_calls_this_node_is_asked_first_and_calls_are_fe
             asked = sum(known.of(PeerId(r.peer_id)).silences for r in made.records)
             assert asked <= ASKED_AT_ONCE + 12
             await eventually(lambda: made.changes, what="whoever follows the health check is told")
-
-
-async def test_a_sample_is_drawn_at_random_within_the_own_stage_and_who_presses_in_is_not_part_of_it() -> None:
-    """The first that are called are of the own stage or the next, whatever the order of the records. A peer that called
-    this node before says nothing of the rest."""
-    async with hall() as made:
-        made.records += [record_of(f"ghost-{number:06d}") for number in range(400)]
-        presses = made.add("peer-that-presses")
-        made.records += [record_of(f"far-{number:08d}", 3) for number in range(400)]
-        known = made.transport.peer_stats
-        known.answered(PeerId("peer-that-presses"))
-        made.checks.look()
-        async with alongside(made.checks.run()):
-
-            def drawn() -> list[int]:
-                rows = enumerate(made.records)
-                return [n for n, r in rows if known.of(PeerId(r.peer_id)).drawn is not None]
-
-            await eventually(lambda: len(drawn()) >= ASKED_AT_ONCE - 1 and made.there(presses))
-            assert known.of(PeerId("peer-that-presses")).drawn is None
-            assert max(drawn()) < 401
-            assert max(drawn()) > 100, "not by the order of the records"
-            assert not any(known.unsure(PeerId(made.records[number].peer_id), 0) for number in drawn())
 
 
 async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> None:
@@ -279,55 +255,6 @@ def test_whose_record_grows_old_is_asked_for_a_newer_one_and_who_works_is_not_as
     in_virtual_time(course)
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of records that each message had room for; a peer that knows eight knows many."""
-    found: list[int] = []
-    monkeypatch.setattr(health_checks, "MANY", 8)
-    monkeypatch.setattr(MemoryDirectory, "to_tell", lambda _self, most: found.append(most) or ())
-    return found
-
-
-def test_who_knows_many_tells_strangers_and_hears_of_them_few_and_now_and_then_all(told: list[int]) -> None:
-    """In a large swarm a stranger comes a second, for good: twelve records each way were two thirds of all bytes."""
-
-    async def course() -> None:
-        async with hall() as made:
-            for number in range(8):
-                made.add(f"peer-known-early-{number}")
-            await made.checks.sweep(5.0)
-            assert set(told) == {MOST_TOLD}
-            told.clear()
-            strangers = [made.add(f"peer-known-late-{number}") for number in range(160)]
-            await made.checks.sweep(5.0)
-            assert all(map(made.there, strangers))
-            assert set(told) == {MOST_TOLD, FEW_TOLD}
-            assert len(told) == 320
-            assert 4 <= told.count(MOST_TOLD) / 2 <= 20
-
-    in_virtual_time(course)
-
-
-def test_who_knows_many_tells_all_to_those_of_whom_the_directory_brings_no_newer_record(told: list[int]) -> None:
-    """That holds for one alone, too: behind a hostile DHT, or between two that do not meet, nobody else would ever be
-    heard of."""
-
-    async def course() -> None:
-        async with callers(10) as made:
-            for _ in range(5):
-                await asyncio.sleep(LIFE / 3)
-                for each in made[1:]:
-                    await each.directory.publish(each.record, LIFE)
-            lately = told[len(told) // 2 :]
-            assert 0 < lately.count(MOST_TOLD) < 0.5 * len(lately), "one record alone was old"
-            await asyncio.sleep(0.7 * LIFE)
-            told.clear()
-            await asyncio.sleep(0.25 * LIFE)
-            assert told.count(MOST_TOLD) > 0.8 * len(told) / 2 > 10, "answers tell as many as they were told: none here"
-
-    in_virtual_time(course)
-
-
 def test_who_falls_silent_after_it_called_is_asked_again_all_the_same() -> None:
     """That it was heard of late is no reason to wait."""
 
@@ -378,38 +305,3 @@ def test_who_called_after_a_silence_is_asked_at_once_at_the_next_one() -> None:
             assert not asking.sees(silent)
 
     in_virtual_time(course)
-
-
-def test_who_is_told_of_changes_is_told_of_many_at_once_and_of_the_last_one() -> None:
-    """A listener examines everybody: 128 that answer within half a minute are no 128 looks. A few are told of at
-    once."""
-
-    async def told(many: int) -> tuple[list[float], float]:
-        async with hall() as made:
-            loop, times = asyncio.get_running_loop(), list[float]()
-            checks = HealthChecks(
-                made.transport,
-                MemoryDirectory(MemoryDirectoryHub(2)),
-                RUN,
-                lambda: 0,
-                60.0,
-                lambda: made.records,
-                lambda: times.append(loop.time()),
-                random.Random(1),
-            )
-            peers = [made.add(f"peer-number-{number:04}") for number in range(many)]
-            checks.look()
-            running = asyncio.create_task(checks.run())
-            await eventually(lambda: all(made.there(peer) for peer in peers))
-            there_at = loop.time()
-            await asyncio.sleep(1.0)
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-            return times, there_at
-
-    times, there_at = in_virtual_time(lambda: told(128), seed=1)
-    assert len(times) <= 2 * (there_at + 1.0)
-    assert there_at - 0.05 <= times[-1] <= there_at + 0.5
-    times, there_at = in_virtual_time(lambda: told(4), seed=1)
-    assert times[-1] <= there_at + 0.05

@@ -236,7 +236,7 @@ async def test_who_has_left_knows_no_exchange_any_more(caplog: pytest.LogCapture
         with pytest.raises(Refused) as refused:
             await calls.ask(partner, here.peer_id, exchange.OPEN, header, tensors=tensors, seconds=5.0)
         assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        assert here.peer_stats.of(STRANGER).idles == 0
+        assert here.peer_stats.of(STRANGER).asks == 0
         await partner.close()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 

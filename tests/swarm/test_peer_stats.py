@@ -13,7 +13,9 @@ from noloco_node.peers.partners import Partners
 from noloco_node.peers.scorecard import Offence, PeerBook
 from noloco_node.peers.stats import (
     ANSWER_SECONDS,
-    IDLES_ALLOWED,
+    ASKS_ALLOWED,
+    FAILURE_ASKS,
+    REST_AN_ASK,
     SILENCES_TOLERATED,
     WORK_SECONDS,
     PeerStats,
@@ -63,11 +65,11 @@ def test_work_counts_for_longer_and_clears_what_came_to_nothing() -> None:
     known.idle(PEER)
     clock.now += 5.0
     known.idle(PEER)
-    assert (known.of(PEER).idles, known.of(PEER).idle_since) == (2, 100.0)
+    assert (known.of(PEER).asks, known.of(PEER).asks_began_at) == (2 * FAILURE_ASKS, 100.0)
     assert not known.answers(PEER), "who was asked for work has not answered by that"
     known.worked(PEER, 512)
     known.worked(PEER, 512)
-    assert known.of(PEER).idles == 0
+    assert known.of(PEER).asks == 0
     assert known.of(PEER).tokens == 1024
     assert known.works(PEER)
     assert known.answers(PEER)
@@ -116,23 +118,20 @@ async def test_the_transport_notes_answers_refusals_requests_and_silence() -> No
 
 
 def test_exchanges_that_broke_three_times_in_a_row_part_two_peers_for_a_while_only() -> None:
-    """Both ends note it, so neither would begin another. Each further one doubles the rest; a peer that is let down for
-    good has failed until it works."""
+    """Both ends note it, so neither would begin another. Each further three double the rest; a peer that is let down
+    for good has failed until it works."""
     clock = Clock()
     known = PeerStats(clock)
-    for _ in range(IDLES_ALLOWED + 1):
-        clock.now += 50.0
-        known.idle(PEER)
-    rest = 2 * 50.0
-    for _ in range(3):
-        assert known.failed(PEER)
+    for chance in range(3):
+        for _ in range(ASKS_ALLOWED // FAILURE_ASKS + 1):
+            assert not known.failed(PEER)
+            clock.now += 200.0
+            known.idle(PEER)
+        rest = REST_AN_ASK * 400.0 * 2.0**chance
         clock.now += rest - 1.0
         assert known.failed(PEER)
         clock.now += 1.0
         assert not known.failed(PEER)
-        known.idle(PEER)
-        began = known.of(PEER)
-        rest = (began.idle_at - began.idle_since) * 2.0 ** (began.idles - IDLES_ALLOWED - 1)
     known.worked(PEER)
     known.idle(PEER)
     assert not known.failed(PEER)

@@ -140,12 +140,12 @@ def test_those_that_did_not_answer_lose_their_places_first() -> None:
     store = store_of(known, most_records=MOST_HEARSAY)
     fill(store, MOST_HEARSAY, lambda _: "one")
     known |= {f"ghost-{number}": Esteem.SILENT for number in range(MOST_HEARSAY // 2)}
-    fill(store, 3, lambda _: "one", first=100)
-    fill(store, 3, lambda _: "another", first=200)
+    fill(store, 3, lambda _: "one", first=1000)
+    fill(store, 3, lambda _: "another", first=2000)
     assert len(names(store) & known.keys()) <= MOST_HEARSAY // 2 - 5, "eight or more are looked at for each"
-    known |= {f"ghost-{number}": Esteem.SILENT for number in range(1000)}
+    known |= {f"ghost-{number}": Esteem.SILENT for number in range(3000)}
     known["ghost-20"] = Esteem.KNOWN
-    fill(store, 50, lambda _: "third", first=2000)
+    fill(store, 50, lambda _: "third", first=4000)
     assert "ghost-20" in names(store)
 
 

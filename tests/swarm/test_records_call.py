@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, SignedRecord
+from noloco_node.directory.records import SignedRecord
 from noloco_node.directory.records_call import (
     FEW_TOLD,
-    FEWEST_TOLD,
-    MANY,
     MOST_TOLD,
     RECORDS,
     RecordsMessage,
@@ -77,31 +75,7 @@ async def test_who_never_says_what_it_serves_is_told_many_now_and_then_only() ->
     serve_records(server, RUN, Book(*many))
     for _ in range(3):
         assert (await tell(caller, TWO, RUN, book)).answered
-    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEWEST_TOLD, FEWEST_TOLD]
-
-
-class Acquainted(Book):
-    """One that knows so many peers."""
-
-    knows = 0
-
-    @property
-    def view(self) -> DirectoryView:
-        peers = [PeerId(f"peer-number-{number}") for number in range(self.knows)]
-        said = PeerRecord(peer_id=ONE, stage=0, state=PeerState.TRAINING, protocol=1, version="1")
-        return DirectoryView((dict.fromkeys(peers, LiveRecord(said, 1e12)),))
-
-
-async def test_who_knows_many_tells_each_of_them_fewer() -> None:
-    """All its calls bring as many others a second as where it knows few and calls them more seldom."""
-    network = MemoryNetwork()
-    caller, server, book = MemoryTransport(network, ONE), MemoryTransport(network, TWO), Book()
-    known = Acquainted(*map(row, range(MOST_TOLD)))
-    serve_records(server, RUN, known)
-    for known.knows in (MANY - 1, MANY):
-        for _ in range(2):
-            assert (await tell(caller, TWO, RUN, book, stage=0)).answered
-    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEWEST_TOLD, FEWEST_TOLD]
+    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEW_TOLD]
 
 
 async def test_who_wants_few_is_told_no_more_and_who_tells_many_as_many() -> None:
@@ -109,12 +83,11 @@ async def test_who_wants_few_is_told_no_more_and_who_tells_many_as_many() -> Non
     that says nothing of either, as an older release, is told as many as go in."""
     network = MemoryNetwork()
     caller, server = MemoryTransport(network, ONE), MemoryTransport(network, TWO)
-    book, known = Book(*map(row, range(MOST_TOLD))), Acquainted(*map(row, range(MOST_TOLD)))
-    known.knows = MANY
+    book, known = Book(*map(row, range(MOST_TOLD))), Book(*map(row, range(MOST_TOLD)))
     serve_records(server, RUN, known)
     for most in (1, 1, MOST_TOLD):
         assert (await tell(caller, TWO, RUN, book, stage=0, most=most)).answered
-    assert [len(rows) for _, rows in book.heard] == [FEWEST_TOLD, FEWEST_TOLD, MOST_TOLD]
+    assert [len(rows) for _, rows in book.heard] == [1, FEW_TOLD, MOST_TOLD]
     older = MemoryTransport(network, PeerId("peer-of-an-older-release"))
     answer = await call(older, TWO, RECORDS, RecordsMessage.model_validate({"run": RUN, "stage": 0}), seconds=1.0)
     assert len(answer.records) == MOST_TOLD
