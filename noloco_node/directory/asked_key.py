@@ -5,7 +5,7 @@ nothing is told twice. Near a key many nodes are asked at once. Most records of 
 than what the asker has. The hash is salted, with a salt drawn for each request: nobody can seek a key in advance whose
 mark hides another's. A key of the DHT's own length asks for everything, as before there were marks.
 
-An asker that follows a few signers under a key asks for these alone: nothing is told of signers that are not marked.
+An asker may want nothing of signers that are not marked: one that seeks nodes marks nobody.
 """
 
 from __future__ import annotations

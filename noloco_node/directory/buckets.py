@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections import deque
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -26,6 +25,7 @@ from statistics import median
 from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 TARGET = 64
 """The wanted number of records in a bucket."""
@@ -46,10 +46,7 @@ BEYOND_CHANCE = (3.5, 2.0)
 """Records speak of a level if they are so many standard deviations beyond what so small a stage has by chance. If
 nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden."""
 LOOKED_BACK = 4
-"""The number of latest looks that decide on the level: three of four must be too full, or too empty; no bucket decides
-alone."""
-UNNAMED = -1
-"""This stands for the number of a bucket if that was not kept."""
+"""So many latest looks decide on the level: three of four must be too full, or too empty; no bucket decides alone."""
 KEPT = 10
 """The counts of so many buckets make the estimate."""
 CROWDED = 2 * TARGET
@@ -130,31 +127,6 @@ def bounded_mean(densities: Sequence[float]) -> float:
     return sum(min(most, max(least, density)) for density in densities) / len(densities)
 
 
-class BucketLook(NamedTuple):
-    """What was found in a bucket."""
-
-    level: int
-    bucket: int
-    """Its number, or `UNNAMED`."""
-    records: int
-
-
-def _still_counts(earlier: BucketLook, new: BucketLook, named: int) -> bool:
-    """Tell whether an earlier look says something beside a `new` one; `named` buckets of the new one's level are known
-    by number.
-
-    The last look at a bucket counts. At level 0 all peers are seen, and what was before is over. A crowded bucket of
-    another level only says how many there are at least. That level says nothing any more once enough of this one is
-    known.
-    """
-    if earlier.level == new.level and earlier.bucket != UNNAMED:
-        return new.level > 0 and earlier.bucket != new.bucket
-    if new.level == 0 or named >= min(LOOKED_BACK, 1 << new.level):
-        return False
-    beside = abs(earlier.level - new.level) == 1 and earlier.records < CROWDED
-    return earlier.level in (0, new.level) or beside
-
-
 class StageLevel:
     """One node's view of one stage: its level, and what its buckets say of the number. `took` is told what was found
     where.
@@ -166,10 +138,12 @@ class StageLevel:
     def __init__(self, rng: random.Random, level: int = 0) -> None:
         self._rng = rng
         self.level = level
-        self._counts: deque[BucketLook] = deque(maxlen=KEPT)
-        """Those that make the estimate, the latest last."""
-        self._here: deque[tuple[int, int]] = deque(maxlen=LOOKED_BACK)
-        """The latest looks at buckets of this level: which, and its records."""
+        self._counts = PeerTable[int, int](KEPT)
+        """The records of the buckets of this level that were read, the latest last."""
+        self._looks = 0
+        """Those at buckets of this level."""
+        self._before = 0.0
+        """The number as it was known when this level was come to."""
         self._turn: list[int] = []
         self._candidate: int | None = None
         self._votes: list[int] = []
@@ -178,31 +152,21 @@ class StageLevel:
     @property
     def number(self) -> float:
         """An estimate of the records of the stage; exact at level 0."""
-        if not self._counts:
-            return 0.0
-        if self.level == 0:
-            latest = self._counts[-1]
-            return float(latest.records << latest.level)
-        counts = [min(look.records, CROWDED) if look.level else look.records for look in self._counts]
-        return bounded_mean([float(count << look.level) for count, look in zip(counts, self._counts, strict=True)])
+        counts = self._counts.values()
+        if len(counts) < min(LOOKED_BACK, 1 << self.level):
+            return self._before
+        return bounded_mean([float(min(count, CROWDED) << self.level if self.level else count) for count in counts])
 
     @property
     def fullness(self) -> float:
         """Records that the middle one of the latest buckets of this level held."""
-        if not self._here:
-            return self.number / (1 << self.level)
-        ordered = self._latest
-        return ordered[len(ordered) // 2]
+        latest = self._latest
+        return latest[len(latest) // 2] if latest else self.number / (1 << self.level)
 
     @property
     def _latest(self) -> list[int]:
         """Records of the buckets that were looked at last, each as it was last seen, the emptiest first."""
-        return sorted(dict(self._here).values())
-
-    @property
-    def read(self) -> bool:
-        """Whether anything was read yet."""
-        return bool(self._counts)
+        return sorted(list(self._counts.values())[-LOOKED_BACK:])
 
     @property
     def confirming(self) -> bool:
@@ -220,7 +184,7 @@ class StageLevel:
         if not self._turn:
             self._turn = list(range(1 << self.level))
             self._rng.shuffle(self._turn)
-            if self._here and self._turn[-1] == self._here[-1][0]:
+            if self._counts and self._turn[-1] == next(reversed(self._counts)):
                 self._turn.reverse()
         return self.level, self._turn.pop()
 
@@ -231,11 +195,8 @@ class StageLevel:
         if level == self._candidate and (bucket or level == 1):
             self._vote(len(prefixes))
         elif level == self.level:
-            new = BucketLook(level, bucket, len(prefixes))
-            named = sum(look.level == level and look.bucket != UNNAMED for look in self._counts)
-            kept = (look for look in self._counts if _still_counts(look, new, named))
-            self._counts = deque((*kept, new), KEPT)
-            self._here.append((bucket, len(prefixes)))
+            self._counts[bucket] = len(prefixes)
+            self._looks += 1
             self._decide()
 
     def _look_behind(self, prefixes: Collection[int]) -> None:
@@ -256,9 +217,8 @@ class StageLevel:
         level, votes = self._candidate, self._votes
         self._candidate, self._votes = None, []
         if (min(votes) if level == 1 else median(votes)) >= LOWER * TARGET:
-            self._go_to(level)
-            if level > 1:  # at the first level of all few write yet when a stage grows quickly, and all were just seen
-                self._counts.extend(BucketLook(level, UNNAMED, vote) for vote in votes)
+            # At the first level of all few write yet when a stage grows quickly, and all were just seen.
+            self._go_to(level, None if level == 1 else bounded_mean([float(vote << level) for vote in votes]))
         elif level - 2 > self.level:
             self._consider(level - 1)
         elif level > 1 or self.fullness <= RAISE * TARGET:
@@ -266,7 +226,7 @@ class StageLevel:
 
     def _decide(self) -> None:
         ordered = self._latest
-        if len(self._here) < (1 if self.level == 0 else LOOKED_BACK) or len(ordered) < min(2, 1 << self.level):
+        if self._looks < (1 if self.level == 0 else LOOKED_BACK) or len(ordered) < min(2, 1 << self.level):
             return
         lower_middle, upper_middle = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
         if lower_middle > RAISE * TARGET and self.level == 0:
@@ -282,10 +242,10 @@ class StageLevel:
         """Read some of its buckets before it is gone to."""
         self._candidate, self._votes = level, []
 
-    def _go_to(self, level: int) -> None:
-        self.level = level
-        self._turn = []
-        self._here.clear()
+    def _go_to(self, level: int, number: float | None = None) -> None:
+        self._before = self.number if number is None else number
+        self.level, self._turn, self._looks = level, [], 0
+        self._counts.clear()
 
 
 HELD = 2

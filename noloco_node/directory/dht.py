@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
@@ -31,7 +29,7 @@ from noloco_node.directory.records import (
     SignedRecord,
 )
 from noloco_node.directory.sampled_view import USUAL_LIFE, SampledView
-from noloco_node.directory.store import HeldRecord, RecordStore, esteem_by
+from noloco_node.directory.store import RecordStore, esteem_by
 from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, peers_unreachable
@@ -41,8 +39,6 @@ from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import PeerStats
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 STORE_SECONDS = 5.0
 WALK_AGAIN = 0.5
@@ -114,12 +110,7 @@ class DhtDirectory:
         self._storing: dict[asyncio.Task[bool], None] = {}
         self._life = USUAL_LIFE
         """Seconds that the last own record lives."""
-        self._known_as_of: tuple[DirectoryView | None, int] = (None, 0)
-        self._known: list[tuple[int, PeerId]] = []
-        """See `_introduced`."""
         self._roots = {self._id_of(place := Place(stage, 0, 0)).to_bytes(): place for stage in range(stages)}
-        self._root_keys = tuple(self._roots)
-        """The keys of the whole stages, by stage."""
         node.enough_of = self._enough_of
         self._walked_at: dict[Any, float] = {}
         """DHT time of the last walk to each stage's key: not all are looked at equally often."""
@@ -234,7 +225,7 @@ class DhtDirectory:
         if not self._walker.near(key_id):
             await self._walker.walk([key_id], self._also(ALSO_ASKED))
         elif not self._walker.holders(key_id):
-            await self._walker.walk([key_id], only=())
+            await self._walker.walk([key_id], records=False)
 
         async def taken(peer: Any) -> bool:
             answer = await self._node.store(peer, [row])
@@ -314,31 +305,18 @@ class DhtDirectory:
         Nobody's word is passed on.
         """
         now, known = self.now(), self._peer_stats
-        own, some = self._own_to_tell(now)[:most], list[tuple[int, PeerId]]()
-        if most > len(own):
-            answering = (place for place in _in_any_order(self._introduced(), self._rng) if known.answers(place[1]))
-            some = sorted(islice(answering, LOOKED_AT * most), key=lambda place: not known.works(place[1]))
-        others = (
-            _newest(
-                stage, peer, self._records.held(self._root_keys[stage], peer), self._view.stages[stage].get(peer), now
-            )
-            for stage, peer in some
-        )
-        return (*own, *islice((row for row in others if row is not None), most - len(own)))
-
-    def _introduced(self) -> list[tuple[int, PeerId]]:
-        """The peers in the view or at level 0, with their stages, without this node; as of the last record that came or
-        went."""
-        if self._known_as_of[0] is not self._view or self._known_as_of[1] != len(self._records):
-            self._known_as_of = (self._view, len(self._records))
-            now, roots = self.now(), self._root_keys
-            self._known = [
-                (stage, peer)
-                for stage in range(self._stages)
-                for peer in {**self._view.stages[stage], **dict.fromkeys(sorted(self._records.live(roots[stage], now)))}
-                if peer != self._identity.peer_id
-            ]
-        return self._known
+        own = self._own_to_tell(now)[:most]
+        if most <= len(own):
+            return tuple(own)
+        others = [
+            SignedRecord(stage, peer, row.expires, row.signed, row.level)
+            for stage, rows in enumerate(self._view.stages)
+            for peer, row in rows.items()
+            if peer != self._identity.peer_id and row.expires > now and known.answers(peer)
+        ]
+        some = self._rng.sample(others, min(LOOKED_AT * most, len(others)))
+        some.sort(key=lambda row: not known.works(row.peer))
+        return (*own, *some[: most - len(own)])
 
     def _own_to_tell(self, now: float) -> list[SignedRecord]:
         """This node's own live record of each stage, the newest first, at one of its places."""
@@ -433,26 +411,6 @@ async def join_directory(
         await directory.close()
         raise
     return directory
-
-
-def _newest(
-    stage: int, peer: PeerId, held: HeldRecord | None, row: LiveRecord | None, now: float
-) -> SignedRecord | None:
-    """What to tell of a peer, of what is held at level 0 and what is in the view; None where its life is over."""
-    if held is not None and held.expires > now and (row is None or held.expires >= row.expires):
-        return SignedRecord(stage, peer, held.expires, held.signed)
-    if row is None or row.expires <= now:
-        return None
-    return SignedRecord(stage, peer, row.expires, row.signed, row.level)
-
-
-def _in_any_order(items: Sequence[T], rng: random.Random) -> Iterator[T]:
-    """All of them, each next one drawn when it is asked for."""
-    left = list(items)
-    while left:
-        place = rng.randrange(len(left))
-        left[place], left[-1] = left[-1], left[place]
-        yield left.pop()
 
 
 def _place_of(row: SignedRecord) -> Place:

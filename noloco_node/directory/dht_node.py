@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -218,13 +218,13 @@ class DhtNode:
         return True
 
     async def find(
-        self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE, only: Collection[str] | None = None
+        self, peer: Any, keys: Sequence[Any], neighbours: int = BUCKET_SIZE, *, records: bool = True
     ) -> dict[Any, Nearest] | None:
-        """Ask a peer for records that this node lacks, of all signers or of these alone; they go through the intake.
+        """Ask a peer for records that this node lacks, unless it wants none; they go through the intake.
 
         Returns so many of the nodes that the peer knows nearest to each key; None if it does not answer.
         """
-        asked = [self._asking_for(key.to_bytes(), neighbours, only) for key in keys]
+        asked = [self._asking_for(key.to_bytes(), neighbours, records) for key in keys]
         request = _pb.FindRequest(keys=asked, peer=self._info)
         response = await self._request(peer, FIND, request, _pb.FindResponse)
         if response is None or not self._met(peer, response.peer.node_id):
@@ -239,12 +239,11 @@ class DhtNode:
             found[key] = self._true_neighbours(result)
         return found
 
-    def _asking_for(self, key: bytes, neighbours: int, only: Collection[str] | None) -> bytes:
+    def _asking_for(self, key: bytes, neighbours: int, records: bool) -> bytes:
         now, salt = self._intake.now(), bytes.fromhex(ambient.token(8))
+        if not records:
+            return pack_asked(key, (), salt, neighbours, only_marked=True)
         held: dict[str, float] = {signer: row.expires for signer, row in self._records.live(key, now).items()}
-        if only is not None:
-            marked = [(signer, held.get(signer, now)) for signer in only]
-            return pack_asked(key, marked, salt, neighbours, only_marked=True)
         held |= dict.fromkeys(self.enough_of(key), now + ENOUGH_SECONDS)
         return pack_asked(key, held.items(), salt, neighbours)
 

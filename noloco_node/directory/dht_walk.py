@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,8 +63,8 @@ class _Walk:
     introduced: int = 0
     over: bool = False
     neighbours: int = BUCKET_SIZE
-    only: Collection[str] | None = None
-    """The signers whose records are wanted; None for all."""
+    records: bool = True
+    """Whether records are wanted, and not only nodes."""
 
 
 class Walker:
@@ -87,13 +87,13 @@ class Walker:
         """Seconds to wait for a node that stalls."""
         return min(STRANGERS_SECONDS, PATIENCE * self.life)
 
-    async def walk(self, keys: Sequence[Any], also: Sequence[Any] = (), only: Collection[str] | None = None) -> None:
+    async def walk(self, keys: Sequence[Any], also: Sequence[Any] = (), *, records: bool = True) -> None:
         """Ask the nodes near the keys, and the peers in `also` whatever their places, until nobody nearer turns up.
 
-        `only` names the signers whose records are wanted, None means all.
+        Without `records` they are asked for nodes alone.
         """
         walk = _Walk(tuple(keys), {key: {node_id: peer for node_id, peer in self._node.nearest(key)} for key in keys})
-        walk.only = only
+        walk.records = records
         if all(map(self.near, keys)):
             walk.neighbours = FEW_NEIGHBOURS
         first: dict[Any, list[Any]] = {}
@@ -158,7 +158,7 @@ class Walker:
         """
         known = bool(self.holders(key))
         if not known:
-            await self.walk([key], only=())  # of records nothing: holders asked at once would send theirs twice
+            await self.walk([key], records=False)  # holders asked at once would send theirs twice
         walk = await self._ask_near([key], GLANCED if known else REPLICAS)
         for peer in walk.asked - walk.answered:
             self.silent(peer)
@@ -198,7 +198,7 @@ class Walker:
         task.add_done_callback(self._asking.discard)
 
     async def _asked(self, walk: _Walk, peer: Any, keys: list[Any]) -> None:
-        found = await self._node.find(peer, keys, walk.neighbours, walk.only)
+        found = await self._node.find(peer, keys, walk.neighbours, records=walk.records)
         if found is None:
             self._reliable.pop(peer, None)
             self._pause(peer)

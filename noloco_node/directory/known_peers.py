@@ -12,25 +12,26 @@ ever more rarely; one answer on one node joins the halves.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node import ambient
+from noloco_node.aio import some_at_a_time
 from noloco_node.directory.buckets import by_lot
 from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import NO_REST, Doubling, Rest
+from noloco_node.pauses import Doubling
 from noloco_node.peer_table import FEW_PEERS, PeerTable
 from noloco_node.peers.stats import PeerStats
 from noloco_node.storage import atomic
@@ -40,10 +41,8 @@ logger = logging.getLogger(__name__)
 
 MOST_PEERS = 32
 LOOK_SECONDS = 1.0
-PAUSES = Doubling(2.0, 30.0)
-"""Seconds after which a peer's address is asked for again; a known one is asked for after the longest, since it may
-have moved."""
-LAST_LOOK_SECONDS = 3.0
+LOOKS_BETWEEN = 30
+"""All addresses are asked for again after so many looks, since peers may have moved."""
 MAX_FILE_BYTES = 256 * 1024
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
@@ -151,37 +150,21 @@ class KnownPeers:
         Each address is learnt as soon as the peer is seen (a short run may be over before long) and again from time to
         time. If there are more peers than places, those of which this node knows most stay (`worth_keeping`).
         """
-        waits: dict[PeerId, Rest] = {}
-        """By looks: at which one each live peer is asked for again, and how often it was asked."""
-        look = 0
+        look, asked = 0, set[PeerId]()
         while True:
             before = dict(self.addresses)
-            waits = {peer: waits.get(peer, NO_REST) for peer in self.worth_keeping(live(), esteem)}
-            peers = [peer for peer, wait in waits.items() if not wait.holds(look)]
-            for first in range(0, len(peers), ASKED_AT_ONCE):
-                await asyncio.gather(*(self._ask(book, peer) for peer in peers[first : first + ASKED_AT_ONCE]))
-            for peer in peers:
-                known = PAUSES.longest if peer in self.addresses else 0.0
-                waits[peer] = waits[peer].again(PAUSES, look, at_least=known)
+            if again := look % LOOKS_BETWEEN == 0:
+                asked.clear()
+            peers = [peer for peer in self.worth_keeping(live(), esteem) if peer not in asked]
+            asked.update(peers)
+            await some_at_a_time(ASKED_AT_ONCE, peers, partial(self._ask, book))
             known = self.held.keys()
             self.worked_with(holders())
-            grown = self.held.keys() != known or (self.held and look % PAUSES.longest == 0)
+            grown = self.held.keys() != known or (self.held and again)
             if self.addresses != before or self.run != run or grown:
                 await ambient.elsewhere(self.save, run)
             await asyncio.sleep(LOOK_SECONDS)
             look += 1
-
-    async def last_look(self, book: Book, run: str, met: Iterable[PeerId]) -> None:
-        """At a node's end learn where the peers met listen that came too late for `keep`, and write the file.
-
-        It learns as many as there is room for and as can be told within seconds.
-        """
-        unknown = [peer for peer in met if peer not in self.addresses]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_LOOK_SECONDS):
-                room = MOST_PEERS - len(self.addresses)
-                await asyncio.gather(*(self._ask(book, peer) for peer in unknown[:room]))
-        await ambient.elsewhere(self.save, run)
 
     def worth_keeping(self, live: Iterable[PeerId], esteem: Callable[[PeerId], Esteem]) -> list[PeerId]:
         """As many of these peers as the file has places for, those first of which this node knows most.
@@ -230,11 +213,6 @@ def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool])
         for record in view.live(stage, now)
         if record.outer_steps_taken and works(PeerId(record.peer_id))
     }
-
-
-def peers_met(view: DirectoryView, own: PeerId) -> list[PeerId]:
-    """All peers in the view without this one, those that have just left among them."""
-    return sorted({peer for rows in view.stages for peer in rows} - {own})
 
 
 LOST_PAUSES = Doubling(5.0, 60.0)

@@ -165,8 +165,6 @@ class DirectoryView:
     stages: tuple[Mapping[PeerId, LiveRecord], ...]
     scales: tuple[Scale, ...] = ()
     """By stage; where there is none, everybody is seen."""
-    settled: bool = True
-    """Tells whether the size of each stage is known. The first look at a large one shows only some."""
     _ordered: dict[int, tuple[LiveRecord, ...]] = field(default_factory=_no_rows, init=False, repr=False, compare=False)
     """Rows by peer id, of the stages that were asked for: the same view is asked many questions."""
 
@@ -210,7 +208,7 @@ class DirectoryView:
         It must not take itself for somebody else.
         """
         rest = tuple({p: row for p, row in rows.items() if p != peer} for rows in self.stages)
-        return DirectoryView(rest, self.scales, self.settled)
+        return DirectoryView(rest, self.scales)
 
 
 class Directory(Protocol):

@@ -195,8 +195,7 @@ class SampledView:
             each.forget_ended(now, self._life)
         rows = tuple(_rows_of(each, now, self._life) for each in self._stages)
         scales = (_scale(each, here, now) for each, here in zip(self._stages, rows, strict=True))
-        settled = not any(each.level.confirming or (each.level.level and not each.held) for each in self._stages)
-        return DirectoryView(rows, tuple(scales), settled)
+        return DirectoryView(rows, tuple(scales))
 
     def _buckets_of(self, stage: int, each: _Stage, now: float) -> list[Place]:
         again = held_again(each.level.fullness, self._life)

@@ -24,7 +24,7 @@ from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.dht import DhtDirectory, join_directory
-from noloco_node.directory.known_peers import HeldState, KnownPeers, holders_in, live_peers, peers_met
+from noloco_node.directory.known_peers import HeldState, KnownPeers, holders_in, live_peers
 from noloco_node.directory.records import Directory
 from noloco_node.directory.store import esteem_by
 from noloco_node.errors import UserError
@@ -189,7 +189,6 @@ async def network(
                 life,
                 LifeWatch(life, door.transport, ScreenedDirectory(directory, access), spec),
             )
-            await known.last_look(daemon, spec.run_id, peers_met(directory.view, daemon.own_id))
         finally:
             await directory.close()
 

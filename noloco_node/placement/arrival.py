@@ -54,7 +54,6 @@ class Arrival:
         same time. `work` as in `Supply`; `fitting` are the stages that this machine can hold, `line_seconds` as in
         `choose_stage`. Where nobody is there yet a node that can hold the first stage takes it: the text is here, and
         need not be with the next one to come."""
-        await self._see_how_large_they_are()
         first = self._others(work)
         begins = not first and 0 in fitting and not any(line_seconds)
         chosen = 0 if begins else choose_stage(supply_of(first, work), fitting, rng, line_seconds)
@@ -68,17 +67,6 @@ class Arrival:
             await self.withdraw(chosen)
             await self._publish(better, PeerState.JOINING)
         return better
-
-    async def _see_how_large_they_are(self) -> None:
-        """Look until the size of the stages is known. The first look shows as few nodes of a stage of thousands as of
-        one of some dozens, and the same ones to all joiners."""
-        looks = 0
-        # The size of the stages is known by then, if anything of it is to be known.
-        while not self._directory.view.settled and looks < 8:
-            await self._directory.refresh()
-            looks += 1
-        if looks:
-            await self._ask()
 
     async def confirmed(self, stage: int, work: Sequence[float], worth: Callable[[Sequence[Server]], bool]) -> bool:
         """Announce this node at `stage`, look again, and keep to it if it is still `worth` it. It is judged beside

@@ -9,13 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.buckets import Place, bucket_of, levels_to_write, prefix_of
-from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
+from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, supply_of, worth_moving
-from noloco_node.transport.bans import Bans
-from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually, one_turn
 from tests.swarm.worlds import AllAnswer
@@ -94,25 +91,6 @@ async def test_an_announcement_lives_while_the_node_prepares_and_is_withdrawn_wh
         await prepare_in_vain()
     assert not announced()
     assert (await directory.refresh()).live(0, hub.now()) == ()
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_joiner_does_not_take_a_large_stage_for_a_small_one(seed: int) -> None:
-    """The first look at 300 shows only those of the first bucket, fewer than the 90 of a stage that is read whole. It
-    looks through its screen, as every node does."""
-    hub = MemoryDirectoryHub(2)
-    for stage, many, level in ((0, 90, 0), (1, 300, 2)):
-        for number in range(many):
-            peer = PeerId(f"peer-{stage}-{number:07d}")
-            record = trains(peer, stage)
-            for at in levels_to_write(prefix_of(peer), level, many / (1 << level)):
-                hub.at(Place(stage, at, bucket_of(prefix_of(peer), at)))[peer] = LiveRecord(record, hub.now() + 600.0)
-    directory = ScreenedDirectory(MemoryDirectory(hub), Bans())
-    view = await directory.refresh()
-    assert len(view.live(1, hub.now())) < 90
-    arrival = Arrival(directory, PeerId(f"joiner-{seed:06d}"), 20.0, AllAnswer(), one_turn)
-    assert await arrival.choose((1.0, 1.0), range(2), random.Random(seed)) == 0
-    assert directory.view.settled
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -64,7 +64,7 @@ def test_holders_of_a_bucket_are_those_that_are_nearest_now() -> None:
         net.live -= set(net.true_holders())
         await asyncio.sleep(HOLDERS_SECONDS)
         assert walker.holders(KEY) == ()  # a publisher does not store at those for ever
-        await walker.walk([KEY], only=())
+        await walker.walk([KEY], records=False)
         assert walker.holders(KEY) == net.true_holders()
 
     in_virtual_time(scenario)
@@ -161,7 +161,7 @@ async def test_records_of_a_bucket_whose_holders_are_sought_come_once(monkeypatc
     monkeypatch.setattr(intake_of(reader.directory), "take", noted)
     own = {holder.peer for holder in holders}
     walker.forget()
-    await walker.walk([TOLD_KEY], only=())
+    await walker.walk([TOLD_KEY], records=False)
     assert not set(told) - own
     walker.forget()
     assert await walker.glance(TOLD_KEY)

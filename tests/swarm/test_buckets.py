@@ -306,13 +306,14 @@ def test_ids_that_were_sought_keep_nobody_from_a_stages_level_for_good(zeros: in
 @pytest.mark.parametrize("start", [300, 600])
 def test_a_stage_that_shrank_to_between_two_levels_lies_at_neighbouring_ones(start: int) -> None:
     """Ninety-five are at most at level 0 and a quarter each of them nearly enough at level 2."""
-    world = BucketWorld(start // 600)
-    world.add(start)
-    world.look(30)
-    world.nodes = world.nodes[:95]
-    world.look(60)
-    assert world.levels <= {0, 1}
-    assert world.rms_error() < 0.1
+    for seed in range(2):
+        world = BucketWorld(seed)
+        world.add(start)
+        world.look(30)
+        world.nodes = world.nodes[:95]
+        world.look(60)
+        assert max(world.levels) - min(world.levels) <= 1
+        assert world.rms_error() < 0.1
 
 
 def test_none_of_a_few_buckets_is_read_twice_before_all_were() -> None:

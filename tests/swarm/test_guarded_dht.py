@@ -333,6 +333,7 @@ async def test_records_told_over_own_links_reach_those_whose_dht_says_nothing() 
     assert one.directory.told(newcomer.peer, newcomer.directory.to_tell(12)) == 1
     key = KEY.to_bytes()
     intake_of(one.directory).take(newcomer.identity.peer_id, key, *ghost(RUN, 0, expires), expires)
+    await one.directory.refresh()
     rows = one.directory.to_tell(12)
     assert [row.peer for row in rows] == [one.peer, newcomer.peer]
     assert two.directory.told(one.peer, rows) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.directory.known_peers import MOST_PEERS, KnownPeers, live_peers, peers_met
+from noloco_node.directory.known_peers import MOST_PEERS, KnownPeers, live_peers
 from noloco_node.directory.records import DirectoryView, LiveRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
@@ -124,36 +124,8 @@ async def test_a_peer_is_asked_for_as_soon_as_it_is_seen_and_seldom_where_nobody
     keeping = asyncio.create_task(KnownPeers(tmp_path / "peers.json").keep(Book(), "run-a", live))
     await eventually(lambda: looks > 100, what="many looks")
     keeping.cancel()
-    assert [look for look, peer in asked if peer == PeerId(ID)][:3] == [10, 40, 70]
-    assert [look for look, peer in asked if peer == PeerId(OTHER)][:6] == [1, 3, 7, 15, 31, 61]
-
-
-async def test_at_its_end_a_node_learns_where_those_listen_that_it_met_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That holds however short its life was. A known peer is not asked for, and none is if there is no room for it. One
-    that cannot be found holds nothing up for long."""
-    monkeypatch.setattr("noloco_node.directory.known_peers.LAST_LOOK_SECONDS", 0.2)
-    asked: list[PeerId] = []
-
-    class Book:
-        async def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
-            asked.append(peer)
-            if peer == lost:
-                await asyncio.Event().wait()
-            return (at("203.0.114.9"),)
-
-    lost = PeerId(f"{ID[:-3]}999")
-    late = [PeerId(f"{ID[:-3]}{number:03d}") for number in range(2 * MOST_PEERS)]
-    known = KnownPeers(tmp_path / "peers.json")
-    known.learn(PeerId(OTHER), [at("203.0.114.8", OTHER)])
-    async with asyncio.timeout(60):
-        await known.last_look(Book(), "run-a", [PeerId(OTHER), lost, late[0]])
-    assert KnownPeers(tmp_path / "peers.json").addresses.keys() == {PeerId(OTHER), late[0]}
-    asked.clear()
-    await known.last_look(Book(), "run-a", [PeerId(OTHER), *late])
-    assert PeerId(OTHER) in KnownPeers(tmp_path / "peers.json").addresses
-    assert len(asked) == MOST_PEERS - 2
+    assert [look for look, peer in asked if peer == PeerId(ID)][:3] == [10, 31, 61]
+    assert [look for look, peer in asked if peer == PeerId(OTHER)][:3] == [1, 31, 61]
 
 
 def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
@@ -173,7 +145,6 @@ def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
         )
     )
     assert live_peers(view, 5.0, own) == [one, two]
-    assert peers_met(view, own) == [one, two, dead]
 
 
 @pytest.mark.parametrize(
