@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -33,15 +33,15 @@ class Net:
     def __init__(self, live: Sequence[Any]) -> None:
         self.live = set(live)
         self.stall = False
-        self.asked = list[tuple[Any, Collection[str] | None]]()
+        self.asked = list[tuple[Any, bool]]()
 
     def nearest(self, key: Any) -> Nearest:
         return sorted(((node_id_of(peer), peer) for peer in self.live), key=lambda each: key.xor_distance(each[0]))[:20]
 
     async def find(
-        self, peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Collection[str] | None = None
+        self, peer: Any, keys: Sequence[Any], neighbours: int = 20, *, records: bool = True
     ) -> dict[Any, Nearest] | None:
-        self.asked.append((peer, only))
+        self.asked.append((peer, records))
         if self.stall:
             await asyncio.sleep(3.0)
             return None
@@ -96,9 +96,9 @@ def test_those_near_a_key_that_stall_hide_no_bucket(stalling: tuple[int, ...], t
         walker, find = Walker(cast("DhtNode", net), random.Random(1), loop.time), net.find
         walker.life = 20.0
 
-        async def slow(peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Any = None) -> Any:
+        async def slow(peer: Any, keys: Sequence[Any], neighbours: int = 20, *, records: bool = True) -> Any:
             await asyncio.sleep(3.0 if peer in stalled else trip)
-            return None if peer in stalled else await find(peer, keys, neighbours, only)
+            return None if peer in stalled else await find(peer, keys, neighbours, records=records)
 
         net.find = slow  # type: ignore[method-assign]
         began = loop.time()
@@ -127,13 +127,13 @@ def test_who_names_invented_nodes_near_a_key_hides_no_bucket(invented: int, sile
         walker, find, told = Walker(cast("DhtNode", net), rng, loop.time), net.find, set[Any]()
         walker.life = 20.0
 
-        async def answer(peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Any = None) -> Any:
+        async def answer(peer: Any, keys: Sequence[Any], neighbours: int = 20, *, records: bool = True) -> Any:
             await asyncio.sleep(0.03 if peer in lying else 0.1 if peer in net.live else silence)
             if peer in lying:
                 return {key: [(node_id_of(each), each) for each in rng.sample(names, 8)] for key in keys}
-            if only is None:
+            if records:
                 told.add(peer)
-            return await find(peer, keys, neighbours, only)
+            return await find(peer, keys, neighbours, records=records)
 
         net.find = answer  # type: ignore[method-assign]
         assert await walker.glance(KEY)
@@ -179,11 +179,11 @@ def test_a_holder_that_stalls_first_hides_nothing_of_a_bucket_that_is_sought() -
         walker, find = Walker(cast("DhtNode", net), random.Random(1), loop.time), net.find
         first, at = net.true_holders()[0], dict[Any, float]()
 
-        async def slow(peer: Any, keys: Sequence[Any], neighbours: int = 20, only: Any = None) -> Any:
-            if only is None:
+        async def slow(peer: Any, keys: Sequence[Any], neighbours: int = 20, *, records: bool = True) -> Any:
+            if records:
                 at[peer] = loop.time()
                 await asyncio.sleep(3.0 if peer == first else 0.1)
-            return await find(peer, keys, neighbours, only)
+            return await find(peer, keys, neighbours, records=records)
 
         net.find = slow  # type: ignore[method-assign]
         began = loop.time()
