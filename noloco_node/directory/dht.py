@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -110,8 +110,6 @@ class DhtDirectory:
         self._storing: dict[asyncio.Task[bool], None] = {}
         self._life = USUAL_LIFE
         """Seconds that the last own record lives."""
-        self._roots = {self._id_of(place := Place(stage, 0, 0)).to_bytes(): place for stage in range(stages)}
-        node.enough_of = self._enough_of
         self._walked_at: dict[Any, float] = {}
         """DHT time of the last walk to each stage's key: not all are looked at equally often."""
 
@@ -269,30 +267,23 @@ class DhtDirectory:
         """Ask two of the holders of each key for what is new.
 
         All nodes near it are asked once in half a record's life, so that whatever those two leave out is found before
-        its life ends. They are also asked if one of the two does not answer, or if this node sees nobody else.
+        its life ends. They are also asked if none of the two answers, or if this node sees nobody else.
         """
-        if not keys:
-            return
-        now, own = self.now(), self._identity.peer_id
+        now, own, soon = self.now(), self._identity.peer_id, WALK_AGAIN * self._life
         alone = not any(peer != own for rows in self._view.stages for peer in rows)
-        due = keys
-        if await self._walker.look(keys) and not alone:
-            last, soon = self._walked_at, WALK_AGAIN * self._life
-            due = [key for key in keys if not 0.0 <= now - last.get(key, -math.inf) < soon]
-        if due:
+        walked = () if alone else [key for key in keys if 0.0 <= now - self._walked_at.get(key, -math.inf) < soon]
+        answered = await asyncio.gather(*map(self._walker.glance, walked))
+        fresh = {key for key, found in zip(walked, answered, strict=True) if found}
+        if due := [key for key in keys if key not in fresh]:
             self._walked_at |= dict.fromkeys(due, now)
             await self._walker.walk(due, self._also(ALSO_ASKED))
 
     def _id_of(self, place: Place) -> Any:
-        """The DHT's name of a key; that of a bucket is one that the validator may expect."""
+        """The DHT's name of a key."""
         found = self._ids.get(place)
         if found is None:
             found = self._ids[place] = DHTID.generate(source=bucket_key(self._run_id, place))
-            self._intake.expect(found.to_bytes(), place)
         return found
-
-    def _enough_of(self, key: bytes) -> Collection[PeerId]:
-        return self._sampled.enough_of(self._roots[key]) if key in self._roots else ()
 
     def _rows(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
         key = self._id_of(place).to_bytes()

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -82,9 +82,6 @@ ASKED_KEY_COST = float(16 << 10)
 """A look-up of a key for a peer costs so many bytes besides the records: it takes as long as packing so many."""
 LOOKED_AT_BYTES = 512
 """Each record under a key costs at least so many bytes, whether it is in the answer or not."""
-ENOUGH_SECONDS = 4000.0
-"""A record that expires so many seconds from now is claimed as held, for signers of which none is wanted. No other
-lives as long."""
 MOST_PINGS = 8
 """At most so many nodes of full buckets are asked at once whether they are still there."""
 
@@ -179,8 +176,6 @@ class DhtNode:
         self._pings = 0
         self._calling_back: set[Any] = set()
         self._rested = 0
-        self.enough_of: Callable[[bytes], Iterable[str]] = _of_nobody
-        """The signers under a key of which no newer record is wanted."""
         self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
         self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
 
@@ -240,12 +235,11 @@ class DhtNode:
         return found
 
     def _asking_for(self, key: bytes, neighbours: int, records: bool) -> bytes:
-        now, salt = self._intake.now(), bytes.fromhex(ambient.token(8))
+        salt = bytes.fromhex(ambient.token(8))
         if not records:
             return pack_asked(key, (), salt, neighbours, only_marked=True)
-        held: dict[str, float] = {signer: row.expires for signer, row in self._records.live(key, now).items()}
-        held |= dict.fromkeys(self.enough_of(key), now + ENOUGH_SECONDS)
-        return pack_asked(key, held.items(), salt, neighbours)
+        held = [(signer, row.expires) for signer, row in self._records.live(key, self._intake.now()).items()]
+        return pack_asked(key, held, salt, neighbours)
 
     async def store(self, peer: Any, rows: Sequence[Stored]) -> list[bool] | None:
         """Ask a peer to hold records; which of them it took, None where it does not answer."""
@@ -334,14 +328,9 @@ class DhtNode:
         def lacked(signer: str, held: HeldRecord) -> bool:
             return signer == own or asked.wants(signer, held.expires)
 
-        live, vouches = self._records.live(asked.key, now).items(), self._records.vouches
-        lacking = [(signer, held) for signer, held in live if lacked(signer, held) and vouches(signer, held, now)]
-        if sum(len(held.signed) + len(signer) + ROW_BYTES for signer, held in lacking) <= most_bytes:
-            return [(signer, held.signed, held.expires) for signer, held in lacking]
+        lacking = [row for row in self._records.live(asked.key, now).items() if lacked(*row)]
         rows: list[tuple[str, bytes, float]] = []
-        for signer, held in self._records.best_first(asked.key, now):
-            if not lacked(signer, held):
-                continue
+        for signer, held in self._records.best_first(lacking, now):
             most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
             if most_bytes < 0:
                 break
@@ -429,10 +418,6 @@ class DhtNode:
         task: asyncio.Task[Any] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _of_nobody(_key: bytes) -> tuple[str, ...]:
-    return ()
 
 
 def _rows_of(value: bytes) -> list[tuple[object, object, object]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,24 +119,14 @@ class Walker:
             answered.sort(key=key.xor_distance)
             self._found(key, [walk.candidates[key][node_id] for node_id in answered])
 
-    async def look(self, keys: Sequence[Any]) -> bool:
-        """Ask two of the nodes nearest to each key in its last walk, the second for what the first did not have.
-
-        Returns False if not every key has two that answer.
-        """
-        if any(len(self.near(key)) < GLANCED for key in keys):
-            return False
-        walk = await self._ask_near(keys, GLANCED)
-        return all(len(walk.candidates[key]) == GLANCED for key in keys)
-
-    async def _ask_near(self, keys: Sequence[Any], most: int) -> _Walk:
-        """Ask one of the nodes nearest to each key, and soon up to `most` in all for what that did not have."""
-        walk, began = _Walk(tuple(keys), {key: {} for key in keys}, over=True, neighbours=0), self._clock()
-        drawn = [(key, self._rng.sample(near := self.near(key), min(most, len(near)))) for key in keys]
+    async def _ask_near(self, key: Any, most: int) -> _Walk:
+        """Ask one of the nodes nearest to a key, and soon up to `most` in all for what that did not have."""
+        walk, began, near = _Walk((key,), {key: {}}, over=True, neighbours=0), self._clock(), self.near(key)
+        drawn = self._rng.sample(near, min(most, len(near)))
         soon = min(SECOND_SECONDS, self.patience / 2.0)
         for until, turn in ((soon, slice(0, 1)), (self.patience, slice(1, None))):
-            for peer, asked in _by_peer((key, peer) for key, peers in drawn for peer in peers[turn]).items():
-                self._ask(walk, peer, asked)
+            for peer in drawn[turn]:
+                self._ask(walk, peer, [key])
             if walk.tasks:
                 await asyncio.wait(walk.tasks, timeout=max(0.0, began + until - self._clock()))
         return walk
@@ -151,7 +141,7 @@ class Walker:
         return self.near(key) if recent else ()
 
     async def glance(self, key: Any) -> bool:
-        """Ask two nodes that hold a bucket's records, the second for what the first did not have; True if one answered.
+        """Ask two nodes that hold a key's records, the second for what the first did not have; True if one answered.
 
         If none is known those nearest to its key are found, and all of them asked. A node that stalls beside others is
         not waited for.
@@ -159,7 +149,7 @@ class Walker:
         known = bool(self.holders(key))
         if not known:
             await self.walk([key], records=False)  # holders asked at once would send theirs twice
-        walk = await self._ask_near([key], GLANCED if known else REPLICAS)
+        walk = await self._ask_near(key, GLANCED if known else REPLICAS)
         for peer in walk.asked - walk.answered:
             self.silent(peer)
         return bool(walk.answered)
@@ -235,11 +225,3 @@ class Walker:
 
     def _pause(self, peer: Any) -> None:
         self._pauses[peer] = self._pauses.get(peer, NO_REST).again(PAUSES, self._clock())
-
-
-def _by_peer(wanted: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """Keys that each peer is to be asked for."""
-    keys: dict[Any, list[Any]] = {}
-    for key, peer in wanted:
-        keys.setdefault(peer, []).append(key)
-    return keys

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from noloco_node import ambient
-from noloco_node.directory.buckets import Place
 from noloco_node.directory.records import PeerRecord, SignedRecord
 from noloco_node.directory.store import Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.directory.validator import RecordValidator
@@ -59,10 +58,6 @@ class Intake:
     def latest_expiry(self) -> float:
         """DHT time beyond which no record is believed to live."""
         return self.now() + self._longest_life + SKEW_SECONDS
-
-    def expect(self, key: bytes, place: Place) -> None:
-        """A key that is known to be that of a bucket: records are judged by that."""
-        self._validator.expect(key, place)
 
     def take(self, storer: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
         """Take in one record as `storer` brought it, of any types; whether it is held now. Never raises."""

@@ -223,16 +223,11 @@ FORGET_SECONDS = 86_400.0
 class _Lost:
     since: float
     next_try: float
-    worth: int
     asked_for: int = 0
 
 
 class LostPeers:
-    """The missed peers; pure state, no clock of its own.
-
-    It holds at most `FEW_PEERS`: first those that this node has seen work, then those that have answered it.
-    Chance decides among equals, so that the last lost has a place.
-    """
+    """The missed peers, at most `FEW_PEERS`, of those that have answered this node; pure state, no clock of its own."""
 
     def __init__(self, own: PeerId, rng: random.Random, known: PeerStats) -> None:
         self._own = own
@@ -253,9 +248,8 @@ class LostPeers:
         self._forget(present | farewells)
         for rows in old.stages:
             for peer in rows.keys() - present - farewells - self._lost.keys():
-                worth = self._known.has_worked(peer) + self._known.met(peer)
-                if self._make_room(worth):
-                    self._lost[peer] = _Lost(now, now + LOST_PAUSES.about(0, self._rng), worth)
+                if self._known.met(peer):
+                    self._lost[peer] = _Lost(now, now + LOST_PAUSES.about(0, self._rng))
         self._forget([peer for peer, lost in self._lost.items() if now - lost.since > FORGET_SECONDS])
 
     def due(self, now: float) -> PeerId | None:
@@ -270,16 +264,6 @@ class LostPeers:
         lost.next_try = now + LOST_PAUSES.about(lost.asked_for, self._rng)
         lost.asked_for += 1
         return peer
-
-    def _make_room(self, worth: int) -> bool:
-        """A crowd that leaves must not push out those that this node has worked with: halves come together by them."""
-        if len(self._lost) < FEW_PEERS:
-            return True
-        least = min(lost.worth for lost in self._lost.values())
-        if worth < least:
-            return False
-        del self._lost[self._rng.choice([peer for peer, lost in self._lost.items() if lost.worth == least])]
-        return True
 
     def _forget(self, peers: Iterable[PeerId]) -> None:
         for peer in peers:

@@ -1,9 +1,8 @@
 """How many replicas train beside this one: by what they have shown, never by their records alone.
 
-A peer that worked counts in full, until it has had its fair chance to show more and did not. A peer that answers and
-has shown nothing yet counts in part. Its part is the share of peers that turned out to work, among peers drawn at
-random that came no earlier. At a common start, before anybody has shown anything, it counts as if they all did. A peer
-that does not answer counts nothing.
+A peer that worked counts in full, until it has had its fair chance to show more and did not. Of peers that were there
+from the start, answer and have shown nothing yet, the share counts that turned out to work among those that were asked.
+Of peers that came later a few are welcome at once. A peer that does not answer counts nothing.
 
 A large stage is seen in part, and not all of that part can be called at once. Those not called yet are as often there
 as those that were (`seen_there`).
@@ -12,8 +11,7 @@ as those that were (`seen_there`).
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from noloco_node import ambient
@@ -30,7 +28,7 @@ SAMPLE = 16
 WORK_AN_ASK = 0.25
 """At least this share of honest peers comes to work in the window in which they are asked."""
 WELCOME_SHARE = 0.25
-"""Newcomers that answer count at once up to this share of the peers that have shown work, and at least one."""
+"""Newcomers that answer count up to this share of the peers that have shown work, and at least one."""
 STILL_STEPS = 8
 """A stage peer whose clock stands still for so many inner steps of this replica does not train."""
 
@@ -39,7 +37,6 @@ STILL_STEPS = 8
 class _Seen:
     """What this replica has followed of one stage peer since it was introduced. Times are monotonic seconds."""
 
-    since: float
     clock: float
     moved_at: float
     """When its clock was last seen to move, and this replica's own inner steps by then."""
@@ -78,25 +75,22 @@ def unasked(known: PeerStats, records: Iterable[PeerRecord]) -> list[PeerId]:
     return [peer for record in others if known.unsure(peer := PeerId(record.peer_id), record.stage)]
 
 
-def welcome_share(asks: int, worked: int, *, from_the_start: bool) -> float:
-    """The share that counts of stage peers that answer and have shown nothing yet.
+def proven_share(asks: int, worked: int) -> float:
+    """The share that counts of stage peers that were there from the start, answer and have shown nothing yet.
 
     It follows from so many `asks` for work of their like, of which so many `worked`.
     """
-    prior = PRIOR * max(0.0, 1.0 - asks / SAMPLE) if from_the_start else 0.0
-    doubt = 0.0 if from_the_start else 1.0
+    prior = PRIOR * max(0.0, 1.0 - asks / SAMPLE)
     expected = max(float(worked), WORK_AN_ASK * asks)
-    return (worked + prior) / (expected + prior + doubt) if worked + prior else 0.0
+    return (worked + prior) / (expected + prior) if worked + prior else 0.0
 
 
-def count(working: int, first: int, later: Sequence[float], first_share: float) -> float:
+def count(working: int, first: int, later: int, first_share: float) -> float:
     """The number of replicas: this one, the `working` ones, and a share of the others.
 
-    The `first` ones, there from the start, count with `first_share`, each of the `later` ones with its own share; a few
-    of these are welcome at once.
+    The `first` ones, there from the start, count with `first_share`. Of those that came `later` a few are welcome.
     """
-    welcome = min(float(len(later)), max(1.0, WELCOME_SHARE * working))
-    return 1.0 + working + first * first_share + max(welcome, sum(later))
+    return 1.0 + working + first * first_share + min(float(later), max(1.0, WELCOME_SHARE * working))
 
 
 class LiveReplicaEstimate:
@@ -133,7 +127,7 @@ class LiveReplicaEstimate:
             peer = PeerId(record.peer_id)
             seen = before.get(peer)
             if seen is None:
-                seen = _Seen(now, record.clock, now, own_steps)
+                seen = _Seen(record.clock, now, own_steps)
                 if early:
                     self._first[peer] = None
             if seen.clock != record.clock:
@@ -160,7 +154,7 @@ class LiveReplicaEstimate:
         In a stage that is `sampled` a peer's coming does not say how long it has been there: all that have shown
         nothing yet count alike.
         """
-        working, first, later = 0, 0, Counter[float]()
+        working, first, later = 0, 0, 0
         for peer in answering:
             if self.idles(peer):
                 continue
@@ -170,12 +164,8 @@ class LiveReplicaEstimate:
             elif sampled or not self._settled or seen is None or peer in self._first:
                 first += 1
             else:
-                later[seen.since] += 1
-        shares: list[float] = []
-        for since, many in later.items():
-            shares += [welcome_share(*self._known.asks_since(since), from_the_start=False)] * many
-        asks, worked = self._known.asks_since(-math.inf)
-        return count(working, first, shares, welcome_share(asks, worked, from_the_start=True))
+                later += 1
+        return count(working, first, later, proven_share(*self._known.asks_lately()))
 
     def _stands_still(self, seen: _Seen) -> bool:
         """Whether its clock has not moved though there was time for it, by the last look: after that no record was read

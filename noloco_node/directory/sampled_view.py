@@ -159,25 +159,13 @@ class SampledView:
                 wanted += self._buckets_of(stage, each, now)
         return wanted
 
-    def enough_of(self, place: Place) -> Collection[PeerId]:
-        """The peers of which nothing newer is wanted at a place.
-
-        Of peers seen in their buckets level 0 can tell only that they exist.
-        """
-        each = self._stages[place.stage]
-        if place.level or not each.level.level:
-            return ()
-        seen = (peer for rows in each.rows.values() for peer in rows)
-        return {peer for peer in seen if bucket_of(prefix_of(peer), each.level.level - 1) == 0}
-
     def took(self, place: Place, rows: _Rows, now: float) -> None:
         """A place was read."""
         each = self._stages[place.stage]
         each.read_at[place] = now
         before = each.level.level
         if place == each.drawn or place.level == 0:
-            found = {*rows, *self.enough_of(place)}
-            each.level.took(place.level, place.bucket, [prefix_of(peer) for peer in found])
+            each.level.took(place.level, place.bucket, [prefix_of(peer) for peer in rows])
         if place == each.drawn:
             each.drawn = None
             each.drawn_here += 1

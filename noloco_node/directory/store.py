@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TypeVar
@@ -28,9 +28,8 @@ MOST_RECORDS = 512
 MOST_HEARSAY = CROWDED
 """One peer may bring so many records of others under one key, if this node knows nothing more of the others. A bucket
 may be read from one of its holders alone, which brings as many as show that it is crowded."""
-MOST_KEYS = 4096
-"""A seed holds the records of so many stages of other people's runs."""
 MOST_IN_ALL = 16_384
+"""At most so many records are held, of the stages of all runs: a seed holds those of other people's."""
 REGULAR_SECONDS = 60.0
 """A peer that has brought its own record for so many seconds, again and again, is known by that."""
 SWEEP_SECONDS = 1.0
@@ -116,14 +115,13 @@ class RecordStore:
         longest: float = math.inf,
         clock: Callable[[], float] = ambient.monotonic,
         most_records: int = MOST_RECORDS,
-        most_keys: int = MOST_KEYS,
         most_in_all: int = MOST_IN_ALL,
     ) -> None:
         self._own = own
         self._esteem = esteem
         self._rng = rng
         self._longest, self._clock = longest, clock
-        self._most_records, self._most_keys, self._most_in_all = most_records, most_keys, most_in_all
+        self._most_records, self._most_in_all = most_records, most_in_all
         self._rows: dict[bytes, dict[PeerId, HeldRecord]] = {}
         self._hearsay: dict[tuple[bytes, PeerId], dict[PeerId, None]] = {}
         """By key and bringer: the signers of records that were brought by other peers than their signers."""
@@ -149,21 +147,15 @@ class RecordStore:
         self._drop_ended(key, now)
         return dict(self._rows.get(key, {}))
 
-    def vouches(self, signer: PeerId, held: HeldRecord, now: float) -> bool:
-        """Whether this node may hand a record on: nobody's word is passed on, since it would have no end."""
-        return self.esteem_of(signer, held, now) > Esteem.HEARSAY
+    def best_first(self, rows: list[tuple[PeerId, HeldRecord]], now: float) -> list[tuple[PeerId, HeldRecord]]:
+        """Those of these held records that this node may hand on, best-known signers first, equals by chance.
 
-    def vouched(self, key: bytes, now: float) -> dict[PeerId, HeldRecord]:
-        """The live records under `key` that this node vouches for."""
-        live = self.live(key, now).items()
-        return {signer: held for signer, held in live if self.vouches(signer, held, now)}
-
-    def best_first(self, key: bytes, now: float) -> list[tuple[PeerId, HeldRecord]]:
-        """The records under `key` that this node vouches for, best-known signers first, equals by chance."""
-        rows = list(self.vouched(key, now).items())
+        Nobody's word is passed on, since it would have no end.
+        """
         self._rng.shuffle(rows)
-        rows.sort(key=lambda row: -self.esteem_of(row[0], row[1], now))
-        return rows
+        known = [(self.esteem_of(signer, held, now), signer, held) for signer, held in rows]
+        known.sort(key=lambda row: -row[0])
+        return [(signer, held) for esteem, signer, held in known if esteem > Esteem.HEARSAY]
 
     def esteem_of(self, signer: PeerId, held: HeldRecord, now: float) -> Esteem:
         """What is known of the signer of a record that is held."""
@@ -222,14 +214,11 @@ class RecordStore:
         if len(self._rows.get(key, ())) >= self._most_records:
             self._drop_ended(key, now)
         if len(self._rows.get(key, ())) >= self._most_records:
-            return self._give_up_place(key, esteem, now)
-        if key not in self._rows and len(self._rows) >= self._most_keys:
-            return self._give_up_key(esteem, now)
+            return self._give_up_place([key], esteem, now)
         if self._count >= self._most_in_all:
             self._drop_all_ended(now)
         if self._count >= self._most_in_all:
-            largest = max(self._sampled(self._rows), key=lambda each: len(self._rows[each]))
-            return self._give_up_place(largest, esteem, now)
+            return self._give_up_place(self._sampled(self._rows), esteem, now)
         return True
 
     def _keep_hearsay_bounded(self, key: bytes, storer: PeerId, now: float) -> None:
@@ -245,8 +234,8 @@ class RecordStore:
             self.no_room[NoRoom.BRINGER] += 1
             self._drop(key, victim)
 
-    def _give_up_place(self, key: bytes, esteem: Esteem, now: float) -> bool:
-        """Give up the place of a record for a newcomer of this `esteem`; True if there was one.
+    def _give_up_place(self, keys: Sequence[bytes], esteem: Esteem, now: float) -> bool:
+        """Give up the place of a record under one of these keys for a newcomer of this `esteem`; True if there was one.
 
         A signer that is more than hearsay always gets a place, or newcomers would be shut out of a full stage. Only a
         small share of the places falls to the least known signers. All others are left alone while one of theirs is
@@ -254,36 +243,16 @@ class RecordStore:
         others takes no place from it.
         """
         self.no_room[NoRoom.PLACES] += 1
-        rows = self._rows[key]
-        among = self._sampled(signer for signer in rows if signer != self._own)
+        rows = {(key, signer): held for key in keys for signer, held in self._rows[key].items() if signer != self._own}
+        among = self._sampled(rows)
         if not among:
             return False
-        of = {signer: self.esteem_of(signer, rows[signer], now) for signer in among}
+        of = {place: self.esteem_of(place[1], rows[place], now) for place in among}
         least = min(of.values())
         if esteem <= Esteem.HEARSAY and least > esteem:
             return False
-        equals = sorted((signer for signer in among if of[signer] is least), key=lambda signer: rows[signer].placed)
-        victim = self._rng.choice(equals[len(equals) // 2 :])
-        self._drop(key, victim)
-        return True
-
-    def _give_up_key(self, esteem: Esteem, now: float) -> bool:
-        self._drop_all_ended(now)
-        if len(self._rows) < self._most_keys:
-            return True
-
-        def best(key: bytes) -> Esteem:
-            rows = self._rows[key]
-            return max(self.esteem_of(signer, rows[signer], now) for signer in self._sampled(rows))
-
-        among = self._sampled(key for key, rows in self._rows.items() if self._own not in rows)
-        victim = min(among, key=best, default=None)
-        if victim is None or best(victim) > esteem:
-            self.no_room[NoRoom.PLACES] += 1
-            return False
-        self.no_room[NoRoom.PLACES] += len(self._rows[victim])
-        for signer in list(self._rows[victim]):
-            self._drop(victim, signer)
+        equals = sorted((place for place in among if of[place] is least), key=lambda place: rows[place].placed)
+        self._drop(*self._rng.choice(equals[len(equals) // 2 :]))
         return True
 
     def _sampled(self, among: Iterable[T]) -> list[T]:

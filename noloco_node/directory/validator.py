@@ -14,7 +14,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -22,11 +21,11 @@ from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignor
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from pydantic_core import from_json
 
-from noloco_node import ambient
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.keys import PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peer_table import PeerTable
 
 DICTIONARY_CODE = 0x50
 MOST_ROWS = 1024
@@ -109,12 +108,7 @@ MAX_SUBKEY_BYTES = 160
 MAX_EXPIRY = float(1 << 40)
 """No honest record reaches so many seconds since 1970. The bound keeps arithmetic with expiries harmless."""
 CACHED_VERDICTS = 8192
-"""The most verdicts that are kept; of more records some are judged anew at every look. The verdict that makes room is
-drawn. Each look takes the records in about the same order, so the oldest verdict would be forgotten just before it is
-needed."""
-
-MOST_BUCKET_KEYS = 4096
-"""The most keys of buckets that are remembered."""
+"""So many latest verdicts are kept: more than a node reads records before it reads one again."""
 
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")
@@ -151,14 +145,8 @@ class RecordValidator(RecordValidatorBase):
     def __init__(self, run_id: str | None, stages: int) -> None:
         self._any_key = run_id is None
         self._run_id = "" if run_id is None else run_id
-        named = [] if run_id is None else [Place(stage, 0, 0) for stage in range(stages)]
-        self._places = {_digest(bucket_key(self._run_id, place)): place for place in named}
         self._stages = stages
-        self._likely = 1
-        """The level of the last record that was found in a bucket."""
-        self._verdicts: dict[bytes, PeerRecord | None] = {}
-        self._judged: list[bytes] = []
-        self._rng = ambient.chance()
+        self._verdicts = PeerTable[bytes, PeerRecord | None](CACHED_VERDICTS)
 
     def validate(self, record: DHTRecord) -> bool:
         """hivemind's question: may this be stored, or believed when another node returns it? Never raises."""
@@ -184,17 +172,8 @@ class RecordValidator(RecordValidatorBase):
             verdict = self._parse(key, subkey, value, expires)
         except (ValueError, struct.error, RecursionError):
             verdict = None
-        self._remember(digest, verdict)
-        return verdict
-
-    def _remember(self, digest: bytes, verdict: PeerRecord | None) -> None:
         self._verdicts[digest] = verdict
-        if len(self._judged) < CACHED_VERDICTS:
-            self._judged.append(digest)
-            return
-        place = self._rng.randrange(len(self._judged))
-        del self._verdicts[self._judged[place]]
-        self._judged[place] = digest
+        return verdict
 
     def read_at(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
         """Like `read`, for what is at hand unpacked."""
@@ -224,29 +203,13 @@ class RecordValidator(RecordValidatorBase):
         return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
 
     def _belongs(self, key: bytes, record: PeerRecord) -> bool:
-        """Whether a record may lie under a key: that of its stage, or of one of its own peer's buckets there. A bucket
-        that nobody has shown before is looked for level by level, those near the last one first: a key is a hash."""
+        """Whether a record may lie under a key: that of its stage, or of one of its own peer's buckets there. A key is
+        a hash, so each level is tried."""
         if self._any_key:
             return True
-        prefix = prefix_of(PeerId(record.peer_id))
-        place = self._places.get(key)
-        if place is not None:
-            return place.stage == record.stage and place.bucket == bucket_of(prefix, place.level)
-        if record.stage >= self._stages:
-            return False
-        for level in sorted(range(1, MOST_LEVEL + 1), key=lambda level: abs(level - self._likely)):
-            place = Place(record.stage, level, bucket_of(prefix, level))
-            if _digest(bucket_key(self._run_id, place)) == key:
-                self._likely = level
-                self.expect(key, place)
-                return True
-        return False
-
-    def expect(self, key: bytes, place: Place) -> None:
-        """A key that is known to be that of a bucket."""
-        self._places.setdefault(key, place)
-        if len(self._places) > self._stages + MOST_BUCKET_KEYS:
-            del self._places[next(islice(self._places, self._stages, None))]
+        prefix, stage = prefix_of(PeerId(record.peer_id)), record.stage
+        places = (Place(stage, level, bucket_of(prefix, level)) for level in range(MOST_LEVEL + 1))
+        return stage < self._stages and any(_digest(bucket_key(self._run_id, place)) == key for place in places)
 
 
 def _record_of(payload: bytes, peer: str) -> PeerRecord:

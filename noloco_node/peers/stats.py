@@ -42,7 +42,7 @@ class PeerStats:
         self.book = PeerBook()
         self.silences_in_all = 0
         """The number of calls that the link lost so far, to all peers together."""
-        self._asks: deque[tuple[PeerId, float]] = deque(maxlen=ASKS_REMEMBERED)
+        self._asks: deque[PeerId] = deque(maxlen=ASKS_REMEMBERED)
 
     def answered(self, peer: PeerId) -> None:
         """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
@@ -85,7 +85,7 @@ class PeerStats:
             return
         self._ask_in_vain(known, 1)
         if known.worked_at == -math.inf:
-            self._asks.append((peer, now))
+            self._asks.append(peer)
 
     def _ask_in_vain(self, known: Scorecard, asks: int) -> None:
         """So many asks more of which nothing has come yet."""
@@ -101,10 +101,9 @@ class PeerStats:
         rest = Doubling(max(BANS.first, REST_AN_ASK * (known.asked_at - known.asks_began_at)), math.inf)
         return self._clock() - known.asked_at < rest.after(known.chances)
 
-    def asks_since(self, then: float) -> tuple[int, int]:
+    def asks_lately(self) -> tuple[int, int]:
         """How often, of late, it asked peers of which it had seen no work before; and how often work came of it."""
-        peers = [peer for peer, at in self._asks if at >= then]
-        return len(peers), sum(peer in self.book.workers for peer in peers)
+        return len(self._asks), sum(peer in self.book.workers for peer in self._asks)
 
     def met(self, peer: PeerId) -> bool:
         """Whether `peer` has ever answered, as far as this node remembers."""

@@ -11,7 +11,7 @@ from noloco_node.directory.live_estimate import (
     STILL_STEPS,
     LiveReplicaEstimate,
     count,
-    welcome_share,
+    proven_share,
 )
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import (
@@ -205,14 +205,13 @@ def test_a_hung_replica_leaves_within_a_records_life_and_a_slow_one_stays() -> N
 
 def test_shares_are_bounded_and_a_hundred_asks_in_vain_leave_nothing() -> None:
     """Whatever was asked and answered."""
-    for start in (False, True):
-        for asks in range(65):
-            shares = [welcome_share(asks, worked, from_the_start=start) for worked in range(asks + 1)]
-            assert all(0.0 <= share <= 1.0 for share in shares)
-            assert shares == sorted(shares)
-        assert welcome_share(64, 0, from_the_start=start) == 0.0
-    assert count(0, 0, [], 0.0) == 1.0
-    assert count(4, 0, [0.0] * 400, 0.0) == 6.0
+    for asks in range(65):
+        shares = [proven_share(asks, worked) for worked in range(asks + 1)]
+        assert all(0.0 <= share <= 1.0 for share in shares)
+        assert shares == sorted(shares)
+    assert proven_share(64, 0) == 0.0
+    assert count(0, 0, 0, 0.0) == 1.0
+    assert count(4, 0, 400, 0.0) == 6.0
 
 
 def test_no_clock_stands_still_between_two_looks() -> None:

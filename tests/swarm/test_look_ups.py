@@ -111,20 +111,6 @@ async def test_between_walks_two_holders_are_asked_for_what_is_new() -> None:
     assert set(view.stages[0]) == {member.peer for member in made}
 
 
-async def test_nothing_is_asked_of_those_of_whom_a_node_knows_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees these elsewhere; of forty whose records lie with another it is told of the others."""
-    reader, holder = await members(2)
-    fill(holder, 40)
-    signers = [f"a-signer-of-a-record-{number}" for number in range(40)]
-    told = list[str]()
-    monkeypatch.setattr(
-        node_of(reader.directory), "enough_of", lambda key: signers[:30] if key == KEY.to_bytes() else ()
-    )
-    monkeypatch.setattr(intake_of(reader.directory), "take", lambda _, __, signer, *___: told.append(str(signer)))
-    assert await node_of(reader.directory).find(holder.p2p.peer_id, [KEY]) is not None
-    assert set(told) & set(signers) == set(signers[30:])
-
-
 async def test_over_a_slow_line_two_holders_are_asked_for_each_key_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """That holds also if the second one for one key still answers for another, of which it was first."""
     monkeypatch.setattr(dht_walk, "SECOND_SECONDS", 0.0)

@@ -363,34 +363,3 @@ def test_a_clock_that_goes_back_holds_no_look_up() -> None:
     assert keys.read - before > 1.7 * usual
     keys.rows.clear()
     assert not any(observer.look(16).stages)
-
-
-@pytest.mark.parametrize(("many", "level"), [(40, 0), (150, 1), (300, 2), (3_000, 6)])
-def test_of_whom_a_node_sees_in_buckets_it_wants_nothing_at_level_0_but_still_tells_what_lies_behind(
-    many: int, level: int
-) -> None:
-    """That is all that level 0 holds of them: otherwise a reader of both halves of a stage would read each record
-    twice."""
-    keys = Keys(many, 10)
-    observer = Observer(keys)
-    observer.look(120)
-    view, root = observer.sampled, Place(0, 0, 0)
-    assert view.level_of(0).level == level
-    enough, held = set(view.enough_of(root)), set(keys.rows[root])
-    seen = observer.peers()
-    assert enough == ({peer for peer in seen if bucket_of(prefix_of(peer), level - 1) == 0} if level else set())
-    assert enough & held == (seen & held if level else set())
-    assert not view.enough_of(Place(0, 1, 0))
-
-
-def test_what_level_0_did_not_say_of_those_seen_in_buckets_counts_as_found_there() -> None:
-    """What lies behind is told by a share of those found: of 150 replicas the half with a leading 0 is all there."""
-    observer = Observer(keys := Keys(150, 10))
-    observer.look(60)
-    root, found = Place(0, 0, 0), list[set[int]]()
-    enough, level = set(observer.sampled.enough_of(root)), observer.sampled.level_of(0)
-    assert len(enough) > 60
-    level.took = lambda _, __, prefixes: found.append(set(prefixes))  # type: ignore[method-assign, assignment]
-    rows = keys.at(root, observer.now)
-    observer.sampled.took(root, {peer: row for peer, row in rows.items() if peer not in enough}, observer.now)
-    assert found == [{prefix_of(peer) for peer in rows}]
