@@ -11,9 +11,8 @@ from noloco_node import ambient
 from noloco_node.directory.buckets import Place
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.sampled_view import SampledView
-from noloco_node.directory.store import MOST_RECORDS, esteem_by
+from noloco_node.directory.store import MOST_RECORDS
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
 
 
 class MemoryDirectoryHub:
@@ -40,14 +39,12 @@ class MemoryDirectoryHub:
 
 
 class MemoryDirectory:
-    """Implements `Directory` over a hub; `known` tells which peers have dealings with this node."""
+    """Implements `Directory` over a hub."""
 
-    def __init__(self, hub: MemoryDirectoryHub, known: PeerStats | None = None) -> None:
+    def __init__(self, hub: MemoryDirectoryHub) -> None:
         self._hub = hub
         self._view = DirectoryView(tuple({} for _ in hub.rows))
-        self._sampled = SampledView(
-            len(hub.rows), ambient.chance(), standing=esteem_by(PeerStats() if known is None else known)
-        )
+        self._sampled = SampledView(len(hub.rows), ambient.chance())
         self._written: dict[Place, float] = {}
         """Ends of what this node has published."""
 

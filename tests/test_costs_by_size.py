@@ -47,7 +47,7 @@ def decisions(count: int) -> dict[str, Callable[[], object]]:
     def look() -> None:
         bucket = next(turn) % min(16, 1 << level)
         stage.took(level, bucket, held[bucket])
-        assert stage.number
+        assert stage.level == level
 
     return {"route": balancer.choose, "admit": lambda: limiter.take(peers[next(turn) % count])(), "look": look}
 

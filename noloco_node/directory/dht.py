@@ -104,7 +104,7 @@ class DhtDirectory:
         self._rng = ambient.chance()
         self._walker = Walker(node, self._rng)
         self._view = DirectoryView(tuple({} for _ in range(stages)))
-        self._sampled = SampledView(stages, ambient.chance(), standing=records.standing)
+        self._sampled = SampledView(stages, ambient.chance())
         self._lost = LostPeers(identity.peer_id, ambient.chance(), peer_stats)
         self._seeking: asyncio.Task[None] | None = None
         self._storing: dict[asyncio.Task[bool], None] = {}
@@ -221,9 +221,7 @@ class DhtDirectory:
         A node that stalls holds up nothing, and may take it later.
         """
         if not self._walker.near(key_id):
-            await self._walker.walk([key_id], self._also(ALSO_ASKED))
-        elif not self._walker.holders(key_id):
-            await self._walker.walk([key_id], records=False)
+            await self._walker.walk([key_id], self._also(ALSO_ASKED), records=False)
 
         async def taken(peer: Any) -> bool:
             answer = await self._node.store(peer, [row])

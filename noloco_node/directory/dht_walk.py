@@ -132,13 +132,9 @@ class Walker:
         return walk
 
     def near(self, key: Any) -> tuple[Any, ...]:
-        """The nearest to a key that answered in its last walk."""
-        return self._near[key].nodes if key in self._near else ()
-
-    def holders(self, key: Any) -> tuple[Any, ...]:
-        """The nodes nearest to a key, unless they were found too long ago."""
-        recent = key in self._near and self._clock() - self._near[key].at < HOLDERS_SECONDS
-        return self.near(key) if recent else ()
+        """The nearest to a key that answered in its last walk, unless that is too long ago."""
+        near = self._near.get(key)
+        return near.nodes if near is not None and self._clock() - near.at < HOLDERS_SECONDS else ()
 
     async def glance(self, key: Any) -> bool:
         """Ask two nodes that hold a key's records, the second for what the first did not have; True if one answered.
@@ -146,7 +142,7 @@ class Walker:
         If none is known those nearest to its key are found, and all of them asked. A node that stalls beside others is
         not waited for.
         """
-        known = bool(self.holders(key))
+        known = bool(self.near(key))
         if not known:
             await self.walk([key], records=False)  # holders asked at once would send theirs twice
         walk = await self._ask_near(key, GLANCED if known else REPLICAS)

@@ -163,16 +163,16 @@ class Membership:
         """Stage peers that are there, without such as have had all their chances to work with this node and did not."""
         return [peer for peer in self.stage_peers(*states) if not self._known.failed(peer)]
 
-    def partners(self, *states: PeerState) -> list[PeerId]:
-        """Stage peers to average with: those that are there, or if there are none, those that once were. A paused one
-        is none.
+    def _reached(self, stage: int, *states: PeerState) -> list[PeerId]:
+        """Peers at a stage that are there, or if there are none, those that once were. A paused one is none."""
+        there = [PeerId(record.peer_id) for record in self.there(stage, *states) if not record.shown.paused]
+        live = [PeerId(record.peer_id) for record in self.live(stage, *states) if not record.shown.paused]
+        return there or [peer for peer in live if peer != self._own and self._known.met(peer)]
 
-        Peers that have had their chance and did not work are left out while there are others.
-        """
-        stage_peers = [PeerId(r.peer_id) for r in self.there(self.stage, *states) if not r.shown.paused]
-        if not stage_peers:
-            records = [record for record in self.live(self.stage, *states) if not record.shown.paused]
-            return [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
+    def partners(self, *states: PeerState) -> list[PeerId]:
+        """Stage peers to average with. Peers that have had their chance and did not work are left out while there are
+        others."""
+        stage_peers = self._reached(self.stage, *states)
         return [peer for peer in stage_peers if not self._heads.idles(peer)] or stage_peers
 
     def counted_stage_peers(self) -> list[PeerId]:
@@ -182,21 +182,13 @@ class Membership:
         many = round(self._heads.replicas(stage_peers, sampled=self.scale(self.stage) > 1.0)) - 1
         return sorted(stage_peers, key=lambda peer: (not self._heads.works(peer), peer))[:many]
 
-    def _once_met(self, peer: PeerId) -> bool:
-        return peer != self._own and self._known.met(peer)
-
     def newcomers(self) -> set[PeerId]:
         """Stage peers that say they are on probation."""
         return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
 
     def next_stage_peers(self) -> list[PeerId]:
-        """Peers that microbatches may be sent to: those that are there, else those that once were; none on the last
-        stage."""
-        if self.stage + 1 >= self.stages:
-            return []
-        there = [PeerId(record.peer_id) for record in self.there(self.stage + 1, *SERVING)]
-        records = self.live(self.stage + 1, *SERVING)
-        return there or [peer for record in records if self._once_met(peer := PeerId(record.peer_id))]
+        """Peers that microbatches may be sent to; none on the last stage."""
+        return self._reached(self.stage + 1, *SERVING) if self.stage + 1 < self.stages else []
 
     def own_rank(self) -> int:
         """This peer's place by peer id among the replicas of its stage that are there, or among those that it sees."""

@@ -7,7 +7,7 @@ affair.
 While a stage lies at level 0 its whole key is read at every look, and the view is complete. Above that this node holds
 two of its buckets, and reads them again before their records end. Every other minute another bucket, drawn at random,
 takes the place of the older one. A bucket may be crowded because an attacker sought ids for it. It is held as any other
-and has an ordinary one's places, so that it hides nobody for good and fills no view.
+and counts for an ordinary one or two (`StageLevel.number`), so that it hides nobody for good.
 
 Level 0 of a large stage is read the more rarely the larger the stage is. Otherwise all nodes would deal with the few
 peers there, and ask their few holders.
@@ -17,18 +17,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from noloco_node.directory.buckets import (
-    CROWDED,
     HELD,
-    RENEWED_SECONDS,
-    TARGET,
     Place,
     StageLevel,
     bucket_of,
-    by_lot,
     drawn_again,
     draws,
     has_a_place,
@@ -37,7 +33,6 @@ from noloco_node.directory.buckets import (
     prefix_of,
 )
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
-from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.peer_id import PeerId
 
 ROOT_AGAIN = 1.5
@@ -45,15 +40,9 @@ ROOT_AGAIN = 1.5
 further level, so that the key is read equally often however many nodes read it."""
 ROOT_SECONDS = 3600.0
 """Every node reads level 0 after so many seconds: two large swarms that meet may lie far apart."""
-PLACES = TARGET
-"""A crowded bucket has so many rows in a view."""
 NEXT_LOOK = 0.1
 """A record of a sample must still live for this part of a record's life. Records that end before the next look would be
 missing from what stands for the stage."""
-KNOWN_PLACES = PLACES // 2
-"""At most so many of these rows go to peers that have answered. The others are drawn, or new peers would never be seen.
-"""
-LOT_BYTES = 16
 USUAL_LIFE = 20.0
 
 _Rows = Mapping[PeerId, LiveRecord]
@@ -62,28 +51,6 @@ _Rows = Mapping[PeerId, LiveRecord]
 def root_again(level: int, life: float) -> float:
     """Seconds between two looks at level 0 of a stage that lies at a level above it, where records live so long."""
     return min(ROOT_SECONDS, ROOT_AGAIN * life * (1 << (level - 1)))
-
-
-def places_of(rows: int) -> int:
-    """How many of so many rows of one bucket a view shows."""
-    return rows if rows < CROWDED else PLACES
-
-
-def shown_of(peers: Collection[PeerId], lot: bytes, standing: Callable[[PeerId], Esteem]) -> Collection[PeerId]:
-    """The peers of one bucket that a view shows (`places_of`); the same lot draws the same peers.
-
-    Of a crowded bucket up to half are those that this node knows best. The `lot` draws the others, those that did not
-    answer last.
-    """
-    places = places_of(len(peers))
-    if places == len(peers):
-        return peers
-    drawn = sorted(peers, key=lambda peer: by_lot(peer, lot))
-    of = {peer: standing(peer) for peer in drawn}
-    known = sorted((peer for peer in drawn if of[peer] >= Esteem.KNOWN), key=lambda peer: -of[peer])[:KNOWN_PLACES]
-    first = set(known)
-    others = sorted((peer for peer in drawn if peer not in first), key=lambda peer: of[peer] <= Esteem.SILENT)
-    return [*known, *others][:places]
 
 
 @dataclass(slots=True)
@@ -102,8 +69,6 @@ class _Stage:
     drawn_here: int = 0
     """Buckets of the present level that were read for the number so far."""
     renewed_at: float = -math.inf
-    crowded: set[Place] = field(default_factory=set[Place])
-    """Places of which not all rows are here."""
 
     def age(self, place: Place, now: float) -> float:
         """Seconds since it was read."""
@@ -114,26 +79,15 @@ class _Stage:
         for place, rows in list(self.rows.items()):
             if self.read_at.get(place, now) > now or not _any_lives(rows, now):
                 del self.rows[place]
-        self.crowded.intersection_update(self.rows)
         self.read_at = {
             place: at for place, at in self.read_at.items() if place.level == 0 or _since(at, now) < 2.0 * life
         }
 
 
 class SampledView:
-    """One node's. `life` is that of a record, in seconds, until it publishes one; `standing` says what is known of a
-    peer."""
+    """One node's. `life` is that of a record, in seconds, until it publishes one."""
 
-    def __init__(
-        self,
-        stages: int,
-        rng: random.Random,
-        life: float = USUAL_LIFE,
-        standing: Callable[[PeerId], Esteem] = hearsay,
-    ) -> None:
-        self._rng = rng
-        self._standing = standing
-        self._lot, self._lot_at = b"", -math.inf
+    def __init__(self, stages: int, rng: random.Random, life: float = USUAL_LIFE) -> None:
         self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
         self._life = life
 
@@ -174,8 +128,7 @@ class SampledView:
         elif place.level == each.level.level > 0:
             self._hold(each, place, now)
         if place in each.held or (place.level == 0 and not each.held):
-            each.rows[place] = rows if place.level == 0 else self._bounded(rows, now)
-            (each.crowded.add if len(each.rows[place]) < len(rows) else each.crowded.discard)(place)
+            each.rows[place] = rows
 
     def view(self, now: float) -> DirectoryView:
         """All rows that live, and for how many each stands."""
@@ -213,12 +166,6 @@ class SampledView:
             each.held.append(place)
             each.renewed_at = now
 
-    def _bounded(self, rows: _Rows, now: float) -> _Rows:
-        if _since(self._lot_at, now) >= RENEWED_SECONDS:
-            self._lot, self._lot_at = self._rng.randbytes(LOT_BYTES), now
-        shown = shown_of(rows.keys(), self._lot, self._standing)
-        return rows if len(shown) == len(rows) else {peer: rows[peer] for peer in sorted(shown)}
-
 
 def _rows_of(each: _Stage, now: float, life: float) -> _Rows:
     """The longest-living row of each peer; if there are several buckets, only rows that outlive the next look."""
@@ -239,7 +186,7 @@ def _since(at: float, now: float) -> float:
 def _scale(each: _Stage, rows: _Rows, now: float) -> Scale:
     seen = sum(row.expires > now for row in rows.values())
     if not seen or len(each.held) >= 1 << each.level.level:  # every bucket is read: all that are there are seen
-        return Scale(whole=not each.crowded)
+        return Scale()
     stands_for = max(1.0, each.level.number / seen)
     return Scale(stands_for, whole=each.level.level == 0 and stands_for == 1.0)
 

@@ -20,7 +20,7 @@ ANSWER_SECONDS = 60.0
 SILENCES_TOLERATED = 1
 """The link may lose so many calls after an answer before the peer no longer counts as answering."""
 WORK_SECONDS = 120.0
-"""Work counts for so many seconds if a caller does not say."""
+"""Work counts for so many seconds."""
 ASKS_REMEMBERED = 64
 """So many latest asks for work are remembered of peers without work so far."""
 ASKS_ALLOWED = 16
@@ -120,7 +120,7 @@ class PeerStats:
     def takes_part(self, peer: PeerId) -> bool:
         """Whether `peer` answers and has said itself that it serves this run, at whatever stage."""
         known = self.book.of(peer)
-        return known.stage is not None and self._answers(known, ANSWER_SECONDS)
+        return known.stage is not None and self._answers(known)
 
     def has_taken_part(self, peer: PeerId) -> bool:
         """Whether `peer` has said that it serves this run, however long ago, and has not been silent since."""
@@ -140,7 +140,7 @@ class PeerStats:
     def serves(self, peer: PeerId, stage: int) -> bool:
         """Whether `peer` answers and has said itself that it serves this stage of the run."""
         known = self.book.of(peer)
-        return known.stage == stage and self._answers(known, ANSWER_SECONDS)
+        return known.stage == stage and self._answers(known)
 
     def unsure(self, peer: PeerId, stage: int) -> bool:
         """Tell whether nothing speaks against `peer`'s serving this stage, though it has not answered of late: this
@@ -148,17 +148,17 @@ class PeerStats:
         known = self.book.of(peer)
         return known.silences == 0 and known.stage in (None, stage)
 
-    def answers(self, peer: PeerId, within: float = ANSWER_SECONDS) -> bool:
-        """Whether `peer` has answered within so many seconds and is not silent since."""
-        return self._answers(self.book.of(peer), within)
+    def answers(self, peer: PeerId) -> bool:
+        """Whether `peer` has answered of late and is not silent since."""
+        return self._answers(self.book.of(peer))
 
-    def _answers(self, known: Scorecard, within: float) -> bool:
-        return known.silences <= SILENCES_TOLERATED and self._clock() - known.answered_at <= within
+    def _answers(self, known: Scorecard) -> bool:
+        return known.silences <= SILENCES_TOLERATED and self._clock() - known.answered_at <= ANSWER_SECONDS
 
-    def works(self, peer: PeerId, within: float = WORK_SECONDS) -> bool:
-        """Whether work of `peer` was seen within so many seconds."""
+    def works(self, peer: PeerId) -> bool:
+        """Whether work of `peer` was seen of late."""
         known = self.book.workers.get(peer)
-        return known is not None and self._clock() - known.worked_at <= within
+        return known is not None and self._clock() - known.worked_at <= WORK_SECONDS
 
     def of(self, peer: PeerId) -> Scorecard:
         """What is known of `peer`; to be read only."""

@@ -69,8 +69,6 @@ BUDGET_SHARE_PASSED_ON = 0.9
 """Each hop gives the next one this share of its time, so that it can fail upward before its own time is over."""
 MIN_BUDGET_MS = 50
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
-ROUNDS_TO_DESPAIR = 3
-"""Every peer of good repute must refuse a microbatch in so many rounds before a peer on trial is asked for it."""
 
 _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 
@@ -270,8 +268,6 @@ class _Hop:
     """Those of them that speak against the microbatch or its peer."""
     excluded: set[PeerId] = field(default_factory=set[PeerId])
     """Peers that said no in this round."""
-    rounds: int = 0
-    """Rounds in which every peer said no."""
     reached: bool = False
     """Whether any peer had it in hand."""
     busy_since: float = math.inf
@@ -319,7 +315,7 @@ class Downstream:
         """
         hop = _Hop(outgoing, ambient.monotonic() + budget, outgoing.mode == "train")
         while (left := hop.deadline - (began := ambient.monotonic())) * 1000 > MIN_BUDGET_MS:
-            peer = self._balancer.choose(hop.excluded, desperate=hop.rounds >= ROUNDS_TO_DESPAIR)
+            peer = self._balancer.choose(hop.excluded)
             if peer is None:
                 await self._begin_another_round(hop, left)
                 continue
@@ -341,7 +337,6 @@ class Downstream:
         if all_asked and hop.asks < ASKS_TO_WAIT:
             hop.asks = ASKS_TO_WAIT
             return
-        hop.rounds += all_asked
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else left
         await self._balancer.changed.wait(min(pause, left))
 

@@ -87,7 +87,6 @@ def choose_peer(
     now: float,
     rng: random.Random,
     excluded: Collection[PeerId] = (),
-    desperate: bool = False,
 ) -> PeerId | None:
     """The peer for one microbatch, or None where nobody may be asked now.
 
@@ -96,13 +95,12 @@ def choose_peer(
     modulo their number. That rank is this peer's place among its stage peers.
 
     Suspended peers are passed over, unless all are. Then the one that returns first is tried, so that a stage with a
-    single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones are suspended. They may also be
-    chosen if the sender is `desperate`, since the others have refused in several rounds. Peers that are set aside may
-    be chosen if there are no others. An ordinary peer that is excluded, because it is busy for example, opens no way to
-    either.
+    single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones are suspended. Peers that are
+    set aside may be chosen if there are no others. An ordinary peer that is excluded, because it is busy for example,
+    opens no way to either.
     """
     pool = [c for c in candidates if c.trust is Trust.ORDINARY]
-    if desperate or all(c.suspended_until > now for c in pool):
+    if all(c.suspended_until > now for c in pool):
         pool = [c for c in candidates if c.trust is not Trust.SET_ASIDE] or list(candidates)
     eligible = [c for c in pool if c.peer not in excluded] if excluded else pool
     if strategy == "fixed" and eligible:
@@ -172,22 +170,21 @@ class LoadBalancer:
             self.changed.fire()
         self.own_rank = own_rank
 
-    def choose(self, excluded: Collection[PeerId] = (), *, desperate: bool = False) -> PeerId | None:
-        """A peer for one microbatch, or None where nobody may be asked now. With `desperate`, peers on trial may be
-        asked too.
+    def choose(self, excluded: Collection[PeerId] = ()) -> PeerId | None:
+        """A peer for one microbatch, or None where nobody may be asked now.
 
         In a large stage a few peers are drawn and examined, so that the cost does not grow with the stage. A draw from
         a few drawn ones is a draw from all. All are examined if none of the few may be asked.
         """
-        now, few = self._clock(), not desperate and len(self._peers) > FEW
+        now, few = self._clock(), len(self._peers) > FEW
         if few and self._strategy == "fixed" and not excluded and not self._doubted:
             return self._in_order[self.own_rank % len(self._in_order)]
         if few and self._strategy != "fixed":
             drawn = self._described(self._drawn(excluded), now)
             for c in drawn:
                 if c.trust is Trust.ORDINARY and c.suspended_until <= now and c.peer not in excluded:
-                    return self._chosen(drawn, now, excluded, desperate=False)
-        return self._chosen(self._described(self._peers, now), now, excluded, desperate=desperate)
+                    return self._chosen(drawn, now, excluded)
+        return self._chosen(self._described(self._peers, now), now, excluded)
 
     def _drawn(self, excluded: Collection[PeerId]) -> list[PeerId]:
         """A few live peers, and beside them a few excluded ones, which say whether others are full."""
@@ -224,9 +221,7 @@ class LoadBalancer:
             self._bounded_at = now
         return self._bounds
 
-    def _chosen(
-        self, candidates: Sequence[Candidate], now: float, excluded: Collection[PeerId], *, desperate: bool
-    ) -> PeerId | None:
+    def _chosen(self, candidates: Sequence[Candidate], now: float, excluded: Collection[PeerId]) -> PeerId | None:
         return choose_peer(
             self._strategy,
             candidates,
@@ -234,7 +229,6 @@ class LoadBalancer:
             now=now,
             rng=self._rng,
             excluded=excluded,
-            desperate=desperate,
         )
 
     def sent(self, peer: PeerId) -> float:

@@ -167,7 +167,3 @@ class OriginsSeen:
             return False
         usual = (last - first) / (len(heard) - 1) if len(heard) > 1 else len(recent)
         return now - last > QUIET_PAUSES * usual
-
-    def median_clock(self, within: float = math.inf) -> float | None:
-        """Where the origins were (tokens) when they were last heard. None where nothing was."""
-        return median_clock(self.latest(within))

@@ -22,8 +22,6 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (buckets, sampled_view):
         monkeypatch.setattr(module, "TARGET", RECORDS)
         monkeypatch.setattr(module, "CROWDED", 2 * RECORDS)
-    monkeypatch.setattr(sampled_view, "PLACES", RECORDS)
-    monkeypatch.setattr(sampled_view, "KNOWN_PLACES", RECORDS // 2)
 
 
 @pytest.fixture

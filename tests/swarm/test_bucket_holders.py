@@ -56,16 +56,16 @@ def test_holders_of_a_bucket_are_those_that_are_nearest_now() -> None:
         net = Net(peers(0, 30))
         walker = Walker(cast("DhtNode", net), random.Random(1), asyncio.get_running_loop().time)
         assert await walker.glance(KEY)
-        assert walker.holders(KEY) == net.true_holders()
+        assert walker.near(KEY) == net.true_holders()
         net.live |= set(peers(30, 300))
         await asyncio.sleep(HOLDERS_SECONDS)
         assert await walker.glance(KEY)
-        assert walker.holders(KEY) == net.true_holders()
+        assert walker.near(KEY) == net.true_holders()
         net.live -= set(net.true_holders())
         await asyncio.sleep(HOLDERS_SECONDS)
-        assert walker.holders(KEY) == ()  # a publisher does not store at those for ever
+        assert walker.near(KEY) == ()  # a publisher does not store at those for ever
         await walker.walk([KEY], records=False)
-        assert walker.holders(KEY) == net.true_holders()
+        assert walker.near(KEY) == net.true_holders()
 
     in_virtual_time(scenario)
 
@@ -105,7 +105,7 @@ def test_those_near_a_key_that_stall_hide_no_bucket(stalling: tuple[int, ...], t
         assert await walker.glance(KEY)
         assert loop.time() - began < 4.0
         left = [peer for _, peer in net.nearest(KEY) if peer not in stalled]
-        assert set(left[: REPLICAS - len(stalled)]) <= set(walker.holders(KEY))
+        assert set(left[: REPLICAS - len(stalled)]) <= set(walker.near(KEY))
         await walker.close()
         assert len(asyncio.all_tasks()) == 1
 
@@ -167,7 +167,7 @@ async def test_records_of_a_bucket_whose_holders_are_sought_come_once(monkeypatc
     assert await walker.glance(TOLD_KEY)
     strangers = [signer for signer in told if signer not in own]
     assert len(strangers) == len(set(strangers)) == 40
-    assert len(set(walker.holders(TOLD_KEY))) == REPLICAS
+    assert len(set(walker.near(TOLD_KEY))) == REPLICAS
 
 
 def test_a_holder_that_stalls_first_hides_nothing_of_a_bucket_that_is_sought() -> None:

@@ -79,7 +79,6 @@ def test_a_peer_on_trial_helps_out_where_all_others_are_suspended_but_not_one_th
     chosen = {choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng) for _ in range(50)}
     assert chosen == {"a"}
     assert choose_peer("uniform", both[1:], own_rank=0, now=1.0, rng=rng) == "c"
-    assert choose_peer("uniform", both, own_rank=0, now=1.0, rng=rng, excluded={PeerId("c")}, desperate=True) == "a"
 
 
 def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:

@@ -11,10 +11,9 @@ from statistics import fmean
 import pytest
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.directory.buckets import RENEWED_SECONDS, TARGET, Place, bucket_of, levels_to_write, prefix_of
-from noloco_node.directory.records import EVERYBODY, DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
-from noloco_node.directory.sampled_view import CROWDED, PLACES, SampledView, root_again, shown_of
-from noloco_node.directory.store import Esteem
+from noloco_node.directory.buckets import CROWDED, RENEWED_SECONDS, TARGET, Place, bucket_of, levels_to_write, prefix_of
+from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
+from noloco_node.directory.sampled_view import SampledView, root_again
 from noloco_node.identity.peer_id import PeerId
 
 LIFE, LOOK = 20.0, 2.0
@@ -63,10 +62,7 @@ class Observer:
 
     def __init__(self, keys: Keys, stages: int = 2, seed: int = 0, *, serves: bool = True) -> None:
         self.keys, self.now = keys, 1000.0
-        self.known: dict[PeerId, Esteem] = {}
-        self.sampled = SampledView(
-            stages, random.Random(seed), standing=lambda peer: self.known.get(peer, Esteem.HEARSAY)
-        )
+        self.sampled = SampledView(stages, random.Random(seed))
         if serves:
             self.sampled.to_write(OWN, 0, LIFE)
         self.view = self.sampled.view(self.now)
@@ -199,72 +195,17 @@ def flood(keys: Keys, level: int, bucket: int, many: int, stage: int = 0) -> set
     return sought
 
 
-def test_a_bucket_that_somebody_filled_takes_the_places_of_one_and_counts_for_nothing() -> None:
-    """Five hundred ids in each of two buckets of sixteen: of all that is seen they are no more than those buckets."""
+def test_a_bucket_that_somebody_filled_counts_for_little() -> None:
+    """Five hundred ids in each of two buckets of sixteen: the number of the stage is nearly what it was."""
     keys = Keys(1000, 1)
-    sought = flood(keys, 4, 3, 500) | flood(keys, 4, 9, 500)
-    shares = list[float]()
+    flood(keys, 4, 3, 500)
+    flood(keys, 4, 9, 500)
     for seed in range(10):
         observer = Observer(keys, seed=seed)
         observer.look(30)
         for _ in range(4):
             observer.look(int(RENEWED_SECONDS / LOOK))
-            shares.append(len(observer.peers() & sought) / len(observer.peers()))
-            assert len(observer.peers()) <= 3 * CROWDED
             assert abs(observer.view.number(0, observer.now) / 1000 - 1.0) < 0.35
-    assert max(shares) < 0.75
-    assert sum(shares) / len(shares) < 2 * 2 / 16
-
-
-@pytest.mark.parametrize("many", [70, 128, 256])
-def test_who_is_in_a_bucket_that_somebody_filled_is_seen_as_often_as_its_crowd_lets_them(many: int) -> None:
-    """All strangers: each of a bucket has the same part of the places, and another lot shows others of them."""
-    keys, places = Keys(128, 1), list[float]()
-    honest = keys.rows[Place(0, 1, 1)].copy()
-    sought = flood(keys, 1, 1, many)
-    met, share = set[PeerId](), PLACES / (len(honest) + many)
-    observer = Observer(keys)
-    observer.look(40)
-    for _ in range(12):
-        observer.look(int(RENEWED_SECONDS / LOOK) + 1)
-        met |= observer.peers().intersection(honest)
-        places.append(len(observer.peers().intersection(honest)) / len(honest))
-        assert len(observer.peers() & (sought | set(honest))) == PLACES
-        assert observer.view.number(0, observer.now) <= 128 + PLACES
-        assert observer.view.scale(0) != EVERYBODY, "who is not shown has not vanished"
-    assert sum(places) / len(places) == pytest.approx(share, rel=0.25)
-    assert len(met) >= 0.9 * (1 - (1 - share) ** 12) * len(honest)
-
-
-def test_who_of_a_bucket_that_somebody_filled_has_worked_is_seen_first_and_who_is_silent_last() -> None:
-    """As long as strangers answer, half of the places are the known ones'; none is a silent one's while others live."""
-    keys = Keys(1000, 1)
-    honest = keys.rows[Place(0, 4, 5)].copy()
-    sought = sorted(flood(keys, 4, 5, 256))
-    known = dict.fromkeys(honest, Esteem.WORKS) | dict.fromkeys(sought, Esteem.KNOWN)
-    by_esteem = shown_of({*honest, *sought}, b"lot", lambda peer: known[peer])
-    assert len(by_esteem) == PLACES
-    assert len(set(by_esteem).intersection(honest)) >= min(len(honest), PLACES // 2)
-    assert set(by_esteem).intersection(sought)
-    known = dict.fromkeys(sought, Esteem.SILENT)
-    assert set(honest[: PLACES // 2]) <= set(
-        shown_of({*honest[: PLACES // 2], *sought}, b"lot", lambda peer: known.get(peer, Esteem.HEARSAY))
-    )
-
-
-def test_nodes_of_a_bucket_that_somebody_filled_are_met_one_after_another_and_stay() -> None:
-    """At level 1 a node that asks all it sees meets nearly all honest ones, though six ids in seven were sought for."""
-    keys = Keys(128, 1)
-    honest = set(keys.rows[Place(0, 1, 1)])
-    sought = flood(keys, 1, 1, 256)
-    observer = Observer(keys)
-    observer.look(40)
-    for _ in range(30):
-        observer.look(8)
-        asked = sorted(observer.peers() - observer.known.keys())[:16]
-        observer.known |= {peer: Esteem.SILENT if peer in sought else Esteem.WORKS for peer in asked}
-    assert len(honest.intersection(observer.known)) >= 0.9 * len(honest)
-    assert len(observer.peers() & honest) >= 0.9 * len(honest)
 
 
 def test_a_stage_that_everybody_left_is_seen_empty_when_the_last_life_has_ended() -> None:
@@ -296,17 +237,6 @@ def test_of_other_stages_some_are_seen_and_the_number_is_known() -> None:
     observer.look(150)
     assert TARGET <= len(observer.peers(2)) <= 2 * CROWDED
     assert observer.view.number(2, observer.now) == pytest.approx(2000, rel=0.25)
-
-
-def test_one_of_the_two_buckets_of_a_further_stage_counts_for_no_more_than_a_crowded_one() -> None:
-    """Where no bucket is the middle one: 128 replicas beside 400 ids are taken for 192 at most."""
-    observer = Observer(keys := Keys(10, 10, 128), stages=3)
-    honest = len(keys.rows[Place(2, 1, 0)])
-    flood(keys, 1, 1, 400, stage=2)
-    observer.look(40)
-    for _ in range(60):
-        observer.look()
-        assert 100 <= observer.view.number(2, observer.now) <= honest + CROWDED
 
 
 def test_who_serves_no_stage_sees_some_of_each() -> None:

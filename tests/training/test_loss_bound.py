@@ -10,6 +10,7 @@ import torch
 
 from noloco_node.training.bounds import RECENT, SHARE, LossBound
 from noloco_node.transport.messages import Message
+from noloco_node.trust.sources_seen import median_clock
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.training.made_trainers import make_trainer
 from tests.worlds import LENGTH, MICROBATCH, VOCABULARY, WINDOWS, micro_spec, peer_name, trainer_of, window_batch
@@ -97,7 +98,7 @@ async def test_nonsense_shows_no_work_of_its_sender() -> None:
         assert bound.left_out == 1
         assert tail.pipeline.ledger.served == 1
         assert tail.worker.trained_tokens == 0
-        assert tail.pipeline.server.origins_seen.median_clock() is None
+        assert median_clock(tail.pipeline.server.origins_seen.latest()) is None
         assert tail.context.transport.peer_stats.of(peer_name(0, 0)).tokens == 0
         tail.books.write()
         assert tail.worker.bounded["losses"] == 1
