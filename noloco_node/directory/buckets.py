@@ -81,11 +81,6 @@ def bucket_of(prefix: int, level: int) -> int:
     return prefix >> (PREFIX_BITS - level)
 
 
-def by_lot(peer: PeerId, lot: bytes) -> bytes:
-    """A key to sort peers in an order that is unknown without the lot."""
-    return hashlib.blake2b(peer.encode(), key=lot, digest_size=8).digest()
-
-
 def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]:
     """The levels at which a node writes its record after it has found `level`, and so many records in its buckets."""
     levels = [level]

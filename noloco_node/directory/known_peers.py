@@ -26,7 +26,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node import ambient
 from noloco_node.aio import some_at_a_time
-from noloco_node.directory.buckets import by_lot
 from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
@@ -85,7 +84,7 @@ class KnownPeers:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lot = ambient.token(16).encode()
+        self._rng = ambient.chance()
         self.run: str | None = None
         """The run in which they were met; None where the file says nothing."""
         self.addresses: dict[PeerId, tuple[str, ...]] = {}
@@ -169,17 +168,14 @@ class KnownPeers:
     def worth_keeping(self, live: Iterable[PeerId], esteem: Callable[[PeerId], Esteem]) -> list[PeerId]:
         """As many of these peers as the file has places for, those first of which this node knows most.
 
-        Among equals come the peers that the file has already, then those that a lot of this node's own draws. By their
-        ids all nodes would keep the same few, and an attacker that sought ids for it would be all that they keep.
+        Among equals come the peers that the file has already, then chance decides. By their ids all nodes would keep
+        the same few, and an attacker that sought ids for it would be all that they keep.
         """
         peers = list(live)
         if len(peers) <= MOST_PEERS:
             return peers
-
-        def order(peer: PeerId) -> tuple[int, bool, bytes]:
-            return -esteem(peer), peer not in self.addresses, by_lot(peer, self._lot)
-
-        return sorted(peers, key=order)[:MOST_PEERS]
+        self._rng.shuffle(peers)
+        return sorted(peers, key=lambda peer: (-esteem(peer), peer not in self.addresses))[:MOST_PEERS]
 
     async def _ask(self, book: Book, peer: PeerId) -> None:
         self.learn(peer, await book.addresses_of(peer))

@@ -247,8 +247,6 @@ def rescue_rank(
     return order.index(own) if own in order else None
 
 
-def rescue_wait(rank: int, rng: random.Random, stands_for: float = 1.0) -> float:
-    """Seconds that the candidate of this rank waits, at random within its slot, before it looks again and moves. In a
-    stage that is seen in part, as many nodes as each one there `stands_for` think that they have this rank. They share
-    as many slots."""
-    return (rank + rng.random()) * stands_for * RESCUE_SLOT_SECONDS
+def rescue_wait(rank: int, rng: random.Random) -> float:
+    """Seconds that the candidate of this rank waits, at random within its slot, before it looks again and moves."""
+    return (rank + rng.random()) * RESCUE_SLOT_SECONDS

@@ -21,8 +21,7 @@ from noloco_node.placement.balancing import (
 )
 
 LOOKS_A_STAY = 20
-"""A node looks so many times for a poorer stage within the shortest stay; a decision waits up to the time between two
-looks."""
+"""A node looks so many times for a poorer stage within the shortest stay."""
 JOINER_PATIENCE = 15.0
 """A lost stage waits for announced joiners for so many times as long as it takes to confirm that it is empty. All
 joiners count together, from when it was first seen empty. One that never comes, or one after another, must not keep it
@@ -64,7 +63,6 @@ class Relocation:
     standing: MigrationStanding
     rng: random.Random
     _next_look: float = field(init=False)
-    _planned: tuple[int, float] | None = field(default=None, init=False)
     _unserved_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
@@ -88,7 +86,7 @@ class Relocation:
         the next stage, as the nodes of this one see, even if peers answer there. It is for them to rescue it."""
         self._shut = here.stage + 1 if shut else None
         lost = self._lost(now, [*others, here])
-        return self._rescue(now, here, others, lost) or self._balance(now, here, others, lost)
+        return self._rescue(now, here, others, lost) or self._balance(now, here, others)
 
     def _lost(self, now: float, servers: Sequence[Server]) -> list[int]:
         """Stages that nobody serves, and to which nobody is on the way or has been for too long."""
@@ -119,26 +117,16 @@ class Relocation:
             if rank is None:
                 self._rescues.pop(stage, None)
             elif stage not in self._rescues:
-                stands_for = max((s.stands_for for s in others if s.stage == here.stage), default=1.0)
-                self._rescues[stage] = now + rescue_wait(rank, self.rng, stands_for)
+                self._rescues[stage] = now + rescue_wait(rank, self.rng)
             elif now >= self._rescues[stage]:
                 return Move(stage, "lost")
         return None
 
-    def _balance(self, now: float, here: Server, others: Sequence[Server], lost: Sequence[int]) -> Move | None:
+    def _balance(self, now: float, here: Server, others: Sequence[Server]) -> Move | None:
         if now < self._next_look:
             return None
+        self._next_look = now + self.standing.stay_seconds * self._pause * self.rng.uniform(0.5, 1.5)
         supply = supply_of([*others, here], self.standing.work)
-        planned, self._planned = self._planned, None
-        pause = self.standing.stay_seconds * self._pause
-        fitting = [stage for stage in self.standing.fitting if stage not in lost]
-        due = None if planned is None or planned[0] in self._unserved_since else planned[0]
-        if due is not None and worth_moving(supply, here.stage, here.strength, due):
-            return Move(due, "poor")
+        fitting = [stage for stage in self.standing.fitting if stage not in self._unserved_since]
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)
-        if target is None:
-            self._next_look = now + pause * self.rng.uniform(0.5, 1.5)
-        else:
-            self._next_look = now + pause * self.rng.random()
-            self._planned = (target, self._next_look)
-        return None
+        return None if target is None else Move(target, "poor")
