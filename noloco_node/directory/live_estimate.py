@@ -22,7 +22,7 @@ from noloco_node.peer_table import PeerTable
 from noloco_node.peers.stats import PeerStats
 
 PRIOR = 3.0
-"""So many stage peers are taken to have worked at a common start, before any has been asked."""
+"""The number of stage peers that are taken to have worked at a common start, before any has been asked."""
 SAMPLE = 16
 """After so many asks nothing of that is left."""
 WORK_AN_ASK = 0.25

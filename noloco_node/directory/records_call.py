@@ -29,7 +29,7 @@ MOST_TOLD = 12
 """A message tells at most so many records, the teller's own included: what a header holds, and few enough to check at
 once."""
 FEW_TOLD = 1
-"""So many records are told to a peer that has said before what it serves: the own one, which goes from either to the
+"""The number of records told to a peer that has said before what it serves: the own one, which goes from either to the
 other each time. It hears of others by the DHT and by all the peers that call it."""
 ALL_AGAIN_SECONDS = 10.0
 """A peer that never says what it serves is told a full message at most once in so many seconds. Otherwise it would get

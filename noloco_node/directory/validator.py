@@ -108,7 +108,7 @@ MAX_SUBKEY_BYTES = 160
 MAX_EXPIRY = float(1 << 40)
 """No honest record reaches so many seconds since 1970. The bound keeps arithmetic with expiries harmless."""
 CACHED_VERDICTS = 8192
-"""So many latest verdicts are kept: more than a node reads records before it reads one again."""
+"""The number of latest verdicts that are kept: more than a node reads records before it reads one again."""
 
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")

@@ -22,7 +22,7 @@ SILENCES_TOLERATED = 1
 WORK_SECONDS = 120.0
 """Work counts for so many seconds."""
 ASKS_REMEMBERED = 64
-"""So many latest asks for work are remembered of peers without work so far."""
+"""The number of latest asks for work that are remembered of peers without work so far."""
 ASKS_ALLOWED = 16
 """A peer may be asked in vain in so many windows without any work from it in between. Peers that all work refuse a
 replica four times out of five if it is a fast one among slow ones, or if its exchanges take as long as the steps in
