@@ -46,7 +46,8 @@ BEYOND_CHANCE = (3.5, 2.0)
 """Records speak of a level if they are so many standard deviations beyond what so small a stage has by chance. If
 nothing lies beyond the first, the second is enough: beside sixty that came at once a first bucket is hidden."""
 LOOKED_BACK = 4
-"""The number of latest looks that decide on the level: three of four must be too full, or too empty; no bucket decides alone."""
+"""The number of latest looks that decide on the level: three of four must be too full, or too empty. No bucket decides
+alone."""
 KEPT = 10
 """The counts of so many buckets make the estimate."""
 CROWDED = 2 * TARGET
