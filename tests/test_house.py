@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 62_900,
-    "lines of the tests": 62_950,
+    "lines of the package": 61_900,
+    "lines of the tests": 62_200,
     "lines of benchmarks and deploy": 4_300,
-    "module-level numbers": 605,
-    "files of the package": 322,
+    "module-level numbers": 584,
+    "files of the package": 320,
     "files of the package below 60 lines": 46,
     "kB of Markdown": 366,
     "kB of results in docs": 264,
