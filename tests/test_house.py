@@ -7,7 +7,7 @@ from tests.house import journeys, sizes
 BOUNDS = {
     "lines of the package": 61_900,
     "lines of the tests": 62_200,
-    "lines of benchmarks and deploy": 4_300,
+    "lines of benchmarks and deploy": 4_500,
     "module-level numbers": 584,
     "files of the package": 320,
     "files of the package below 60 lines": 46,
