@@ -100,14 +100,6 @@ class StateDonor:
         self.accepting = False
         """Whether it gives its state now."""
 
-    def open(self) -> None:
-        """Give the state from now on."""
-        self.accepting = True
-
-    def shut(self) -> None:
-        """Give it to nobody from now on."""
-        self.accepting = False
-
     def serve(self) -> tuple[Withdraw, ...]:
         """Register with the transport, and how each method is taken back."""
         return (
@@ -262,11 +254,11 @@ class StateTransfer(Participant):
 
     def open(self) -> None:
         """Give the own state from now on."""
-        self.donor.open()
+        self.donor.accepting = True
 
     def shut(self) -> None:
         """Give it to nobody from now on; a reader that has begun goes on."""
-        self.donor.shut()
+        self.donor.accepting = False
 
     def drain(self) -> None:
         """A leaving node gives its state as long as it is there: it may be the last of its stage."""

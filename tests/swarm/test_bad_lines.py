@@ -121,7 +121,7 @@ def copied(
         for index, (name, worker) in enumerate(zip(names, workers[1:], strict=True)):
             transport = MemoryTransport(network, name)
             giver = kind(index)(spec, 0, transport, worker, places=1)
-            giver.open()
+            giver.accepting = True
             giver.serve()
             givers.append(giver)
         copier = StateCopier(
