@@ -8,7 +8,6 @@ import dataclasses
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.directory import validator as record_validator
 from noloco_node.directory.dht import join_directory
 from noloco_node.directory.dht_node import node_id_of
 from noloco_node.directory.records import MOST_SAID, Directory, OwnWord, PeerState, SlotClaim
 from noloco_node.directory.validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
 from noloco_node.identity.invitations import invite
-from noloco_node.identity.keys import Identity, load_or_create_identity, verify
+from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p
 from tests.inside import intake_of, node_of, walker_of
@@ -400,29 +398,3 @@ def _signer_for_hypothesis(signer: Identity) -> None:
 
 
 _SIGNER: Identity
-
-
-def test_hardly_more_records_than_verdicts_are_kept_cost_hardly_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each look takes all records in the same order: of a twentieth too many not all are judged anew."""
-    monkeypatch.setattr(record_validator, "CACHED_VERDICTS", 100)
-    identity, judged = load_or_create_identity(tmp_path / "key"), Counter[str]()
-    signed = [
-        sign_record(identity, stage_key("run", 0), record_of(identity.peer_id), 1000.0 + number)
-        for number in range(105)
-    ]
-
-    def verified(public_key: bytes, signature: bytes, statement: bytes) -> bool:
-        judged["signatures"] += 1
-        return verify(public_key, signature, statement)
-
-    monkeypatch.setattr(record_validator, "verify", verified)
-    validator = RecordValidator("run", 1)
-    key, looks = DHTID.generate(source=stage_key("run", 0)).to_bytes(), 20
-    for _ in range(looks):
-        for number, value in enumerate(signed):
-            assert validator.read_at(key, identity.peer_id, value, 1000.0 + number) == record_of(identity.peer_id)
-    again = (judged["signatures"] - len(signed)) / (looks - 1)
-    assert 5 <= again < 0.4 * len(signed)
-    assert len(validator._verdicts) == 100
