@@ -10,15 +10,12 @@ from typing import Any, cast
 
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import Directory
-from noloco_node.identity.keys import Identity
 from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.peers.scorecard import UNBLEMISHED
 from noloco_node.pipeline.server import Repeats
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.interface import Transport
-
-SIGNS = "_identity"
 
 
 def desk_of(transport: Transport) -> Any:
@@ -29,11 +26,6 @@ def desk_of(transport: Transport) -> Any:
 def served_by(transport: Transport) -> dict[str, Any]:
     """Each method that a transport serves, by its name, to be answered otherwise."""
     return desk_of(transport)._methods
-
-
-def host_of(transport: Transport) -> Any:
-    """The p2pd below a transport."""
-    return cast("Any", transport)._host
 
 
 def incoming_streams_of(transport: Transport) -> int:
@@ -79,13 +71,6 @@ def sampled_of(directory: object) -> Any:
 def rows_of(store: object) -> Mapping[Any, Any]:
     """Key -> signer -> what is held of it."""
     return cast("Any", store)._rows
-
-
-def signs_as(directory: object, identity: Identity | None = None) -> Identity:
-    """With which identity a directory signs, from now on with `identity` where one is given."""
-    if identity is not None:
-        setattr(directory, SIGNS, identity)
-    return getattr(directory, SIGNS)
 
 
 def held_by(relay: CircuitRelay) -> dict[Any, float]:

@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -112,6 +113,26 @@ def nothing_left_behind() -> Iterator[Path]:
     finally:
         tempfile.tempdir = previous
         shutil.rmtree(base, ignore_errors=True)
+
+
+@dataclass
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SkewedClock:
+    """A monotonic clock that runs `ahead` seconds before the real one."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        """See `time.monotonic`."""
+        return time.monotonic() + self.ahead
 
 
 @contextlib.contextmanager

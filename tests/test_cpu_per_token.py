@@ -22,13 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.records import PeerState
 from noloco_node.model.stage import build_stage
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 from tests.inside import thread_of
-from tests.worlds import Swarm, libp2p_world, micro_spec, window_batch
+from tests.worlds import Swarm, all_train, libp2p_world, micro_spec, window_batch
 
 MOST_OPERATIONS = 1.02
 """The most operations of the device's thread for a microbatch, as a share of those of plain training. It is 1.012:
@@ -160,11 +159,7 @@ async def test_a_token_takes_little_more_cpu_time_in_the_swarm_than_in_one_proce
     alone: list[float] = []
     with one_thread():
         async with libp2p_world(spec, tmp_path) as made:
-            for replica in made.replicas:
-                replica.pipeline.open()
-                await replica.membership.announce(PeerState.TRAINING)
-            for replica in made.replicas:
-                await replica.membership.refresh()
+            await all_train(made)
             origin, plain = made.replicas[0].pipeline.origin, Plain(spec)
             assert origin is not None
             for _ in range(1 + ROUNDS):  # the first one warms up

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.fork_server import Client, Popen, Request, spawning
+from tests.fork_server import spawning
 from tests.support import eventually
 
 COMMAND = [sys.executable, "-m", "tests.says_itself"]
@@ -68,23 +68,3 @@ async def test_it_is_a_child_that_signals_reach() -> None:
             await process.communicate()
             codes.append(process.returncode or 0)
         assert codes[0] == codes[1] == -number
-
-
-def test_what_the_server_does_not_know_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs, and an environment that libraries look at when they are imported."""
-    client, asked = Popen.client, list[Request]()
-    assert isinstance(client, Client)
-    monkeypatch.setattr(client, "fork", lambda request, files: asked.append(request))
-    other = {**os.environ, "HF_HOME": "/nowhere"}
-    assert comparable(subprocess.run([*COMMAND, "3"], env=other, capture_output=True, text=True, input=""))[2] == 3
-    for words in (["-c", "raise SystemExit(3)"], ["-I", "-c", "raise SystemExit(3)"], ["-m", "tests.nowhere"]):
-        assert subprocess.run([sys.executable, *words], stderr=subprocess.DEVNULL).returncode in (1, 3)
-    assert not asked
-
-
-def test_the_command_runs_in_its_folder() -> None:
-    """What is named on the command line is looked for there."""
-    command = [sys.executable, "-m", "noloco_node", "config", "show", "micro.yaml"]
-    folder = Path(__file__).parent / "configs"
-    forked, spawned = both(lambda: subprocess.run(command, cwd=folder, capture_output=True, text=True))
-    assert (forked.returncode, forked.stdout, forked.stderr) == (0, spawned.stdout, spawned.stderr)

@@ -24,7 +24,7 @@ from noloco_node.node.network import out_of_reach
 from noloco_node.node.stay import run_and_save
 from noloco_node.sizing.preflight import plan
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.training.compute_device import check_device, describe_device, idle_gpu, resolve_device
+from noloco_node.training.compute_device import check_device, idle_gpu
 from tests.support import one_turn
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
@@ -73,36 +73,10 @@ def test_a_device_that_is_not_there_is_refused_by_name(name: str) -> None:
     assert "cpu" in caught.value.remedy
 
 
-def test_a_gpu_number_too_high_names_the_numbers_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with two GPUs."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="CUDA devices 0 to 1"):
-        check_device("cuda:2")
-
-
 @pytest.mark.parametrize("name", ["cpu", "auto"])
 def test_the_processor_is_always_there(name: str) -> None:
     """It passes by its name, and the default passes on any machine."""
     check_device(name)
-
-
-@pytest.mark.parametrize(("gpus", "built", "chosen"), [(0, None, "cpu"), (0, "12.8", "cpu"), (2, "12.8", "cuda")])
-def test_the_default_device_is_the_gpu_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, built: str | None, chosen: str
-) -> None:
-    """`auto`, in one line that says what was found; a device that is named stays what it is."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
-    monkeypatch.setattr(torch.version, "cuda", built)
-    assert NodeSettings().device == "auto"
-    assert resolve_device("auto") == chosen
-    assert resolve_device("cuda:1") == "cuda:1"
-    words = "auto: cuda, NVIDIA X" if gpus else ("finds no CUDA device" if built else "built without CUDA")
-    assert words in describe_device("auto")
-    assert ("--gpus all" in describe_device("auto")) == (built is not None and not gpus), "a torch without has no use"
-    assert "\n" not in describe_device("auto")
 
 
 @pytest.mark.parametrize(

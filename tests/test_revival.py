@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.memory_directory import MemoryDirectory
-from tests.support import alongside, eventually, one_turn
+from tests.support import SkewedClock, alongside, eventually, one_turn
 from tests.worlds import World, micro_spec, peer_name, world
 
 BOUNDLESS = {"outer_rounds": 1 << 32, "source": "who-signed-it"}
@@ -599,7 +598,7 @@ GIVER = PeerId("giver-number-one")
 async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: pytest.MonkeyPatch) -> None:
     """One key reads a chunk of the copy every 50 s: another that opens one gets a copy that is a minute old at most. A
     reader that has begun may end, and nobody else gets chunks of an old one."""
-    clock = _Skewed()
+    clock = SkewedClock()
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     limits = LIMITS.model_copy(
         update={"standby_seconds": 120.0, "record_seconds": 20.0}
@@ -635,15 +634,6 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
             assert refused.value.reason is Refusal.UNKNOWN_SNAPSHOT
         for each in (holder, other, giver):
             await each.close()
-
-
-class _Skewed:
-    """A monotonic clock that runs `ahead` seconds before the real one."""
-
-    ahead = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
 
 
 def test_who_had_begun_reads_on_and_an_old_copy_goes_to_nobody_new() -> None:

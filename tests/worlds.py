@@ -344,6 +344,15 @@ async def run_ahead(replica: Replica, tokens: float) -> None:
     await replica.worker.commit(snapshot, scale=0.0, clock_shift=tokens)
 
 
+async def all_train(made: Swarm) -> None:
+    """Let every replica serve its stage, say that it trains, and read what the others say; none draws anything."""
+    for replica in made.replicas:
+        replica.pipeline.open()
+        await replica.membership.announce(PeerState.TRAINING)
+    for replica in made.replicas:
+        await replica.membership.refresh()
+
+
 def last_accounts(made: World) -> list[Account]:
     """The last accounts of each replica, those of stage 0 first."""
     return [last_account(events) for events in made.events]

@@ -10,13 +10,14 @@ from tests.chaos.lab import Lab
 from tests.chaos.report import Verdict, markdown, write_report
 from tests.chaos.scenarios import SCENARIOS
 
-WITH_THE_TESTS = (*(pytest.param(name, marks=pytest.mark.long) for name in ("kills", "freeze")), "hostile")
-"""Real daemons are killed in `tests/test_local_swarm.py` and `tests/daemons` as well, nodes that freeze are in the
-schedules in virtual time (`tests/hunt`). Others take longer, need root, or only say something after minutes:
-`make chaos` runs all."""
+WITH_THE_TESTS = ("kills", "freeze", "hostile")
+"""Real daemons are killed in `tests/test_local_swarm.py` and `tests/daemons` as well, nodes that freeze or lie are in
+the schedules in virtual time (`tests/hunt`). Others take longer, need root, or only say something after minutes: `make
+chaos` runs all."""
 
 
 @pytest.mark.daemons
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", WITH_THE_TESTS)
 async def test_a_scenario_holds(name: str, tmp_path: Path, temporary: Path) -> None:

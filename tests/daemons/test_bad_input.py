@@ -19,7 +19,6 @@ from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeStopped, read_events
-from tests.support import free_port
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(180)]
 
@@ -101,25 +100,6 @@ def test_a_wrong_setting(
     returned, complaint = refused("run", MICRO, *folder, *stage, *arguments)
     assert returned == code, complaint
     assert all(word in complaint for word in words), complaint
-
-
-def test_a_dead_peer_and_a_busy_port(tmp_path: Path, temporary: Path, busy_port: int) -> None:
-    """A peer that nobody answers for is named with the reason; so is a port that is taken."""
-    peer = NOBODY.format(port=free_port())
-    code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "a", "--initial-peers", peer)
-    assert code == ExitCode.PEERS_UNREACHABLE
-    assert peer in complaint
-    assert "start its seed first" not in complaint, "it has been in no run that could be begun again"
-    came_back = RunFolder.create(tmp_path / "before")
-    came_back.claim("0" * 32, "micro")
-    code, complaint = refused("join", peer, "--run-folder", came_back.path)
-    assert code == ExitCode.PEERS_UNREACHABLE
-    assert "start its seed first" in complaint
-    assert "without --initial-peers" in complaint
-    for option in ("--port", "--metrics-port"):
-        code, complaint = refused("run", MICRO, "--run-folder", tmp_path / "b", option, str(busy_port))
-        assert code == ExitCode.PORT_IN_USE, complaint
-        assert str(busy_port) in complaint
 
 
 def test_a_taken_identity_and_another_run(tmp_path: Path, temporary: Path) -> None:

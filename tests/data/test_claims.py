@@ -16,18 +16,9 @@ from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.shared_text import in_record
 from tests.data.claim_swarm import IN_PART, LIARS, SHAPE, ClaimSwarm
+from tests.support import Clock
 
 LIFE = 20.0
-
-
-class Clock:
-    """Seconds that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def turns_of(own: str, clock: Clock, row: int = 64, **kept: object) -> SharedTurns:

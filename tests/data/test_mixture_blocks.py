@@ -33,6 +33,7 @@ from noloco_node.pauses import Doubling
 from noloco_node.sizing.preflight import note_on_blocks
 from tests.data.made_files import write_texts
 from tests.data.test_prepared_shards import InTurn
+from tests.support import Clock
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 LETTERS = "abc"
@@ -202,15 +203,6 @@ async def test_what_is_wrong_with_a_block_names_its_source(
     assert told.startswith("the rest of '0.jsonl' of run.data.mixture[1] is passed over (1 so far)")
     samples.close()
     assert caught.value.exit_code is ExitCode.DATA
-
-
-class Clock:
-    """Seconds that a test moves."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 COUNTS = (24, 8, 16)

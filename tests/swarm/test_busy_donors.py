@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -16,12 +17,27 @@ from noloco_node.state_transfer import messages as state_messages
 from noloco_node.telemetry.events import StateSourceFailed
 from noloco_node.transport.errors import Refusal
 from noloco_node.transport.memory import Fault, FaultKind
-from tests.swarm.test_late_join import FIRST, OUTER, SECOND, drip, is_copy_of, make_veteran
+from noloco_node.transport.messages import Message
+from tests.inside import served_by
+from tests.swarm.test_late_join import FIRST, OUTER, SECOND, is_copy_of, make_veteran
 from tests.worlds import World, micro_spec, world
 
 LIMITS = LimitsSpec(chunk_bytes=1 << 17, exchange_progress_seconds=0.2, record_seconds=20)
 """A state is a few chunks, and two of them take longer than a look at a donor's pace."""
 DRIP_SECONDS = 0.12
+
+
+def drip(replica: Replica, seconds: float) -> None:
+    """From now on this donor gives one chunk in so many seconds."""
+    method = served_by(replica.context.transport)[state_messages.CHUNK.name]
+    honest, turn = method.handle, asyncio.Lock()
+
+    async def slowly(peer: PeerId, message: Message) -> Message:
+        async with turn:
+            await asyncio.sleep(seconds)
+            return await honest(peer, message)
+
+    method.handle = slowly
 
 
 @contextlib.asynccontextmanager

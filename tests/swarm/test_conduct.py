@@ -32,6 +32,7 @@ from noloco_node.transport.errors import (
 from noloco_node.transport.interface import RequestDesk, TransportLimits
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from tests.support import Clock
 from tests.worlds import record_of
 
 PEER = PeerId("a-stranger")
@@ -43,15 +44,6 @@ def offended(times: int, now: float = 0.0, standing: BanRecord | None = None) ->
     for _ in range(times):
         standing = after_offence(standing, Offence.MALFORMED, now)
     return standing
-
-
-class Clock:
-    """A clock that is set by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_few_offences_are_borne_and_one_more_brings_a_ban_with_a_reason_and_an_end() -> None:
@@ -124,7 +116,7 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What a banned peer had under way adds nothing to its account."""
-    clock = Clock()
+    clock = Clock(0.0)
     book, begun = Bans(clock), []
     book.on_ban = begun.append
     with caplog.at_level(logging.WARNING):
@@ -165,7 +157,7 @@ def test_the_book_does_not_grow_with_new_names(monkeypatch: pytest.MonkeyPatch) 
 def test_bans_that_have_ended_are_forgotten_where_nobody_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed never looks at `changes`."""
     monkeypatch.setattr(conduct, "TOLERATED", 0.0)
-    clock = Clock()
+    clock = Clock(0.0)
     book = Bans(clock)
     for number in range(100):
         clock.now = 1000.0 * number
@@ -178,7 +170,7 @@ async def test_a_ban_shows_in_the_view_from_its_first_moment_to_its_last(monkeyp
     """Views are kept from one refresh to the next. A ban whose account had to make room for another ends in the view,
     too."""
     monkeypatch.setattr(peer_table, "MOST_PEERS", 1)
-    clock, hub = Clock(), MemoryDirectoryHub(1)
+    clock, hub = Clock(0.0), MemoryDirectoryHub(1)
     book, banned, other = Bans(clock), PeerId("peer-that-is-banned"), PeerId("peer-beside-it")
     for peer in (banned, other):
         await MemoryDirectory(hub).publish(record_of(peer), 600)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 
@@ -28,7 +27,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
-from tests.support import eventually
+from tests.support import Clock, eventually
 from tests.swarm.worlds import AllAnswer
 from tests.worlds import micro_spec, peer_name, world
 
@@ -132,21 +131,11 @@ async def test_origins_that_die_in_the_last_days_of_a_month_end_it_for_nobody(cl
     assert await swarm.verdict(IDLE_GRACES + 1) is found
 
 
-@dataclass
-class Time:
-    """Seconds, of which tests say when they pass."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Swarm:
     """Origins A, B and C of stage 0, and a node of stage 1 or 0 that looks at them; time stands still."""
 
     def __init__(self, *, stage: int = 1, clock: float = TARGET, max_lag: float = 0.1 * TARGET) -> None:
-        self.time, self.clock, self.trained = Time(), clock, 0.0
+        self.time, self.clock, self.trained = Clock(), clock, 0.0
         self.hub = MemoryDirectoryHub(2, self.time)
         self.origins = {name: self.member(name, 0) for name in (A, B, C)}
         self.watcher = self.member(PeerId("watcher-wwww"), stage)

@@ -30,7 +30,7 @@ from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
 from tests.outer.groups import ERRORS
 from tests.support import eventually, one_turn
-from tests.worlds import Swarm, World, micro_spec, peer_name, trainer_of, world
+from tests.worlds import Swarm, World, micro_spec, peer_name, world
 
 RULE = OuterSpec(inner_steps=2, min_inner_steps=1, alpha=0.5, beta=0.5, codec="fp32")
 
@@ -436,43 +436,6 @@ async def test_who_dials_without_end_is_told_that_others_have_their_part_too() -
         assert await visit(eager, 1)
 
 
-async def test_poison_is_refused_and_changes_nothing() -> None:
-    """A dialler that sends NaN is told `not_finite`; the dialled replica's weights stay bitwise as they were."""
-    async with two_replicas() as (made, left, right):
-        before = await state_of(right)
-        left.worker.outer.slow.fill_(float("nan"))
-        assert not await left.averaging.dial(peer_name(0, 1))
-        await eventually(lambda: not right.averaging.under_way, what="the dialled side gives up")
-        assert unchanged(before, await state_of(right))
-        assert "NaN" in outer_steps(made, 1, "aborted")[0].reason
-
-
-async def test_one_partner_moves_a_replica_by_at_most_the_bound() -> None:
-    """A partner with huge weights: the step is marked as clipped, and no longer than CLIP_MULTIPLE × own motion."""
-    async with two_replicas() as (made, left, right):
-        before = await state_of(right)
-        own_motion = float((0.5 * (before["fast"] - before["slow"])).norm())
-        trainer_of(left.worker).master.add_(1000.0)
-        assert await left.averaging.dial(peer_name(0, 1))
-        await both_committed(made)
-        after = await state_of(right)
-        moved = float((after["slow"] - before["slow"]).norm())
-        event = outer_steps(made, 1, "paired")[0]
-    assert event.clipped
-    assert event.difference_norm is not None
-    assert event.difference_norm > 100 * own_motion
-    assert moved <= (3.0 + 1.0) * own_motion * 1.001, "own motion, plus at most three times of it from the partner"
-
-
-async def test_both_dial_and_one_exchange_comes_of_it() -> None:
-    """Two proposals that cross end in one committed step on each side."""
-    async with two_replicas() as (made, left, right):
-        results = await asyncio.gather(left.averaging.dial(peer_name(0, 1)), right.averaging.dial(peer_name(0, 0)))
-        await both_committed(made)
-        assert sorted(results) == [False, True]
-        assert [len(outer_steps(made, index, "paired")) for index in (0, 1)] == [1, 1]
-
-
 UNFIT: list[tuple[dict[str, object], Refusal]] = [
     ({"run": "f" * 32}, Refusal.WRONG_RUN),
     ({"stage": 5}, Refusal.WRONG_STAGE),
@@ -502,24 +465,6 @@ async def test_proposals_that_do_not_fit_are_refused() -> None:
                 )
             assert refused.value.reason is reason, changes
             assert not right.averaging.under_way
-
-
-async def test_chunks_without_an_exchange_are_refused() -> None:
-    """A stranger cannot push weights into a replica that has not agreed to an exchange."""
-    async with two_replicas() as (_, left, right):
-        before = await state_of(right)
-        header = exchange.ChunkHeader(exchange="a" * 32, index=0).model_dump(mode="json")
-        with pytest.raises(Refused) as refused:
-            await left.context.transport.call(  # pyright: ignore[reportPrivateUsage]
-                peer_name(0, 1),
-                exchange.CHUNK.name,
-                Message(header, (torch.zeros(1024),)),
-                timeout=5,
-                progress=5,
-                max_answer_bytes=4096,
-            )
-        assert refused.value.reason is Refusal.UNKNOWN_EXCHANGE
-        assert unchanged(before, await state_of(right))
 
 
 async def test_no_exchange_opens_while_a_state_is_taken_over_and_none_is_disturbed_by_a_lag() -> None:

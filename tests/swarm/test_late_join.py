@@ -7,10 +7,7 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import random
-import signal
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -50,9 +47,9 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message
-from tests.inside import host_of, served_by
-from tests.support import alongside, eventually
-from tests.worlds import NAMED, Swarm, World, libp2p_world, micro_spec, peer_name, world
+from tests.inside import served_by
+from tests.support import SkewedClock, alongside, eventually
+from tests.worlds import NAMED, Swarm, World, micro_spec, peer_name, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 LIMITS = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=20)
@@ -441,35 +438,6 @@ async def test_a_donor_that_falls_silent_is_left_after_the_progress_deadline() -
         assert "no part of its state came for 2 s" in reason
 
 
-def drip(replica: Replica, seconds: float) -> None:
-    """From now on this donor gives one chunk in so many seconds."""
-    method = served_by(replica.context.transport)[state_messages.CHUNK.name]
-    honest, turn = method.handle, asyncio.Lock()
-
-    async def slowly(peer: PeerId, message: Message) -> Message:
-        async with turn:
-            await asyncio.sleep(seconds)
-            return await honest(peer, message)
-
-    method.handle = slowly
-
-
-async def test_a_donor_that_drips_is_left_for_an_idle_one() -> None:
-    """Each of its chunks comes in time, and the whole would take half a minute; the idle one's is there at once."""
-    limits = LIMITS.model_copy(update={"exchange_progress_seconds": 0.5})
-    async with world(micro_spec(stages=1, outer=OUTER, limits=limits), 3) as made:
-        for veteran in made.replicas[:-1]:
-            await make_veteran(veteran)
-        drip(made.replicas[0], 0.3)
-        joiner = made.replicas[-1]
-        async with asyncio.timeout(30):
-            while FIRST not in failures(made):
-                assert await become_current(joiner) == SECOND
-        assert "another may be faster" in failures(made)[FIRST]
-        assert await is_copy_of(joiner, made.replicas[1])
-        assert joiner.context.transport.conduct.offences.total() == 0
-
-
 def test_the_only_donor_is_kept_however_slow() -> None:
     """That holds even if others are known that do not offer now."""
     paces = DonorPaces(floor=100.0)
@@ -701,40 +669,6 @@ async def test_what_a_resumed_donor_trained_before_is_not_its_pace() -> None:
     assert await resumed.rates(60) == await fresh.rates(60)
 
 
-@pytest.mark.daemons
-@pytest.mark.timeout(180)
-async def test_a_donor_whose_p2pd_is_killed_midway_is_replaced_by_the_next(
-    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Real processes, kill -9 after some chunks: the joiner ends as a copy of the other donor, and names the dead."""
-    limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=60)
-    async with libp2p_world(micro_spec(stages=1, outer=OUTER, limits=limits), tmp_path, replicas=3) as made:
-        *veterans, joiner = made.replicas
-        for veteran in veterans:
-            await make_veteran(veteran)
-        by_id = {veteran.context.transport.peer_id: veteran for veteran in veterans}
-        came = count_chunks(joiner.context.transport, monkeypatch)
-        joining = asyncio.create_task(become_current(joiner))
-        first = (await eventually(lambda: [peer for peer, _ in came], 60, "the first chunk"))[0]
-        os.kill(host_of(by_id[first].context.transport).pid, signal.SIGKILL)
-        donor = await asyncio.wait_for(joining, 90)
-        assert donor in by_id
-        assert donor != first
-        assert set(failures(made)) == {first}
-        assert await is_copy_of(joiner, by_id[donor])
-        both = Counter(peer for peer, _ in came)
-        assert 0 < both[first] < both[donor]
-
-
-class _Skewed:
-    """A monotonic clock that runs `ahead` seconds before the real one."""
-
-    ahead = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.ahead
-
-
 @pytest.mark.parametrize("again", [None, 0])
 @pytest.mark.parametrize("keys", [1, 2])
 async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
@@ -742,7 +676,7 @@ async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
 ) -> None:
     """Every 19 s, just within the progress deadline, they open the held snapshot again, or ask for the same chunk. As
     many of them as there are places: a joiner that asks now and then gets its turn within three deadlines."""
-    clock = _Skewed()
+    clock = SkewedClock()
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     settings = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
     limits = LIMITS.model_copy(update={"exchange_progress_seconds": 20.0})

@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from noloco_node.config.run_spec import PipelineSpec
-from noloco_node.directory.records import PeerState
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import HopFailed
 from noloco_node.transport.errors import Refusal
-from tests.worlds import World, micro_spec, trainer_of, window_rows, world
+from tests.worlds import World, all_train, micro_spec, trainer_of, window_rows, world
 
 HALF = PipelineSpec(activations=("fp16",), budget_seconds=5.0, progress_seconds=2.0, hop_attempts=1)
 
@@ -21,11 +20,7 @@ HALF = PipelineSpec(activations=("fp16",), budget_seconds=5.0, progress_seconds=
 async def half_precision() -> AsyncIterator[World]:
     """Three stages, one replica each, that send fp16 and see each other."""
     async with world(micro_spec(stages=3, layers=3, pipeline=HALF)) as made:
-        for replica in made.replicas:
-            replica.pipeline.open()
-            await replica.membership.announce(PeerState.TRAINING)
-        for replica in made.replicas:
-            await replica.membership.refresh()
+        await all_train(made)
         yield made
 
 

@@ -33,7 +33,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport
 from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually
-from tests.worlds import NAMED, World, micro_spec, peer_name, run_to_the_end, virtually, world
+from tests.worlds import NAMED, World, micro_spec, peer_name, virtually, world
 
 GRACE = 0.3
 LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=4096, exchange_progress_seconds=0.5)
@@ -99,31 +99,6 @@ async def never(*_: object, **__: object) -> None:
     await asyncio.Event().wait()
 
 
-@virtually
-async def test_a_ghost_that_says_it_trains_keeps_nobody_from_ending() -> None:
-    """Neither the later stage nor the origin waits for a peer whose work nobody has seen, and that answers nobody."""
-    async with world(short_run()) as made:
-        await haunt(made, PeerState.TRAINING)
-        await run_to_the_end(made, within=30)
-
-
-@virtually
-async def test_a_ghost_that_says_finished_ends_nobody_while_the_origin_is_away() -> None:
-    """Far from the target: the later stage waits, and the origin finds it when it comes back."""
-    async with world(short_run()) as made:
-        origin, last = made.replicas
-        await haunt(made, PeerState.FINISHING, finished=True)
-        async with lives(last) as (waiting,):
-            await eventually(
-                lambda: last.membership.live(0, PeerState.FINISHING), what="it has read the ghost's record"
-            )
-            await asyncio.wait((waiting,), timeout=3 * GRACE)
-            assert not waiting.done()
-            async with lives(origin) as (training,):
-                await ended([training, waiting], 30)
-        assert last.worker.progress.clock >= 0.9 * last.context.spec.inner.target_tokens
-
-
 @pytest.mark.parametrize("origins", [1, 3])
 def test_an_origin_whose_device_hangs_does_not_keep_the_others(origins: int) -> None:
     """The others reach the target, and with the later stage end in order; where it is the only one, the later stage
@@ -187,14 +162,6 @@ async def test_a_ghosts_record_keeps_no_run_from_starting(state: PeerState) -> N
         await haunt(made, state, finished=state is PeerState.FINISHING)
         await first.membership.announce(PeerState.TRAINING)
         assert await become_current(second) is None
-
-
-@virtually
-async def test_a_first_node_begins_whatever_ghosts_say() -> None:
-    """It has joined nobody, so the run begins with it."""
-    async with world(short_run()) as made:
-        await haunt(made, PeerState.FINISHING, finished=True)
-        assert await become_current(made.replicas[0]) is None
 
 
 @pytest.mark.parametrize("stage", [0, 1])

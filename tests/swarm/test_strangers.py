@@ -13,7 +13,6 @@ import torch
 from noloco_node.averaging import session as exchange
 from noloco_node.averaging.session import LeaveExchange
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.directory.records import PeerState
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
@@ -45,7 +44,7 @@ from tests.support import eventually, nothing_left_behind
 from tests.swarm.test_exchange import outer_steps, two_replicas
 from tests.swarm.test_hostile_peers import NAME, STRANGER, propose
 from tests.swarm.test_pipeline import ask, request, serving_world
-from tests.worlds import LENGTH, WINDOWS, micro_spec, peer_name, trainer_of, world
+from tests.worlds import LENGTH, WINDOWS, all_train, micro_spec, peer_name, trainer_of, world
 
 
 async def test_a_dialler_that_gives_up_frees_its_partner_at_once() -> None:
@@ -89,11 +88,7 @@ async def test_a_stranger_that_proposes_and_abandons_again_and_again_is_left_alo
 async def test_a_banned_peer_is_not_answered_routed_to_paired_with_or_counted() -> None:
     """From the moment of the ban, and until its end."""
     async with world(micro_spec(), replicas=2) as made:
-        for replica in made.replicas:
-            replica.pipeline.open()
-            await replica.membership.announce(PeerState.TRAINING)
-        for replica in made.replicas:
-            await replica.membership.refresh()
+        await all_train(made)
         head, stage_peer, tail = made.replicas[0], peer_name(0, 1), peer_name(1, 0)
         clock = [0.0]
         book = head.context.transport.conduct

@@ -7,17 +7,13 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.summary import node_seen
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.telemetry.node_state import MOST_NODES
-from tests.worlds import MICROBATCH, micro_spec, peer_name, world
+from tests.worlds import MICROBATCH, all_train, micro_spec, peer_name, world
 
 
 async def test_a_node_sees_its_peers_by_stage_with_load_lag_and_work() -> None:
     """Stage 0 of a swarm of 2 + 2, after microbatches to one replica of stage 1."""
     async with world(micro_spec(), replicas=2) as made:
-        for replica in made.replicas:
-            replica.pipeline.open()
-            await replica.membership.announce(PeerState.TRAINING)
-        for replica in made.replicas:
-            await replica.membership.refresh()
+        await all_train(made)
         viewer = made.replicas[0]
         assert viewer.pipeline.origin is not None
         for _ in range(4):

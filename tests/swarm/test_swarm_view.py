@@ -23,7 +23,7 @@ from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_VERSIONS, Midd
 from noloco_node.transport.memory import MemoryTransport
 from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually
-from tests.worlds import MICROBATCH, micro_spec, world
+from tests.worlds import MICROBATCH, all_train, micro_spec, world
 
 SPEC = micro_spec(steps=10_000)
 LIFE = SPEC.limits.record_seconds
@@ -234,11 +234,7 @@ async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> N
     """It publishes nothing, says hello only, and its view is that of the replicas themselves."""
     spec = micro_spec(limits=LimitsSpec(record_seconds=60, chunk_bytes=4096))
     async with world(spec, replicas=2) as made:
-        for replica in made.replicas:
-            replica.pipeline.open()
-            await replica.membership.announce(PeerState.TRAINING)
-        for replica in made.replicas:
-            await replica.membership.refresh()
+        await all_train(made)
         origin = made.replicas[0].pipeline.origin
         assert origin is not None
         for _ in range(4):

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from noloco_node.telemetry.events import Account, NodeReassigned
+from noloco_node.telemetry.events import NodeReassigned
 from noloco_node.telemetry.logging import NodeLog, describe
 from noloco_node.telemetry.metrics import Metrics
-from tests.telemetry.made_events import started
+from tests.telemetry.made_events import account, started
 
 MOVED = NodeReassigned(
     from_stage=0, stage=1, why="lost", origin="standby", clock=5e4, parameters=1_234, seconds=2.5, time=1100.0
 )
-
-
-def account(missing: list[int]) -> Account:
-    """The books of a node that waits for these stages."""
-    zeros = dict.fromkeys(("tokens", "drawn", "trained", "dropped", "held_at_end", "requeued"), 0)
-    more = {"retried": 0, "repeated": 0, "served": 0, "refused": {}, "bytes_sent": {}, "bytes_received": {}}
-    return Account.model_validate(
-        {**zeros, **more, "clock": 0.0, "target": 1, "nodes_per_stage": [3, 1], "missing_stages": missing}
-        | {"loop_lag_seconds": 0.0, "busy_seconds": 0.0}
-    )
 
 
 def test_metrics_follow_a_move_and_name_the_stage_that_is_waited_for() -> None:
@@ -30,7 +20,7 @@ def test_metrics_follow_a_move_and_name_the_stage_that_is_waited_for() -> None:
     value = metrics.registry.get_sample_value
     metrics.observe(started("s0-r0"))
     for missing in ([1], []):
-        metrics.observe(account(missing))
+        metrics.observe(account(missing_stages=missing))
         assert value("noloco_stage_missing", {"stage": "1"}) == float(1 in missing)
         assert value("noloco_stage_missing", {"stage": "0"}) == 0.0
     metrics.observe(MOVED)

@@ -23,62 +23,26 @@ from noloco_node.telemetry.events import (
     NodeStopped,
     P2pdRestarted,
 )
+from tests.telemetry import made_events as made
 
 NOW = 1000.0
 
 
 def started(identity: Identity) -> NodeStarted:
     """A node of stage 1 that came up at 100 s."""
-    return NodeStarted(
-        time=100.0,
-        peer_id=identity.peer_id,
-        stage=1,
-        stages=2,
-        run_id="r" * 32,
-        run_name="micro",
-        version="1",
-        pid=1 << 30,
-        addresses=[],
-        metrics_address=None,
-        parameters=12345,
-        origin="peer",
-    )
+    changes = {"time": 100.0, "peer_id": identity.peer_id, "pid": 1 << 30}
+    return made.started("s1-r0").model_copy(update=changes)
 
 
 def account() -> Account:
     """Its books at 990 s."""
-    zeros = dict.fromkeys(("drawn", "trained", "dropped", "held_at_end", "requeued", "retried", "repeated"), 0)
-    return Account.model_validate(
-        {
-            **zeros,
-            "time": 990.0,
-            "clock": 50_000.0,
-            "target": 200_000,
-            "tokens": 20_000,
-            "served": 40,
-            "refused": {},
-            "bytes_sent": {},
-            "bytes_received": {},
-            "nodes_per_stage": [3, 2],
-            "loop_lag_seconds": 0.0,
-            "busy_seconds": 1.0,
-        }
-    )
+    nothing = dict.fromkeys(("drawn", "trained", "held_at_end", "requeued", "retried", "repeated"), 0)
+    return made.account(**nothing, time=990.0, clock=50_000.0, target=200_000, refused={})
 
 
-def stopped(reason: str = "target_reached") -> NodeStopped:
+def stopped() -> NodeStopped:
     """Its last word, at 995 s."""
-    return NodeStopped.model_validate(
-        {
-            "time": 995.0,
-            "reason": reason,
-            "detail": "",
-            "outer_steps_taken": 3,
-            "partners": {},
-            "final_weights": None,
-            "seconds": 1.0,
-        }
-    )
+    return made.stopped("s1-r0").model_copy(update={"time": 995.0})
 
 
 def write(folder: Path, *events: AnyEvent) -> None:

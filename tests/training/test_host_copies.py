@@ -163,25 +163,6 @@ def test_the_device_is_waited_for_once_for_each_part_of_a_microbatch_and_once_a_
     assert bool(there.read or beyond.read) is leaks, (there.read, beyond.read)
 
 
-def test_by_memory_of_their_own_the_same_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss, gradients and weights are bitwise those of a trainer whose tensors are where they are needed anyway."""
-    spec = micro_spec()
-    inputs, labels = inputs_and_labels(window_rows(range(4)))
-    found: list[list[Tensor]] = []
-    for apart in (False, True):
-        head, tail = (make_trainer(spec, stage) for stage in (0, 1))
-        if apart:
-            head.copies, tail.copies = (late_copies(monkeypatch)[0] for _ in range(2))
-        passage = ForwardContext()
-        outputs = head.forward(inputs, passage)
-        result = tail.loss(outputs, labels, source="head")
-        assert result.input_gradient is not None
-        head.backward(passage, result.input_gradient, result.loss_sum, result.tokens, source="tail")
-        head.step(1e-3)
-        found.append([outputs, result.input_gradient, tail.gradient, head.master])
-    assert all(torch.equal(plain, apart) for plain, apart in zip(*found, strict=True))
-
-
 def test_what_crosses_has_memory_of_its_own_and_keeps_its_precision_on_the_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -117,18 +117,6 @@ async def test_what_an_outer_step_needs_crosses_twice_and_holds_nobody(monkeypat
     assert streams.held == 0
 
 
-async def test_an_outer_step_adds_to_the_weights_what_is_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, streams = late_copies(monkeypatch)
-    added: list[Tensor] = []
-    async with lone_worker(micro_spec(stages=1), copies) as (worker, trainer, _):
-        add = trainer.add_to_weights
-        monkeypatch.setattr(trainer, "add_to_weights", lambda given, part: (added.append(given), add(given, part)))
-        snapshot = await worker.snapshot()
-        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
-        await worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=asyncio.to_thread)
-    assert [copy.to is added[0] for copy in streams.copies] == [False, True]
-
-
 def test_what_is_brought_is_there_before_the_device_is_asked_to_use_it(late: Callable[[], HostCopies]) -> None:
     copies = late()
     vector = copies.room(torch.Size((4,)), torch.float32).copy_(torch.arange(4.0))

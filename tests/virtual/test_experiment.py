@@ -93,15 +93,6 @@ def test_the_number_of_workers_changes_nothing_in_the_results(tmp_path: Path) ->
     assert one == three
 
 
-def test_a_second_start_trains_nothing_and_gives_the_same(tmp_path: Path) -> None:
-    """What is in the journal is not asked of the workers."""
-    lab = sweep(tune_seeds=[1, 2], seeds=[4])
-    first, _ = run(lab, tmp_path)
-    again, told = run(lab, tmp_path, made.no_training)
-    assert again == first
-    assert told == []
-
-
 def test_an_experiment_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     """Lines lost, the last one torn: exactly those are trained again, and the results are those of one go."""
     lab = sweep(seeds=[1, 2])

@@ -84,18 +84,6 @@ def test_convergence_has_a_panel_for_each_number_of_replicas_and_a_line_for_each
     assert band[band[:, 0] == x[-1], 1].max() - band[band[:, 0] == x[-1], 1].min() == pytest.approx(0.04)
 
 
-def test_the_curve_ends_at_the_loss_of_the_table() -> None:
-    """The last outer step comes after the last loss on the way: where it led is marked, inside the panel."""
-    record = comparison(replicas=[4])
-    after = [result.model_copy(update={"validation_loss": 1.0}) for result in record.results]
-    sheet = plots.convergence(record.model_copy(update={"results": after}))
-    panel: Any = sheet.panels[0][0]
-    ends = [line.get_data() for line in panel.get_lines() if line.get_marker() != "None" and len(line.get_xdata())]
-    assert len(ends) == 4
-    assert all((x[-1], y[-1]) == (49_152, 1.0) for x, y in ends)
-    assert panel.get_ylim()[0] < 1.0
-
-
 def test_gamma_has_a_column_for_each_alpha_with_the_predicted_limits_drawn_in() -> None:
     """The dashed lines are `admissible_gamma` of the most replicas; what diverged is marked above them."""
     sheet = plots.gamma(gammas())
@@ -112,20 +100,6 @@ def test_gamma_has_a_column_for_each_alpha_with_the_predicted_limits_drawn_in() 
             panel: Any = sheet.panels[row][column]
             crosses = [line for line in panel.lines if line.get_marker() == "x" and len(line.get_xdata())]
             assert {x for line in crosses for x in line.get_xdata()} == {2.5}
-
-
-def test_a_loss_far_above_the_others_is_marked_and_does_not_press_them_flat() -> None:
-    """Not diverged, but beyond half as much again."""
-    record = gammas()
-    results = [
-        r.model_copy(update={"validation_loss": 9.0}) if r.options["outer.gamma"] == 0.7 else r for r in record.results
-    ]
-    sheet = plots.gamma(record.model_copy(update={"results": results}))
-    drawn = labels(sheet)
-    assert list(drawn["momentum averaged"].lines[0].get_xdata()) == [0.3, 1.3]
-    assert "above the axis" in drawn
-    panel: Any = sheet.panels[0][0]
-    assert panel.get_ylim()[1] < 2.0
 
 
 def test_an_experiment_in_which_all_diverged_still_has_its_plots(tmp_path: Path) -> None:

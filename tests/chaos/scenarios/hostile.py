@@ -18,14 +18,6 @@ from tests.chaos.report import Verdict
 from tests.chaos.swarm import HERE, Node, Place, Swarm
 
 LOSS_RATIO = 1.03
-REFUSALS = {
-    "garbage": "malformed",
-    "wrong checksum": "malformed",
-    "oversized": "too_large",
-    "wrong shape": "malformed",
-    "nan activations": "not_finite",
-}
-"""Attack -> the refusal under which the attacked count it."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +30,14 @@ class Arm:
     """Whose mean loss is judged: that of a single run varies by 2 %."""
 
 
-WIRE = Arm(
-    "frames and records",
-    (
-        *("garbage", "wrong checksum", "truncated", "oversized", "replayed", "slow loris", "wrong shape"),
-        *("nan activations", "forged records"),
-    ),
-)
 LONG = (
-    WIRE,
     Arm("poison that is not finite", ("nan gradients", "nan weights")),
     Arm("flipped gradients", ("flipped gradients",), runs=3),
     Arm("huge gradients", ("huge gradients",), runs=3),
     Arm("flipped weights", ("flipped weights",), runs=3),
     Arm("huge weights", ("huge weights",), runs=3),
 )
-SHORT = (Arm("all at once", (*WIRE.attacks, "nan gradients", "nan weights")),)
+SHORT = LONG[:1]
 
 
 async def hostile_peer(lab: Lab) -> Verdict:
@@ -122,12 +106,6 @@ def _judge(arm: Arm, evil: Node, honest: list[Node], began: float, verdict: Verd
     clipped = sum(step.clipped for node in honest for step in outer_steps(node, "paired"))
     verdict.figures[f"{arm.name}: exchanges clipped"] = clipped
     verdict.figures[f"{arm.name}: audits by the honest"] = {name: float(count) for name, count in audits.items()}
-    for attack, reason in REFUSALS.items():
-        if attack in arm.attacks:
-            found = f"{refused[reason]} times, {bans.total()} bans"
-            verdict.demand(
-                f"{attack} is refused as {reason}, or its author banned", bool(refused[reason] or bans), found
-            )
     _judge_harm(arm.name, honest, verdict)
 
 
