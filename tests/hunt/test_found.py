@@ -141,6 +141,7 @@ def test_origins_owe_no_end_where_all_of_the_next_stage_turn_hostile() -> None:
     assert outcome.breaches == ()
 
 
+@pytest.mark.long
 def test_a_later_stage_waits_for_the_slow_origins_when_the_quick_ones_have_ended() -> None:
     """The slower half of stage 0 was 0.22 of the target behind when the quicker half ended. The stage after it had
     heard of the quick ones in all of its latest 32 microbatches, which are most of so short a run. That kept its clock
