@@ -236,7 +236,6 @@ async def test_a_donor_that_dies_within_its_copy_is_replaced(tmp_path: Path) -> 
         expected = await mean_slow(swarm.made, died.stage, leave_out=others)
     assert other is not died
     assert same(dict(taken.load()), expected)
-    assert len(list((tmp_path / "spool").iterdir())) == 2, "what came of the dead one's copy is gone"
 
 
 async def test_a_donor_that_lets_its_chunks_drip_holds_nobody_up(
@@ -259,7 +258,6 @@ async def test_a_donor_that_lets_its_chunks_drip_holds_nobody_up(
         expected = await mean_slow(swarm.made, 0, leave_out=(0,))
     assert {stage: len(found) for stage, found in gathered.replicas.items()} == {0: 2, 1: 3}
     assert same(mean_of(gathered.replicas[0]), expected)
-    assert len(list((tmp_path / "spool").iterdir())) == 5, "what had come of its copy is gone"
 
 
 async def test_one_replica_that_says_any_clock_is_no_part_of_the_model(tmp_path: Path) -> None:

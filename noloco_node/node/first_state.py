@@ -47,6 +47,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 logger = logging.getLogger(__name__)
 
 NEAR_AND_NOBODY = "it was near its end, and nobody that answers trains any more"
+STAGE_HAS_ENDED = "all known replicas of this stage had trained to its end"
 
 STARTS_ALONE = (
     "STARTS ALONE from the first weights: this node has joined others, but no node with a stage of the run answers it. "
@@ -140,6 +141,8 @@ def _give_up_the_move(replica: Replica, stays: StageLifecycle, error: UserError)
     if ended or error.exit_code is not ExitCode.NO_STATE_SOURCE:
         raise error
     if stays.moving is None:
+        if _stage_has_ended(replica):
+            raise run_has_ended(replica.context.spec, STAGE_HAS_ENDED) from None
         if (stays.near or _all_are_near(replica)) and not replica.membership.others_there(*SERVING):
             raise run_has_ended(replica.context.spec, NEAR_AND_NOBODY) from None
         raise error
@@ -169,6 +172,14 @@ def _all_are_near(replica: Replica) -> bool:
     spec, others = replica.context.spec, replica.membership.others()
     near = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
     return bool(others) and all(record.clock > near for record in others)
+
+
+def _stage_has_ended(replica: Replica) -> bool:
+    """Whether every replica of this stage that the directory knows has trained to the run's end. They have left, and
+    those of other stages are about to."""
+    target = replica.context.spec.inner.target_tokens
+    clocks = [record.clock for record in replica.membership.others() if record.stage == replica.stage]
+    return bool(clocks) and min(clocks) >= target
 
 
 def say_that_it_looks(replica: Replica) -> None:
