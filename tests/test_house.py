@@ -6,13 +6,13 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 61_900,
-    "lines of the tests": 62_200,
-    "lines of benchmarks and deploy": 4_500,
+    "lines of the tests": 61_500,
+    "lines of benchmarks and deploy": 4_400,
     "module-level numbers": 584,
     "files of the package": 320,
     "files of the package below 60 lines": 46,
-    "kB of Markdown": 366,
-    "kB of results in docs": 264,
+    "kB of Markdown": 372,
+    "kB of results in docs": 310,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 43, "an outer step": 43, "a joiner": 72}
