@@ -11,7 +11,7 @@ BOUNDS = {
     "module-level numbers": 584,
     "files of the package": 320,
     "files of the package below 60 lines": 46,
-    "kB of Markdown": 372,
+    "kB of Markdown": 376,
     "kB of results in docs": 310,
     "decision records": 40,
 }

@@ -17,6 +17,7 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
 from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, seen_there, unasked
 from noloco_node.directory.records import (
+    LOOK_AGAIN_SECONDS,
     NOTHING_SHOWN,
     SERVING,
     Directory,
@@ -132,6 +133,7 @@ class Membership:
         self.state = PeerState.JOINING
         self._finished = False
         self._read_at = ambient.monotonic()
+        self._hurried = False
         self.text = text
         """What the replicas of stage 0 tell each other of a text that they share."""
 
@@ -286,6 +288,11 @@ class Membership:
         counts[self.stage] += own
         return counts
 
+    def hurry(self, hurried: bool = True) -> None:
+        """From now on look at the others more often, or no longer: whatever this node waits for, the others wait for as
+        well."""
+        self._hurried = hurried
+
     async def announce(self, state: PeerState) -> bool:
         """Publish the own record in a new state now. False when no peer took it."""
         self.state = state
@@ -367,7 +374,8 @@ class Membership:
             await asyncio.sleep(self._pause())
 
     def _pause(self) -> float:
-        return min(REFRESH_SECONDS, self._record_seconds / 5)
+        usual = min(REFRESH_SECONDS, self._record_seconds / 5)
+        return min(usual, LOOK_AGAIN_SECONDS) if self._hurried else usual
 
     async def _renew(self) -> None:
         """Renew the record three times within its life, and at once as soon as this node knows its speed.

@@ -64,6 +64,8 @@ class ReplicaCourse:
         """When the run is over for it."""
         self._start = CommonStart(context.settings.start_replicas)
         self._begun = self._origin is None or context.settings.start_replicas <= 1
+        if not self._begun:
+            membership.hurry()
         self.stop = asyncio.Event()
         self.hand_over: Callable[[float], Awaitable[None]] = nothing_to_hand_over
         """Given so many seconds after the last outer step for peers that collect the run's model."""
@@ -126,6 +128,8 @@ class ReplicaCourse:
             up, others = self._membership.replicas_per_stage(), self._membership.usual_clock()
             trained = self._context.worker.progress.clock > 0.0 or others > 0.0
             self._begun = self._start.over(up, trained, asyncio.get_running_loop().time())
+            if self._begun:
+                self._membership.hurry(False)
         return self._begun
 
     def _training_goes_on(self) -> bool:
