@@ -22,7 +22,7 @@ FIRST_WAIT_LIVES = 0.2
 
 
 MOST_BEGUN = MOST_CLAIMS - 1
-"""So many blocks may be begun and not drawn to their end: the claim beside them is for the next one."""
+"""The number of blocks that may be begun and not drawn to their end: the claim beside them is for the next one."""
 
 Outcome = Literal["begun", "finished", "yielded", "given_back"]
 

@@ -65,7 +65,7 @@ CARDS = {
     "RX 7900 XTX": Card(24, 122.8, 61.4),
     "RX 7900 XT": Card(20, 103.0, 51.5),
 }
-"""By a part of the device's name."""
+"""The cards that are known, each by a part of its name."""
 
 _KIN = frozenset(("ti", "super", "d", "nvl", "laptop", "mobile", "max"))
 """Words by which a maker tells a device from another of the same number."""
