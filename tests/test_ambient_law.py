@@ -27,7 +27,6 @@ NAMED: dict[str, str] = {
     "noloco_node.training.compute_thread": "the thread of the device; a simulation brings another `Compute`",
     "noloco_node.data.prefetch": "reads text ahead of a real node; a simulation draws its samples itself",
     "noloco_node.data.prepared": "a command that prepares text on all cores",
-    "noloco_node.data.prepared_shards": "a command that prepares text in processes",
     "noloco_node.data.tokenizer_training": "a command; a library that does not hear Ctrl-C",
     "noloco_node.telemetry.web": "the pages have a thread with an event loop of its own",
     "noloco_node.workers": "processes for long work end with their parent",

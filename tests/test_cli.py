@@ -96,7 +96,7 @@ def test_a_mistyped_folder_gets_the_name_that_lies_beside_it(
 
 def test_help_and_settings_need_no_heavy_library() -> None:
     """Help, version, `config show` and a mistyped address answer at once: nothing that takes seconds to load is loaded.
-    The command alone lists the commands. Nor does a process that prepares shards of a text load any of these."""
+    The command alone lists the commands."""
     code = (
         "import sys; from noloco_node.cli.main import main\n"
         f"assert main(['config', 'show', {str(MICRO)!r}]) == 0\n"
@@ -105,7 +105,6 @@ def test_help_and_settings_need_no_heavy_library() -> None:
         "assert main(['join', '--run-folder', '/nowhere']) == 4\n"
         f"assert main(['run', {str(MICRO)!r}, '--host', '8.8.8.8']) == 3\n"
         "assert main(['seed', '--host', 'localhost']) == 3\n"
-        "import noloco_node.data.prepared_shards\n"
         "heavy = {'torch', 'transformers', 'hivemind', 'matplotlib', 'rich', 'datasets'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.bootstrap.hello import Hello, ask_hello, other_protocol, said_to_be_over
-from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ, MixedSource
+from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_PREPARED, NOT_READ, MixedSource
 from noloco_node.config.load import OwnData
 from noloco_node.config.own_paths import key_of, named_in_words, not_own, numbered
 from noloco_node.config.run_spec import RunSpec
@@ -123,6 +123,12 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     names files of this machine without the volunteer's word. A stranger must not choose what is read here. It raises
     DATA as `with_own_tokenizer` does.
     """
+    if own.prepared is not None and spec.data.streaming:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.data.prepared is '{own.prepared}', but run '{spec.name}' streams its text, and {NOT_PREPARED}",
+            "leave it out, and say where the text lies",
+        )
     mixture = _with_own_sources(spec, own, reads_text=reads_text)
     data = spec.data.model_copy(update={"prepared": own.prepared, "mixture": mixture})
     if data.source == "text":

@@ -16,8 +16,7 @@ from noloco_node.telemetry.words import say_loading
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
-    from noloco_node.data.prepared import TextManifest
-    from noloco_node.data.prepared_shards import PreparedSoFar
+    from noloco_node.data.prepared import PreparedSoFar, TextManifest
 
 
 def prepare_arguments(command: argparse.ArgumentParser) -> None:

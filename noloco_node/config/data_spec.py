@@ -24,6 +24,8 @@ TEXT, SHARDS, REVISION = "text-", "shards-", "revision-"
 streamed text's shards. The third is of a dataset of the hub, or a tokenizer there."""
 FOLDER = "tokenizer-"
 """The fingerprint of a tokenizer's files begins so."""
+NOT_PREPARED = "a streamed text is read as it goes by, from the text alone"
+"""Why a streamed text has no prepared tokens."""
 NOT_READ = "(not named: only stage 0 reads the text)"
 """This stands for a path of a volunteer's own choice, on a node that does not read what lies there."""
 HUB_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
@@ -125,7 +127,7 @@ class DataSpec(Settings):
     before it trains."""
     prepared: str | None = None
     """A folder on this machine that `noloco-node data prepare` wrote of this text, or of all sources of a mixture. It
-    is read in place of the text."""
+    is read in place of the text, which is not streamed then."""
     tokenizer: str = BYTES
     """`bytes` (vocabulary 256), a folder of this machine, or a name of the Hugging Face hub. `none` is for a text of
     token ids with unknown meaning. The place of a volunteer's folder is no part of the run."""
@@ -246,6 +248,10 @@ class DataSpec(Settings):
             raise ValueError(
                 "run.data.block_windows is set but run.data.streaming is on, whose blocks are parts of shards: set "
                 "run.data.parts_per_shard"
+            )
+        if self.streaming and self.prepared is not None:
+            raise ValueError(
+                f"run.data.prepared is set but run.data.streaming is on, and {NOT_PREPARED}: leave one of them out"
             )
         if self.streaming and self.source == "stdlib" and not self.mixture:
             raise ValueError(

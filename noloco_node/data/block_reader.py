@@ -17,7 +17,7 @@ from noloco_node.data.mixture import MixedPosition, SourceOrder, naming_source
 from noloco_node.data.prefetch import Portion, Portions
 from noloco_node.data.sampler import BEGINNING, Permutation
 from noloco_node.data.samples import Position
-from noloco_node.data.shards import Shards
+from noloco_node.data.shards import TextShards
 from noloco_node.data.shared_turns import MOST_BEGUN, SharedTurns, Turn
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.windows import Windows
@@ -47,7 +47,7 @@ class StreamedBlocks:
     """Parts of shards: block b is part b modulo `parts` of shard b // `parts`. Windows are `length` tokens; what is
     left at the end of a block is no window. `marked` windows say where documents begin (`marks.BEGINS`)."""
 
-    def __init__(self, shards: Shards, parts: int, length: int, *, marked: bool = False) -> None:
+    def __init__(self, shards: TextShards, parts: int, length: int, *, marked: bool = False) -> None:
         self._shards, self._parts, self._length, self._marked = shards, parts, length, marked
 
     @property

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,13 +16,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from noloco_node import ambient
-from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.data_spec import NOT_PREPARED, DataSpec
 from noloco_node.data.documents import Document, Fingerprint, data_error
 from noloco_node.data.encoding import encode
 from noloco_node.data.formats import ReadMeter
 from noloco_node.data.hub import revision_of
 from noloco_node.data.mixture import mixed_fingerprint, naming_part
-from noloco_node.data.prepared_shards import LOOK_SECONDS, PreparedShards, PreparedSoFar, prepare_shards
 from noloco_node.data.shards import fingerprint_of_shards, shard_files
 from noloco_node.data.sources import check_fingerprint, check_source, divided, fingerprint_of_documents
 from noloco_node.data.token_file import TokenFile, token_type
@@ -32,6 +32,8 @@ from noloco_node.workers import cores
 BATCH_LENGTH = 1 << 18
 """A thread tokenises so many characters at a time."""
 _Batch = list[tuple[Document, bool]]
+LOOK_SECONDS = 0.5
+"""A listener hears every so many seconds how far a preparation has come."""
 SAVE_SECONDS = 5.0
 """A preparation writes down how far it has come every so many seconds."""
 _DONE, _UNDER_WAY = "manifest.json", "unfinished.json"
@@ -44,7 +46,7 @@ _Count = Annotated[int, Field(ge=0)]
 class TextManifest(BaseModel):
     """What lies in a prepared folder, and how far its preparation has come."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: Literal[1] = 1
     text: dict[str, JsonValue]
@@ -59,12 +61,21 @@ class TextManifest(BaseModel):
     """Tokens to train on."""
     validation: _Count = 0
     """Tokens held out."""
-    shards: _Count = 0
-    """The number of shards of a streamed text: each has a folder."""
     fingerprint: str = ""
     """The fingerprint of the whole text, once all of it is there."""
     files: str = ""
     """The fingerprint of the files of a text on this machine, by their ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSoFar:
+    """How far a preparation has come."""
+
+    done_bytes: int
+    """The bytes of the source's files that are done."""
+    all_bytes: int
+    """0 where nobody knows."""
+    tokens: int
 
 
 def prepare_run(
@@ -73,14 +84,19 @@ def prepare_run(
     """Write the tokens of all that a run trains on: of a mixture each source's to a folder of its own below `folder`.
     `told` hears how far the source of that number has come.
 
-    Raises UserError as `prepare` and `prepare_streamed` do, and DATA where the mixture is not the run's.
+    Raises UserError as `prepare` does, CONFIG for a streamed text, and DATA where the mixture is not the run's.
     """
+    if spec.streaming:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"run.data.streaming is on, and {NOT_PREPARED}",
+            "leave run.data.streaming off; run.data.block_windows shares such a text out between replicas",
+        )
     made: list[TextManifest] = []
-    make = prepare_streamed if spec.streaming else prepare
     for number, part in enumerate(spec.model_copy(update={"prepared": str(folder)}).parts):
         with naming_part(spec, number):
             unprepared = part.model_copy(update={"prepared": None})
-            made.append(make(unprepared, tokenizer, _prepared_folder(part), partial(told, number)))
+            made.append(prepare(unprepared, tokenizer, _prepared_folder(part), partial(told, number)))
     if spec.mixture:
         check_fingerprint(spec, mixed_fingerprint([each.fingerprint for each in made]))
     return tuple(made)
@@ -228,50 +244,6 @@ def _batches(documents: Iterable[tuple[Document, bool]], done: int) -> Iterator[
         yield batch
 
 
-def prepare_streamed(
-    spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[PreparedSoFar], None] = lambda _: None
-) -> TextManifest:
-    """`prepare` for a streamed text: each shard by a process of its own, as many at once as there are cores. `told`
-    hears how far it has come.
-
-    Raises UserError: DATA and RUN_FOLDER as `prepare` does, CONFIG for a dataset of the hub.
-    """
-    if spec.source == "huggingface":
-        raise UserError(
-            ExitCode.CONFIG,
-            "a dataset of the hub that is streamed cannot be prepared: nothing of it is kept",
-            "leave run.data.streaming off, or download its files and name them with run.data.source text",
-        )
-    _make(folder)
-    begun = _begun(spec, tokenizer, folder)
-    fingerprint = fingerprint_of(spec.model_copy(update={"prepared": None}))
-    if begun.fingerprint:
-        if begun.fingerprint != fingerprint:
-            raise _changed(folder)
-        return begun
-    _save(folder, {}, begun)
-    shards = prepare_shards(spec, tokenizer.vocab_size, folder, told)
-    done = begun.model_copy(
-        update={
-            "documents": sum(sum(shard.documents) for shard in shards),
-            "training": sum(shard.tokens[0] for shard in shards),
-            "validation": sum(shard.tokens[1] for shard in shards),
-            "shards": len(shards),
-            "fingerprint": fingerprint,
-        }
-    )
-    _save(folder, {}, done)
-    (folder / _UNDER_WAY).rename(folder / _DONE)
-    return done
-
-
-def open_shards(spec: DataSpec, vocab_size: int) -> PreparedShards:
-    """The shards of a prepared streamed text; `vocab_size` is that of the run's tokenizer. Raises UserError (DATA)."""
-    folder, manifest = _prepared_folder(spec), read_manifest(spec)
-    _check_vocabulary(manifest, folder, vocab_size)
-    return PreparedShards(folder, manifest.shards, vocab_size)
-
-
 def open_prepared(spec: DataSpec, vocab_size: int) -> tuple[TokenFile, TokenFile]:
     """The tokens to train on and those held out of a prepared text, `vocab_size` being that of the run's tokenizer.
 
@@ -299,8 +271,7 @@ def read_manifest(spec: DataSpec) -> TextManifest:
             "make it, or go on with it, with `noloco-node data prepare CONFIG --to DIR`",
         )
     _check_same(spec, manifest, folder)
-    if not spec.streaming:
-        _check_sizes(folder, manifest, marked=spec.attention == "document")
+    _check_sizes(folder, manifest, marked=spec.attention == "document")
     check_fingerprint(spec, manifest.fingerprint)
     return manifest
 

@@ -26,10 +26,9 @@ from noloco_node.data.documents import data_error
 from noloco_node.data.encoding import fitting_tokenizer
 from noloco_node.data.mixture import MixedPosition, SourceOrder, Walk, naming_part
 from noloco_node.data.prefetch import Portion, Portions, Prefetch
-from noloco_node.data.prepared import open_shards
 from noloco_node.data.sampler import BEGINNING, SamplerPosition
 from noloco_node.data.samples import Position, Samples, SharedRows
-from noloco_node.data.shards import Shards, TextShards
+from noloco_node.data.shards import TextShards
 from noloco_node.data.shared_turns import SharedTurns
 from noloco_node.data.windows import Windows, load_windows
 
@@ -101,7 +100,7 @@ def _named(spec: DataSpec, counts: Sequence[int]) -> tuple[tuple[str, int], ...]
     return tuple(zip(spec.names, counts, strict=True)) if spec.mixture else ()
 
 
-def _streamed(shards: Shards, spec: DataSpec) -> StreamedBlocks:
+def _streamed(shards: TextShards, spec: DataSpec) -> StreamedBlocks:
     marked = spec.attention == "document"
     return StreamedBlocks(shards, spec.parts_per_shard, spec.sequence_length + 1, marked=marked)
 
@@ -150,18 +149,17 @@ def _order(spec: DataSpec, peer_id: str, begin: SamplerPosition) -> SourceOrder:
         return SourceOrder(spec.weights, spec.seed, peer_id)
 
 
-def _shards(spec: DataSpec, vocab_size: int) -> list[Shards]:
+def _shards(spec: DataSpec, vocab_size: int) -> list[TextShards]:
     """The shards of each source."""
     tokenizer = fitting_tokenizer(spec, vocab_size)
-    found: list[Shards] = []
+    found: list[TextShards] = []
     for number, part in enumerate(spec.parts):
         with naming_part(spec, number):
-            prepared = part.prepared is not None
-            found.append(open_shards(part, tokenizer.vocab_size) if prepared else TextShards(part, tokenizer))
+            found.append(TextShards(part, tokenizer))
     return found
 
 
-def _held_out(shards: Sequence[Shards], spec: DataSpec, count: int) -> _HeldOut:
+def _held_out(shards: Sequence[TextShards], spec: DataSpec, count: int) -> _HeldOut:
     """The held-out windows; of a mixture each source's share, or all that it has if these are fewer."""
     found: list[Tensor] = []
     for number, (each, wanted) in enumerate(zip(shards, apportioned(spec.weights, count), strict=True)):
@@ -170,7 +168,7 @@ def _held_out(shards: Sequence[Shards], spec: DataSpec, count: int) -> _HeldOut:
     return torch.cat(found), _named(spec, [len(rows) for rows in found])
 
 
-def _first_held_out(shards: Shards, spec: DataSpec, count: int) -> Tensor:
+def _first_held_out(shards: TextShards, spec: DataSpec, count: int) -> Tensor:
     """The first ones, in the order of the shards: what lies behind them is not read."""
     if not count:
         return torch.empty((0, spec.sequence_length + 1), dtype=torch.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from noloco_node.config.data_spec import SHARDS, DataSpec
 from noloco_node.data.documents import Document, unreadable
@@ -19,32 +18,17 @@ ENDS_BYTES = 64 << 10
 """The fingerprint covers so many bytes of the beginning and of the end of each shard."""
 
 
-class Shards(Protocol):
-    """The tokens of a text, document by document, shard by shard. Reading raises UserError (DATA)."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the shards, for a person, in the order that all machines agree on."""
-        ...
-
-    def training(self, shard: int, part: int, parts: int) -> Iterator[Tokens]:
-        """The tokens of the shard's training documents whose number is `part` modulo `parts`."""
-        ...
-
-    def held_out(self, shard: int) -> Iterator[Tokens]:
-        """The documents of the shard that are held out."""
-        ...
-
-
 class TextShards:
-    """Shards that are read and tokenised as they go by."""
+    """The tokens of a text, document by document, shard by shard, tokenised as they go by. Reading raises UserError
+    (DATA)."""
 
     def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
         self._spec, self._tokenizer = spec, tokenizer
         self.names, self._readers = _readers(spec)
+        """The names of the shards, for a person, in the order that all machines agree on, and what reads each."""
 
     def training(self, shard: int, part: int, parts: int) -> Iterator[Tokens]:
-        """See `Shards`."""
+        """The tokens of the shard's training documents whose number is `part` modulo `parts`."""
         number = 0
         for document in self.documents(shard):
             if not is_held_out(document, self._spec):
@@ -53,7 +37,7 @@ class TextShards:
                 number += 1
 
     def held_out(self, shard: int) -> Iterator[Tokens]:
-        """See `Shards`."""
+        """The documents of the shard that are held out."""
         for document in self.documents(shard):
             if is_held_out(document, self._spec):
                 yield encode(document, self._tokenizer, self._spec)

