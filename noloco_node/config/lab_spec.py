@@ -14,12 +14,8 @@ Plot = Literal["convergence", "gamma"]
 
 
 class WorldSpec(Settings):
-    """The simulated swarm: how long an exchange takes, and what only a laboratory may choose."""
+    """What only a laboratory may choose."""
 
-    group_size: Annotated[int, Field(ge=2)] = 2
-    """n: replicas that average together (`diloco` takes all)."""
-    lag: Annotated[int, Field(ge=0)] = 0
-    """Inner steps that go on between the snapshot of an exchange and its commit."""
     tensors_sent: Literal[1, 2] = 1
     """Tensors of the stage's size that an exchange sends: 2 for the form in the NoLoCo paper. It changes the bytes
     only."""
@@ -38,7 +34,7 @@ class VariantSpec(Settings):
     algorithm: Algorithm
     """`local` exchanges nothing."""
     set: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Dotted settings of the run (`outer.beta`) or of the world (`world.lag`)."""
+    """Dotted settings of the run (`outer.beta`) or of the world (`world.nesterov`)."""
     sweep: dict[str, list[JsonValue]] = Field(default_factory=dict[str, list[JsonValue]])
     """Dotted settings and the values to try: every combination is one point."""
 
@@ -61,8 +57,8 @@ class LabSpec(Settings):
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1,)
     """Each seeds first weights, data order, routes and pairings. Results are reported on these."""
     tune_seeds: tuple[int, ...] = ()
-    """Where given, a variant's sweep is decided on these seeds by the least mean validation loss: all points run on the
-    first, the best two on the others. Only the chosen point is run on `seeds`. Otherwise every point is."""
+    """Where given, a variant's sweep is decided on these seeds by the least mean validation loss. Only the chosen point
+    is run on `seeds`. Otherwise every point is."""
     world: WorldSpec = WorldSpec()
     evaluations: Positive = 12
     """Points of the validation curve of each run."""

@@ -207,7 +207,6 @@ def _point(config: Config, index: int, swept: dict[str, JsonValue], replicas: in
             raw, model, prefix = (world, WorldSpec, "world.") if error.title == "WorldSpec" else (run, RunSpec, "")
             found += [_named(index, variant, p, prefix, options) for p in problems_of(error, raw, model)]
         else:
-            found += _unfit_group(index, variant, built_world, replicas)
             found += _unfit_algorithm(index, variant, built_world)
             point = Point(variant.name, variant.algorithm, options, swept, replicas, built_run, built_world)
             if not found:
@@ -247,14 +246,6 @@ def _named(index: int, variant: VariantSpec, problem: Problem, prefix: str, opti
 
 def _within(setting: str, name: str) -> bool:
     return bool(setting) and (setting.startswith((f"{name}.", f"{name}[")))
-
-
-def _unfit_group(index: int, variant: VariantSpec, world: WorldSpec, replicas: int) -> Iterator[str]:
-    if variant.algorithm == "noloco" and world.group_size > replicas:
-        yield (
-            f"lab.variants[{index}] ({variant.name}): groups of world.group_size {world.group_size} cannot be formed "
-            f"of {replicas} replicas (lab.replicas)"
-        )
 
 
 def _unfit_algorithm(index: int, variant: VariantSpec, world: WorldSpec) -> Iterator[str]:

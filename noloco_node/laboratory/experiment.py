@@ -77,9 +77,6 @@ def _parsed(line: bytes) -> tuple[str, Result] | None:
 
 Purpose = Literal["tune", "report"]
 
-FINALISTS = 2
-"""The number of points of a sweep that are tried on all tune seeds; the others are tried on the first one only."""
-
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -141,28 +138,25 @@ class Experiment:
         self._progress = progress
         self._workers: Workers[Job, str] = Workers(lab.workers, work, "lab.workers")
         self._ended: set[str] = set()
-        self._later = planned(lab, cells)
+        _, self._later = planned(lab, cells)
         self._pace = _Pace()
 
     def run(self) -> list[Result]:
-        """Train everything, by phases: first tune seed, other tune seeds, seeds of the report. Results come by cell, in
-        each those of tuning first. Raises UserError and RuntimeError as `Workers.run` does; what has ended until then
-        is in the journal."""
+        """Train everything: what is tuned, then what is reported. Results come by cell, in each those of tuning first.
+        Raises UserError and RuntimeError as `Workers.run` does; what has ended until then is in the journal."""
         lab, cells = self._lab, self._cells
         tuned = [cell for cell in cells if is_tuned(lab, cell)]
         with self._workers:
-            opening = _wanted(((cell, cell.points) for cell in tuned), lab.tune_seeds[:1], "tune")
-            self._train(opening, 0)
-            finalists = {cell: self._finalists(cell) for cell in tuned}
-            final = _wanted(finalists.items(), lab.tune_seeds[1:], "tune")
-            self._train(final, 1)
-            chosen = {cell: (self._best(finalists[cell]),) if cell in finalists else cell.points for cell in cells}
+            tune = _wanted(((cell, cell.points) for cell in tuned), lab.tune_seeds, "tune")
+            self._train(tune, self._later)
+            chosen = {cell: (self._best(cell.points),) if cell in tuned else cell.points for cell in cells}
             report = _wanted(chosen.items(), lab.seeds, "report")
-            self._train(report, 2)
-        return [self._result(one) for cell in cells for one in (*opening, *final, *report) if one.cell is cell]
+            self._train(report, None)
+        return [self._result(one) for cell in cells for one in (*tune, *report) if one.cell is cell]
 
-    def _train(self, wanted: Sequence[_Wanted], phase: int) -> None:
-        """Train what is missing, longest first; one training serves all cells that ask for the same."""
+    def _train(self, wanted: Sequence[_Wanted], later: Planned | None) -> None:
+        """Train what is missing, longest first; one training serves all cells that ask for the same. What comes `later`
+        counts as left."""
         jobs: dict[str, tuple[Job, _Wanted]] = {}
         for one in wanted:
             job = self._job(one.point, one.seed)
@@ -170,15 +164,15 @@ class Experiment:
         missing = [job for key, (job, _) in jobs.items() if self._journal.get(key) is None]
         missing.sort(key=lambda job: (-job.cost, -job.replicas))
         self._ended |= jobs.keys() - {job.key for job in missing}
-        later = self._later[phase + 1 :]
         left = sum(job.cost for job in missing)
+        cost, trainings = (later.cost, later.trainings) if later else (0.0, 0)
         for count, (job, answer) in enumerate(self._workers.run(missing), start=1):
             result = _labelled(Result.model_validate_json(answer), jobs[job.key][1])
             self._journal.add(job.key, result)
             self._ended.add(job.key)
             left -= job.cost
-            seconds = self._pace.seconds_left(job.cost, left + sum(plan.cost for plan in later))
-            total = len(self._ended) + len(missing) - count + sum(plan.trainings for plan in later)
+            seconds = self._pace.seconds_left(job.cost, left + cost)
+            total = len(self._ended) + len(missing) - count + trainings
             self._progress(Finished(result, len(self._ended), total, seconds))
 
     def _job(self, point: Point, seed: int) -> Job:
@@ -188,12 +182,6 @@ class Experiment:
         result = self._journal.get(self._job(one.point, one.seed).key)
         assert result is not None, "its phase is over"
         return _labelled(result, one)
-
-    def _finalists(self, cell: Cell) -> tuple[Point, ...]:
-        """The points that are tried on all tune seeds."""
-        if len(self._lab.tune_seeds) == 1:
-            return cell.points
-        return tuple(sorted(cell.points, key=lambda point: self._loss(point, self._lab.tune_seeds[:1]))[:FINALISTS])
 
     def _best(self, points: Sequence[Point]) -> Point:
         return min(points, key=lambda point: self._loss(point, self._lab.tune_seeds))
@@ -216,9 +204,9 @@ class Planned:
     tokens: int
 
 
-def planned(lab: LabSpec, cells: Iterable[Cell]) -> tuple[Planned, Planned, Planned]:
-    """Trainings and tokens of the phases: first tune seed, other tune seeds, report."""
-    counts, costs, tokens = [0, 0, 0], [0.0, 0.0, 0.0], [0, 0, 0]
+def planned(lab: LabSpec, cells: Iterable[Cell]) -> tuple[Planned, Planned]:
+    """Trainings and tokens of what is tuned, and of what is reported."""
+    counts, costs, tokens = [0, 0], [0.0, 0.0], [0, 0]
     for cell in cells:
         point = cell.points[0]
         if point.algorithm == "data_parallel" and point.replicas != min(lab.replicas):
@@ -227,8 +215,8 @@ def planned(lab: LabSpec, cells: Iterable[Cell]) -> tuple[Planned, Planned, Plan
             counts[phase] += count
             costs[phase] += count * job_of(point, 0, lab).cost
             tokens[phase] += count * point.tokens
-    opening, final, report = (Planned(*phase) for phase in zip(counts, costs, tokens, strict=True))
-    return opening, final, report
+    tune, report = (Planned(*phase) for phase in zip(counts, costs, tokens, strict=True))
+    return tune, report
 
 
 def is_tuned(lab: LabSpec, cell: Cell) -> bool:
@@ -236,10 +224,10 @@ def is_tuned(lab: LabSpec, cell: Cell) -> bool:
     return bool(lab.tune_seeds) and len(cell.points) > 1
 
 
-def _phases(lab: LabSpec, cell: Cell) -> tuple[int, int, int]:
+def _phases(lab: LabSpec, cell: Cell) -> tuple[int, int]:
     if not is_tuned(lab, cell):
-        return 0, 0, len(cell.points) * len(lab.seeds)
-    return len(cell.points), min(len(cell.points), FINALISTS) * (len(lab.tune_seeds) - 1), len(lab.seeds)
+        return 0, len(cell.points) * len(lab.seeds)
+    return len(cell.points) * len(lab.tune_seeds), len(lab.seeds)
 
 
 class _Pace:

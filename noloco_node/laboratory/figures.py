@@ -211,7 +211,7 @@ def best_of(variant: str, all_lines: Iterable[FigureLine], replicas: int) -> Fig
 
 
 def setting(record: Results, result: Result, name: str) -> Any:
-    """A dotted setting of the run (`outer.alpha`) or the world (`world.lag`) as this result had it."""
+    """A dotted setting of the run (`outer.alpha`) or the world (`world.nesterov`) as this result had it."""
     if name in result.options:
         return result.options[name]
     inside_world = name.removeprefix("world.")

@@ -150,7 +150,7 @@ def _edges(record: Results, shown: Sequence[FigureLine], alpha: float) -> dict[M
     edges: dict[Momentum, float] = {}
     for line in shown:
         mode: Momentum = _of(record, line, "outer.momentum")
-        group = line.replicas if line.algorithm == "diloco" else _of(record, line, "world.group_size")
+        group = line.replicas if line.algorithm == "diloco" else 2
         edges[mode] = admissible_gamma(alpha, group_size=group, replicas=line.replicas, momentum=mode)[1]
     return dict(sorted(edges.items()))
 

@@ -122,8 +122,7 @@ def _tuning(record: Results) -> Iterator[str]:
     if not rows:
         return
     seeds = record.lab["tune_seeds"]
-    halved = " All points on the first seed, the best two on the others." if len(seeds) > 1 else ""
-    yield f"## Tuning\n\nValidation loss on seeds {_listed(seeds)}.{halved}\n"
+    yield f"## Tuning\n\nValidation loss on seeds {_listed(seeds)}.\n"
     yield from _table(
         ("variant", "replicas", "settings", "validation loss"),
         [[line.variant, str(line.replicas), _options(line.swept), _loss(line)] for line in rows],

@@ -28,25 +28,22 @@ from noloco_node.training.progress import Progress
 
 @dataclass(slots=True)
 class ReplicaAccount:
-    """Where one replica stands, and whether it is free for an outer step."""
+    """Where one replica stands."""
 
     progress: Progress
     free_since: int = 0
     """Inner steps when its last exchange ended; a step alone is none."""
     credit: float = 0.0
     """Tokens beyond its share of the batch at the last inner step."""
-    engaged: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class LabMeeting:
-    """An open outer step of one or more replicas on one part of the weights."""
+    """An outer step of one or more replicas on one part of the weights."""
 
     members: tuple[int, ...]
     fragment: int | None
     part: Part
-    due: int
-    """Tick of its commit."""
     snapshots: tuple[Progress, ...]
     """The progress of each member at its snapshot."""
 
@@ -87,7 +84,6 @@ class StageGroup:
         self._peers = [PeerId(f"{index:06d}") for index in range(len(accounts))]
         self._stage_peers = len(accounts) - 1
         self._window = Window(run.outer.inner_steps, run.outer.effective_min_inner_steps)
-        self._meetings: list[LabMeeting] = []
         self._held = 0
         self.tally = Tally()
         outer = run.outer
@@ -115,38 +111,30 @@ class StageGroup:
         return (payload + gauge) * partners
 
     def tick(self, now: int) -> None:
-        """Commit what is due, then let every replica decide."""
-        for meeting in [meeting for meeting in self._meetings if meeting.due <= now]:
-            self._meetings.remove(meeting)
-            self._commit(meeting)
+        """Let every replica decide."""
         if self._everyone:
-            self._meet_all(now)
+            self._meet_all()
             return
         # A daemon pauses for 0.05 to 0.3 of an inner step after a refusal.
         for _ in range(6):
-            order = [index for index, account in enumerate(self._accounts) if not account.engaged]
+            order = list(range(len(self._accounts)))
             self._rng.shuffle(order)
             for index in order:
                 self._decide(index, now)
 
     def last(self) -> None:
-        """The last outer step: what is open is committed, then everyone averages once more, over all weights."""
-        for meeting in self._meetings:
-            self._commit(meeting)
-        self._meetings.clear()
+        """The last outer step: everyone averages once more, over all weights. Of an odd number the last are three."""
         order = list(range(len(self._accounts)))
         self._rng.shuffle(order)
-        n = len(order) if self._everyone else self._world.group_size
+        n = len(order) if self._everyone else 2
         groups = [order[low : low + n] for low in range(0, len(order), n)]
         if len(groups) > 1 and len(groups[-1]) < 2:
             groups[-2:] = [groups[-2] + groups[-1]]
         for members in groups:
-            self._commit(self._open(tuple(members), None, 0))
+            self._step(tuple(members), None)
 
     def _decide(self, index: int, now: int) -> None:
         account = self._accounts[index]
-        if account.engaged:
-            return
 
         def stage_peers() -> list[PeerId]:
             return self._peers[:index] + self._peers[index + 1 :]
@@ -155,42 +143,30 @@ class StageGroup:
             steps_since_outer=account.progress.steps_since_outer,
             steps_free=account.progress.steps - account.free_since,
             stage_peers=stage_peers,
-            engaged=account.engaged,
+            engaged=False,
             next_try=0.0,
         )
         decision = decide(state, self._window, now=float(now), rng=self._rng)
         if isinstance(decision, StepAlone):
-            self._start((index,), decision.fragment, now)
+            self._step((index,), decision.fragment)
         elif isinstance(decision, Dial):
             assert decision.fragment is not None, "only the last round is about the whole"
-            members = self._gather(index, int(decision.partner), decision.fragment)
-            if len(members) > 1:
-                self._start(members, decision.fragment, now)
+            partner = int(decision.partner)
+            if self._accepts(partner, index, decision.fragment) and not self._caught_up(index, partner):
+                self._step((index, partner), decision.fragment)
 
-    def _gather(self, dialler: int, first: int, fragment: int) -> tuple[int, ...]:
-        """The dialler and those that accept: the stage peer that it dials and, in larger groups, further ones."""
-        members = [dialler]
-        asked = [first]
-        if self._world.group_size > 2:
-            others = [i for i in range(len(self._accounts)) if i not in (dialler, first)]
-            asked += self._rng.sample(others, len(others))
-        for other in asked:
-            account = self._accounts[other]
-            refusal = answer_proposal(
-                own=self._peers[other],
-                dialler=self._peers[dialler],
-                dialling=None,
-                exchange_open=account.engaged,
-                too_often=self._visits[other].too_many(self._peers[dialler], self._stage_peers),
-                steps_since_outer=account.progress.steps_since(fragment),
-                window=self._window,
-                last_round=False,
-            )
-            if refusal is None and not self._caught_up(dialler, other):
-                members.append(other)
-            if len(members) == self._world.group_size or (len(members) == 1 and self._world.group_size == 2):
-                break
-        return tuple(members)
+    def _accepts(self, dialled: int, dialler: int, fragment: int) -> bool:
+        refusal = answer_proposal(
+            own=self._peers[dialled],
+            dialler=self._peers[dialler],
+            dialling=None,
+            exchange_open=False,
+            too_often=self._visits[dialled].too_many(self._peers[dialler], self._stage_peers),
+            steps_since_outer=self._accounts[dialled].progress.steps_since(fragment),
+            window=self._window,
+            last_round=False,
+        )
+        return refusal is None
 
     def _caught_up(self, left: int, right: int) -> bool:
         """Whether one of two was too far behind and took the other's state instead of averaging."""
@@ -205,27 +181,19 @@ class StageGroup:
         account.free_since = account.progress.steps
         return True
 
-    def _meet_all(self, now: int) -> None:
+    def _meet_all(self) -> None:
         """DiLoCo: everyone, as soon as the mean replica has taken H steps since the last time."""
         members = tuple(range(len(self._accounts)))
-        if any(self._accounts[index].engaged for index in members):
-            return
         for fragment in range(self._run.outer.fragments):
             since = [self._accounts[index].progress.steps_since(fragment) for index in members]
             if sum(since) >= self._run.outer.inner_steps * len(members):
-                self._start(members, fragment, now)
+                self._step(members, fragment)
                 return
 
-    def _start(self, members: tuple[int, ...], fragment: int | None, now: int) -> None:
-        meeting = self._open(members, fragment, now)
-        if self._world.lag and len(members) > 1:
-            for index in members:
-                self._accounts[index].engaged = True
-            self._meetings.append(meeting)
-        else:
-            self._commit(meeting)
+    def _step(self, members: tuple[int, ...], fragment: int | None) -> None:
+        self._commit(self._open(members, fragment))
 
-    def _open(self, members: tuple[int, ...], fragment: int | None, now: int) -> LabMeeting:
+    def _open(self, members: tuple[int, ...], fragment: int | None) -> LabMeeting:
         self._held += 1
         replicas = [self.replicas[index] for index in members]
         snapshots = tuple(self._accounts[index].progress for index in members)
@@ -234,7 +202,7 @@ class StageGroup:
         for index, replica, weight in zip(members, replicas, weights, strict=True):
             replica.snapshot[part.slice].copy_(self._stage.fast[index, part.slice])
             replica.open(part, members=len(members), weight=weight, exchange=f"{self._name}/{self._held}")
-        return LabMeeting(members, fragment, part, now + self._world.lag, snapshots)
+        return LabMeeting(members, fragment, part, snapshots)
 
     def _commit(self, meeting: LabMeeting) -> None:
         paired = len(meeting.members) > 1
@@ -253,7 +221,6 @@ class StageGroup:
             account.progress = account.progress.after_outer_step(
                 meeting.fragment, snapshot, mean_clock - snapshot.clock
             )
-            account.engaged = False
             if place > 0:
                 self._visits[index].made(self._peers[meeting.members[0]], self._stage_peers)
             self._visits[index].stepped()

@@ -39,7 +39,7 @@ def test_variants_and_replicas_multiply_and_a_sweep_is_every_combination() -> No
     lab = {
         "variants": [
             noloco(
-                set={"outer.momentum": "local", "world.lag": 2},
+                set={"outer.momentum": "local", "world.tensors_sent": 2},
                 sweep={"outer.alpha": [0.0, 0.3], "inner.learning_rate": [1e-3, 2e-3, 4e-3]},
             )
         ],
@@ -51,8 +51,8 @@ def test_variants_and_replicas_multiply_and_a_sweep_is_every_combination() -> No
         pairs = [(point.run.outer.alpha, point.run.inner.learning_rate) for point in cell.points]
         assert pairs == [(a, rate) for a in (0.0, 0.3) for rate in (1e-3, 2e-3, 4e-3)]
         for point in cell.points:
-            assert (point.run.outer.momentum, point.world.lag) == ("local", 2)
-            assert point.options == {"outer.momentum": "local", "world.lag": 2, **point.swept}
+            assert (point.run.outer.momentum, point.world.tensors_sent) == ("local", 2)
+            assert point.options == {"outer.momentum": "local", "world.tensors_sent": 2, **point.swept}
             assert point.run.inner.target_tokens == point.tokens
 
 
@@ -77,7 +77,7 @@ def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> 
         (noloco(sweep={"outer.codec": ["fp32", "zip"]}), ["lab.variants[1].sweep outer.codec: 'zip'"]),
         (noloco(set={"world.lagg": 1}), ["lab.variants[1].set world.lagg", "did you mean"]),
         (noloco(set={"run.outer.beta": 1}), ["lab.variants[1].set run.outer.beta", "no setting of the run"]),
-        (noloco(set={"world.lag": -1}), ["lab.variants[1].set world.lag: -1"]),
+        (noloco(set={"world.tensors_sent": 3}), ["lab.variants[1].set world.tensors_sent: 3"]),
         (noloco(set={"outer.min_inner_steps": 9}), ["lab.variants[1].set outer.min_inner_steps", "exceeds"]),
         (
             noloco(set={"inner.target_tokens": 9}),
@@ -85,7 +85,6 @@ def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> 
         ),
         (noloco(sweep={"outer.beta": []}), ["lab.variants[1].sweep outer.beta", "no value"]),
         (noloco(set={"outer.beta": 1}, sweep={"outer.beta": [1]}), ["lab.variants[1].sweep outer.beta", "`set`"]),
-        (noloco(set={"world.group_size": 5}), ["lab.variants[1] (noloco)", "world.group_size 5", "4 replicas"]),
         (noloco(set={"model.stages": 3}), ["model.stages"]),
         (noloco(set={"inner.global_batch_tokens": 1056}), ["'noloco' on 4 replicas", "inner.global_batch_tokens"]),
     ],
@@ -148,7 +147,7 @@ def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -
     assert job_of(same, 1, renamed.lab).key == key
     others = [
         made.config({"variants": [noloco(set={"outer.beta": 0.4})]}),
-        made.config({"variants": [noloco(set={"world.lag": 1})]}),
+        made.config({"variants": [noloco(set={"world.tensors_sent": 2})]}),
         made.config({"variants": [{**noloco(), "algorithm": "diloco"}]}),
         made.config({"variants": [noloco()], "replicas": [8]}),
         made.config({"variants": [noloco()], "evaluations": 3}),
@@ -160,7 +159,7 @@ def test_the_key_of_a_training_holds_all_that_it_depends_on_and_nothing_else() -
 
 
 def test_the_plan_counts_trainings_and_tokens_by_phase() -> None:
-    """Halving: 5 points on the first seed, 2 on the other two, one on each of 3 seeds; data parallel once."""
+    """Five points on each of three seeds, then one on each of three others; data parallel once."""
     lab = {
         "variants": [
             {"name": "data parallel", "algorithm": "data_parallel"},
@@ -172,8 +171,8 @@ def test_the_plan_counts_trainings_and_tokens_by_phase() -> None:
     }
     config = made.config(lab)
     phases = planned(config.lab, expand(config))
-    assert [phase.trainings for phase in phases] == [2 * 5, 2 * 2 * 2, 3 + 2 * 3]
-    assert [phase.tokens for phase in phases] == [count * 49_152 for count in (10, 8, 9)]
+    assert [phase.trainings for phase in phases] == [2 * 5 * 3, 3 + 2 * 3]
+    assert [phase.tokens for phase in phases] == [count * 49_152 for count in (30, 9)]
 
 
 def test_routers_are_not_trained_here_and_it_says_so() -> None:

@@ -115,7 +115,7 @@ def _check_results(out: Path) -> None:
         ("lab.variants=[{name: a, algorythm: noloco}]", ExitCode.CONFIG, "did you mean lab.variants[0].algorithm"),
         ("lab.seed=[1]", ExitCode.CONFIG, "did you mean lab.seeds"),
         ("lab.seeds=[1]", ExitCode.CONFIG, "share a seed"),
-        ("lab.world.lag=-1", ExitCode.CONFIG, "lab.world.lag"),
+        ("lab.world.tensors_sent=3", ExitCode.CONFIG, "lab.world.tensors_sent"),
         ("run.inner.target_tokens=1024", ExitCode.CONFIG, "target_tokens"),
     ],
 )
@@ -140,13 +140,13 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_change(
 
 def test_settings_of_the_laboratory_are_settings_like_all_others(lab_file: Path, tmp_path: Path) -> None:
     """--set works, the written-out configuration loads as itself, and the run id does not know of the laboratory."""
-    config = load_config(lab_file, ["lab.seeds=[7, 8]", "lab.world.lag=3", "run.inner.learning_rate=1e-3"])
-    assert (config.lab.seeds, config.lab.world.lag, config.run.inner.learning_rate) == ((7, 8), 3, 1e-3)
+    config = load_config(lab_file, ["lab.seeds=[7, 8]", "lab.world.tensors_sent=2", "run.inner.learning_rate=1e-3"])
+    assert (config.lab.seeds, config.lab.world.tensors_sent, config.run.inner.learning_rate) == ((7, 8), 2, 1e-3)
     copy = tmp_path / "copy.yaml"
     copy.write_text(render(config), encoding="utf-8")
     assert load_config(copy) == config
     assert load_config(lab_file, ["lab.seeds=[7, 8]"]).run.run_id == load_config(lab_file).run.run_id
-    assert {"lab.seeds", "lab.world.group_size"} <= set(setting_names())
+    assert {"lab.seeds", "lab.world.tensors_sent"} <= set(setting_names())
 
 
 def test_validate_says_what_the_laboratory_comes_to_where_there_is_one(
