@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from noloco_node.launch.local_swarm import SwarmNode
-from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep
+from noloco_node.telemetry.events import Account, InnerStep, OuterStep
 
 WINDOW_SECONDS = 3.0
 """In which a swarm shows that it trains again."""
@@ -45,11 +45,6 @@ def last_account(node: SwarmNode) -> Account | None:
 def account_gap(account: Account) -> int:
     """Samples that the books of a stage-0 node cannot account for: zero, or something is lost."""
     return account.drawn - account.trained - account.dropped - account.held_at_end
-
-
-def losses(nodes: Iterable[SwarmNode]) -> list[float]:
-    """Held-out losses at the end of the run, one for each stage-0 node that reached it."""
-    return [e.loss for n in nodes for e in n.events if isinstance(e, Evaluation) and e.final]
 
 
 def outer_steps(node: SwarmNode, *kinds: str, since: float = 0.0) -> list[OuterStep]:

@@ -24,6 +24,7 @@ from tests.chaos.paced_node import OPERATION_SECONDS
 T = TypeVar("T")
 
 CONFIG = Path(__file__).with_name("chaos.yaml")
+ENDLESS = "run.inner.target_tokens=1_000_000_000"
 PACED = (sys.executable, "-m", "tests.chaos.paced_node")
 PLAIN = (sys.executable, "-m", "noloco_node")
 LOOK_SECONDS = 0.1
@@ -157,6 +158,14 @@ class Swarm:
             assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
             # Event files give no sign that could be awaited.
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def holds(self, check: Callable[[], bool], within: float) -> bool:
+        """Whether `check()` comes to hold within so many seconds."""
+        try:
+            await self.until(check, within, "")
+        except AssertionError:
+            return False
+        return True
 
     async def rest(self, seconds: float, margin: float = 30.0) -> None:
         """Let so much time pass while events are read; AssertionError where that takes `margin` seconds more."""

@@ -10,7 +10,7 @@ from tests.chaos.lab import Lab
 from tests.chaos.report import Verdict, markdown, write_report
 from tests.chaos.scenarios import SCENARIOS
 
-WITH_THE_TESTS = ("kills", "freeze", "hostile")
+WITH_THE_TESTS = ("kills", "hostile")
 """Real daemons are killed in `tests/test_local_swarm.py` and `tests/daemons` as well, nodes that freeze or lie are in
 the schedules in virtual time (`tests/hunt`). Others take longer, need root, or only say something after minutes: `make
 chaos` runs all."""

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from tests.chaos.lab import Lab
 from tests.chaos.report import Verdict
-from tests.chaos.scenarios.freeze import frozen_node
 from tests.chaos.scenarios.hostile import hostile_peer
 from tests.chaos.scenarios.kills import kills_in_waves
 from tests.chaos.scenarios.partition import partition
@@ -18,7 +17,6 @@ Scenario = Callable[[Lab], Awaitable[Verdict]]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "kills": kills_in_waves,
-    "freeze": frozen_node,
     "shaping": shaped_links,
     "partition": partition,
     "hostile": hostile_peer,

@@ -16,8 +16,7 @@ from tests.chaos.lab import Lab
 from tests.chaos.observe import account_gap, clock_of, last_account, outer_steps, rate, seconds_to_recover
 from tests.chaos.outcome import merged_loss
 from tests.chaos.report import Verdict
-from tests.chaos.scenarios.freeze import ENDLESS
-from tests.chaos.swarm import START_SECONDS, Node, Swarm, running_swarm
+from tests.chaos.swarm import ENDLESS, START_SECONDS, Node, Swarm, running_swarm
 
 RECOVERY_SECONDS = 30.0
 RECOVERED = 0.9

@@ -10,8 +10,7 @@ from tests.chaos.lab import Lab
 from tests.chaos.namespaces import Halves, two_halves, why_impossible
 from tests.chaos.observe import account_gap, last_account, outer_steps, rate, spread
 from tests.chaos.report import Verdict
-from tests.chaos.scenarios.freeze import ENDLESS, holds
-from tests.chaos.swarm import Node, Swarm
+from tests.chaos.swarm import ENDLESS, Node, Swarm
 
 BEFORE_SECONDS = 8.0
 MERGE_SECONDS = 90.0
@@ -85,10 +84,10 @@ async def _merge(
             for node in swarm.nodes
         )
 
-    seen = await holds(swarm, whole, MERGE_SECONDS)
+    seen = await swarm.holds(whole, MERGE_SECONDS)
     verdict.figures["seconds until every node sees all others"] = time.time() - healed if seen else None
     verdict.demand("every node sees all others again", seen, f"within {MERGE_SECONDS:g} s: {seen}")
-    across = await holds(swarm, lambda: all(_across(a, b, healed) for a, b in (sides, sides[::-1])), MERGE_SECONDS)
+    across = await swarm.holds(lambda: all(_across(a, b, healed) for a, b in (sides, sides[::-1])), MERGE_SECONDS)
     found = [step for step in _across(*sides, healed) if step.replica_divergence is not None]
     verdict.demand("the halves average with each other", across, f"{len(found)} times on one side")
     if not across or before is None:
@@ -122,7 +121,7 @@ async def _rounds_until_near(swarm: Swarm, since: float, near: float) -> int | N
     def done() -> bool:
         return near_now() or min(map(len, taken())) >= MOST_ROUNDS
 
-    await holds(swarm, done, MERGE_SECONDS)
+    await swarm.holds(done, MERGE_SECONDS)
     return min(map(len, taken())) if near_now() else None
 
 

@@ -12,7 +12,6 @@ from tests.chaos.lab import Lab
 from tests.chaos.observe import account_gap, last_account, outer_steps, stage_rate
 from tests.chaos.proxy import CLEAR, Shape, ShapingProxy, shaping_proxies
 from tests.chaos.report import Verdict
-from tests.chaos.scenarios.freeze import ENDLESS
 from tests.chaos.swarm import Swarm, behind
 from tests.support import free_port
 

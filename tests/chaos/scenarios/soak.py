@@ -13,10 +13,9 @@ from collections import defaultdict
 import psutil
 
 from tests.chaos.lab import Lab
-from tests.chaos.observe import account_gap, last_account, stage_rate
+from tests.chaos.observe import account_gap, clock_of, last_account, outer_steps, stage_rate
 from tests.chaos.report import Verdict
-from tests.chaos.scenarios.freeze import ENDLESS
-from tests.chaos.swarm import Node, Swarm, running_swarm
+from tests.chaos.swarm import ENDLESS, Node, Swarm, running_swarm
 from tests.chaos.vitals import Vitals, growths, look
 from tests.support import alongside
 
@@ -26,13 +25,16 @@ PAUSE = (6.0, 20.0)
 """Seconds between faults in the long form."""
 OLD_ENOUGH = 0.5
 """Share of the soak that a node must have lived to be judged."""
+CATCH_UP_SECONDS = 60.0
+LAG_SHARE = 0.1
+"""A node has caught up when its clock is this near its stage peers'."""
 LEAST_SHARE = 0.25
 """No minute may bring less than this share of the median minute's tokens."""
 
 
 async def soak(lab: Lab) -> Verdict:
-    """Kills, orderly ends and frozen processes at random times, each made good; two nodes are never killed, so that
-    somebody grows old."""
+    """Kills, orderly ends and frozen processes at random times, each made good. Two nodes are spared, so that somebody
+    grows old."""
     verdict = Verdict("soak")
     seconds = MINUTES * 60 if lab.long else 20.0
     layout = [0, 1] * (3 if lab.long else 2)
@@ -79,6 +81,21 @@ async def _one_fault(swarm: Swarm, spared: set[Node], rng: random.Random, verdic
     stood = psutil.Process(pid).status() == psutil.STATUS_STOPPED
     os.kill(pid, signal.SIGCONT)
     verdict.fault(at, f"{kind} {node.name} for {seconds:.0f} s", "it stood still" if stood else "")
+    await _catch_up(swarm, node, f"{kind} {node.name}", verdict)
+
+
+async def _catch_up(swarm: Swarm, node: Node, what: str, verdict: Verdict) -> None:
+    """It has the clock of its stage peers again, and averages with them."""
+    thawed = time.time()
+
+    def caught_up() -> bool:
+        front = max(clock_of(other) for other in swarm.of_stage(node.stage) if other is not node)
+        near = clock_of(node) > (1 - LAG_SHARE) * front
+        return not node.running or (near and bool(outer_steps(node, "paired", since=thawed)))
+
+    held = await swarm.holds(caught_up, CATCH_UP_SECONDS)
+    found = f"{time.time() - thawed:.1f} s"
+    verdict.demand(f"{what}: it catches up within {CATCH_UP_SECONDS:g} s", held and node.running, found)
 
 
 async def _replace(swarm: Swarm, node: Node, kind: str, verdict: Verdict) -> None:
