@@ -11,7 +11,7 @@ help:
 	@echo "make test    lint, types and tests"
 	@echo "make test-long all examples of the fuzzers and the long runs as well"
 	@echo "make test-durations says which tests take more than their budget (docs/contributing.md)"
-	@echo "make chaos   real daemons under kills, bad links, a partition, a hostile peer, half an hour of deaths and frozen nodes, a stranger (an hour and a half)"
+	@echo "make chaos   real daemons under kills, a partition, a hostile peer, half an hour of deaths and frozen nodes, a stranger (an hour and a half)"
 	@echo "make proof   a tokenizer, streamed shards, 8 daemons, two deaths, an export: one loss everywhere (some minutes)"
 	@echo "make lint    ruff and pyright only"
 	@echo "make metrics write docs/metrics.md anew"

@@ -14,7 +14,9 @@ from functools import partial
 
 import psutil
 
-from tests.chaos.proxy import GRAIN_SECONDS, PIECE_BYTES, Carry, Proxy, Shape
+from tests.chaos.proxy import GRAIN_SECONDS, PIECE_BYTES, Carry, Proxy
+
+MOST_QUEUED, LARGEST_QUEUE = 64, 4096
 
 
 @dataclass
@@ -33,8 +35,9 @@ class Uplink:
 
     @property
     def pieces_under_way(self) -> int:
-        """See `Shape.pieces_under_way`; of each connection."""
-        return Shape(self.delay, 8 * self.bytes_per_second).pieces_under_way
+        """Pieces of each connection: as many as such a line holds, and half as many again, so that only its rate and
+        its delay bound it."""
+        return int(min(LARGEST_QUEUE, max(MOST_QUEUED, 1.5 * self.delay * self.bytes_per_second / PIECE_BYTES)))
 
     def take(self, size: int, now: float) -> float:
         """When a piece that is ready now has left: pieces of several connections leave in their order. Who waits for

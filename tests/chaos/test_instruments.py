@@ -1,8 +1,7 @@
-"""The instruments of the chaos suite measure what they say: the proxy shapes, the figures follow from the events."""
+"""The instruments of the chaos suite measure what they say: the figures follow from the events."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 
@@ -11,52 +10,8 @@ import pytest
 from noloco_node.launch.local_swarm import Observer, SwarmNode
 from noloco_node.telemetry.events import InnerStep
 from tests.chaos.observe import rate, seconds_to_recover
-from tests.chaos.proxy import CLEAR, Shape, shaping_proxies
 from tests.chaos.slower import Looks, slower
 from tests.chaos.vitals import Vitals, growths
-
-
-async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
-
-
-async def _round_trip(port: int, size: int) -> float:
-    loop = asyncio.get_running_loop()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    began = loop.time()
-    payload = random.Random(0).randbytes(size)
-    writer.write(payload)
-    assert await reader.readexactly(size) == payload, "nothing is lost or changed on the way"
-    took = loop.time() - began
-    writer.close()
-    return took
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "at_least"),
-    [
-        (Shape(delay=0.1), 100, 0.2),
-        (Shape(bits_per_second=1e6), 50_000, 0.4),
-        (Shape(delay=0.05, loss=0.9), 20_000, 0.4),
-    ],
-    ids=["delay", "bandwidth", "loss"],
-)
-async def test_a_link_is_as_slow_as_its_shape(shape: Shape, size: int, at_least: float) -> None:
-    """It is as fast as the machine once it is clear."""
-    server = await asyncio.start_server(_echo, "127.0.0.1", 0)
-    target = server.sockets[0].getsockname()[1]
-    async with asyncio.timeout(60), shaping_proxies([target], random.Random(1)) as [proxy]:
-        clear = await _round_trip(proxy.port, size)
-        assert clear < at_least
-        proxy.shape = shape
-        assert await _round_trip(proxy.port, size) >= at_least - 0.01  # a loop's clock counts whole milliseconds
-        assert proxy.delayed_pieces > 0
-        proxy.shape = CLEAR
-        assert await _round_trip(proxy.port, size) < at_least
-    server.close()
 
 
 def _node(*tokens_at: tuple[float, int]) -> SwarmNode:

@@ -9,7 +9,6 @@ from tests.chaos.report import Verdict
 from tests.chaos.scenarios.hostile import hostile_peer
 from tests.chaos.scenarios.kills import kills_in_waves
 from tests.chaos.scenarios.partition import partition
-from tests.chaos.scenarios.shaping import shaped_links
 from tests.chaos.scenarios.soak import soak
 from tests.chaos.scenarios.stranger import stranger
 
@@ -17,7 +16,6 @@ Scenario = Callable[[Lab], Awaitable[Verdict]]
 
 SCENARIOS: Mapping[str, Scenario] = {
     "kills": kills_in_waves,
-    "shaping": shaped_links,
     "partition": partition,
     "hostile": hostile_peer,
     "soak": soak,
