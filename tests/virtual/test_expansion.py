@@ -75,7 +75,7 @@ def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> 
         (noloco(set={"outer.betta": 0.5}), ["lab.variants[1].set outer.betta", "did you mean outer.beta"]),
         (noloco(set={"outer.beta": "much"}), ["lab.variants[1].set outer.beta: 'much'"]),
         (noloco(sweep={"outer.codec": ["fp32", "zip"]}), ["lab.variants[1].sweep outer.codec: 'zip'"]),
-        (noloco(set={"world.lagg": 1}), ["lab.variants[1].set world.lagg", "did you mean"]),
+        (noloco(set={"world.nesterow": 1}), ["lab.variants[1].set world.nesterow", "did you mean"]),
         (noloco(set={"run.outer.beta": 1}), ["lab.variants[1].set run.outer.beta", "no setting of the run"]),
         (noloco(set={"world.tensors_sent": 3}), ["lab.variants[1].set world.tensors_sent: 3"]),
         (noloco(set={"outer.min_inner_steps": 9}), ["lab.variants[1].set outer.min_inner_steps", "exceeds"]),
@@ -98,11 +98,11 @@ def test_a_wrong_setting_is_named_with_the_variant_it_stands_in(variant: dict[st
 
 def test_all_mistakes_of_all_variants_come_at_once_and_each_once() -> None:
     """Four cells with the same mistake are one line."""
-    variants = [noloco(set={"outer.betta": 1}), {"name": "b", "algorithm": "diloco", "set": {"world.lagg": 1}}]
+    variants = [noloco(set={"outer.betta": 1}), {"name": "b", "algorithm": "diloco", "set": {"world.nesterow": 1}}]
     lines = refusal({"variants": variants, "replicas": [4, 8]}).message.splitlines()
     assert len(lines) == 3
     assert "lab.variants[0].set outer.betta" in lines[1]
-    assert "lab.variants[1].set world.lagg" in lines[2]
+    assert "lab.variants[1].set world.nesterow" in lines[2]
 
 
 @pytest.mark.parametrize(
