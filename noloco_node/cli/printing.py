@@ -207,10 +207,8 @@ def print_lab_plan(config: Config) -> None:
     """What an experiment comes to. UserError as `plan_lab` raises it."""
     from noloco_node.laboratory.course import plan_lab
 
-    numbers, lab = plan_lab(config), config.lab
-    print(
-        f"laboratory: {len(lab.variants)} variants, {numbers.trainings:,} trainings, {numbers.tokens:,} tokens in all"
-    )
+    trainings, tokens = plan_lab(config)
+    print(f"laboratory: {len(config.lab.variants)} variants, {trainings:,} trainings, {tokens:,} tokens in all")
     sys.stdout.flush()
 
 

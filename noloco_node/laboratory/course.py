@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -19,19 +18,10 @@ from noloco_node.laboratory.report import markdown
 from noloco_node.storage import atomic
 
 
-@dataclass(frozen=True, slots=True)
-class LabPlan:
-    """What an experiment comes to."""
-
-    trainings: int
-    tokens: int
-    """Over all trainings."""
-
-
-def plan_lab(config: Config) -> LabPlan:
-    """Count the trainings of an experiment and their tokens. Raises UserError (CONFIG) as `expand` does."""
+def plan_lab(config: Config) -> tuple[int, int]:
+    """The trainings of an experiment, and their tokens together. Raises UserError (CONFIG) as `expand` does."""
     phases = planned(config.lab, expand(config))
-    return LabPlan(sum(phase.trainings for phase in phases), sum(phase.tokens for phase in phases))
+    return sum(phase.trainings for phase in phases), sum(phase.tokens for phase in phases)
 
 
 def run_lab(config: Config, out: Path, command: str, progress: OnFinished) -> dict[str, Path]:

@@ -139,7 +139,9 @@ class Experiment:
         self._workers: Workers[Job, str] = Workers(lab.workers, work, "lab.workers")
         self._ended: set[str] = set()
         _, self._later = planned(lab, cells)
-        self._pace = _Pace()
+        self._begun = ambient.monotonic()
+        self._done = 0.0
+        """Cost of the trainings that have ended in this session, in the unit of `Job.cost`."""
 
     def run(self) -> list[Result]:
         """Train everything: what is tuned, then what is reported. Results come by cell, in each those of tuning first.
@@ -171,7 +173,8 @@ class Experiment:
             self._journal.add(job.key, result)
             self._ended.add(job.key)
             left -= job.cost
-            seconds = self._pace.seconds_left(job.cost, left + cost)
+            self._done += job.cost
+            seconds = (ambient.monotonic() - self._begun) / self._done * (left + cost)
             total = len(self._ended) + len(missing) - count + trainings
             self._progress(Finished(result, len(self._ended), total, seconds))
 
@@ -228,19 +231,6 @@ def _phases(lab: LabSpec, cell: Cell) -> tuple[int, int]:
     if not is_tuned(lab, cell):
         return 0, len(cell.points) * len(lab.seeds)
     return len(cell.points) * len(lab.tune_seeds), len(lab.seeds)
-
-
-class _Pace:
-    """How fast the trainings go, from those that have ended in this session."""
-
-    def __init__(self) -> None:
-        self._begun = ambient.monotonic()
-        self._done = 0.0
-
-    def seconds_left(self, cost: float, left: float) -> float:
-        """Take note of a training that has ended; `left` is the cost of those still to do."""
-        self._done += cost
-        return (ambient.monotonic() - self._begun) / self._done * left
 
 
 def _wanted(chosen: Iterable[tuple[Cell, Sequence[Point]]], seeds: Sequence[int], purpose: Purpose) -> list[_Wanted]:

@@ -43,10 +43,12 @@ from noloco_node.simulator.faults import (
     draw,
 )
 from noloco_node.simulator.invariants import Run, Told, breaches
+from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.outer_ledger import Watched
 from noloco_node.simulator.quadratic import Quadratic, RealTensors
-from noloco_node.simulator.strikes import HuntedLinks, HuntedWorld, Strikes
+from noloco_node.simulator.strikes import Strikes
+from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.training.compute_thread import Priority
 from noloco_node.workers import Workers, cores
@@ -157,15 +159,15 @@ async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, rea
     loop = asyncio.get_running_loop()
     own = asyncio.all_tasks()
     learning = Watched(RealTensors() if real_tensors else _quadratic())
-    async with HuntedWorld(
+    async with World(
         spec,
         NodeSettings(
             in_flight=IN_FLIGHT, seed=schedule.seed, checkpoint_outer_steps=2, checkpoint_seconds=5, min_stay_seconds=60
         ),
-        _footprint(schedule.stages),
+        footprint=_footprint(schedule.stages),
         learning=learning,
         device=partial(_device, schedule.seed),
-        links=HuntedLinks(lambda _source, _target, octets: 0.02 + octets / 1e6),
+        links=Links(PlainWay(lambda _source, _target, octets: 0.02 + octets / 1e6)),
         seed=schedule.seed,
         folder=folder,
         disks=frozenset(fault.node for fault in schedule.faults if isinstance(fault, Crash | Leave | FullDisk)),
@@ -183,7 +185,9 @@ async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, rea
             over = False
         await cancel_and_wait((striking,))
         strikes.settle()
-        tasks = [task for task in asyncio.all_tasks() - own if not task.done()] if over and not world.vanished else []
+        tasks = (
+            [task for task in asyncio.all_tasks() - own if not task.done()] if over and not world.links.nowhere else []
+        )
         complained = tuple(complaints.lines)
         run = _told(world, strikes, over=over, complaints=complained, tasks=tuple(sorted(map(_name, tasks))))
         run = replace(run, ledger=learning.ledger)
@@ -211,9 +215,7 @@ def _name(task: asyncio.Task[object]) -> str:
     return getattr(task.get_coro(), "__qualname__", task.get_name())
 
 
-def _told(
-    world: HuntedWorld, strikes: Strikes, *, over: bool, complaints: tuple[str, ...], tasks: tuple[str, ...]
-) -> Run:
+def _told(world: World, strikes: Strikes, *, over: bool, complaints: tuple[str, ...], tasks: tuple[str, ...]) -> Run:
     accounts, spec = world.accounts(), world.spec
     nodes = [
         Told(

@@ -200,6 +200,8 @@ class Links:
         self.received: defaultdict[PeerId, Counter[str]] = defaultdict(Counter)
         self.lost: Callable[[PeerId], bool] = lambda _: False
         """Whether a peer is dead: nobody joins by it any more."""
+        self.nowhere: set[PeerId] = set()
+        """Peers whose machines are gone, although no connection to them has broken."""
         self._side: dict[PeerId, int] = {}
         self._together = Pulse()
 
@@ -211,7 +213,8 @@ class Links:
 
     def apart(self, one: PeerId, other: PeerId) -> bool:
         """Whether nothing goes between them now."""
-        return self._side.get(one, 0) != self._side.get(other, 0)
+        gone = one in self.nowhere or other in self.nowhere
+        return gone or self._side.get(one, 0) != self._side.get(other, 0)
 
     async def open(self, source: PeerId, target: PeerId) -> None:
         """See `Carrier.open`: streams of a connection open with what is sent."""

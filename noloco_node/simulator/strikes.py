@@ -1,7 +1,4 @@
-"""What each fault of a schedule does to a world, when its moment has come, and how it ends.
-
-In the world that is struck nodes move, have disks, lie, and vanish.
-"""
+"""What each fault of a schedule does to a world, when its moment has come, and how it ends."""
 
 from __future__ import annotations
 
@@ -9,12 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import PeerRecord
-from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.migration import Move
 from noloco_node.simulator.faults import (
     Crash,
@@ -36,87 +29,10 @@ from noloco_node.simulator.faults import (
     SlowLink,
     Twin,
 )
-from noloco_node.simulator.links import Links, LinkSeconds, PlainWay
-from noloco_node.simulator.node import Disk, Node
-from noloco_node.simulator.quadratic import Learning
-from noloco_node.simulator.world import DeviceTimes, World
-from noloco_node.sizing.footprint import Footprint
+from noloco_node.simulator.node import Node
+from noloco_node.simulator.world import World
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
-
-
-class HuntedLinks(Links):
-    """Links of which some end nowhere."""
-
-    def __init__(self, seconds: LinkSeconds) -> None:
-        super().__init__(PlainWay(seconds))
-        self.nowhere: set[PeerId] = set()
-
-    def apart(self, one: PeerId, other: PeerId) -> bool:
-        """See `Links.apart`."""
-        return one in self.nowhere or other in self.nowhere or super().apart(one, other)
-
-
-class HuntedWorld(World):
-    """A world whose nodes have disks, and may vanish. The peers that `disks` names keep checkpoints below `folder`."""
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        settings: NodeSettings,
-        footprint: Footprint,
-        *,
-        device: DeviceTimes,
-        learning: Learning,
-        links: HuntedLinks,
-        seed: int,
-        folder: Path,
-        disks: frozenset[int],
-    ) -> None:
-        super().__init__(spec, settings, footprint=footprint, learning=learning, device=device, links=links, seed=seed)
-        self._ends_of_links = links
-        self._folder = folder
-        self._with_disk = disks
-        self._disks: dict[PeerId, Disk] = {}
-        self._auto = False
-
-    def _outfit(self, node: Node) -> None:
-        node.auto = self._auto
-        if node.number in self._with_disk:
-            self._disks[node.peer] = Disk(self._folder / f"{node.number}")
-        node.disk = self._disks.get(node.peer)
-
-    def join(self) -> Node:
-        """A node that chooses its stage."""
-        self._auto = True
-        try:
-            return self.start(0)
-        finally:
-            self._auto = False
-
-    async def ended(self, within: float) -> None:
-        """See `World.ended`; nobody waits for nodes that have vanished."""
-        await self.until(lambda: not self.running, within)
-        nowhere = self._ends_of_links.nowhere
-        await asyncio.wait([self._lives[node.number] for node in self.nodes if node.peer not in nowhere])
-
-    def vanish(self, node: Node) -> None:
-        """A node's machine is gone: nothing breaks, and nothing comes back."""
-        node.die(silent=True)
-        self._ends_of_links.nowhere.add(node.peer)
-        self.freeze(node)
-        self.changed.fire()
-
-    @property
-    def vanished(self) -> int:
-        """How many have."""
-        return len(self._ends_of_links.nowhere)
-
-    def claim(self, node: Node, change: Callable[[PeerRecord], PeerRecord]) -> None:
-        """From now on a node's records say what `change` makes of them."""
-        if node.directory is not None:
-            node.directory.change = change
-
 
 LOST = {"request": FaultKind.LOSE_REQUEST, "answer": FaultKind.LOSE_ANSWER, "dial": FaultKind.UNREACHABLE}
 
@@ -125,7 +41,7 @@ LOST = {"request": FaultKind.LOSE_REQUEST, "answer": FaultKind.LOSE_ANSWER, "dia
 class Strikes:
     """Carries a schedule out. `fired` says which of its faults have done something."""
 
-    world: HuntedWorld
+    world: World
     schedule: Schedule
     fired: list[bool] = field(init=False)
     dead: set[int] = field(default_factory=set[int])
@@ -186,7 +102,7 @@ class Strikes:
             case Join():
                 self.fired[index] = bool(world.running)
                 if world.running:
-                    world.join()
+                    world.start(0, auto=True)
             case LostStage(stage=stage):
                 for each in [each for each in world.running if each.stage == stage]:
                     self._end(each)
@@ -317,7 +233,8 @@ class Strikes:
         if replica is None:
             return False
         if how == "ahead":
-            self.world.claim(node, _ahead)
+            if node.directory is not None:
+                node.directory.change = _ahead
         else:
             progress, weights = await replica.worker.slow_weights()
             await replica.worker.load_slow_weights(progress.clock, progress.outer_rounds, 1e3 * weights)

@@ -7,6 +7,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +18,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.directory import SimulatedDht
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import Machine, this_loop
-from noloco_node.simulator.node import Node, identity_of
+from noloco_node.simulator.node import Disk, Node, identity_of
 from noloco_node.simulator.quadratic import Learning, RealTensors
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.telemetry.events import Account, AnyEvent
@@ -34,7 +35,8 @@ DeviceTimes = Callable[[int], Callable[[Priority], float]]
 class World:
     """All nodes that were ever started, by number, and the links between them.
 
-    Nodes go where they are needed most, keep copies of other stages and bring lost ones back.
+    Nodes go where they are needed most, keep copies of other stages and bring lost ones back. Those whose numbers
+    `disks` names keep checkpoints below `folder`, and in their next lives as well.
 
     Use it as a context on a `SimulatedLoop`; at its end every node is gone. Every event of a node goes into `trace`,
     whose hash is the course of the simulation: one seed, one hash.
@@ -50,6 +52,8 @@ class World:
         device: DeviceTimes = lambda _number: SECONDS.__getitem__,
         links: Links | None = None,
         seed: int = 0,
+        folder: Path = Path("nowhere"),
+        disks: frozenset[int] = frozenset(),
     ) -> None:
         self.spec = spec
         self.settings = settings or NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
@@ -68,6 +72,9 @@ class World:
         # a copy is refused that has not as many weights as its stage
         self._footprint = replace(footprint, parameters=self._learning.weights(footprint))
         self._device = device
+        self._folder = folder
+        self._with_disk = disks
+        self._disks: dict[PeerId, Disk] = {}
         self._rng = random.Random(f"world/{seed}")
         self._lives: list[asyncio.Task[None]] = []
         self._loop = this_loop()
@@ -96,9 +103,10 @@ class World:
         """Nodes that have not come to any end."""
         return [node for node in self.nodes if node.condition == "running"]
 
-    def start(self, stage: int, *, clock_ahead: float = 0.0, twin_of: Node | None = None) -> Node:
-        """Start a node at a stage, now. It joins by nodes that run; the first begins the swarm. `clock_ahead`: seconds
-        by which its wall clock is wrong; `twin_of`: it has that node's identity, as where a folder was copied."""
+    def start(self, stage: int, *, clock_ahead: float = 0.0, twin_of: Node | None = None, auto: bool = False) -> Node:
+        """Start a node at a stage, now; an `auto` one chooses where. It joins by nodes that run; the first begins the
+        swarm. `clock_ahead`: seconds by which its wall clock is wrong; `twin_of`: it has that node's identity, as where
+        a folder was copied."""
         number = len(self.nodes)
         running = [node.peer for node in self.running]
         entrances = self._rng.sample(running, min(3, len(running)))
@@ -119,7 +127,10 @@ class World:
             machine,
             entrances,
         )
-        self._outfit(node)
+        node.auto = auto
+        if number in self._with_disk:
+            self._disks[node.peer] = Disk(self._folder / f"{number}")
+        node.disk = self._disks.get(node.peer)
         self.nodes.append(node)
         self.events.append([])
         life = self._loop.create_task(node.live(), name=f"node {number}", context=machine.context())
@@ -127,9 +138,6 @@ class World:
         self._lives.append(life)
         self.changed.fire()
         return node
-
-    def _outfit(self, node: Node) -> None:
-        """Give a node what else it needs before it lives."""
 
     def stop(self, node: Node) -> None:
         """Ask a node to leave in order, as SIGINT does."""
@@ -145,6 +153,13 @@ class World:
         self.network.kill(node.peer)
         self._lives[node.number].cancel()
         self._loop.go_on(node.machine)
+
+    def vanish(self, node: Node) -> None:
+        """A node's machine is gone: nothing breaks, and nothing comes back."""
+        node.die(silent=True)
+        self.links.nowhere.add(node.peer)
+        self.freeze(node)
+        self.changed.fire()
 
     def freeze(self, node: Node) -> None:
         """Nothing runs on a node any more, until `thaw`; its connections stay open."""
@@ -171,9 +186,10 @@ class World:
                 await self.changed.wait()
 
     async def ended(self, within: float) -> None:
-        """Return when no node runs any more. TimeoutError after so many virtual seconds."""
+        """Return when no node runs any more; nobody waits for those that have vanished. TimeoutError after so many
+        virtual seconds."""
         await self.until(lambda: not self.running, within)
-        await asyncio.wait(self._lives)
+        await asyncio.wait([self._lives[node.number] for node in self.nodes if node.peer not in self.links.nowhere])
 
     def accounts(self) -> dict[int, Account]:
         """The books of every node as it told them last, by number."""

@@ -13,7 +13,6 @@ from math import inf
 from typing import Literal
 
 from noloco_node.telemetry.events import (
-    Account,
     AnyEvent,
     Doing,
     Evaluation,
@@ -51,12 +50,10 @@ class NodeLog:
     def __init__(self) -> None:
         self.view = NodeView()
         self._seed = ""
-        self._up_since = 0.0
-        self._firsts: set[str] = set()
         self._told_at = inf
         """Wall time of the last line from INFO up."""
-        self._known: int | None = 0
-        """Microbatches of earlier lives; None until the first account of this one."""
+        self._trains = False
+        """It has taken an inner step in this life."""
 
     @property
     def label(self) -> str:
@@ -81,33 +78,15 @@ class NodeLog:
         if line:
             logger.log(level, line)
             self._told_at = event.time if level > logging.DEBUG else self._told_at
-        self._observe_firsts(event)
 
     def _is_overdue(self, event: AnyEvent) -> bool:
-        """Whether an inner step is to be shown, since nothing has been for a while."""
+        """Whether an inner step is to be shown: the first of a life, and one after a while in which nothing was."""
         self._told_at = min(self._told_at, event.time)  # a clock may be set back
-        return isinstance(event, InnerStep) and event.time - self._told_at >= QUIET_SECONDS
-
-    def _observe_firsts(self, event: AnyEvent) -> None:
-        """Say once that the first microbatch is done, and once that the first outer step is: now it really trains."""
-        match event:
-            case NodeStarted():
-                self._up_since, self._known = event.time, None if event.resumed else 0
-            case Account() if self._known is None:
-                self._known = event.trained + event.served
-            case Account() if event.trained + event.served > (self._known or 0):
-                self._say_first("microbatch", event.time)
-            case InnerStep():
-                self._say_first("microbatch", event.time)
-            case OuterStep(kind="paired" | "no_partner"):
-                self._say_first("outer step", event.time)
-            case _:
-                pass
-
-    def _say_first(self, what: str, now: float) -> None:
-        if what not in self._firsts:
-            self._firsts.add(what)
-            logger.info("first %s done, %.1f s after the start", what, now - self._up_since)
+        if not isinstance(event, InnerStep):
+            self._trains = self._trains and not isinstance(event, NodeStarted)
+            return False
+        first, self._trains = not self._trains, True
+        return first or event.time - self._told_at >= QUIET_SECONDS
 
 
 def describe(event: AnyEvent) -> tuple[int, str]:

@@ -157,7 +157,7 @@ def test_validate_says_what_the_laboratory_comes_to_where_there_is_one(
     assert "laboratory: 3 variants, 14 trainings, 57,344 tokens in all" in capsys.readouterr().out
     assert cli.main(["config", "validate", str(made.MICRO)]) == 0
     assert "laboratory" not in capsys.readouterr().out
-    assert plan_lab(load_config(made.MICRO)).trainings == 4
+    assert plan_lab(load_config(made.MICRO))[0] == 4
 
 
 def test_the_command_that_is_written_down_repeats_the_experiment() -> None:
