@@ -77,10 +77,8 @@ class Alone(SameMachine):
 
 
 def wait_at_door(door: Path) -> None:
-    """Load what a node and an export load as they start, and return once another process has opened the door."""
+    """Load what a node loads as it starts, and return once another process has opened the door."""
     importlib.import_module("noloco_node.node.daemon")
-    importlib.import_module("noloco_node.exporting.live")
-    importlib.import_module("noloco_node.exporting.write")
     importlib.import_module("transformers.models.llama.modeling_llama")
     print(READY, flush=True)
     door.open("rb").close()

@@ -118,13 +118,13 @@ async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:
 def test_an_attack_that_nobody_asked_for_is_met_only_where_it_shows(method: str) -> None:
     """A key that carries it out must have been there, honest nodes must have asked others, and such a key never.
     Another key of the stranger may be asked: it has other answers."""
-    there, asked = {"look": 0.1, "strangers": ["stranger", "late"]}, {"asked": method, "peer": "honest"}
+    there, asked = {"strangers": ["stranger", "late"]}, {"asked": method, "peer": "honest"}
     keys, honest = {"stranger"}, {"honest", "late"}
     another = {"asked": method, "peer": "another stranger"}
     assert passed_over([there, asked, asked, another], keys, honest, method) == (
         "never asked: there in 1 looks of honest nodes, which asked each other 2 times"
     )
-    assert not passed_over([{"look": 0.1, "strangers": ["late"]}, asked], keys, honest, method)
+    assert not passed_over([{"strangers": ["late"]}, asked], keys, honest, method)
     assert not passed_over([there, another], keys, honest, method)
     assert not passed_over([there, asked, {"asked": method, "peer": "stranger"}], keys, honest, method)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from noloco_node.launch.local_swarm import Observer, SwarmNode
 from noloco_node.telemetry.events import InnerStep
 from tests.chaos.observe import rate, seconds_to_recover
-from tests.chaos.slower import Looks, slower
 from tests.chaos.vitals import Vitals, growths
 
 
@@ -40,22 +38,3 @@ def test_what_creeps_is_not_flat() -> None:
     assert all(growth.flat for growth in growths(steady))
     leaking = [Vitals(time, 100, 40 + time, 10, 30, 50, 20) for time in range(50)]
     assert [growth.name for growth in growths(leaking) if not growth.flat] == ["descriptors"]
-
-
-def _drawn(seed: int, times: float) -> Looks:
-    """Eight nodes, thirty looks in either span, after it so many times as long; each node and look has its own luck."""
-    rng = random.Random(seed)
-    own = [0.005 * rng.lognormvariate(0.0, 0.1) for _ in range(8)]
-    before, after = (
-        [[seconds * more * rng.lognormvariate(0.0, 0.5) for _ in range(30)] for seconds in own] for more in (1.0, times)
-    )
-    return Looks(before, after)
-
-
-@pytest.mark.parametrize(("attacked", "clean", "found"), [(1.0, 1.0, False), (1.6, 1.0, True), (1.6, 1.6, False)])
-def test_who_looks_longer_is_told_from_chance(attacked: float, clean: float, found: bool) -> None:
-    """It is told from what befell the machine, too; by the mere ratio some of ten would look slower for nothing."""
-    answers = [slower(_drawn(2 * seed, attacked), _drawn(2 * seed + 1, clean)) for seed in range(10)]
-    assert sum(least > 1.05 for _, least in answers) == (10 if found else 0)
-    if not found and clean == 1.0:
-        assert any(times > 1.05 for times, _ in answers)

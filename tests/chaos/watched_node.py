@@ -1,6 +1,6 @@
 """A paced daemon that also writes down what it sees and does.
 
-It notes how long each look at the directory took, the peers it showed, and the banned ones. It also notes the peers
+It notes the peers that each look at the directory showed, and the banned ones. It also notes the peers
 that it asked for an exchange, a state or a copy, and the strangers that were there to be asked. Run as `python -m
 tests.chaos.watched_node run ...`; the file is named in the environment. Beside it lies the list of the honest nodes,
 once that is known.
@@ -46,17 +46,15 @@ def watch() -> None:
     """Let this process write down what it sees."""
     refresh, offended, call = DhtDirectory.refresh, Bans.offended, Transport.call
 
-    async def timed(self: DhtDirectory) -> DirectoryView:
-        began = time.monotonic()
-        view = await refresh(self)
-        seconds, now = time.monotonic() - began, self.now()
+    async def seen(self: DhtDirectory) -> DirectoryView:
+        view, now = await refresh(self), self.now()
         peers = {record.peer_id for stage in range(len(view.stages)) for record in view.live(stage, now)}
         honest = Path(os.environ[WATCHED]).parent.parent / HONEST
         known = peers & set(json.loads(honest.read_text())) if honest.exists() else peers
         met: PeerStats = cast("Any", self)._peer_stats
         records = [record for stage in range(len(view.stages)) for record in view.live(stage, now)]
         there = {record.peer_id for record in records if is_there(met, record)} - known
-        write(look=seconds, rows=len(peers), honest=len(known), strangers=sorted(there))
+        write(rows=len(peers), strangers=sorted(there))
         return view
 
     def judged(self: Bans, peer: PeerId, offence: Offence, detail: str = "") -> None:
@@ -69,7 +67,7 @@ def watch() -> None:
             write(asked=method, peer=peer)
         return await call(self, peer, method, request, **limits)
 
-    DhtDirectory.refresh = timed
+    DhtDirectory.refresh = seen
     Transport.call = noted
     Bans.offended = judged
 

@@ -44,5 +44,4 @@ ATTACKS: Mapping[str, Attack] = {
     "endless evaluations": visits.endless_evaluations,
     "malformed requests": visits.malformed_requests,
     "300 streams": hoards.streams,
-    "slow metrics clients": hoards.slow_metrics,
 }

@@ -10,7 +10,6 @@ from noloco_node.transport.libp2p import STREAM_PROTOCOL
 from tests.chaos.attacks.life import LOST, Life, Victim
 
 STREAMS = 300
-CLIENTS = 200
 LOOK_SECONDS = 1.0
 
 
@@ -46,39 +45,3 @@ async def _open_more(life: Life, attack: str, victim: Victim, held: list[Any]) -
             return
         life.tally.count(attack, "opened")
         held.append((reader, writer))
-
-
-async def slow_metrics(life: Life) -> None:
-    """200 clients of every metrics endpoint in reach that begin a request and never end it."""
-    attack = "slow metrics clients"
-    open_now: dict[str, list[Any]] = {victim.metrics: [] for victim in life.victims if victim.metrics}
-    try:
-        while True:
-            for address, held in open_now.items():
-                closed = [writer for reader, writer in held if reader.at_eof()]
-                for writer in closed:
-                    writer.transport.abort()
-                life.tally.count(attack, "refused: closed by the other side", len(closed))
-                held[:] = [(reader, writer) for reader, writer in held if not reader.at_eof()]
-                while len(held) < CLIENTS and await _begin(life, attack, address, held):
-                    pass
-            await asyncio.sleep(LOOK_SECONDS)
-    finally:
-        for held in open_now.values():
-            for _, writer in held:
-                writer.transport.abort()
-
-
-async def _begin(life: Life, attack: str, address: str, held: list[Any]) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(LOOK_SECONDS):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET /metr")
-            await writer.drain()
-    except (OSError, TimeoutError):
-        life.tally.count(attack, "refused: no connection")
-        return False
-    life.tally.count(attack, "opened")
-    held.append((reader, writer))
-    return True

@@ -57,8 +57,6 @@ class Victim:
     peer: PeerId
     stage: int
     address: str
-    metrics: str = ""
-    """Host and port of its metrics endpoint, where it can be reached."""
 
 
 def read_victims(path: Path) -> list[Victim]:

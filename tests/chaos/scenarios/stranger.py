@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import statistics
 import sys
@@ -24,7 +23,6 @@ from typing import Any
 import psutil
 
 from noloco_node.averaging import session as exchange_messages
-from noloco_node.exporting.card import NAME as CARD
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
@@ -34,9 +32,8 @@ from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims
 from tests.chaos.lab import Lab
 from tests.chaos.observe import last_account, stage_rate, tokens_between
 from tests.chaos.outcome import merged_loss
-from tests.chaos.paced_node import DOOR, OPERATION_SECONDS, READY, open_door
+from tests.chaos.paced_node import DOOR, READY, open_door
 from tests.chaos.report import Verdict
-from tests.chaos.slower import Looks, slower
 from tests.chaos.stranger import KEYS, LIVES
 from tests.chaos.swarm import CONFIG, Node, Place, Swarm
 from tests.chaos.watched_node import HONEST, WATCHED
@@ -53,7 +50,6 @@ them."""
 LOOK_EVERY = 5.0
 LEAVE_SECONDS = 30.0
 READY_SECONDS = 240.0
-EXPORT_SECONDS = 180.0
 NO_SIGN = frozenset({LOST, "rounds", BROKEN})
 """Outcomes that do not show that an attack arrived."""
 ANSWERS = {
@@ -77,8 +73,6 @@ class Plan:
     """From the stranger's end; what is compared with before begins here and lasts as long as `before`."""
     joiners: int
     """Late joiners, one after another during the attack."""
-    exports: bool = False
-    """Whether somebody takes the model home in the middle of the attack."""
     without: frozenset[str] = frozenset()
     """Attacks for which there is no time."""
 
@@ -90,9 +84,8 @@ class Plan:
 
     @property
     def whole(self) -> float:
-        """From the start of training to the last figure. An export may outlast the half of the attack that is left."""
-        outlasts = max(0.0, EXPORT_SECONDS - self.attack / 2) if self.exports else 0.0
-        return self.before + self.attack + outlasts + self.after + self.before
+        """From the start of training to the last figure."""
+        return self.before + self.attack + self.after + self.before
 
     @property
     def target(self) -> int:
@@ -120,18 +113,7 @@ def long_plan() -> Plan:
         attack=ATTACK_SECONDS,
         after=60.0,
         joiners=max(1, int(ATTACK_SECONDS // JOINER_EVERY)),
-        exports=True,
     )
-
-
-@dataclass(frozen=True)
-class Exporter:
-    """An export that waits at its door."""
-
-    process: Process
-    folder: Path
-    log: Path
-    door: Path
 
 
 @dataclass
@@ -148,9 +130,6 @@ class Arm:
     """`before`, `attack` and `after`, wall times."""
     joined: list[str] = field(default_factory=list[str])
     """What became of the late joiners."""
-    exporter: Exporter | None = None
-    exported: str = ""
-    """The card of the model that was taken home, or why there is none."""
     loss: float = float("nan")
 
     @property
@@ -184,14 +163,12 @@ async def stranger(lab: Lab) -> Verdict:
     except* AssertionError as failures:
         verdict.demand("both arms run to their end", held=False, found=str(failures.exceptions[0])[:500])
     finally:
-        await asyncio.gather(clean.swarm.stop(), attacked.swarm.stop(), _end_export(clean), _end_export(attacked))
+        await asyncio.gather(clean.swarm.stop(), attacked.swarm.stop())
     _judge_attacks(attacked, verdict)
     if set(attacked.spans) == set(clean.spans) == {"before", "attack", "after"}:
         await _judge_end(clean, attacked, verdict)
         _judge_bans(attacked, verdict)
         _judge_averaging(clean, attacked, verdict)
-        if plan.exports:
-            _judge_export(attacked, verdict)
         _judge_burden(clean, attacked, verdict)
         _judge_after(clean, attacked, verdict)
     return verdict
@@ -216,14 +193,10 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
     (swarm.folder / HONEST).write_text(json.dumps([node.started.peer_id for node in swarm.nodes if node.started]))
     process = None if attacker is None else await _prepare_stranger(arm, attacker)
     joiners = [await _prepare_joiner(arm) for _ in range(plan.joiners)]
-    if plan.exports:
-        await _prepare_exporter(arm)
     await together.wait()
     began = time.time()
     attack, left = began + plan.before, began + plan.before + plan.attack
     watching = asyncio.create_task(_weigh(arm))
-    half = attack + plan.attack / 2
-    taking = asyncio.create_task(_nothing() if arm.exporter is None else _take_home(arm, arm.exporter, half))
     try:
         try:
             await _until(swarm, attack)
@@ -233,9 +206,7 @@ async def _run(arm: Arm, together: asyncio.Barrier, attacker: Lab | None) -> Non
             for number, node in enumerate(joiners):
                 await _late_joiner(arm, node, attack + (number + 1 / 6) * turn, attack + (number + 5 / 6) * turn)
             await _until(swarm, left)
-            await taking
         finally:
-            taking.cancel()
             if process is not None:
                 await _call_off(process)
         await together.wait()
@@ -272,41 +243,6 @@ async def _until(swarm: Swarm, when: float) -> None:
     await swarm.until(lambda: time.time() >= when, max(1.0, when - time.time() + 30), "time passes")
 
 
-async def _nothing() -> None:
-    return None
-
-
-async def _prepare_exporter(arm: Arm) -> None:
-    """Start an export as a user would; it waits at its door."""
-    folder, log, door = arm.swarm.folder / "taken-home", arm.swarm.folder / "taken-home.log", _make_door(arm, "export")
-    address = next(node.started.addresses[0] for node in arm.core if node.started)
-    command = (sys.executable, "-m", "tests.chaos.paced_node", "export", address, "--out", str(folder))
-    environment = {**os.environ, DOOR: str(door), OPERATION_SECONDS: "0", "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as printed:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=printed, stderr=printed, start_new_session=True, env=environment
-        )
-    arm.exporter = Exporter(process, folder, log, door)
-    await _until_ready(arm, log)
-
-
-async def _end_export(arm: Arm) -> None:
-    if arm.exporter is not None and arm.exporter.process.returncode is None:
-        arm.exporter.process.kill()
-        await arm.exporter.process.wait()
-
-
-async def _take_home(arm: Arm, exporter: Exporter, when: float) -> None:
-    """Export the model from the nodes as they train."""
-    await _until(arm.swarm, when)
-    open_door(exporter.door)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(exporter.process.wait(), EXPORT_SECONDS)
-    await _end_export(arm)
-    card = exporter.folder / CARD
-    arm.exported = card.read_text() if card.exists() else exporter.log.read_text()[-500:]
-
-
 async def _weigh(arm: Arm) -> None:
     while True:
         for node in arm.core:
@@ -321,7 +257,7 @@ async def _weigh(arm: Arm) -> None:
 async def _prepare_stranger(arm: Arm, lab: Lab) -> Process:
     """Start the stranger's process, which waits. It knows the run and its nodes, as everybody may."""
     started = [(node, node.started) for node in arm.core if node.started]
-    victims = [Victim(PeerId(s.peer_id), n.stage, s.addresses[0], s.metrics_address or "") for n, s in started]
+    victims = [Victim(PeerId(s.peer_id), n.stage, s.addresses[0]) for n, s in started]
     folder = arm.swarm.folder / "stranger"
     folder.mkdir()
     write_victims(folder / "victims.json", victims)
@@ -468,15 +404,6 @@ def _judge_averaging(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
         verdict.figures["averaging under attack beside clean"] = found
 
 
-def _judge_export(arm: Arm, verdict: Verdict) -> None:
-    """The model that was taken home during the attack is the mean of honest replicas: most of them, and nobody else."""
-    honest, found = _peers(arm), set(re.findall(r"12D3KooW\w+", arm.exported))
-    of_stage = [len({n.started.peer_id for n in arm.core if n.started and n.stage == s} & found) for s in (0, 1)]
-    held = bool(found) and found <= honest and min(of_stage) > arm.plan.replicas / 2
-    shown = f"honest replicas of each stage {of_stage}, others {len(found - honest)}"
-    verdict.demand("an export takes honest replicas alone", held, shown if found else arm.exported)
-
-
 def _averaged_with_honest(arm: Arm) -> float:
     honest, (start, end) = _peers(arm), arm.spans["attack"]
     seen = [e for n in arm.core for e in n.events if start <= e.time < end]
@@ -543,12 +470,6 @@ def _judge_after(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
         held = max(shares) >= 1 - AFTER_SHARE and (better > 0 or min(shares) <= 1 + AFTER_SHARE)
         found = "; ".join(f"{name} {before:.4g} → {after:.4g}" for name, (before, after) in values.items())
         verdict.demand(f"{what} within {AFTER_SHARE:.0%} of before, {attacked.plan.after:g} s after", held, found)
-    times, least = slower(_looks(attacked), _looks(clean))
-    verdict.demand(
-        f"looks take at most {AFTER_SHARE:.0%} longer than before, {attacked.plan.after:g} s after, but for chance",
-        least <= 1 + AFTER_SHARE,
-        f"{times:.3f} times as long, {least:.3f} at the least",
-    )
     rows = {span: _mean(line["rows"] for n in attacked.core for line in attacked.watched(n, span) if "rows" in line)
             for span in attacked.spans}  # fmt: skip
     verdict.figures["records in the view"] = rows
@@ -557,14 +478,6 @@ def _judge_after(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
 def _peers_seen(arm: Arm, span: str) -> float:
     """Nodes that a node counts, on average."""
     return _mean(sum(account.nodes_per_stage) for account in arm.accounts(span))
-
-
-def _looks(arm: Arm) -> Looks:
-    before, after = (
-        [[line["look"] for line in arm.watched(node, span) if "look" in line] for node in arm.core]
-        for span in ("before", "after")
-    )
-    return Looks(before, after)
 
 
 def _mean(values: Iterable[float]) -> float:
