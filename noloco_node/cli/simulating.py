@@ -26,7 +26,7 @@ SIMULATE_HELP = """\
 Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
   swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)
   hunt    many small swarms under faults that are drawn from seeds; what fails is shortened and told (exit code 20)
-DIR gets results.json and table.md, and of a swarm a plot. The same command gives the same course, whose hash is
+DIR gets results.json and table.md. The same command gives the same course, whose hash is
 printed. What is modelled, and how far to trust it: docs/simulator.md.
 
 examples:

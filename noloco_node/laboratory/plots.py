@@ -1,4 +1,4 @@
-"""Plots of an experiment: loss by tokens, and loss and spread by γ."""
+"""Plots of an experiment: loss by tokens, loss and spread by γ; and the sheet that they are drawn on."""
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's own types leave the keywords of most methods open.
@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from PIL import Image
 
 from noloco_node.config.lab_spec import Plot
-from noloco_node.laboratory.canvas import (
-    PALETTE,
-    REFERENCE_COLOUR,
-    Sheet,
-    caption,
-    logarithmic,
-    mark_above,
-    style,
-    tokens_axis,
-)
 from noloco_node.laboratory.expansion import GAMMA
 from noloco_node.laboratory.figures import (
     FigureLine,
@@ -35,6 +30,18 @@ from noloco_node.laboratory.figures import (
 )
 from noloco_node.outer import Momentum
 from noloco_node.outer.stability import admissible_gamma
+
+BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9622b", "#3a8f5c", "#8a8a8a"
+PALETTE = (BLUE, ORANGE, GREEN, "#8e5bb5", "#c79a1e", "#2f9aa0", "#b5446e", "#6b4a2f", "#5a6b8a", "#93a33c")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+
+LEGEND_INCHES = 0.7
+"""The width, in inches, of a label's mark in the common legend, and of the room around it."""
+INCHES_A_LETTER = 0.078
+INCHES_A_ROW = 0.21
+COLOURS = 64
+ROWS_WITHIN = 4
+"""The sheet has room for so many rows of the legend; each further one makes it higher, not the panels lower."""
 
 BAND_LABEL = "range of the seeds"
 LAST_LABEL = "after the last step"
@@ -78,8 +85,8 @@ def convergence(record: Results) -> Sheet:
     first = sheet.panels[0][0]
     first.set_ylabel(LOSS_LABEL)
     if any(len(line.results) > 1 for line in rows):
-        first.fill_between([], [], [], color=REFERENCE_COLOUR, alpha=0.35, lw=0, label=BAND_LABEL)
-    first.plot([], [], color=REFERENCE_COLOUR, marker="o", ms=5.5, ls="none", label=LAST_LABEL)
+        first.fill_between([], [], [], color=GREY, alpha=0.35, lw=0, label=BAND_LABEL)
+    first.plot([], [], color=GREY, marker="o", ms=5.5, ls="none", label=LAST_LABEL)
     return sheet
 
 
@@ -227,3 +234,77 @@ def _of(record: Results, line: FigureLine, name: str) -> Any:
 def _name(line: FigureLine) -> str:
     options = ", ".join(f"{name.rpartition('.')[2]} {as_text(value)}" for name, value in line.swept.items())
     return f"{line.variant} ({options})" if options else line.variant
+
+
+class Sheet:
+    """A figure of rows × columns panels with one legend below them all."""
+
+    def __init__(self, rows: int, columns: int, *, title: str, width: float = 4.6, height: float = 3.5) -> None:
+        self._width = max(columns * width, 6.4)
+        self._figure = Figure(figsize=(self._width, rows * height + 0.9), layout="constrained")
+        FigureCanvasAgg(self._figure)
+        made: Any = self._figure.subplots(rows, columns, squeeze=False)
+        self.panels: list[list[Axes]] = [list(row) for row in made]
+        self._figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        for panel in (panel for row in self.panels for panel in row):
+            tidy(panel)
+
+    def legend(self) -> None:
+        """Collect the labels of all panels that have no legend of their own, each once, below them."""
+        handles: dict[str, Any] = {}
+        for panel in (panel for row in self.panels for panel in row if panel.get_legend() is None):
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        if handles:
+            widest = LEGEND_INCHES + INCHES_A_LETTER * max(map(len, handles))
+            columns = max(1, min(len(handles), int(self._width / widest)))
+            more = max(0, math.ceil(len(handles) / columns) - ROWS_WITHIN)
+            self._figure.set_figheight(self._figure.get_figheight() + more * INCHES_A_ROW)
+            self._figure.legend(
+                list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False
+            )
+
+    def save(self, path: Path) -> None:
+        """Write a PNG of few colours, which is a quarter as large. Raises OSError where `path` cannot be written."""
+        drawn = BytesIO()
+        self._figure.savefig(drawn, format="png", dpi=150)
+        Image.open(drawn).convert("RGB").quantize(COLOURS).save(path, format="png", optimize=True)
+
+
+def tidy(panel: Axes) -> None:
+    """Grid behind the lines, no frame above."""
+    panel.grid(True, color="#e4e4e4", lw=0.7)
+    panel.set_axisbelow(True)
+    panel.spines["top"].set_visible(False)
+
+
+def logarithmic(panel: Axes) -> None:
+    """A logarithmic y axis, where something positive has been drawn."""
+    if math.isfinite(panel.dataLim.minposy):
+        panel.set_yscale("log")
+
+
+def caption(panel: Axes, text: str) -> None:
+    """The title of a panel."""
+    panel.set_title(text, loc="left", fontsize=10, fontweight="normal")
+
+
+def tokens_axis(panel: Axes) -> None:
+    """Name the x axis by tokens, with k and M."""
+    panel.set_xlabel("tokens")
+    panel.xaxis.set_major_locator(MaxNLocator(5))
+    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def mark_above(
+    panel: Axes, at: Sequence[float], color: str, *, marker: str | int, label: str, height: float = 0.96
+) -> None:
+    """Marks near the upper edge of the panel, for values that lie beyond it."""
+    where = panel.get_xaxis_transform()
+    panel.plot(list(at), [height] * len(at), color=color, marker=marker, ms=7, mew=1.8, ls="none", transform=where)
+    panel.plot([], [], color="black", marker=marker, ms=7, mew=1.8, ls="none", label=label)
+
+
+def style(index: int) -> tuple[str, str]:
+    """Colour and marker of the index-th line."""
+    return PALETTE[index % len(PALETTE)], MARKERS[index % len(MARKERS)]

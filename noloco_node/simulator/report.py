@@ -1,10 +1,10 @@
-"""A simulation's files: results.json, table.md, and a plot of a swarm."""
+"""A simulation's files: results.json and table.md."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,17 +12,11 @@ from typing import Any, cast
 from noloco_node import __version__
 from noloco_node.config.load import Config
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
-from noloco_node.laboratory.canvas import PALETTE, Sheet, caption, whole_numbers
 from noloco_node.simulator.course import Simulated
 from noloco_node.simulator.hunt import Hunted
 from noloco_node.telemetry.words import one_line
 
 _Row = tuple[str, ...]
-
-LOSSES = {"quadratic": "loss of the quadratic", "real": "loss (nats per token)"}
-"""What the replicas lose, by `sim.tensors`."""
-NO_STAGE = "#404040"
-"""The colour of what concerns all stages."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +33,6 @@ class Simulation:
     figures: dict[str, Any]
     rows: Sequence[_Row]
     """For a person; the first one is the head."""
-    draw: Callable[[Path], None] | None = None
-    """Its plot, where there is something to see."""
     run: tuple[str, str] | None = None
     """Name and id of the run, where it is one."""
     node: dict[str, Any] | None = None
@@ -61,7 +53,7 @@ def table_of(rows: Sequence[Sequence[str]]) -> str:
 def write_results(result: Simulation, command: str, folder: Path) -> dict[str, Path]:
     """Files by name. Raises OSError where `folder` cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / name for name in ("results.json", "table.md", *(("course.png",) if result.draw else ()))}
+    files = {name: folder / name for name in ("results.json", "table.md")}
     whole: dict[str, Any] = {
         "version": __version__,
         "command": command,
@@ -78,8 +70,6 @@ def write_results(result: Simulation, command: str, folder: Path) -> dict[str, P
     files["results.json"].write_text(text + "\n", encoding="utf-8")
     head = f"# A simulated {result.kind}: `{one_line(command)}`"
     files["table.md"].write_text(f"{head}\n\n{result.table}\n", encoding="utf-8")
-    if result.draw is not None:
-        result.draw(files["course.png"])
     return files
 
 
@@ -93,7 +83,6 @@ def of_swarm(config: Config, found: Simulated) -> Simulation:
         core_hours=found.core_hours,
         figures=found.figures.as_json(),
         rows=[("figure", "value"), *_swarm_rows(found)],
-        draw=lambda path: _draw_swarm(found, path, LOSSES[config.sim.tensors]),
         run=(config.run.name, config.run.run_id),
         node=config.node.model_dump(mode="json", exclude_defaults=True),
     )
@@ -137,12 +126,20 @@ def _swarm_rows(found: Simulated) -> Iterable[_Row]:
     yield "outer steps", kinds or "none"
     taken = figures.outer_steps.get("paired", 0) + figures.outer_steps.get("no_partner", 0)
     yield "of those committed, alone", f"{figures.alone_share:.1%}" if taken else "-"
+    if figures.samples:
+        last = figures.samples[-1]
+        yield "loss, at the last sample", _shown(last.loss)
+        yield "replica divergence then, by stage", ", ".join(map(_shown, last.spread))
     received, sent = figures.directory_received, figures.directory_sent
     yield "directory, received a node", f"{received[0] / 1e3:.2f} kB/s, at most {received[1] / 1e3:.2f}"
     yield "directory, sent a node", f"{sent[0] / 1e3:.2f} kB/s, at most {sent[1] / 1e3:.2f}"
     for method, octets in sorted(figures.sent_per_node.items(), key=lambda each: -each[1])[:8]:
         yield f"sent a node: {method}", f"{octets / 1e3:.2f} kB/s"
     yield "trace", found.trace
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _plain(value: Any) -> Any:
@@ -152,24 +149,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each) for each in cast("Sequence[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _or_gap(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _draw_swarm(found: Simulated, path: Path, losses: str) -> None:
-    sheet, samples = Sheet(1, 3, title="a swarm in virtual time"), found.figures.samples
-    hours = [sample.hours for sample in samples]
-    for panel, name in zip(sheet.panels[0], (losses, "replica divergence", "nodes"), strict=True):
-        caption(panel, name)
-        panel.set_xlabel("virtual hours")  # pyright: ignore[reportUnknownMemberType]
-    loss, spread, nodes = (panel.plot for panel in sheet.panels[0])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    loss(hours, [_or_gap(sample.loss) for sample in samples], color=NO_STAGE)
-    for stage in range(len(found.figures.work_share)):
-        spread(hours, [_or_gap(s.spread[stage]) for s in samples], color=PALETTE[stage % 10], label=f"stage {stage}")
-    nodes(hours, [sample.nodes for sample in samples], color=NO_STAGE)
-    sheet.panels[0][2].set_ylim(bottom=0)  # pyright: ignore[reportUnknownMemberType]
-    whole_numbers(sheet.panels[0][2].yaxis)
-    sheet.legend()
-    sheet.save(path)

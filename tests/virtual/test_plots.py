@@ -11,8 +11,8 @@ import pytest
 
 from noloco_node.config.lab_spec import Plot
 from noloco_node.laboratory import plots
-from noloco_node.laboratory.canvas import PALETTE, Sheet
 from noloco_node.laboratory.figures import Results
+from noloco_node.laboratory.plots import PALETTE, Sheet
 from noloco_node.outer.stability import admissible_gamma
 from tests.virtual import made_results as made
 
