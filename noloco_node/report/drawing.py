@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from math import ceil, cos, floor, log10, pi, sin
+from math import ceil, floor, log10
 
-from noloco_node.report.figures import Bars, ChartGraph, ChartLine, ChartPoint, Curves, Timeline, named, shares
+from noloco_node.report.figures import Bars, ChartLine, ChartPoint, Curves, Timeline, named, shares
 
 WIDE, HIGH = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
 PART_CLASSES = 12
 """The page's style has so many colours of parts, `p0` to `p11`."""
-EDGES_COUNTED = 15
-"""A graph of up to so many edges has the counts written on them; with more, a count shows under the pointer alone."""
 
 
 class _Scale:
@@ -162,43 +160,6 @@ def timeline(chart: Timeline) -> str:
 
 def _share(value: float, end: float) -> str:
     return f"{100 * min(1.0, max(0.0, value / end)):.3f}"
-
-
-def graph(chart: ChartGraph) -> str:
-    """The nodes on a circle, joined where they met: the wider, the more often."""
-    places = circle(len(chart.nodes))
-    at = dict(zip(chart.nodes, places, strict=True))
-    most = max((edge.times for edge in chart.edges), default=1)
-    label = escape(f"who averaged with whom, {chart.title}", quote=True)
-    made = [f'<svg viewBox="0 0 {WIDE} {WIDE}" role="img" aria-label="{label}">']
-    for edge in chart.edges:
-        (a, b), (c, d) = (_spot(at[edge.one]), _spot(at[edge.other]))
-        width, text = 0.7 + 5.3 * edge.times / most, escape(f"{edge.one} with {edge.other}: {edge.times} times")
-        made.append(
-            f'<line class="edge" x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}" stroke-width="{width:.2f}">'
-            f"<title>{text}</title></line>"
-        )
-        if len(chart.edges) <= EDGES_COUNTED:
-            made.append(f'<text x="{(a + c) / 2 + 7:.1f}" y="{(b + d) / 2 - 5:.1f}">{edge.times}</text>')
-    for name, place in at.items():
-        x, y = _spot(place)
-        side = "middle" if abs(place[0]) < 0.3 else ("start" if place[0] > 0 else "end")
-        dx, dy = 11 * place[0], 14 * place[1] + 4
-        made.append(f'<circle class="dot first" cx="{x:.1f}" cy="{y:.1f}" r="6"/>')
-        made.append(f'<text x="{x + dx:.1f}" y="{y + dy:.1f}" text-anchor="{side}">{escape(name)}</text>')
-    made.append("</svg>")
-    if chart.left_out:
-        made.append(f'<p class="dim">{chart.left_out} more, met less often, are left out</p>')
-    return "".join(made)
-
-
-def circle(count: int) -> list[ChartPoint]:
-    """Places for so many nodes, from the top on, within −1 to 1."""
-    return [(sin(2 * pi * index / count), -cos(2 * pi * index / count)) for index in range(count)]
-
-
-def _spot(place: ChartPoint) -> ChartPoint:
-    return WIDE / 2 + 125 * place[0], WIDE / 2 + 150 * place[1]
 
 
 def figure(value: float) -> str:

@@ -80,32 +80,13 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """Two that met, and how often."""
+class Meetings:
+    """Two replicas of a stage that averaged, and how often."""
 
+    stage: int
     one: str
     other: str
     times: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChartGraph:
-    """The meetings among the replicas of one stage, as a graph."""
-
-    title: str
-    nodes: tuple[str, ...]
-    edges: tuple[Edge, ...]
-    left_out: int = 0
-    """Nodes for which there is no room: those that met least often."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChartMark:
-    """Something that happened at one time."""
-
-    time: float
-    kind: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +95,7 @@ class ChartRow:
 
     label: str
     spans: tuple[tuple[float, float], ...]
-    marks: tuple[ChartMark, ...]
+    marks: tuple[Moment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +268,7 @@ def lives(told: ReportedRun) -> Timeline:
             chronicle.name,
             tuple((axis.at(life.began), axis.at(life.last)) for life in chronicle.lives),
             tuple(
-                ChartMark(axis.at(m.time), m.kind, f"{chronicle.name}: {words(m.text)}")
+                replace(m, time=axis.at(m.time), text=f"{chronicle.name}: {words(m.text)}")
                 for m in _all_moments(told, chronicle)
             ),
         )
@@ -327,29 +308,16 @@ def time_spent(told: ReportedRun) -> Bars:
     return Bars(tuple(part for part, _ in shown), tuple(index for _, index in shown), tuple(rows))
 
 
-def meetings(told: ReportedRun) -> list[ChartGraph]:
-    """The partners of each node, a graph for each stage that a node here serves, or served when it did."""
-    served = {c.history.stage for c in told.chronicles if c.history.stage is not None}
-    stages = sorted(served | {stage for c in told.chronicles for stage, _ in c.meetings})
-    return [graph for stage in stages if (graph := _graph(told, stage)).edges or len(graph.nodes) > 1]
-
-
-def _graph(told: ReportedRun, stage: int) -> ChartGraph:
+def meetings(told: ReportedRun) -> list[Meetings]:
+    """Who averaged with whom, by the stage at which they met, the most frequent first."""
     names = {c.history.started.peer_id: c.name for c in told.chronicles if c.history.started}
-    own = [chronicle.name for chronicle in told.chronicles if chronicle.history.stage == stage]
-    times: dict[tuple[str, str], int] = {}
+    times: dict[tuple[int, str, str], int] = {}
     for chronicle in told.chronicles:
-        for (at, partner), count in chronicle.meetings.items():
-            if at == stage:
-                one, other = sorted((chronicle.name, names.get(partner) or short(partner)))
-                times[one, other] = max(count, times.get((one, other), 0))  # each side has counted it
-    met = Counter[str](dict.fromkeys(own, 0))
-    for (one, other), count in times.items():
-        met[one] += count
-        met[other] += count
-    kept = sorted(name for name, _ in met.most_common(24))
-    edges = tuple(Edge(one, other, count) for (one, other), count in sorted(times.items()) if {one, other} <= set(kept))
-    return ChartGraph(f"Stage {stage}", tuple(kept), edges, len(met) - len(kept))
+        for (stage, partner), count in chronicle.meetings.items():
+            one, other = sorted((chronicle.name, names.get(partner) or short(partner)))
+            times[stage, one, other] = max(count, times.get((stage, one, other), 0))  # each side has counted it
+    rows = (Meetings(*pair, count) for pair, count in times.items())
+    return sorted(rows, key=lambda row: (row.stage, -row.times, row.one, row.other))
 
 
 def faults(told: ReportedRun) -> list[Count]:

@@ -23,7 +23,6 @@ from noloco_node.telemetry.words import as_bytes, as_long, as_loss
 
 PLACE = "report"
 """The report's folder within a run folder."""
-NOBODY = '<p class="dim">nobody yet</p>'
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -88,8 +87,7 @@ def _sections(told: ReportedRun) -> Iterator[str]:
         rows = [(words(name), as_loss(loss)) for name, loss in parts.items()]
         yield _section("Held-out loss by source of the text", _table(("source", "validation loss"), rows))
     yield _section("Lives of the nodes, and what went wrong in them", drawing.timeline(figures.lives(told)))
-    graphs = "".join(f"<div><h2>{graph.title}</h2>{drawing.graph(graph)}</div>" for graph in figures.meetings(told))
-    yield _section("Who averaged with whom, and how often", f'<div class="graphs">{graphs or NOBODY}</div>')
+    yield _section("Who averaged with whom, and how often", _meetings(told))
     yield _section("Where the time of the devices went", drawing.bars(figures.time_spent(told)))
     yield _section("What went wrong and was dealt with", _faults(told), "half")
     yield _section(
@@ -176,6 +174,12 @@ def _costs(told: ReportedRun) -> Iterator[Sequence[str]]:
         busy, waited = sum(chronicle.spent.busy.values()), chronicle.spent.data_wait
         sent, received = sum(chronicle.history.sent.values()), sum(chronicle.history.received.values())
         yield chronicle.name, as_long(busy), as_long(waited), as_bytes(sent), as_bytes(received)
+
+
+def _meetings(told: ReportedRun) -> str:
+    rows = [(str(row.stage), row.one, row.other, f"{row.times:,}") for row in figures.meetings(told)]
+    shown = _table(("stage", "node", "with", "outer steps together"), rows[:MOST_MOMENTS], "even")
+    return f'<div class="tall">{shown}</div>' if rows else '<p class="dim">nobody yet</p>'
 
 
 def _faults(told: ReportedRun) -> str:

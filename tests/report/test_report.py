@@ -87,8 +87,9 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
         part = told.summary.per_node[node]
         assert (steps, rounds) == (str(part.inner_steps), str(told.summary.outer_steps_taken[node]))
         assert stage_peers == str(told.summary.distinct_partners[node])
-    graph = figures.meetings(told)[1]
-    assert [(edge.one, edge.other, edge.times) for edge in graph.edges] == [("s1-r0", "s1-r1", 6)]
+    met = [(row.stage, row.one, row.other, row.times) for row in figures.meetings(told)]
+    assert met == [(0, "s0-r0", "s0-r1", 6), (1, "s1-r0", "s1-r1", 6)]
+    assert "<tr><td>1</td><td>s1-r0</td><td>s1-r1</td><td>6</td></tr>" in shown
     assert counted(figures.faults(told)) == {
         "refusals given: busy": 20,
         "microbatches tried again": 16,
@@ -160,9 +161,8 @@ def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
     assert told.summary.tokens == made.STEPS * made.TOKENS
     assert figures.losses(told).lines[0].points
     assert figures.spread(told).lines[1].label == "learning rate"
-    (graph,) = figures.meetings(told)
-    assert len(graph.nodes) == 2
-    assert sum(edge.times for edge in graph.edges) == 6
+    (met,) = figures.meetings(told)
+    assert (met.stage, met.times) == (1, 6)
 
 
 def test_a_folder_with_nodes_of_several_runs_is_refused_by_their_names(tmp_path: Path) -> None:
@@ -176,15 +176,14 @@ def test_a_folder_with_nodes_of_several_runs_is_refused_by_their_names(tmp_path:
     assert "2 runs: another, " in refused.value.message
 
 
-def test_who_met_whom_is_drawn_at_the_stage_at_which_they_met(tmp_path: Path) -> None:
+def test_who_met_whom_is_told_at_the_stage_at_which_they_met(tmp_path: Path) -> None:
     """A node that had averaged at stage 0 and then moved was drawn with the same partners at stage 1."""
     rows = list(made.node_events("s0-r0"))
     last = rows[-1].time
     moved = made.moved(time=last, from_stage=0, stage=1)
     write(tmp_path / "nodes" / "a-mover", [*rows[:-1], moved])
-    (graph,) = figures.meetings(read_folder(tmp_path, NOW))
-    assert graph.title == "Stage 0"
-    assert sum(edge.times for edge in graph.edges) == 6
+    (met,) = figures.meetings(read_folder(tmp_path, NOW))
+    assert (met.stage, met.times) == (0, 6)
 
 
 def test_a_folder_in_which_training_goes_on(tmp_path: Path) -> None:
