@@ -70,7 +70,7 @@ def test_many_stages_nodes_and_rude_words_leave_the_terminal_as_it_is() -> None:
     assert "serves stage 60" in text
     assert "and 997 more" in text
     assert "and 60 more stages" in text
-    assert "??:??:??" in text
+    assert "an unknown time" in text
     assert not set("\x1b\u202e\r") & set(text)
 
 

@@ -81,8 +81,6 @@ class HuntSpec(Settings):
     """Nodes of the largest one."""
     faults: tuple[str, ...] = ()
     """Kinds of faults that are drawn, by name; none named: all."""
-    tensors: Literal["quadratic", "real"] = "quadratic"
-    """What the nodes learn: noisy quadratics, or tiny real stages."""
     schedule: dict[str, Any] | None = None
     """This schedule alone, as it was printed."""
     workers: Positive | None = None

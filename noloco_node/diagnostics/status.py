@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -37,7 +36,7 @@ from noloco_node.telemetry.events import (
     Warned,
     parse_event,
 )
-from noloco_node.telemetry.words import an_hour, as_bytes, as_long, as_nodes, one_line, printable
+from noloco_node.telemetry.words import an_hour, as_bytes, as_clock_time, as_long, as_nodes, one_line, printable
 
 SHOWN_PEERS = 8
 SHOWN_WARNINGS = (
@@ -358,10 +357,7 @@ def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
 def _since(total: Contribution) -> str:
     if total.first is None:  # peers may sign a receipt before this node has written a line of its own
         return "its own work is not written down yet: that follows once a minute, and at its end"
-    try:
-        begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(total.first))
-    except (OverflowError, ValueError, OSError):  # the signer may write any number
-        begun = "an unknown time"
+    begun = as_clock_time(total.first, "%Y-%m-%d %H:%M")
     return f"since {begun}, {as_long(total.seconds)} at work, as this node says"
 
 

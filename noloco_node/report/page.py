@@ -3,7 +3,6 @@ in it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -19,7 +18,7 @@ from noloco_node.report.folder import ReportedRun, read_folder
 from noloco_node.storage import atomic
 from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
 from noloco_node.telemetry.web import text_of
-from noloco_node.telemetry.words import as_bytes, as_long, as_loss
+from noloco_node.telemetry.words import as_bytes, as_clock_time, as_long, as_loss
 
 PLACE = "report"
 """The report's folder within a run folder."""
@@ -207,7 +206,4 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = ""
 
 
 def _day(when: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-    except (OverflowError, ValueError, OSError):  # an event file may hold any number
-        return "an unknown time"
+    return as_clock_time(when, "%Y-%m-%d %H:%M:%S")

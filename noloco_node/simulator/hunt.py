@@ -46,7 +46,7 @@ from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.outer_ledger import Watched
-from noloco_node.simulator.quadratic import Quadratic, RealTensors
+from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.strikes import Strikes
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
@@ -127,38 +127,36 @@ class _Complaints(logging.Handler):
         self.lines.append(f"{record.getMessage()}{'' if error is None else f': {error!r}'}")
 
 
-def carry_out(schedule: Schedule, *, real_tensors: bool = False) -> HuntOutcome:
-    """Run a schedule to its end, in virtual time: on quadratics, or on the tiny stages of `run_spec`."""
+def carry_out(schedule: Schedule) -> HuntOutcome:
+    """Run a schedule to its end, in virtual time and on quadratics."""
     complaints = _Complaints()
     package = logging.getLogger()
     package.addHandler(complaints)
     try:
         with tempfile.TemporaryDirectory(prefix="hunt-") as folder:
-            return in_virtual_time(
-                lambda: _run(schedule, complaints, Path(folder), real_tensors=real_tensors), seed=schedule.seed
-            )
+            return in_virtual_time(lambda: _run(schedule, complaints, Path(folder)), seed=schedule.seed)
     finally:
         package.removeHandler(complaints)
 
 
-def shrunk(outcome: HuntOutcome, *, real_tensors: bool = False) -> HuntOutcome:
+def shrunk(outcome: HuntOutcome) -> HuntOutcome:
     """The shortest part of a failing schedule that fails in a like way: in the first word of one of its breaches."""
     ways = {line.partition(":")[0] for line in outcome.breaches}
     found = {outcome.schedule.faults: outcome}
 
     def fails(faults: Sequence[DrawnFault]) -> bool:
-        tried = carry_out(outcome.schedule.with_faults(tuple(faults)), real_tensors=real_tensors)
+        tried = carry_out(outcome.schedule.with_faults(tuple(faults)))
         found[tried.schedule.faults] = tried
         return any(line.partition(":")[0] in ways for line in tried.breaches)
 
     return found[tuple(shortest_failing(outcome.schedule.faults, fails, 200))]
 
 
-async def _run(schedule: Schedule, complaints: _Complaints, folder: Path, *, real_tensors: bool) -> HuntOutcome:
+async def _run(schedule: Schedule, complaints: _Complaints, folder: Path) -> HuntOutcome:
     spec = run_spec(schedule.stages, schedule.standby_copies, max(schedule.replicas))
     loop = asyncio.get_running_loop()
     own = asyncio.all_tasks()
-    learning = Watched(RealTensors() if real_tensors else _quadratic())
+    learning = Watched(_quadratic())
     async with World(
         spec,
         NodeSettings(
@@ -340,18 +338,8 @@ def schedules_of(hunt: HuntSpec) -> Iterator[Schedule]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
-    """One schedule, for whichever process is free."""
-
-    schedule: Schedule
-    real_tensors: bool
-    given: bool
-    """It was printed as the shortest already."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Carried:
-    """What came of it; `shortest` where it failed."""
+    """What came of a schedule; `shortest` where it failed."""
 
     outcome: HuntOutcome
     shortest: HuntOutcome | None
@@ -361,14 +349,13 @@ class _Carried:
 def go_hunting(hunt: HuntSpec, tell: Callable[[str], None], progress: Callable[[float, float], None]) -> Hunted:
     """Carry all schedules out, in `hunt.workers` processes, and tell of each that fails in the order of their seeds.
     Raises UserError (CONFIG) as `schedules_of`, (FAILURE) where a process died."""
-    real = hunt.tensors == "real"
-    tasks = [_Task(schedule, real, hunt.schedule is not None) for schedule in schedules_of(hunt)]
+    schedules = list(schedules_of(hunt))
     drawn: Counter[str] = Counter()
     fired: Counter[str] = Counter()
     failed: list[dict[str, Any]] = []
     courses = hashlib.sha256()
     seconds, cpu = 0.0, 0.0
-    for number, carried in enumerate(_in_order(tasks, hunt.workers or cores()), 1):
+    for number, carried in enumerate(_in_order(schedules, hunt), 1):
         outcome, shortest = carried.outcome, carried.shortest
         seconds, cpu = seconds + outcome.seconds, cpu + carried.cpu_seconds
         courses.update(outcome.trace.encode())
@@ -378,47 +365,48 @@ def go_hunting(hunt: HuntSpec, tell: Callable[[str], None], progress: Callable[[
         if shortest is not None:
             made = shortest.schedule.model_dump(mode="json")
             failed.append({"seed": outcome.schedule.seed, "schedule": made, "breaches": list(shortest.breaches)})
-            tell(_verdict(outcome, shortest, real_tensors=real))
-        if number % 100 == 0 or number == len(tasks):
-            tell(f"{number} of {len(tasks)} schedules, {len(failed)} failed")
-        progress(number, len(tasks))
+            tell(_verdict(outcome, shortest))
+        if number % 100 == 0 or number == len(schedules):
+            tell(f"{number} of {len(schedules)} schedules, {len(failed)} failed")
+        progress(number, len(schedules))
     kinds = dict(sorted(drawn.items())), {kind: fired[kind] for kind in sorted(drawn)}
-    return Hunted(len(tasks), tuple(failed), *kinds, seconds / 3600, cpu, courses.hexdigest())
+    return Hunted(len(schedules), tuple(failed), *kinds, seconds / 3600, cpu, courses.hexdigest())
 
 
-def _in_order(tasks: Sequence[_Task], workers: int) -> Iterator[_Carried]:
-    """What comes of each, in the order of `tasks`; in this process where there is no use for a second."""
-    if min(workers, len(tasks)) == 1:
-        yield from map(_carried, tasks)
+def _in_order(schedules: Sequence[Schedule], hunt: HuntSpec) -> Iterator[_Carried]:
+    """What comes of each, in their order; in this process where there is no use for a second. A schedule that was given
+    was printed as the shortest already."""
+    workers = hunt.workers or cores()
+    if min(workers, len(schedules)) == 1:
+        yield from (_carried(schedule, shrinks=hunt.schedule is None) for schedule in schedules)
         return
     ahead: dict[int, _Carried] = {}
     told = 0
-    with Workers[tuple[int, _Task], _Carried](workers, _numbered, "sim.workers") as pool:
-        for (number, _), carried in pool.run(list(enumerate(tasks))):
+    with Workers[tuple[int, Schedule], _Carried](workers, _numbered, "sim.workers") as pool:
+        for (number, _), carried in pool.run(list(enumerate(schedules))):
             ahead[number] = carried
             while told in ahead:
                 yield ahead.pop(told)
                 told += 1
 
 
-def _numbered(task: tuple[int, _Task]) -> _Carried:
+def _numbered(task: tuple[int, Schedule]) -> _Carried:
     return _carried(task[1])
 
 
-def _carried(task: _Task) -> _Carried:
+def _carried(schedule: Schedule, *, shrinks: bool = True) -> _Carried:
     began = time.process_time()
     with _quiet():
-        outcome = carry_out(task.schedule, real_tensors=task.real_tensors)
+        outcome = carry_out(schedule)
         shortest = None
         if outcome.breaches:
-            shortest = outcome if task.given else shrunk(outcome, real_tensors=task.real_tensors)
+            shortest = shrunk(outcome) if shrinks else outcome
     return _Carried(outcome, shortest, time.process_time() - began)
 
 
-def command_of(schedule: Schedule, *, real_tensors: bool = False) -> str:
+def command_of(schedule: Schedule) -> str:
     """What repeats a schedule."""
     words = ["--set", f"sim.schedule={schedule.model_dump_json()}"]
-    words += ["--set", "sim.tensors=real"] if real_tensors else []
     return f"noloco-node simulate {HUNT} --out DIR {shlex.join(words)}"
 
 
@@ -433,8 +421,8 @@ def _quiet() -> Generator[None]:
         logging.disable(before)
 
 
-def _verdict(outcome: HuntOutcome, shortest: HuntOutcome, *, real_tensors: bool) -> str:
+def _verdict(outcome: HuntOutcome, shortest: HuntOutcome) -> str:
     lines = [f"seed {outcome.schedule.seed} failed, {len(outcome.schedule.faults)} faults, shortest as long as "]
     lines[0] += f"{len(shortest.schedule.faults)}, trace {shortest.trace[:16]}:"
     lines += [f"  {line}" for line in shortest.breaches]
-    return "\n".join([*lines, f"  {command_of(shortest.schedule, real_tensors=real_tensors)}"])
+    return "\n".join([*lines, f"  {command_of(shortest.schedule)}"])

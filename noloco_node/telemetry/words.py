@@ -84,12 +84,12 @@ def as_trained(clock: float, target: int) -> str:
     return f"{done}, and {beyond:,.0f} beyond its end" if beyond >= 0.5 else done
 
 
-def as_clock_time(when: float) -> str:
-    """A time of day, `14:05:09`, of a wall time that may be anybody's word."""
+def as_clock_time(when: float, style: str = "%H:%M:%S") -> str:
+    """A local time in this style, `14:05:09` if none is given, of a wall time that may be anybody's word."""
     try:
-        return time.strftime("%H:%M:%S", time.localtime(when))
+        return time.strftime(style, time.localtime(when))
     except (OverflowError, ValueError, OSError):
-        return "??:??:??"
+        return "an unknown time"
 
 
 def as_utc(when: float) -> str:
