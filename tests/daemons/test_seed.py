@@ -31,7 +31,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import MARK, RunFolder
 from noloco_node.storage.weights import load_slow
 from noloco_node.telemetry.events import Account, NodeStarted, NodeStopped, OuterStep, read_events
-from tests.chaos.attacks import lives
+from tests.chaos.attacks import records
 from tests.chaos.attacks.life import Tally, Victim, living
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import program
@@ -258,7 +258,7 @@ async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -
         load_config(MICRO, [PATIENT, SHORT]).run, [victim], folder, tally := Tally(), random.Random(1), trains=False
     )
     async with stranger as life:
-        await lives.told_once(life, "ghost", state=PeerState.TRAINING)
+        await records.told_once(life, "ghost", state=PeerState.TRAINING)
         assert (await ask_hello(life.transport, victim.peer)).over, "newcomers are told that they are too late"
     assert tally.counts["ghost"]["stored"] == 1, dict(tally.counts["ghost"])
 

@@ -2,16 +2,16 @@
 
 An attack takes a `Life` (`life.py`): one connection under one throw-away key. It counts what came of each try, so that
 its user can tell a defence that refused from an attack that never fired. `records.py`: what is stored in the directory
-and what is said of it. `visits.py`: what is asked of honest nodes. `lives.py`: what is said of the end and the birth of
-a run. `services.py`: what honest nodes are answered. `hoards.py`: streams and sockets that are held open. `holding.py`:
-exchanges that are.
+and what is said of it. `visits.py`: what is asked of honest nodes, and exchanges that are held. `services.py`: what
+honest nodes are answered. `hoards.py`: streams that are held open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
-from tests.chaos.attacks import hoards, holding, lives, records, services, visits
+from tests.chaos.attacks import hoards, records, services, visits
 from tests.chaos.attacks.life import Life
 
 Attack = Callable[[Life], Awaitable[None]]
@@ -21,15 +21,9 @@ ATTACKS: Mapping[str, Attack] = {
     "endless records": records.endless_records,
     "subkeys by the thousand": records.many_subkeys,
     "crowd of ghosts": records.crowd,
-    "ghosts with huge capacity": records.huge_capacity,
-    "training ghosts at stage 0": records.training_origins,
-    "finished and finishing ghosts": records.finished_origins,
-    "ghosts with extreme clocks": records.extreme_clocks,
-    "joining ghosts": records.joining,
+    **{name: partial(records.ghosts, name) for name in records.GHOSTS},
     "replayed records": records.replayed,
     "lying finds": records.lying_finds,
-    "an ended run that goes on": lives.undone_end,
-    "another birth of the run": lives.other_births,
     "told ghosts": visits.told_ghosts,
     "a place in every stage": services.announce,
     "garbled copies": services.garbled_copies,
@@ -39,7 +33,7 @@ ATTACKS: Mapping[str, Attack] = {
     "exchanges of NaN": visits.nan_exchanges,
     "lying clocks": visits.lying_clocks,
     "abandoned proposals": visits.abandoned_proposals,
-    "dripping exchanges": holding.dripping_exchanges,
+    "dripping exchanges": visits.dripping_exchanges,
     "random labels": visits.random_labels,
     "endless evaluations": visits.endless_evaluations,
     "malformed requests": visits.malformed_requests,

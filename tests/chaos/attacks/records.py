@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,52 +110,41 @@ async def crowd(life: Life) -> None:
     await _haunt(life, "crowd of ghosts", lambda: records)
 
 
-async def huge_capacity(life: Life) -> None:
-    """One ghost a stage that claims to be as fast as a thousand."""
+GHOSTS: Mapping[str, tuple[bool, Sequence[Mapping[str, Any]]]] = {
+    "ghosts with huge capacity": (True, [{"capacity": 1e12, "tokens_per_second": 1e12}]),
+    "training ghosts at stage 0": (False, [{}] * 4),
+    "finished and finishing ghosts": (
+        False,
+        [
+            {"state": state, "finished": True, "outer_steps_taken": 1}
+            for state in (PeerState.FINISHING, PeerState.GONE, PeerState.DRAINING)
+        ],
+    ),
+    "ghosts with extreme clocks": (True, [{"clock": clock} for clock in (0.0, 1e17, 1e18)]),
+    "joining ghosts": (True, [{"state": PeerState.JOINING}] * 4),
+    # A node that follows the eldest birth there can be leaves the swarm.
+    "another birth of the run": (False, [{"birth": "0" * 24}]),
+}
+"""Attacks by ghosts: whether they are in every stage, or at stage 0 alone; and what each of them claims."""
+
+
+async def ghosts(attack: str, life: Life) -> None:
+    """Those of this attack, anew each round."""
 
     def make() -> list[Stored]:
-        until = time.time() + BELIEVED_SECONDS
-        return [ghost(life, stage, until, capacity=1e12, tokens_per_second=1e12) for stage in range(life.spec.stages)]
+        everywhere, claims = GHOSTS[attack]
+        until, stages = time.time() + BELIEVED_SECONDS, range(life.spec.stages if everywhere else 1)
+        return [ghost(life, stage, until, **each) for stage in stages for each in claims]
 
-    await _haunt(life, "ghosts with huge capacity", make)
-
-
-async def training_origins(life: Life) -> None:
-    """Ghosts of stage 0 that never stop training."""
-    await _haunt(
-        life, "training ghosts at stage 0", lambda: [ghost(life, 0, time.time() + BELIEVED_SECONDS) for _ in range(4)]
-    )
+    await _haunt(life, attack, make)
 
 
-async def finished_origins(life: Life) -> None:
-    """Ghosts of stage 0 that say that the run is over."""
-
-    def make() -> list[Stored]:
-        until, claims = time.time() + BELIEVED_SECONDS, {"finished": True, "outer_steps_taken": 1}
-        states = (PeerState.FINISHING, PeerState.GONE, PeerState.DRAINING)
-        return [ghost(life, 0, until, state=state, **claims) for state in states]
-
-    await _haunt(life, "finished and finishing ghosts", make)
-
-
-async def extreme_clocks(life: Life) -> None:
-    """Ghosts at the beginning and at the end of time, in every stage."""
-
-    def make() -> list[Stored]:
-        until, stages = time.time() + BELIEVED_SECONDS, range(life.spec.stages)
-        return [ghost(life, stage, until, clock=clock) for stage in stages for clock in (0.0, 1e17, 1e18)]
-
-    await _haunt(life, "ghosts with extreme clocks", make)
-
-
-async def joining(life: Life) -> None:
-    """Ghosts that are about to come, in every stage."""
-
-    def make() -> list[Stored]:
-        until, stages = time.time() + BELIEVED_SECONDS, range(life.spec.stages)
-        return [ghost(life, stage, until, state=PeerState.JOINING) for stage in stages for _ in range(4)]
-
-    await _haunt(life, "joining ghosts", make)
+async def told_once(life: Life, attack: str, **claims: Any) -> Stored:
+    """Store the record of a ghost of stage 0 that claims this with all victims."""
+    record = ghost(life, 0, time.time() + BELIEVED_SECONDS, **claims)
+    for victim in life.victims:
+        await store(life, attack, victim, [record])
+    return record
 
 
 async def endless_records(life: Life) -> None:

@@ -60,22 +60,42 @@ async def lying_clocks(life: Life) -> None:
     attack = "lying clocks"
 
     async def once(victim: Victim) -> None:
-        if life.waits_for(victim):
-            return
-        name = await _proposed(life, attack, victim)
-        if name is None:
-            return
-        opening = {"exchange": name, "clock": 1e18}
-        tensors = [1e-3 * torch.randn(shape) for shape in _opening_shapes(life, victim.stage)]
-        answer = await _call(life, attack, victim, exchange_messages.OPEN.name, opening, *tensors)
-        chunks = _chunks(life, victim.stage) if answer is not None else []
-        for index, chunk in enumerate(chunks):
-            named = {"exchange": name, "index": index}
-            if await _call(life, attack, victim, exchange_messages.CHUNK.name, named, chunk) is None:
-                return
-        life.tally.count(attack, "carried to the end", bool(chunks))
+        if not life.waits_for(victim):
+            await _carry_to_the_end(life, attack, victim, clock=1e18)
 
     await repeat(attack, life, once, 0.5)
+
+
+async def dripping_exchanges(life: Life) -> None:
+    """One exchange with each victim at a time, and the next as soon as that is over. Each chunk comes at the last
+    moment: a partner that holds a replica keeps all others away."""
+    last_moment = 0.9 * life.spec.limits.exchange_progress_seconds
+
+    async def hold(victim: Victim) -> None:
+        while True:
+            await _carry_to_the_end(life, "dripping exchanges", victim, clock=life.clock, pause=last_moment)
+            await asyncio.sleep(0.1)
+
+    async with asyncio.TaskGroup() as group:
+        for victim in life.victims:
+            group.create_task(hold(victim))
+
+
+async def _carry_to_the_end(life: Life, attack: str, victim: Victim, *, clock: float, pause: float = 0.0) -> None:
+    """An exchange of noise with a victim, with so many seconds before each chunk."""
+    name = await _proposed(life, attack, victim)
+    if name is None:
+        return
+    gauge = [1e-3 * torch.randn(shape) for shape in _opening_shapes(life, victim.stage)]
+    opening = {"exchange": name, "clock": clock}
+    if await _call(life, attack, victim, exchange_messages.OPEN.name, opening, *gauge) is None:
+        return
+    for index, chunk in enumerate(_chunks(life, victim.stage)):
+        await asyncio.sleep(pause)
+        named = {"exchange": name, "index": index}
+        if await _call(life, attack, victim, exchange_messages.CHUNK.name, named, chunk) is None:
+            return
+    life.tally.count(attack, "carried to the end")
 
 
 async def abandoned_proposals(life: Life) -> None:
