@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
 
 from noloco_node.cli import main as cli
 from noloco_node.errors import ExitCode
 from noloco_node.observer.swarm_view import nothing_seen
-from noloco_node.telemetry.swarm_state import Happening, SwarmView
+from noloco_node.telemetry.swarm_state import Happening
 from noloco_node.telemetry.terminal import swarm_screen
-from tests.telemetry.made_swarm import node, stage, swarm
+from tests.telemetry.made_swarm import drawn, node, stage, swarm
 from tests.telemetry.test_node_pages import RUDE
 from tests.worlds import micro_spec
 
 
-def drawn(view: SwarmView, height: int = 50) -> str:
-    """As text, 120 columns wide."""
-    console = Console(file=io.StringIO(), width=120, height=height)
-    console.print(swarm_screen(view, height))
-    return str(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     """A peer that only claims to be there is silent."""
-    text = drawn(swarm())
+    text = drawn(swarm_screen(swarm(), 50))
     for words in ("made-up · 2 nodes of 2 stages", "no node that answers serves stage 1", "1,000 of 30,720 tokens"):
         assert words in text
     assert "? left" in text, "nothing moves while a stage is missing"
@@ -40,11 +30,11 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     (gone,) = (line for line in text.splitlines() if "gone fishing …000009" in line)
     assert gone.split("…000009")[1].split()[:2] == ["1", "gone"]
     assert gone.split()[-4:-1] == ["2,048", "45", "s"]
-    assert "as they say" in drawn(swarm(speed_from="records"))
-    ended = drawn(swarm(clock=0.0, over=True))
+    assert "as they say" in drawn(swarm_screen(swarm(speed_from="records"), 50))
+    ended = drawn(swarm_screen(swarm(clock=0.0, over=True), 50))
     assert "the run is over" in ended
     assert "30,720 of 30,720 tokens" in ended
-    nothing = drawn(nothing_seen(micro_spec()))
+    nothing = drawn(swarm_screen(nothing_seen(micro_spec()), 50))
     assert "looking for the nodes of the run" in nothing
     assert "serves stage" not in nothing, "nobody has looked yet"
 
@@ -53,7 +43,7 @@ def test_nodes_that_have_not_been_heard_yet_are_neither_missing_nor_ahead() -> N
     """At the first looks there are records only, and no clock to hold theirs against."""
     silent = tuple(node(n, n, answers=False, lag=-300_000.0) for n in (0, 1))
     stages = (stage(0, missing=True, unreachable=1), stage(0, missing=True, unreachable=1))
-    text = drawn(swarm(stages=stages, nodes=silent, introduced=2))
+    text = drawn(swarm_screen(swarm(stages=stages, nodes=silent, introduced=2), 50))
     assert "2 records found, and no node of them has answered yet" in text
     assert "serves stage" not in text
     assert "300,000" not in text
@@ -65,7 +55,7 @@ def test_many_stages_nodes_and_rude_words_leave_the_terminal_as_it_is() -> None:
     nodes = tuple(node(n, n % 64, version=RUDE, peer_id=f"{RUDE}{n:06}") for n in range(200))
     happened = (Happening(1e300, "joined", RUDE, 3),) * 16
     view = swarm(stages=stages, nodes=nodes, introduced=1000, versions={RUDE: 200}, happenings=happened)
-    text = drawn(view, height=40)
+    text = drawn(swarm_screen(view, 40), 40)
     assert len(text.splitlines()) <= 40
     assert "serves stage 60" in text
     assert "and 997 more" in text
@@ -82,10 +72,8 @@ def test_what_is_no_address_is_said_at_once(capsys: pytest.CaptureFixture[str]) 
 
 def test_warnings_of_who_looks_on_stand_on_the_screen_in_a_line_each() -> None:
     """They are not written into what is drawn there."""
-    text = drawn(swarm())
-    console = Console(file=io.StringIO(), width=120, height=50)
-    console.print(swarm_screen(swarm(), 50, ["p2pd died (status 9); starting it again " * 9, RUDE]))
-    warned = str(console.file.getvalue())  # pyright: ignore[reportAttributeAccessIssue]
+    text = drawn(swarm_screen(swarm(), 50))
+    warned = drawn(swarm_screen(swarm(), 50, ["p2pd died (status 9); starting it again " * 9, RUDE]))
     assert "p2pd died" in warned
     assert len(warned.splitlines()) == len(text.splitlines()) + 2
     assert not set("\x1b\u202e\r") & set(warned)

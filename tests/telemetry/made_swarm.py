@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
+
+from rich.console import Console, RenderableType
 
 from noloco_node.telemetry.node_state import NodeSeen
 from noloco_node.telemetry.swarm_state import STATES, Departed, Happening, Middle, StageSeen, SwarmView
@@ -69,3 +72,11 @@ def swarm(**changes: Any) -> SwarmView:
         "happenings": (Happening(1_699_999_990.0, "lost", "peer-000009", 1),),
     }
     return SwarmView(**(values | changes))
+
+
+def drawn(what: RenderableType, height: int = 50) -> str:
+    """As text, 120 columns wide."""
+    console = Console(file=io.StringIO(), width=120, height=height)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()

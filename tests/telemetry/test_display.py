@@ -9,6 +9,7 @@ from rich.console import Console
 
 from noloco_node.telemetry.display import Display, LocalSwarmView, plain_line, screen
 from tests.telemetry import made_events as made
+from tests.telemetry.made_swarm import drawn
 
 NOW = 1061.5
 
@@ -52,9 +53,7 @@ def test_a_node_that_died_is_no_longer_counted_and_is_reported() -> None:
     view = half_view()
     view.lost("s1-r1", "killed by SIGKILL")
     assert [stage.present for stage in view.swarm(1030.0).stages] == [2, 1]
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, height=40)
-    console.print(screen(view, 1030.0, 40))
-    assert "s1-r1 DIED: killed by SIGKILL" in _text(console)
+    assert "s1-r1 DIED: killed by SIGKILL" in drawn(screen(view, 1030.0, 40), 40)
 
 
 def test_a_node_that_goes_on_in_a_new_life_is_no_ended_one() -> None:
@@ -68,9 +67,7 @@ def test_a_node_that_goes_on_in_a_new_life_is_no_ended_one() -> None:
 
 def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
     """Every promised figure, within the 40 lines of a common terminal."""
-    console = Console(file=io.StringIO(), width=120, height=40)
-    console.print(screen(whole_view(), NOW, 40))
-    text = _text(console)
+    text = drawn(screen(whole_view(), NOW, 40), 40)
     assert len(text.splitlines()) <= 40
     for words in (
         *(
@@ -86,20 +83,19 @@ def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
         *("61,440 of 100,000 tokens", "left", "made-up", "last averaged", "s1-r1 with s1-r0", "s1-r1 ended"),
     ):
         assert words in text
-    half = io.StringIO()
-    Console(file=half, width=120, height=40).print(screen(half_view(), 1030.0, 40))
-    (row,) = (line.split() for line in half.getvalue().splitlines() if "s1-r1 …-s1-r1" in line)
+    half = drawn(screen(half_view(), 1030.0, 40), 40)
+    (row,) = (line.split() for line in half.splitlines() if "s1-r1 …-s1-r1" in line)
     assert row[3:7] == ["1", "starting", "512", "0"]
 
 
 def test_without_a_terminal_lines_are_plain_and_not_too_many() -> None:
     """One line of figures for many refreshes, each notable event once, no escape codes."""
-    console = Console(file=io.StringIO(), width=80)
-    with Display(whole_view(), console) as display:
+    printed = io.StringIO()
+    with Display(whole_view(), Console(file=printed, width=80)) as display:
         for _ in range(50):
             display.refresh()
-    lines = _text(console).splitlines()
-    assert "\x1b" not in _text(console)
+    lines = printed.getvalue().splitlines()
+    assert "\x1b" not in printed.getvalue()
     assert sum("tokens/s" in line for line in lines) == 2
     assert sum("s0-r0 is up" in line for line in lines) == 1
 
@@ -108,9 +104,4 @@ def test_a_view_without_events_can_be_shown() -> None:
     """Before the first node is up there is nothing to divide by."""
     view = LocalSwarmView(run_name="empty", stages=2, target=1000, nodes=made.NAMES)
     assert plain_line(view, NOW).startswith(f"starting: 0 of {len(made.NAMES)} nodes are up")
-    Console(file=io.StringIO()).print(screen(view, NOW, 40))
-
-
-def _text(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    assert drawn(screen(view, NOW, 40), 40)

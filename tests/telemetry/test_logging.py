@@ -47,8 +47,11 @@ def test_each_line_carries_short_peer_id_stage_and_round(capsys: pytest.CaptureF
     logging.getLogger("noloco_node.directory").info("still there")
     for step in (3, 4):
         log.observe(made.inner_step(step))
+    log.observe(made.moved(time=1100.0, from_stage=1, stage=0))
+    logging.getLogger("noloco_node.directory").info("at another")
     lines = capsys.readouterr().err.splitlines()
     assert "[starting] looking for peers" in lines[0]
+    assert " stage 0," in next(line for line in lines if line.endswith("at another"))
     assert any("others join with: noloco-node join /ip4/127.0.0.1/tcp/4001/p2p/" in line for line in lines)
     assert any("[…-s1-r0 stage 1, outer step 3] still there" in line for line in lines)
     assert not any("inner step 4:" in line for line in lines)

@@ -13,7 +13,7 @@ import pytest
 
 from noloco_node.directory.store import NoRoom
 from noloco_node.sizing.devices import peak_of
-from noloco_node.telemetry.events import Doing, Evaluation, NodeReassigned, OuterStep, P2pdRestarted, Warned
+from noloco_node.telemetry.events import Doing, NodeReassigned, OuterStep, P2pdRestarted, Warned
 from noloco_node.telemetry.memory_limit import MemoryUse
 from noloco_node.telemetry.metric_table import HOP_SECONDS, TABLE, Meter
 from noloco_node.telemetry.metrics import Metrics
@@ -175,15 +175,6 @@ def test_checkpoints_are_counted_by_outcome() -> None:
     assert value(metrics, "noloco_checkpoint_last_timestamp_seconds") == 1000.0
 
 
-def test_restarts_of_p2pd_are_counted_by_cause() -> None:
-    """Deaths and freezes apart."""
-    metrics = Metrics()
-    for number, cause in enumerate(("died", "frozen", "died"), start=1):
-        metrics.observe(P2pdRestarted.model_validate({"cause": cause, "restarts": number}))
-    assert value(metrics, "noloco_p2pd_restarts_total", cause="died") == 2
-    assert value(metrics, "noloco_p2pd_restarts_total", cause="frozen") == 1
-
-
 def test_no_free_text_and_no_peer_id_becomes_a_label() -> None:
     """Reasons are cut to their leading word: strangers cannot make time series here."""
     metrics = Metrics()
@@ -199,14 +190,6 @@ def test_no_free_text_and_no_peer_id_becomes_a_label() -> None:
     assert not [text for text in labels if "12D3" in text]
 
 
-def test_an_evaluation_of_a_node_is_its_validation_loss() -> None:
-    """The last one counts."""
-    metrics = Metrics()
-    for loss in (3.0, 2.5):
-        metrics.observe(Evaluation(clock=1.0, step=1, loss=loss, tokens=10, final=False))
-    assert value(metrics, "noloco_validation_loss") == 2.5
-
-
 def test_the_page_is_in_the_format_that_is_asked_for() -> None:
     """Prometheus' text, or OpenMetrics."""
     metrics = Metrics()
@@ -215,6 +198,22 @@ def test_the_page_is_in_the_format_that_is_asked_for() -> None:
     assert b"noloco_inner_steps_total 1.0" in plain.body
     assert plain.content_type.startswith("text/plain")
     assert metrics.page({"accept": "application/openmetrics-text; version=1.0.0"}).body.endswith(b"# EOF\n")
+
+
+def test_metrics_follow_a_move_and_name_the_stage_that_is_waited_for() -> None:
+    """The gauge goes back when the stage is served again."""
+    metrics, moved = Metrics(), made.moved(time=1100.0, from_stage=0, stage=1)
+    value = metrics.registry.get_sample_value
+    metrics.observe(made.started("s0-r0"))
+    for missing in ([1], []):
+        metrics.observe(made.account(missing_stages=missing))
+        assert value("noloco_stage_missing", {"stage": "1"}) == float(1 in missing)
+        assert value("noloco_stage_missing", {"stage": "0"}) == 0.0
+    metrics.observe(moved)
+    assert value("noloco_reassignments_total", {"why": "lost"}) == 1.0
+    assert value("noloco_stage_parameters") == 1.0
+    info = {"version": "0.1.0", "run_id": "0123456789abcdef0123456789abcdef", "stage": "1", "device": ""}
+    assert value("noloco_node_info", info) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from noloco_node.telemetry.node_state import NodeView
 from noloco_node.telemetry.terminal import NodeDisplay, node_screen
 from noloco_node.telemetry.words import as_nodes
 from tests.telemetry import made_events as made
+from tests.telemetry.made_swarm import drawn
 
 HALF = 1030.0
 
@@ -44,10 +45,7 @@ def half_way(*more: AnyEvent) -> NodeView:
 
 def screen_of(view: NodeView) -> str:
     """The screen as text."""
-    console = Console(file=io.StringIO(), width=110, height=40)
-    console.print(node_screen(view.state(), "foot"))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return drawn(node_screen(view.state(), "foot"), 40)
 
 
 def test_speed_loss_and_time_left_are_those_of_the_events() -> None:

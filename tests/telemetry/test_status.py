@@ -45,6 +45,18 @@ def stopped() -> NodeStopped:
     return made.stopped("s1-r0").model_copy(update={"time": 995.0})
 
 
+def received(server: Identity, **done: int) -> Receipt:
+    """What a peer signs for this one."""
+    receipt = {"run": "r" * 32, "since": 0.0, "until": 60.0, "server": server.peer_id, "session": "0" * 16, "serial": 0}
+    return Receipt.model_validate({**receipt, **done})
+
+
+def add(file: ContributionFile, signer: Identity, statement: Work | Receipt) -> None:
+    """Sign a statement and write it down."""
+    text = statement_text(statement)
+    file.append(signer.peer_id, text, sign_statement(signer, text.encode()))
+
+
 def write(folder: Path, *events: AnyEvent) -> None:
     """Append to the node's event file."""
     file = EventFile(folder / "events.jsonl")
@@ -136,19 +148,9 @@ def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path,
     peer = load_or_create_identity(folder / "peer.key")
     file = ContributionFile(folder / "contribution.jsonl")
     work = Work(run="r" * 32, stage=1, since=0.0, until=7200.0, tokens=5000, drawn=0, served=40, outer_rounds=3)
-    receipt = Receipt(
-        run="r" * 32,
-        since=0.0,
-        until=60.0,
-        server=identity.peer_id,
-        session="0" * 16,
-        serial=0,
-        microbatches=38,
-        tokens=4800,
-    )
+    receipt = received(identity, microbatches=38, tokens=4800)
     for signer, statement in ((identity, work), (peer, receipt)):
-        text = statement_text(statement)
-        file.append(signer.peer_id, text, sign_statement(signer, text.encode()))
+        add(file, signer, statement)
     file.append(peer.peer_id, statement_text(receipt).replace("4800", "9999"), b"")
     write(folder, started(identity), stopped())
     lines = status_lines(folder, NOW)
@@ -164,18 +166,7 @@ def test_own_work_that_is_not_written_down_yet_is_no_zero_beside_receipts(folder
     """Peers may sign first: `nothing yet, tokens 0` stood above `receipts 65 microbatches, 133,120 tokens`."""
     peer = load_or_create_identity(folder / "peer.key")
     file = ContributionFile(folder / "contribution.jsonl")
-    receipt = Receipt(
-        run="r" * 32,
-        since=0.0,
-        until=60.0,
-        server=identity.peer_id,
-        session="0" * 16,
-        serial=0,
-        microbatches=65,
-        tokens=133_120,
-    )
-    text = statement_text(receipt)
-    file.append(peer.peer_id, text, sign_statement(peer, text.encode()))
+    add(file, peer, received(identity, microbatches=65, tokens=133_120))
     write(folder, started(identity), account())
     lines = status_lines(folder, NOW)
     at = next(index for index, line in enumerate(lines) if line.startswith("contribution"))
@@ -221,8 +212,7 @@ def test_a_hostile_run_folder_neither_ends_nor_fools_status(folder: Path, identi
         file.write(b'{"event":"doing",' + b"[" * 1_000_000 + b"\n" + b"x" * (3 << 20) + b"\n\xff\n")
     contribution = ContributionFile(folder / "contribution.jsonl")
     work = Work(run="r" * 32, stage=1, since=1e12, until=1e12, tokens=1, drawn=1, served=1, outer_rounds=1)
-    text = statement_text(work)
-    contribution.append(identity.peer_id, text, sign_statement(identity, text.encode()))
+    add(contribution, identity, work)
     with (folder / "contribution.jsonl").open("ab") as file:
         file.write(b"[" * 1_000_000 + b"\n" + b"x" * (3 << 20) + b"\n\xff\n")
     lines = status_lines(folder, NOW)
