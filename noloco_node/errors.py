@@ -24,7 +24,6 @@ class ExitCode(IntEnum):
     WRONG_RUN = 10
     DATA = 11
     NODE_DIED = 12
-    HUB = 13
     CHECK_FAILED = 20
     NOT_ADMITTED = 21
     INTERRUPTED = 130
@@ -44,7 +43,6 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.WRONG_RUN: "the peer serves another run (its RunSpec differs) or speaks another protocol version",
     ExitCode.DATA: "the training text, or the weights to start from, cannot be used",
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",
-    ExitCode.HUB: "the model was written, and the hub did not take it, or there is no token for it",
     ExitCode.CHECK_FAILED: "a check of this machine or its network failed: disk, memory, clock, versions, reachability",
     ExitCode.NOT_ADMITTED: "the run does not admit this node: not listed, or no invitation that holds",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C or SIGTERM",

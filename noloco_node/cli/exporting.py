@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from noloco_node import ambient
 from noloco_node.cli.node_options import CONFIG_ARGUMENT, OWN_TEXT, guest_arguments, own_text_argument, set_argument
 from noloco_node.collector import loading
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import ExitCode
 from noloco_node.exporting.sources import (
     are_addresses,
     check_own_files,
@@ -36,8 +36,6 @@ def export_arguments(command: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", type=Path, required=True, help="where the model goes, a folder that does not exist")
     add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
     add("--eval", action="store_true", help="say in its card what the model loses on the run's held-out text")
-    add("--push", metavar="OWNER/NAME", help="upload it to the Hugging Face hub too, with your own token, as private")
-    add("--public", action="store_true", help="a repository that --push makes is for everybody")
     guest_arguments(command)
     set_argument(command, OWN_TEXT)
     own_text_argument(command)
@@ -49,13 +47,9 @@ def _export(options: argparse.Namespace) -> int:
     say_loading()
     with loading():
         from noloco_node.exporting.evaluation import HeldOut
-        from noloco_node.exporting.write import check_out, check_push, export, push
+        from noloco_node.exporting.write import check_out, export
 
     check_out(options.out)
-    if options.push is not None:
-        check_push(options.push)
-    elif options.public:
-        raise UserError(ExitCode.USAGE, "--public says nothing without --push", "name --push OWNER/NAME, too")
     with contextlib.ExitStack() as stack:
         if are_addresses(options.sources):
             gathered = gathered_live(
@@ -67,8 +61,6 @@ def _export(options: argparse.Namespace) -> int:
         held_out = HeldOut(with_text(gathered.run, options)) if options.eval else None
         exported = export(gathered, options.out, say, held_out)
     _print_exported(gathered, exported, ambient.monotonic() - began)
-    if options.push is not None:
-        print(f"{'pushed':<30} {push(exported.folder, options.push, public=options.public)}")
     return int(ExitCode.OK)
 
 
@@ -89,6 +81,7 @@ def _print_exported(gathered: Gathered, exported: Exported, seconds: float) -> N
     print(f"{'model (Hugging Face folder)':<30} {made}")
     text = "" if run.data.path else " --data-path YOUR_TEXT"
     print(f"{'what it is worth':<30} noloco-node eval {exported.folder}{text}")
+    print(f"{'to the Hugging Face hub':<30} hf upload --private OWNER/NAME {exported.folder}")
 
 
 def _span(replicas: Sequence[SavedReplica]) -> str:
