@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from noloco_node.config.load import load_config
-from noloco_node.config.yaml_text import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, parse_yaml
+from noloco_node.config.yaml_text import MAX_CHARACTERS, MAX_VALUES, parse_yaml
 from noloco_node.errors import ExitCode, UserError
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40))
@@ -18,13 +18,12 @@ MODEL = "run: {name: r, model: {stages: 1, config: {model_type: llama, %s}}}\n"
 
 REFUSED = {
     "aliases that double": (BOMB, "values"),
-    "aliases as merged keys": ("a: &a {k: 1}\n" + "".join(f"b{n}: {{<<: *a}}\n" for n in range(MAX_VALUES)), "values"),
-    "brackets": ("[" * 20_000, "within each other"),
-    "braces": ("a: " + "{b: " * 20_000, "within each other"),
-    "indented": ("".join(f"{' ' * n}k:\n" for n in range(200)), "within each other"),
-    "closed brackets": ("[" * 20_000 + "]" * 20_000, "within each other"),
+    "brackets": ("[" * 20_000, "too deep"),
+    "braces": ("a: " + "{b: " * 20_000, "too deep"),
+    "indented": ("".join(f"{' ' * n}k:\n" for n in range(900)), "too deep"),
+    "closed brackets": ("[" * 20_000 + "]" * 20_000, "too deep"),
     "a list of many": ("a: [" + "1," * (2 * MAX_VALUES) + "]", "values"),
-    "a group in itself": ("a: &a [*a]", "lies in"),
+    "a group in itself": ("a: &a [*a]", "values"),
     "many characters": ("#" + "x" * (MAX_CHARACTERS + 1), "characters"),
     "a date in month 13": ("a: 2024-13-45", "cannot be"),
     "a number of 5,000 digits": ("a: " + "9" * 5000, "cannot be"),
@@ -53,13 +52,12 @@ def test_what_is_no_settings_file_is_refused_at_once_in_one_message(text: str, w
 
 
 def test_sound_yaml_with_aliases_is_read() -> None:
-    """Numbers with an exponent are read too; depth and size are those of settings with room."""
+    """Numbers with an exponent are read too."""
     assert parse_yaml("a: &x {b: 1e-3}\nc: *x\nd: {<<: *x, e: 2}") == {
         "a": {"b": 1e-3},
         "c": {"b": 1e-3},
         "d": {"b": 1e-3, "e": 2},
     }
-    assert parse_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH)
     assert parse_yaml("") is None
 
 
