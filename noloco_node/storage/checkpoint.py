@@ -37,7 +37,7 @@ from noloco_node.plain_files import check_plain, read_small
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import MANIFEST, Sealed, Sha256, file_sha256
 from noloco_node.training.frozen_state import FrozenState, Sizes, Thawed
-from noloco_node.training.progress import Progress
+from noloco_node.training.progress import MOST_COUNTED, Progress
 
 _DTYPES = {
     torch.int64: "I64",
@@ -97,13 +97,10 @@ STATE = "state.safetensors"
 SLOW = "slow"
 """The name of the tensor of slow weights."""
 
-MOST = 1 << 53
-"""No count, and no number of tokens, is larger: a float holds them all."""
 NEVER_NEGATIVE = ("exp_avg_sq", "optimizer_steps")
 """The optimizer takes roots and powers of these tensors."""
 
-_Count = Annotated[int, Field(ge=0, le=MOST)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
 
 
 def held_name(number: int) -> str:
@@ -128,15 +125,15 @@ class KeptStanding(BaseModel):
     run_id: str
     stage: _Count
     progress: Progress
-    credit: Finite
+    credit: Annotated[float, Field(ge=-MOST_COUNTED, le=MOST_COUNTED)]
     """Tokens by which earlier inner steps exceeded their share of the batch."""
     tokens_accumulated: _Count
     """Tokens behind the gradient that no inner step has used yet."""
-    loss_accumulated: Finite
+    loss_accumulated: Annotated[float, Field(allow_inf_nan=False)]
     walk: Position
     """Where the next sample comes from; on stage 0 only."""
     held: tuple[HeldSample, ...]
-    ledger: dict[str, int]
+    ledger: dict[str, _Count]
     """Counts of microbatches. On stage 0: drawn = trained + dropped + samples held."""
     birth: Annotated[str, Field(max_length=64)] | None = None
     """The life of the run of which this is a state; None where an older release wrote it. It is not written then, so
@@ -146,25 +143,6 @@ class KeptStanding(BaseModel):
     def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
         written: dict[str, object] = write(self)
         return written if self.birth is not None else {k: v for k, v in written.items() if k != "birth"}
-
-    @property
-    def absurd(self) -> str | None:
-        """What no node can have counted; None where there is nothing."""
-        at = self.progress
-        marks = [(mark.steps, mark.tokens) for mark in at.marks]
-        for name, value, least, most in (
-            ("steps", at.steps, 0, MOST),
-            ("tokens", at.tokens, 0, MOST),
-            ("clock", at.clock, 0, MOST),
-            ("outer_rounds", at.outer_rounds, 0, MOST),
-            ("credit", self.credit, -MOST, MOST),
-            *(("marks", steps, -MOST, at.steps) for steps, _ in marks),
-            *(("marks", tokens, 0, at.tokens) for _, tokens in marks),
-            *((f"ledger.{name}", count, 0, MOST) for name, count in self.ledger.items()),
-        ):
-            if not least <= value <= most:
-                return f"{name} is {value:.6g}"
-        return None
 
 
 class CheckpointManifest(Sealed):
@@ -340,7 +318,7 @@ def read_checkpoint(path: Path, run_id: str, stage: int | None) -> Checkpoint:
         tensors = load_file(path / STATE)
     except (OSError, SafetensorError) as error:
         raise _unreadable(error) from error
-    if (why := standing.absurd or _no_good(tensors)) is not None:
+    if (why := _no_good(tensors)) is not None:
         raise Unusable(why)
     return Checkpoint(path, standing, tensors)
 
@@ -349,8 +327,6 @@ def read_standing(path: Path) -> KeptStanding:
     """What stands in a checkpoint, of whatever run, without its tensors. Raises Unusable where it is not whole."""
     manifest = _read_manifest(path)
     _check_hash(path, manifest)
-    if (why := manifest.standing.absurd) is not None:
-        raise Unusable(why)
     return manifest.standing
 
 

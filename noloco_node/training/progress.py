@@ -10,6 +10,9 @@ from pydantic import Field
 
 from noloco_node.pauses import LATEST, moved
 
+MOST_COUNTED = 1 << 53
+"""No count, and no number of tokens, is larger: a float holds them all."""
+_Count = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
 MOST_TAKEN_OVER = 1 << 31
 """The most outer steps with which a state is taken over: far more than a run has. A state may be given away with twice
 as many (`transport.headers.Rounds`), so a replica that has copied a liar can still give its own."""
@@ -28,9 +31,9 @@ class LastTrained(NamedTuple):
 class Mark:
     """Where a replica stood at the snapshot of a fragment's last committed outer step."""
 
-    steps: int = 0
+    steps: Annotated[int, Field(ge=-MOST_COUNTED, le=MOST_COUNTED)] = 0
     """Inner steps; below zero for a fragment that begins as if it had been exchanged before the start."""
-    tokens: int = 0
+    tokens: _Count = 0
 
 
 def staggered(fragments: int, inner_steps: int, *, steps: int = 0, tokens: int = 0) -> tuple[Mark, ...]:
@@ -46,13 +49,13 @@ class Progress:
     A fragment is named by its index; None is the whole stage.
     """
 
-    steps: int = 0
+    steps: _Count = 0
     """Inner steps taken."""
-    tokens: int = 0
+    tokens: _Count = 0
     """Tokens behind them."""
-    clock: float = 0.0
+    clock: Annotated[float, Field(ge=0.0, le=MOST_COUNTED)] = 0.0
     """Swarm tokens: own tokens × live replicas, averaged with partners at outer steps."""
-    outer_rounds: int = 0
+    outer_rounds: _Count = 0
     """Outer steps committed, of whatever fragment."""
     marks: tuple[Mark, ...] = (Mark(),)
     """One for each fragment."""
