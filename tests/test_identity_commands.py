@@ -12,7 +12,7 @@ import pytest
 
 from noloco_node.cli import identity as identity_commands
 from noloco_node.cli import main as cli
-from noloco_node.cli.help_texts import IDENTITY_SHOW_HELP
+from noloco_node.cli.help_texts import HELP
 from noloco_node.errors import ExitCode
 from noloco_node.identity.keys import BACKUP_LABEL, IdentityLock, load_or_create_identity
 
@@ -75,7 +75,7 @@ def test_where_no_file_is_named_it_is_the_one_of_run(
     created = load_or_create_identity(identity_commands.default_identity())
     assert identity("show") == 0
     assert created.peer_id in capsys.readouterr().out
-    assert str(identity_commands.default_identity()) in IDENTITY_SHOW_HELP
+    assert str(identity_commands.default_identity()) in HELP["identity show"]
     monkeypatch.setenv("NOLOCO_NODE_RUN_FOLDER", str(tmp_path / "other"))
     (tmp_path / "other").mkdir()
     other = load_or_create_identity(tmp_path / "other" / "identity.key")

@@ -13,42 +13,7 @@ from noloco_node.cli import handlers
 from noloco_node.cli.data import prepare_arguments, train_arguments
 from noloco_node.cli.evaluating import eval_arguments, generate_arguments
 from noloco_node.cli.exporting import export_arguments
-from noloco_node.cli.help_texts import (
-    COMPLETION_HELP,
-    CONFIG_HELP,
-    CREATE_IDENTITY_HELP,
-    DATA_HELP,
-    DESCRIPTION,
-    DOCTOR_HELP,
-    ENVIRONMENT_HELP,
-    EVAL_HELP,
-    EXPORT_HELP,
-    EXPORT_IDENTITY_HELP,
-    GENERATE_HELP,
-    HEALTH_HELP,
-    IDENTITY_HELP,
-    IDENTITY_SHOW_HELP,
-    IMPORT_HELP,
-    INIT_HELP,
-    INVITE_HELP,
-    JOIN_HELP,
-    LAB_HELP,
-    LIST_HELP,
-    PAUSE_HELP,
-    PREPARE_HELP,
-    REPORT_HELP,
-    RESUME_HELP,
-    RUN_HELP,
-    SEED_HELP,
-    SHOW_HELP,
-    STATUS_HELP,
-    SWARM_HELP,
-    TOKENIZER_HELP,
-    TOP_HELP,
-    TRAIN_TOKENIZER_HELP,
-    VALIDATE_HELP,
-    WATCH_HELP,
-)
+from noloco_node.cli.help_texts import DESCRIPTION, ENVIRONMENT_HELP, HELP
 from noloco_node.cli.node_options import (
     doctor_arguments,
     node_arguments,
@@ -57,7 +22,7 @@ from noloco_node.cli.node_options import (
     set_argument,
     sizing_arguments,
 )
-from noloco_node.cli.simulating import SIMULATE_HELP, simulate_arguments
+from noloco_node.cli.simulating import simulate_arguments
 from noloco_node.cli.small import (
     completion_arguments,
     health_arguments,
@@ -90,98 +55,94 @@ def parser() -> argparse.ArgumentParser:
 def _fill(top: argparse.ArgumentParser) -> None:
     top.add_argument("--version", action="version", version=f"noloco-node {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    swarm = _command(commands, "swarm", "train on a swarm of nodes on this machine", SWARM_HELP)
+    swarm = _command(commands, "swarm", "train on a swarm of nodes on this machine")
     _config_arguments(swarm)
     swarm.add_argument("--run-folder", metavar="DIR", type=Path, help="where results go (default: runs/NAME-TIME)")
     swarm.set_defaults(call=handlers.swarm)
-    run = _command(commands, "run", "run one node: start a swarm, or join one", RUN_HELP)
+    run = _command(commands, "run", "run one node: start a swarm, or join one")
     _config_arguments(run)
     run.add_argument("--initial-peers", metavar="ADDR", nargs="+", help="nodes to join (default: start a new swarm)")
     node_arguments(run)
     run.set_defaults(call=handlers.run)
-    join = _command(commands, "join", "join a run with the address of one of its nodes", JOIN_HELP)
+    join = _command(commands, "join", "join a run with the address of one of its nodes")
     join.add_argument("initial_peers", metavar="ADDRESS", nargs="*", default=None, help="address that a node printed")
     set_argument(join, "node.device=cuda")
     own_text_argument(join)
     node_arguments(join)
     join.set_defaults(call=handlers.join)
-    status_arguments(_command(commands, "status", "show what a node does and what it has contributed", STATUS_HELP))
-    pause_arguments(_command(commands, "pause", "free device and line, and come back later", PAUSE_HELP), "pause")
-    pause_arguments(_command(commands, "resume", "let a paused node go on", RESUME_HELP), "resume")
-    report_arguments(_command(commands, "report", "make a page out of a run folder", REPORT_HELP))
-    export_arguments(_command(commands, "export", "make one model out of what nodes have saved", EXPORT_HELP))
-    eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text", EVAL_HELP))
-    generate_arguments(
-        _command(commands, "generate", "let a model continue a text: exported, or while it trains", GENERATE_HELP)
-    )
+    status_arguments(_command(commands, "status", "show what a node does and what it has contributed"))
+    pause_arguments(_command(commands, "pause", "free device and line, and come back later"), "pause")
+    pause_arguments(_command(commands, "resume", "let a paused node go on"), "resume")
+    report_arguments(_command(commands, "report", "make a page out of a run folder"))
+    export_arguments(_command(commands, "export", "make one model out of what nodes have saved"))
+    eval_arguments(_command(commands, "eval", "say what a model is worth on the run's held-out text"))
+    generate_arguments(_command(commands, "generate", "let a model continue a text: exported, or while it trains"))
     _text_commands(commands)
-    health_arguments(_command(commands, "health", "ask this machine's node whether it is alive", HEALTH_HELP))
-    top_arguments(_command(commands, "top", "watch one node in this terminal", TOP_HELP))
+    health_arguments(_command(commands, "health", "ask this machine's node whether it is alive"))
+    top_arguments(_command(commands, "top", "watch one node in this terminal"))
     watching = "watch a whole swarm in this terminal, without joining it"
-    watch_arguments(_command(commands, "watch", watching, WATCH_HELP))
-    seed = _command(commands, "seed", "hold a run's directory together, without a stage", SEED_HELP)
+    watch_arguments(_command(commands, "watch", watching))
+    seed = _command(commands, "seed", "hold a run's directory together, without a stage")
     seed_arguments(seed)
     seed.set_defaults(call=handlers.seed)
-    doctor = _command(commands, "doctor", "check this machine and its network", DOCTOR_HELP)
+    doctor = _command(commands, "doctor", "check this machine and its network")
     doctor_arguments(doctor)
     doctor.set_defaults(call=handlers.doctor)
-    lab = _command(commands, "lab", "compare algorithms on simulated replicas", LAB_HELP)
+    lab = _command(commands, "lab", "compare algorithms on simulated replicas")
     _config_arguments(lab)
     lab.add_argument("--out", metavar="DIR", type=Path, required=True, help="where the results go")
     lab.set_defaults(call=handlers.lab)
-    simulate_arguments(_command(commands, "simulate", "run a swarm in virtual time", SIMULATE_HELP))
-    _identity_commands(
-        _command(commands, "identity", "make, look at, back up or bring back an identity", IDENTITY_HELP)
-    )
-    invite = _command(commands, "invite", "invite somebody to a run that you own", INVITE_HELP)
+    simulate_arguments(_command(commands, "simulate", "run a swarm in virtual time"))
+    _identity_commands(_command(commands, "identity", "make, look at, back up or bring back an identity"))
+    invite = _command(commands, "invite", "invite somebody to a run that you own")
     _config_arguments(invite)
     invite.add_argument("--key", metavar="FILE", type=Path, required=True, help="the owner's private key")
     invite.add_argument("--peer", metavar="ID", help="the only node that may use it (default: any holder)")
     invite.add_argument("--hours", metavar="N", type=float, default=168.0, help="how long it holds (default: a week)")
     invite.set_defaults(call=handlers.invite)
-    _config_commands(_command(commands, "config", "look at a configuration file, or write one", CONFIG_HELP))
-    completion_arguments(_command(commands, "completion", "complete commands in your shell", COMPLETION_HELP))
+    _config_commands(_command(commands, "config", "look at a configuration file, or write one"))
+    completion_arguments(_command(commands, "completion", "complete commands in your shell"))
 
 
 def _text_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    data = _command(commands, "data", "work on a text that is done once, before a run", DATA_HELP)
+    data = _command(commands, "data", "work on a text that is done once, before a run")
     actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
-    prepare = _command(actions, "prepare", "tokenise a text once, for runs to read", PREPARE_HELP)
+    prepare = _command(actions, "prepare", "tokenise a text once, for runs to read")
     _config_arguments(prepare)
     prepare_arguments(prepare)
-    tokenizer = _command(commands, "tokenizer", "make a tokenizer for a run", TOKENIZER_HELP)
+    tokenizer = _command(commands, "tokenizer", "make a tokenizer for a run")
     actions = tokenizer.add_subparsers(title="actions", metavar="ACTION", required=True)
-    train = _command(actions, "train", "learn a tokenizer from a run's text", TRAIN_TOKENIZER_HELP)
+    train = _command(actions, "train", "learn a tokenizer from a run's text")
     _config_arguments(train)
     train_arguments(train)
 
 
 def _config_commands(config: argparse.ArgumentParser) -> None:
     actions = config.add_subparsers(title="actions", metavar="ACTION", required=True)
-    show = _command(actions, "show", "print every setting with its value and meaning", SHOW_HELP)
+    show = _command(actions, "show", "print every setting with its value and meaning")
     _config_arguments(show)
     show.set_defaults(call=handlers.show)
-    validate = _command(actions, "validate", "check a configuration and print what it comes to", VALIDATE_HELP)
+    validate = _command(actions, "validate", "check a configuration and print what it comes to")
     _config_arguments(validate)
     sizing_arguments(validate)
     validate.set_defaults(call=handlers.validate)
-    init_arguments(_command(actions, "init", "write an example with comments", INIT_HELP))
-    list_arguments(_command(actions, "list", "name the configurations that come with noloco-node", LIST_HELP))
+    init_arguments(_command(actions, "init", "write an example with comments"))
+    list_arguments(_command(actions, "list", "name the configurations that come with noloco-node"))
 
 
 def _identity_commands(identity: argparse.ArgumentParser) -> None:
     actions = identity.add_subparsers(title="actions", metavar="ACTION", required=True)
-    show = _command(actions, "show", "print peer id, permissions, and the process that uses it", IDENTITY_SHOW_HELP)
+    show = _command(actions, "show", "print peer id, permissions, and the process that uses it")
     show.add_argument("file", metavar="FILE", type=Path, nargs="?", help="identity file")
     show.set_defaults(call=handlers.identity_show)
-    create = _command(actions, "create", "make one before a node's first start", CREATE_IDENTITY_HELP)
+    create = _command(actions, "create", "make one before a node's first start")
     create.add_argument("file", metavar="FILE", type=Path, nargs="?", help="identity file")
     create.set_defaults(call=handlers.identity_create)
-    export = _command(actions, "export", "write an encrypted copy", EXPORT_IDENTITY_HELP)
+    export = _command(actions, "export", "write an encrypted copy")
     export.add_argument("file", metavar="FILE", type=Path, help="identity file")
     export.add_argument("--to", metavar="BACKUP", type=Path, required=True, help="the copy, a file that does not exist")
     export.set_defaults(call=handlers.identity_export)
-    bring = _command(actions, "import", "bring an encrypted copy back", IMPORT_HELP)
+    bring = _command(actions, "import", "bring an encrypted copy back")
     bring.add_argument("file", metavar="BACKUP", type=Path, help="what `identity export` wrote")
     bring.add_argument("--to", metavar="FILE", type=Path, help="identity file (default: runs/node/identity.key)")
     bring.set_defaults(call=handlers.identity_import)
@@ -193,15 +154,14 @@ def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],  # pyright: ignore[reportPrivateUsage]
     name: str,
     summary: str,
-    description: str,
 ) -> argparse.ArgumentParser:
     command = commands.add_parser(
         name,
         help=summary,
-        description=description,
         epilog=f"{ENVIRONMENT_HELP}\n\n{_exit_codes()}" if name in READS_ENVIRONMENT else _exit_codes(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.description = HELP[command.prog.removeprefix("noloco-node ")]
     command.add_argument("--debug", action="store_true", help="on an unexpected failure show the whole traceback")
     return command
 

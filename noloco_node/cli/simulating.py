@@ -22,17 +22,6 @@ if TYPE_CHECKING:
     from noloco_node.config.load import Config, HuntConfig
     from noloco_node.simulator.report import Simulation
 
-SIMULATE_HELP = """\
-Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
-  swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)
-  hunt    many small swarms under faults that are drawn from seeds; what fails is shortened and told (exit code 20)
-DIR gets results.json and table.md. The same command gives the same course, whose hash is
-printed. What is modelled, and how far to trust it: docs/simulator.md.
-
-examples:
-  noloco-node simulate sim/swarm --out results/sim --set sim.nodes=64 --set sim.hours=0.5
-  noloco-node simulate sim/hunt --out results/hunt --seeds 10000"""
-
 
 def simulate_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `simulate`."""
