@@ -179,10 +179,8 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
         return None
     from noloco_node.exporting.write import merge_run
 
-    merged = merge_run(swarm.config.run, list(saved), swarm.run_folder, console.print)
-    files[MODEL] = merged.model
-    files["sample of its text"] = merged.sample
-    return merged.loss
+    files[MODEL] = swarm.run_folder / "model"
+    return merge_run(swarm.config.run, list(saved), files[MODEL], console.print)
 
 
 def _write_summary(summary: Summary, path: Path) -> None:
