@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.command import command, parser_of
+from noloco_node.config.files import find_config
 from noloco_node.config.load import Config, load_config
-from noloco_node.config.shipped import find_config
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
 from noloco_node.simulator.report import table_of

@@ -28,9 +28,9 @@ from typing import Any
 from benchmarks.command import command, parser_of, positive, save
 from benchmarks.shaped_links import Uplink, doors, owner_of
 from benchmarks.virtual import VirtualSwarm
+from noloco_node.config.files import find_config
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
-from noloco_node.config.shipped import find_config
 from noloco_node.simulator.report import table_of
 from noloco_node.simulator.world import World
 from noloco_node.sizing.devices import bytes_a_second, device_by_name

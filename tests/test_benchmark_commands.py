@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import home_line, hop, lines, pipeline, utilisation
 from benchmarks.command import command, device, folder_with, positive, results_file, whole
+from noloco_node.config.files import find_config
 from noloco_node.config.load import load_config
-from noloco_node.config.shipped import find_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.utilisation import Link

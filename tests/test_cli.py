@@ -60,21 +60,6 @@ def test_what_is_no_option_or_command_is_told_with_what_was_meant(
     assert meant in told
 
 
-def test_the_remedy_for_a_wrong_setting_leaves_its_value_open(capsys: pytest.CaptureFixture[str]) -> None:
-    """What was set beside it is repeated: without that, the check would be of another configuration."""
-    name, wrong = str(MICRO), "run.inner.learning_rate=-1"
-    assert cli.main(["swarm", name, "--set", wrong, "--set", "node.name=a b"]) == ExitCode.CONFIG
-    told = capsys.readouterr().err
-    assert f"noloco-node config validate {name} --set run.inner.learning_rate=VALUE --set 'node.name=a b'" in told
-    assert cli.main(["config", "validate", name, "--set", wrong]) == ExitCode.CONFIG
-    capsys.readouterr()
-    typed = ["--set", "run.inner.learing_rate=1", "--set", "run.name=b"]
-    assert cli.main(["config", "validate", name, *typed]) == ExitCode.CONFIG
-    told = capsys.readouterr().err
-    assert "did you mean run.inner.learning_rate" in told
-    assert f"noloco-node config validate {name} --set run.name=b\n" in told, "a name that is none is not repeated"
-
-
 def test_a_link_is_judged_though_no_device_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is printed: it would say nothing of a rate that is none."""
     for option, wrong in (("--uplink", "fast"), ("--round-trip", "soon")):

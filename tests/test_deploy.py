@@ -14,9 +14,9 @@ import yaml
 from noloco_node import __version__
 from noloco_node.cli import main as cli
 from noloco_node.config.environment import PREFIX, node_environment
+from noloco_node.config.files import shipped_configs
 from noloco_node.config.load import load_join
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.shipped import shipped_configs
 from noloco_node.errors import ExitCode
 
 DEPLOY = Path(__file__).parent.parent / "deploy"

@@ -26,8 +26,8 @@ from noloco_node.cli.small import (
     health_address,
 )
 from noloco_node.config.environment import variable_of
+from noloco_node.config.files import find_config, shipped_configs
 from noloco_node.config.load import load_config
-from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile

@@ -30,8 +30,8 @@ from typing import Any
 import yaml
 
 from deploy.monitoring.trials import DEPLOY, try_rules
+from noloco_node.config.files import shipped_config
 from noloco_node.config.load import load_config
-from noloco_node.config.shipped import shipped_config
 from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.storage import atomic
 from noloco_node.telemetry.events import CheckpointTaken, Evaluation, InnerStep, OuterStep

@@ -138,7 +138,7 @@ def write_example(name: str, target: Path | None) -> Path:
 
     Raises UserError: CONFIG where there is none of that name, RUN_FOLDER where the file exists or cannot be written.
     """
-    from noloco_node.config.shipped import shipped_config
+    from noloco_node.config.files import shipped_config
 
     source = shipped_config(name)
     path = target or Path(source.name)
@@ -182,7 +182,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _list(_: argparse.Namespace) -> int:
-    from noloco_node.config.shipped import first_sentence, shipped_configs
+    from noloco_node.config.files import first_sentence, shipped_configs
 
     configs = shipped_configs()
     width = max(map(len, configs))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import yaml
 
+from noloco_node.config.files import parse_yaml
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.settings import RENAMED
-from noloco_node.config.yaml_text import parse_yaml
 from noloco_node.errors import near_words, suggestion
 
 logger = logging.getLogger(__name__)

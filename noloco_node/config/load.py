@@ -6,7 +6,7 @@ import copy
 import json
 import shlex
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,17 +18,16 @@ from pydantic_core import ErrorDetails
 
 from noloco_node.config import hub_token
 from noloco_node.config.environment import node_environment, variable_of
+from noloco_node.config.files import parse_yaml, read_config
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, NodeSettings, why_not_compiled
 from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings, new_name, with_new_names
-from noloco_node.config.shipped import find_config, nearest_config
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
-from noloco_node.config.yaml_text import MAX_CHARACTERS, parse_yaml
 from noloco_node.errors import ExitCode, UserError
 
 MAX_PROBLEMS_SHOWN = 12
@@ -138,7 +137,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
     Raises `UserError` with all mistakes of a source at once. It is CONFIG for mistakes in the file or the environment,
     USAGE for an override that is no such pair.
     """
-    raw = _read(path)
+    raw = read_config(path)
     _apply_environment(raw, environ)
     for override in overrides:
         _apply(raw, override)
@@ -149,12 +148,12 @@ def load_config(path: Path, overrides: Sequence[str] = (), environ: Mapping[str,
             f"{path}: sim.kind is {kind}: it says what to simulate, and has no run that nodes could train",
             f"simulate it: noloco-node simulate {path} --out DIR",
         )
-    return validate(raw, str(path), overrides)
+    return validate(raw, str(path))
 
 
 def load_simulation(path: Path, overrides: Sequence[str] = ()) -> Config | HuntConfig:
     """Read and validate a file for `noloco-node simulate`, by its `sim.kind`. Raises `UserError` as `load_config`."""
-    raw = _read(path)
+    raw = read_config(path)
     for override in overrides:
         _apply(raw, override)
     kind = _simulated_kind(raw)
@@ -166,7 +165,7 @@ def load_simulation(path: Path, overrides: Sequence[str] = ()) -> Config | HuntC
             "correct it; docs/settings.md lists every setting of sim: by its kind",
         )
     if kind != HUNT:
-        return validate(raw, str(path), overrides)
+        return validate(raw, str(path))
     remedy = "correct it; docs/settings.md lists every setting of sim: by its kind"
     return _validated(HuntConfig, raw, str(path), remedy)
 
@@ -206,36 +205,18 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
     return _validated(JoinConfig, raw, where, remedy)
 
 
-def validate(raw: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
-    """Validate a parsed configuration; `where` names it in messages, `overrides` are in it already. Raises `UserError`
-    (CONFIG), and as `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
+def validate(raw: Mapping[str, Any], where: str) -> Config:
+    """Validate a parsed configuration; `where` names it in messages. Raises `UserError` (CONFIG), and as
+    `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
     raw = copy.deepcopy(dict(raw))
     with_new_names(raw)
     hub_token.settle(raw)
     raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
-
-    def remedy(unknown: Collection[str], wrong: Collection[str]) -> str:
-        known = [pair for pair in overrides if not _sets_any(pair, unknown)]
-        open_ones = [f"{pair.partition('=')[0]}=VALUE" if _sets_any(pair, wrong) else pair for pair in known]
-        again = ["noloco-node", "config", "validate", where, *(word for pair in open_ones for word in ("--set", pair))]
-        return f"correct it, then check with: {shlex.join(again)}"
-
+    remedy = f"correct it, then check with noloco-node config validate {shlex.quote(where)} and the same --set"
     return _validated(Config, raw, where, remedy)
 
 
-def _sets_any(override: str, settings: Collection[str]) -> bool:
-    """Whether `dotted.name=value` sets one of these settings, or something in it."""
-    name = override.partition("=")[0].strip()
-    return any(name == setting or name.startswith((f"{setting}.", f"{setting}[")) for setting in settings)
-
-
-NO_SUCH = "there is no such setting"
-
-_Remedy = str | Callable[[Collection[str], Collection[str]], str]
-"""The remedy. It may be a function of the unknown names and of those with a wrong value: neither is to be repeated."""
-
-
-def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: _Remedy) -> S:
+def _validated(kind: type[S], raw: Mapping[str, Any], where: str, remedy: str) -> S:
     problems = list(_booleans(kind, raw, ""))
     known = {problem.setting for problem in problems}
     try:
@@ -265,44 +246,6 @@ def setting_names(model: type[Settings] = Config, prefix: str = "") -> Iterator[
             yield prefix + name
         else:
             yield from setting_names(inner, f"{prefix}{name}.")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with find_config(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)  # bounded: the path may be a device
-    except OSError as error:
-        raise _unreadable(path, error.strerror or str(error), nearest_config(path)) from None
-    except UnicodeDecodeError:
-        why = "it is no text in UTF-8 (an editor may have saved it as UTF-16)"
-        raise _unreadable(path, why, f"save it as UTF-8: iconv -f UTF-16 -t UTF-8 {path} > new.yaml") from None
-    try:
-        raw: object = parse_yaml(text)
-    except yaml.YAMLError as error:
-        raise _invalid_yaml(path, error) from None
-    if not isinstance(raw, dict):
-        found = "empty" if raw is None else f"a {type(raw).__name__}"
-        raise UserError(
-            ExitCode.CONFIG,
-            f"{path} is {found}, not a set of settings",
-            "it needs `run:`, and may have `node:`, `local_swarm:` and `lab:`; noloco-node config init writes one",
-        )
-    return cast("dict[str, Any]", raw)
-
-
-def _unreadable(path: Path, why: str, remedy: str) -> UserError:
-    return UserError(ExitCode.CONFIG, f"the configuration file {path} cannot be read: {why}", remedy)
-
-
-def _invalid_yaml(path: Path, error: yaml.YAMLError) -> UserError:
-    mark = getattr(error, "problem_mark", None)
-    place = f", line {mark.line + 1}, column {mark.column + 1}" if isinstance(mark, yaml.Mark) else ""
-    reason = getattr(error, "problem", None) or str(error)
-    return UserError(
-        ExitCode.CONFIG,
-        f"{path}{place}: not valid YAML: {reason}",
-        "correct that line: indentation in spaces, `name: value`, each name once",
-    )
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
@@ -454,10 +397,7 @@ def _meaning(setting: str, root: type[Settings]) -> str:
     return f" ({' '.join(field.description.split())})" if field is not None and field.description else ""
 
 
-def _as_user_error(problems: Sequence[Problem], where: str, remedy: _Remedy) -> UserError:
-    if not isinstance(remedy, str):
-        unknown = [problem.setting for problem in problems if NO_SUCH in str(problem)]
-        remedy = remedy(unknown, [problem.setting for problem in problems if problem.setting not in ("", *unknown)])
+def _as_user_error(problems: Sequence[Problem], where: str, remedy: str) -> UserError:
     shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
     if len(problems) > MAX_PROBLEMS_SHOWN:
         shown.append(f"  and {len(problems) - MAX_PROBLEMS_SHOWN} more")

@@ -58,21 +58,14 @@ def allowed_in_words(details: ErrorDetails) -> str:
 
 
 def did_you_mean(setting: str, siblings: Sequence[str], known: Iterable[str]) -> str:
-    """The nearest names to one that does not exist; `known` are all dotted names, of groups too. First come slips of
-    the pen in its own group, then equal names in other groups. Then come names that are spelt roughly so, and slips of
-    the pen anywhere. If there is none, they are what its group has."""
+    """The nearest names to one that does not exist; `known` are all dotted names, of groups too. First come those of
+    its own group, then those of other groups. If there is none, they are what its group has."""
     group, _, leaf = setting.rpartition(".")
-    names = list(known)
-    same = [name for name in names if name == setting or name.endswith(f".{setting}")]
-    same += [name for name in names if name.rpartition(".")[2] == leaf and name not in same]
-    slips, close = (
-        [f"{group}.{name}" if group else name for name in near_words(leaf, siblings, most=2, cutoff=cutoff)]
-        for cutoff in (0.8, 0.6)
-    )
-    meant = slips + same + close
-    if not meant:
-        leaves = {name.rpartition(".")[2]: name for name in reversed(names)}
-        meant = [leaves[near] for near in near_words(leaf, leaves, most=2, cutoff=0.75)]
+    meant = [f"{group}.{name}" if group else name for name in near_words(leaf, siblings, most=2, cutoff=0.75)]
+    of_leaf: dict[str, list[str]] = {}
+    for name in known:
+        of_leaf.setdefault(name.rpartition(".")[2], []).append(name)
+    meant += [name for near in near_words(leaf, of_leaf, most=2, cutoff=0.75) for name in of_leaf[near]]
     if meant:
-        return suggestion(list(dict.fromkeys(meant[:3])))
+        return suggestion(list(dict.fromkeys(meant))[:3])
     return f"known here: {', '.join(siblings)}" if siblings else ""

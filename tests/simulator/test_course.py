@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from noloco_node.cli.main import main
+from noloco_node.config.files import shipped_config
 from noloco_node.config.load import Config, HuntConfig, load_config, load_simulation
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ACTIVATION_CODECS, ActivationCodec, LimitsSpec, OuterSpec, token_bytes
-from noloco_node.config.shipped import shipped_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS

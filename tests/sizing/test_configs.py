@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node.config.files import find_config, shipped_configs
 from noloco_node.config.load import load_config
-from noloco_node.config.shipped import find_config, shipped_configs
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import GIB, planned_memory, program_bytes
 from noloco_node.sizing.preflight import plan
