@@ -10,7 +10,6 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,8 +19,11 @@ from noloco_node.config.tokenizer_files import FETCH, POINTER, is_pointer
 from noloco_node.data.documents import damaged, data_error, unreadable
 from noloco_node.errors import UserError
 
-LOST = "\ufffd"
-"""This character stands for what could not be read."""
+LOST, SHOWN = "\udcff", "\ufffd"
+"""The first stands for what could not be read until it is counted, since no text can be decoded to it. The second
+shows it."""
+LOSSY = "noloco-lossy"
+"""The name of the error handler that puts `LOST` in place of what cannot be read."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),  # begins as the mark of UTF-16 does
     (codecs.BOM_UTF32_BE, "utf-32"),
@@ -40,18 +42,12 @@ def encoding_of(beginning: bytes, named: str | None) -> str:
     return next((name for mark, name in _MARKS if beginning.startswith(mark)), named or "utf-8")
 
 
-def losses(chunks: Iterable[bytes], encoding: str) -> tuple[int, int]:
-    """How many characters of so many cannot be read: those that are written as U+FFFD are none of them. Bytes at the
-    end that are part of a character do not count."""
-    shown, kept = (codecs.getincrementaldecoder(encoding)(errors) for errors in ("replace", "ignore"))
-    lost = characters = 0
-    for chunk in chunks:
-        text = shown.decode(chunk)
-        characters += len(text)
-        if LOST in text or lost:
-            lost += text.count(LOST)
-        lost -= kept.decode(chunk).count(LOST)
-    return lost, characters
+def _note_lost(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return LOST, error.end
+
+
+codecs.register_error(LOSSY, _note_lost)
 
 
 def too_many(lost: int, characters: int) -> bool:
@@ -179,8 +175,9 @@ def look(path: Path, encoding: str | None = None) -> Look:
     format, doubt = _told(head, suffix, packing, written)
     wrong: UserError | None = None
     if format in (Format.TEXT, Format.JSON, Format.CSV):
-        lost, characters = losses([head], written)
-        wrong = undecodable(path, lost, characters, written) if too_many(lost, characters) else None
+        text = codecs.getincrementaldecoder(written)(LOSSY).decode(head)  # the last character may be cut
+        lost = text.count(LOST)
+        wrong = undecodable(path, lost, len(text), written) if too_many(lost, len(text)) else None
     return Look(path, size, format, packing, doubt, named_encoding=encoding, undecodable=wrong)
 
 

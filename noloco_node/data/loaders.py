@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 import numpy as np
 
 from noloco_node.data.documents import Document, damaged, data_error, unreadable
-from noloco_node.data.formats import LOST, Format, encoding_of, losses, open_unpacked, too_many, undecodable
+from noloco_node.data.formats import LOSSY, LOST, SHOWN, Format, encoding_of, open_unpacked, too_many, undecodable
 from noloco_node.data.places import SourceFile, empty_shard
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.errors import UserError
@@ -195,14 +195,13 @@ class _Decoded(io.TextIOWrapper):
         with open_unpacked(file.path, file.packing) as probe:
             encoding = encoding_of(probe.read(4), file.encoding)
         stream = open_unpacked(file.path, file.packing, file.meter)
-        super().__init__(stream, encoding=encoding, errors="replace", newline="")
+        super().__init__(stream, encoding=encoding, errors=LOSSY, newline="")
         self._file, self._written = file, encoding
         self._lost = self._characters = self._looked = 0
 
     def read(self, size: int | None = -1, /) -> str:
         """Read as any text file does."""
-        text = super().read(size)
-        self._count(text)
+        text = self._counted(super().read(size))
         if size is None or size < 0 or len(text) < size:
             self._look()
         return text
@@ -213,25 +212,21 @@ class _Decoded(io.TextIOWrapper):
         except StopIteration:
             self._look()
             raise
-        self._count(line)
-        return line
+        return self._counted(line)
 
-    def _count(self, text: str) -> None:
+    def _counted(self, text: str) -> str:
         self._characters += len(text)
         if not text.isascii():
             self._lost += text.count(LOST)
+            text = text.replace(LOST, SHOWN)
         if self._characters - self._looked >= self.LOOK_CHARACTERS:
             self._look()
+        return text
 
     def _look(self) -> None:
         self._looked = self._characters
-        if not too_many(self._lost, self._characters):
-            return
-        with open_unpacked(self._file.path, self._file.packing) as again:  # some may be written so: now to be exact
-            lost, characters = losses(iter(lambda: again.read(1 << 20), b""), self._written)
-        if too_many(lost, characters):
-            raise undecodable(self._file.path, lost, characters, self._written)
-        self._lost = -self._characters  # it was looked at to its end
+        if too_many(self._lost, self._characters):
+            raise undecodable(self._file.path, self._lost, self._characters, self._written)
 
 
 def _json(file: SourceFile, field: str) -> Iterator[Document]:
