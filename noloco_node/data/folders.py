@@ -23,11 +23,10 @@ Compiled files outweigh their sources."""
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Files, and the places of links that lead nowhere, or to a folder that is among the others already."""
+    """Files, and the places of links that lead nowhere."""
 
     paths: tuple[Path, ...]
     astray: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
 
 
 def walk_files(root: Path, skip: frozenset[str] = frozenset(), *, hidden: bool = False) -> Listed:
@@ -38,13 +37,11 @@ def walk_files(root: Path, skip: frozenset[str] = frozenset(), *, hidden: bool =
     """
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
-    again: list[str] = []
     starts = [root]  # linked folders come after real ones, so that a file has the same place however links lie
     while starts:
         links: list[Path] = []
         for start in starts:
             if _identity(start) in seen:
-                again.append(_place(start, root))
                 continue
             for folder, folders, names in os.walk(start, onerror=_refuse):
                 seen.add(_identity(Path(folder)))
@@ -56,7 +53,7 @@ def walk_files(root: Path, skip: frozenset[str] = frozenset(), *, hidden: bool =
         starts = sorted(links)
     astray = [_place(path, root) for path in found if path.is_symlink() and not path.exists()]
     files = sorted((path for path in found if path.is_file()), key=lambda path: _place(path, root))
-    return Listed(tuple(files), tuple(sorted(astray)), tuple(sorted(again)))
+    return Listed(tuple(files), tuple(sorted(astray)))
 
 
 def glob_files(pattern: str) -> tuple[Path, Listed]:
@@ -74,17 +71,15 @@ def glob_files(pattern: str) -> tuple[Path, Listed]:
         return root, Listed(
             tuple(path for path in listed.paths if _matches(path.relative_to(root).parts, rest)),
             tuple(place for place in listed.astray if _matches(Path(place).parts, rest)),
-            listed.again,
         )
     found = [root / name for name in glob.iglob("/".join(rest), root_dir=root)]
     real = {path: Path(os.path.realpath(path.parent), path.name) for path in found}
     taken: dict[Path, Path] = {}
     for path in sorted(found, key=lambda path: (real[path] != path.absolute(), path)):
         taken.setdefault(real[path], path)
-    again = {path.parent for path in found} - {path.parent for path in taken.values()}
     astray = [_place(path, root) for path in found if path.is_symlink() and not path.exists()]
     files = sorted(path for path in taken.values() if path.is_file())
-    return root, Listed(tuple(files), tuple(sorted(astray)), tuple(sorted(_place(path, root) for path in again)))
+    return root, Listed(tuple(files), tuple(sorted(astray)))
 
 
 def keys_of(root: Path, paths: Sequence[Path]) -> dict[Path, str]:

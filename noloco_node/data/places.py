@@ -134,8 +134,6 @@ def _notes(listed: Listed, own: Sequence[Path]) -> Iterator[str]:
         yield f"{_some(rest)}: results that the datasets library keeps beside its rows are left out"
     if listed.astray:
         yield f"{_some(listed.astray)}: links that lead nowhere are left out"
-    if listed.again:
-        yield f"{_some(listed.again)}: links to folders that are read already are left out"
 
 
 def _some(names: Sequence[str]) -> str:
