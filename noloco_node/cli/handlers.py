@@ -188,9 +188,9 @@ def invite(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     run = load_config(options.config, options.set).run
-    invited = make_invitation(run, options.key, peer=options.peer, hours=options.hours)
-    print("\n".join(invited.lines), file=sys.stderr)
-    print(invited.text)
+    text, lines = make_invitation(run, options.key, peer=options.peer, hours=options.hours)
+    print("\n".join(lines), file=sys.stderr)
+    print(text)
     return int(ExitCode.OK)
 
 

@@ -8,7 +8,6 @@ import shlex
 import stat
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -208,17 +207,9 @@ def _no_backup(backup: Path, reason: str) -> UserError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Invited:
-    """An invitation as it is handed out, and what to tell with it."""
-
-    text: str
-    lines: list[str]
-
-
-def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) -> Invited:
-    """An invitation to `run`, signed by the owner's key file, which is made where it is missing and the run names no
-    owner yet.
+def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) -> tuple[str, list[str]]:
+    """An invitation to `run` as it is handed out, and lines to tell with it. It is signed by the owner's key file,
+    which is made where it is missing and the run names no owner yet.
 
     Raises UserError (CONFIG) where the run names no owner or another, or the time or the peer id is none.
     """
@@ -240,7 +231,7 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
         f"  {whom}, until {as_utc(expires)}",
         f"  join with: {join_line(run, 'ADDRESS')}",
     ]
-    return Invited(invitation.text(), [*lines, *(f"  {note}" for note in [join_note(run)] if note)])
+    return invitation.text(), [*lines, *(f"  {note}" for note in [join_note(run)] if note)]
 
 
 def _named_owner(named: str, key: Path) -> Identity:

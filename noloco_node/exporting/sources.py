@@ -112,17 +112,9 @@ def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
     from noloco_node.bootstrap.spec_fetch import with_own_data
     from noloco_node.config.load import load_join
 
-    named = _named(run, options)
-    if named is not None:
+    if (named := _named(run, options)) is not None:
         return named
-    own = load_join(options.set).run.data
-    if run.data.source == "text" and own.path is None and own.prepared is None:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"run.data.path is not set, and each node of run '{run.name}' has its own copy of the text",
-            "say where yours lies with --data-path PATH: its held-out part is what is evaluated on",
-        )
-    return with_own_data(run, own, reads_text=True)
+    return with_own_data(run, load_join(options.set).run.data, reads_text=True)
 
 
 def _named(run: RunSpec, options: argparse.Namespace) -> RunSpec | None:

@@ -172,11 +172,11 @@ def test_the_command_signs_its_owners_runs_only(owner: Identity, tmp_path: Path)
     with pytest.raises(UserError, match="--hours"):
         make_invitation(run_of(owner), owner.path, peer=None, hours=0)
     spec = run_of(owner)
-    invited = make_invitation(spec, owner.path, peer=GUEST, hours=2)
-    grant = read_invitation(f"\n {invited.text[:40]}\n{invited.text[40:]} ").grant
+    text, lines = make_invitation(spec, owner.path, peer=GUEST, hours=2)
+    grant = read_invitation(f"\n {text[:40]}\n{text[40:]} ").grant
     assert (grant.run, grant.subject, grant.by_key) == (spec.run_id, GUEST, False)
     assert abs(grant.expires - time.time() - 7200) < 60
-    assert time.strftime("until %Y-%m-%d %H:%M UTC", time.gmtime(grant.expires)) in invited.lines[1]
+    assert time.strftime("until %Y-%m-%d %H:%M UTC", time.gmtime(grant.expires)) in lines[1]
 
 
 def test_a_mistyped_key_of_a_run_that_has_an_owner_makes_none(owner: Identity, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_what_an_invitation_says_to_type_names_what_the_guest_brings(
     """The places of texts and a tokenizer of which each has its own: `join` ends without them."""
     access, spec = AccessSpec(mode="invited", owner=owner.peer_id), micro_spec(stages=stages)
     spec = spec.model_copy(update={"access": access, "data": spec.data.model_copy(update=changes)})
-    line, *note = make_invitation(spec, owner.path, peer=None, hours=1).lines[2:]
+    line, *note = make_invitation(spec, owner.path, peer=None, hours=1)[1][2:]
     assert line == f"  join with: noloco-node join ADDRESS --host 0.0.0.0 --port 31337 --invitation FILE{told[0]}"
     assert all(words.endswith(end) for words, end in zip(note, told[1:], strict=True))
 
