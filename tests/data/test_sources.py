@@ -112,47 +112,24 @@ def test_a_text_without_line_ends_is_cut_as_well(tmp_path: Path) -> None:
     assert len(split.training) > 10
 
 
-def bad_spec(case: str, folder: Path) -> DataSpec:
-    """A source that cannot be used."""
-    if case == "missing":
-        return text_spec(folder / "nowhere")
-    if case == "empty folder":
-        return text_spec(folder)
-    if case == "blank file":
-        (folder / "blank.txt").write_text(" \n\n")
-        return text_spec(folder / "blank.txt")
-    if case == "short file":
-        (folder / "short.txt").write_text("too short to split")
-        return text_spec(folder / "short.txt")
-    if case == "broken json lines":
-        (folder / "rows.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-        return text_spec(folder)
-    if case == "endless brackets":
-        (folder / "rows.jsonl").write_text('{"text": "fine"}\n' + "[" * 200_000)
-        return text_spec(folder)
-    if case == "no such column":
-        (folder / "rows.jsonl").write_text('{"body": "fine"}\n{"body": "too"}\n')
-        return text_spec(folder)
-    (folder / "train.jsonl").write_text("{broken")
-    return text_spec(folder)
-
-
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("name", "content", "words"),
     [
-        ("missing", r"data\.path is '.*nowhere', which does not exist"),
-        ("empty folder", r"data\.path '.*' holds no text"),
-        ("blank file", r"data\.path '.*blank\.txt' holds no text"),
-        ("short file", r"single short document"),
-        ("broken json lines", r"line 2 of 'rows\.jsonl' is not JSON"),
-        ("endless brackets", r"line 2 of 'rows\.jsonl' is not JSON"),
-        ("no such column", r"data\.text_field is 'text', but line 1 of 'rows\.jsonl' has the columns body"),
-        ("broken from the start", r"line 1 of 'train\.jsonl' is not JSON"),
+        ("nowhere", None, r"data\.path is '.*nowhere', which does not exist"),
+        ("", None, r"data\.path '.*' holds no text"),
+        ("blank.txt", " \n\n", r"data\.path '.*blank\.txt' holds no text"),
+        ("short.txt", "too short to split", r"single short document"),
+        ("rows.jsonl", '{"text": "fine"}\n{"text": \n', r"line 2 of 'rows\.jsonl' is not JSON"),
+        ("rows.jsonl", '{"text": "fine"}\n' + "[" * 200_000, r"line 2 of 'rows\.jsonl' is not JSON"),
+        ("rows.jsonl", "{broken", r"line 1 of 'rows\.jsonl' is not JSON"),
     ],
+    ids=["missing", "empty folder", "blank", "short", "broken row", "endless brackets", "broken from the start"],
 )
-def test_unusable_text_is_a_users_error(case: str, words: str, tmp_path: Path) -> None:
+def test_unusable_text_is_a_users_error(name: str, content: str | None, words: str, tmp_path: Path) -> None:
     """Each names the setting or the place, and what to do."""
+    if content is not None:
+        (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=words) as caught:
-        load_split(bad_spec(case, tmp_path))
+        load_split(text_spec(tmp_path / name))
     assert caught.value.exit_code is ExitCode.DATA
     assert caught.value.remedy

@@ -156,17 +156,6 @@ async def test_it_goes_on_where_it_was_left(spec: DataSpec) -> None:
             assert await drawn(samples, 60 - begun) == batches[begun:]
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.zst", ".csv", ".parquet", ".arrow"])
-async def test_every_format_gives_the_same_blocks(suffix: str, spec: DataSpec, tmp_path: Path) -> None:
-    """Documents have the keys of their rows, so names of equal length and form hold the same ones out: none here."""
-    one, other = (
-        blocks_of(streamed(write_shards(tmp_path / name, each)).model_copy(update={"holdout": 1e-9}))
-        for name, each in (("gz", ".jsonl.gz"), ("other", suffix))
-    )
-    assert [windows_in(one, block) for block in range(SHARDS)] == [windows_in(other, block) for block in range(SHARDS)]
-    assert len(windows_in(one, 0)) > 20
-
-
 async def test_a_dataset_of_the_hub_is_streamed_by_its_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the library's own streaming; a folder stands for the hub."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -234,37 +223,39 @@ class Watching(SharedTurns):
         super().finished(slot)
 
 
+@asynccontextmanager
+async def reading(row: Row, size: int, ahead: int) -> AsyncIterator[tuple[BlockReader, Prefetch]]:
+    """The reader of a row and what it reads ahead; both end in time, whatever the reader waits for."""
+    reader = BlockReader([row], size)
+    prefetch = Prefetch(reader.portions(), BEGINNING, ahead)
+    try:
+        async with asyncio.timeout(60):
+            yield reader, prefetch
+    finally:
+        reader.close()
+        prefetch.close()
+    assert not prefetch.thread.is_alive()
+
+
 async def test_a_replica_holds_two_blocks_at_most(spec: DataSpec) -> None:
     """The present one and the next, however much may be read ahead: then the reader waits for what is drawn."""
     turns = Watching(12)
-    reader = BlockReader([Row(blocks_of(spec), turns)], 2)
-    prefetch = Prefetch(reader.portions(), BEGINNING, 1 << 20)
-    try:
+    async with reading(Row(blocks_of(spec), turns), 2, 1 << 20) as (reader, prefetch):
         for rounds in range(5):
             await eventually(lambda: bool(getattr(reader._changed, "_waiters")), what="the reader waits")  # noqa: B009
             assert len(turns.taken) - len(turns.done) in (2, 3), "one may lie within a microbatch that is not full"
             while len(turns.done) <= rounds:
                 await prefetch.draw()
         assert turns.done == list(range(len(turns.done)))
-    finally:
-        reader.close()
-        prefetch.close()
-    assert not prefetch.thread.is_alive(), "although it waited"
 
 
 async def test_where_there_is_no_block_now_the_reader_asks_again(spec: DataSpec) -> None:
     """Until there is one; it can be closed meanwhile."""
     turns = Watching(12, gaps=True)
-    reader = BlockReader([Row(blocks_of(spec), turns)], 2)
-    prefetch = Prefetch(reader.portions(), BEGINNING, 1 << 20)
-    try:
+    async with reading(Row(blocks_of(spec), turns), 2, 1 << 20) as (_, prefetch):
         for _ in range(100):
             await prefetch.draw()
         assert turns.asked > len(turns.taken) > 1
-    finally:
-        reader.close()
-        prefetch.close()
-    assert not prefetch.thread.is_alive()
 
 
 class SmallBlocks:
@@ -297,30 +288,8 @@ async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading(
     """Where the replicas share the text, so few may be begun at a time that they may not fill a microbatch."""
     turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
     turns.heard((), 1)
-    reader = BlockReader([Row(SmallBlocks(sizes), turns)], 8)
-    prefetch = Prefetch(reader.portions(), BEGINNING, 1)
-    try:
-        async with asyncio.timeout(60):
-            assert [[int(row[0]) for row in await prefetch.draw()] for _ in rows] == rows
-    finally:
-        reader.close()
-        prefetch.close()
-
-
-async def test_a_shared_text_that_is_gone_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replica finds that out by itself."""
-    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))
-    turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
-    turns.heard((), 1)
-    reader = BlockReader([Row(SmallBlocks([-1]), turns)], 8)
-    prefetch = Prefetch(reader.portions(), BEGINNING, 1)
-    try:
-        async with asyncio.timeout(60):
-            with pytest.raises(UserError, match="damaged"):
-                await prefetch.draw()
-    finally:
-        reader.close()
-        prefetch.close()
+    async with reading(Row(SmallBlocks(sizes), turns), 8, 1) as (_, prefetch):
+        assert [[int(row[0]) for row in await prefetch.draw()] for _ in rows] == rows
 
 
 def test_one_damaged_block_that_comes_again_and_again_does_not_end_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:

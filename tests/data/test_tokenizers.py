@@ -1,4 +1,4 @@
-"""Tokenizers that others name: they run no program, and a model may draw what they do not have."""
+"""Tokenizers that others name: they run no program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.data_spec import DataSpec
-from noloco_node.data.tokenizers import ByteTokenizer, load_tokenizer
+from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.errors import ExitCode, UserError
 
 
@@ -27,8 +27,3 @@ def test_a_tokenizer_runs_no_program_and_nobody_is_asked_whether_it_may(
         load_tokenizer(DataSpec(tokenizer=str(folder)))
     assert caught.value.exit_code is ExitCode.DATA
     assert not ran.exists()
-
-
-def test_an_id_that_is_no_byte_shows_as_the_replacement_character() -> None:
-    """A model's vocabulary may be larger than its tokenizer's."""
-    assert ByteTokenizer().decode([72, 300, 105]) == "H\ufffdi"

@@ -88,8 +88,9 @@ def test_bytes_decode_to_the_text_they_came_from(text: str) -> None:
 
 
 def test_bytes_that_are_no_text_decode_to_the_replacement_character() -> None:
-    """A model may say anything."""
+    """A model may say anything, and its vocabulary may be larger."""
     assert ByteTokenizer().decode([65, 255, 66]) == "A\ufffdB"
+    assert ByteTokenizer().decode([72, 300, 105]) == "H\ufffdi"
 
 
 def save_word_tokenizer(folder: Path, end: str | None) -> str:
