@@ -25,8 +25,6 @@ class SimSpec(Settings):
     tensors: Literal["quadratic", "real"] = "quadratic"
     """`quadratic`: each stage is a noisy quadratic of 64 dimensions, with bytes and times of `run.model`. `real`: the
     run's own model on made-up text."""
-    noise: Annotated[float, Field(ge=0.0)] = 1.0
-    """Quadratic: standard deviation of a microbatch's gradient in each dimension."""
     operation_seconds: PositiveFloat = 1.0
     """What a usual device takes for a microbatch's forward at its stage; its backward takes twice that."""
     device_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0

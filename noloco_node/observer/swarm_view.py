@@ -41,7 +41,8 @@ FOLLOWED_LIVES = 3.0
 """The motion of a clock is measured over so many record lives: nine renewals."""
 FAREWELLS = ("finishing", "draining", "paused")
 
-_Said = Callable[[PeerRecord], float | None]
+_Said = Literal["training_loss", "validation_loss", "replica_divergence"]
+"""A figure that a node's record shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,9 @@ def view_swarm(
         looked=now,
         clock=clock,
         behind_since=behind_since,
-        training_loss=_middle(claims, _training_loss, spec.stages - 1) or earlier.training_loss,
-        validation_loss=_middle(claims, _validation_loss, 0) or earlier.validation_loss,
-        replica_divergence=_middle(claims, _spread) or earlier.replica_divergence,
+        training_loss=_middle(claims, "training_loss", spec.stages - 1) or earlier.training_loss,
+        validation_loss=_middle(claims, "validation_loss", 0) or earlier.validation_loss,
+        replica_divergence=_middle(claims, "replica_divergence") or earlier.replica_divergence,
         tokens_per_second=speed,
         speed_from=speed_from,
         versions=_versions(counted, labels),
@@ -169,23 +170,11 @@ def _clock(
     return earlier.clock, since
 
 
-def _training_loss(record: PeerRecord) -> float | None:
-    return record.shown.training_loss
-
-
-def _validation_loss(record: PeerRecord) -> float | None:
-    return record.shown.validation_loss
-
-
-def _spread(record: PeerRecord) -> float | None:
-    return record.shown.replica_divergence
-
-
 def _middle(claims: Mapping[str, _Claim], said: _Said, stage: int | None = None) -> Middle | None:
     """The median of what those say that train at `stage`, or anywhere; newcomers only where nobody else trains."""
     here = [claim for claim in claims.values() if claim.trains and stage in (None, claim.record.stage)]
     speakers = [claim for claim in here if claim.settled] or here
-    return Middle.of(said(claim.record) for claim in speakers)
+    return Middle.of(getattr(claim.record.shown, said) for claim in speakers)
 
 
 def _followed(
@@ -303,7 +292,7 @@ def _stage(
         clock=median(serving) if serving else None,
         lag=max(0.0, swarm - min(training)) if training else None,
         missing=not serving and not over,
-        replica_divergence=_middle(claims, _spread, stage),
+        replica_divergence=_middle(claims, "replica_divergence", stage),
     )
 
 

@@ -120,7 +120,7 @@ def simulate(config: Config, progress: _Progress) -> Simulated:
 def quadratic_of(config: Config, footprint: Footprint) -> Quadratic:
     """What stands for the run's model, with moments for as many of its weights as the optimizer has."""
     squares = sum(footprint.moments) / sum(footprint.parameters) - 1.0
-    return Quadratic(config.sim.seed, config.sim.noise, config.run.outer.fragments, squares)
+    return Quadratic(config.sim.seed, fragments=config.run.outer.fragments, squares_share=squares)
 
 
 async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tuple[SimulationFigures, str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import statistics
 import threading
 from collections.abc import Callable, Coroutine
@@ -23,7 +22,6 @@ from noloco_node.simulator.world import SECONDS, World
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, OuterStep, StateDownload
 from noloco_node.training.compute_thread import Priority
-from noloco_node.transport.memory import Fault, FaultKind
 from tests.simulator.populated import populate
 from tests.worlds import micro_spec
 
@@ -74,50 +72,23 @@ def told(world: World) -> list[AnyEvent]:
     return [event for events in world.events for event in events]
 
 
-def trouble(world: World, seed: int) -> None:
-    """A replica of each stage dies and some calls fail, at moments that the seed draws."""
-    rng, loop = random.Random(f"trouble/{seed}"), asyncio.get_running_loop()
-    for stage in range(SPEC.stages):
-        victim = world.nodes[stage * REPLICAS + rng.randrange(REPLICAS)]
-        loop.call_later(rng.uniform(0.5, 4.0), world.kill, victim)
-    for kind in (FaultKind.LOSE_REQUEST, FaultKind.LOSE_ANSWER, FaultKind.UNREACHABLE):
-        loop.call_later(rng.uniform(0.5, 4.0), world.network.inject, Fault(kind, times=rng.randint(1, 9)))
-
-
-def course_of(*, troubled: bool) -> Callable[[World], Coroutine[None, None, Course]]:
-    """From the first microbatch to the end; of those that live so long."""
-
-    async def course(world: World) -> Course:
-        if troubled:
-            trouble(world, world.settings.seed)
-        await world.ended(600.0)
-        dead = [node for node in world.nodes if node.condition == "killed"]
-        assert len(dead) == (SPEC.stages if troubled else 0)
-        assert [node.error for node in world.nodes if node.condition == "failed"] == []
-        assert (world.network.fired.keys() >= {FaultKind.LOSE_ANSWER, FaultKind.LOSE_REQUEST}) is troubled
-        accounts = world.accounts()
-        survivors = [accounts[node.number] for node in world.nodes if node not in dead]
-        assert all(each.clock >= SPEC.inner.target_tokens for each in survivors)
-        assert all(each.drawn == each.trained + each.dropped + each.held_at_end for each in survivors)
-        assert any(isinstance(event, OuterStep) and event.kind == "paired" for event in told(world))
-        assert any(isinstance(event, Evaluation) for event in told(world))
-        weights = tuple(node.weights for node in world.nodes)
-        return Course(world.trace, weights, asyncio.get_running_loop().time())
-
-    return course
+async def to_the_end(world: World) -> Course:
+    """From the first microbatch on."""
+    await world.ended(600.0)
+    assert [node.condition for node in world.nodes] == ["ended"] * 8
+    accounts = world.accounts().values()
+    assert all(each.clock >= SPEC.inner.target_tokens for each in accounts)
+    assert all(each.drawn == each.trained + each.dropped + each.held_at_end for each in accounts)
+    assert any(isinstance(event, OuterStep) and event.kind == "paired" for event in told(world))
+    assert any(isinstance(event, Evaluation) for event in told(world))
+    return Course(world.trace, tuple(node.weights for node in world.nodes), asyncio.get_running_loop().time())
 
 
 def test_eight_replicas_come_to_the_end_of_their_run_and_the_same_seed_gives_the_same_trace() -> None:
-    """Every event with its time, and every weight."""
-    first, again = (simulated(course_of(troubled=False), 1, RealTensors()) for _ in range(2))
+    """Every event with its time, and every weight. Faults repeat with their seed as well: `tests/hunt`."""
+    first, again = (simulated(to_the_end, 1, RealTensors()) for _ in range(2))
     assert first == again
     assert first.seconds > SPEC.inner.target_tokens / SPEC.microbatch_tokens / REPLICAS * SECONDS[Priority.BACKWARD]
-
-
-def test_deaths_and_lost_calls_repeat_with_their_seed() -> None:
-    """The survivors reach the end of the run, their accounts are closed, and it is the same course again."""
-    first, again = (simulated(course_of(troubled=True)) for _ in range(2))
-    assert first == again
 
 
 def test_a_node_that_joins_copies_a_stage_peer_and_comes_to_the_end_with_the_others() -> None:
