@@ -17,7 +17,7 @@ from noloco_node.node.interrupts import Interrupts, PauseSwitch, Word
 from noloco_node.storage.run_folder import RunFolder
 from tests.support import eventually
 from tests.telemetry import made_events as made
-from tests.test_swarm_status import write
+from tests.telemetry.made_events import write
 
 
 async def test_a_node_that_leaves_is_not_paused_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,10 +21,11 @@ from noloco_node.report.chronicle import Chronicle
 from noloco_node.report.folder import read_folder
 from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import AnyEvent, Doing, EventFile, P2pdRestarted, StateSourceFailed, Warned
+from noloco_node.telemetry.events import AnyEvent, Doing, P2pdRestarted, StateSourceFailed, Warned
 from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import throughput_curve, token_counters
 from tests.telemetry import made_events as made
+from tests.telemetry.made_events import write
 
 NOW = 1121.0
 RUDE = "<script>alert(1)</script><img src=x onerror=alert(2)> \x1b[31m$\\frac{1}{2}$ \"'&"
@@ -35,20 +36,10 @@ TAGS = {
 }
 
 
-def write(folder: Path, events: Sequence[AnyEvent]) -> Path:
-    """A node's folder with these events."""
-    folder.mkdir(parents=True, exist_ok=True)
-    diary = EventFile(RunFolder(folder).events)
-    for event in events:
-        diary.write(event)
-    diary.close()
-    return folder
-
-
 def swarm_in(folder: Path) -> Path:
     """The made-up run, whose four nodes lie in this folder."""
     for name, events in made.whole_run().items():
-        write(folder / name, events)
+        write(folder / name, *events)
     return folder
 
 
@@ -135,8 +126,8 @@ def test_where_nobody_trained_or_looked_no_line_goes_on(tmp_path: Path) -> None:
         looks = [made.account(time=begin + at) for at in (1.0, float(seconds))]
         return [made.started(name).model_copy(update={"time": begin}), *steps, *looks]
 
-    write(tmp_path / "s0-r0", [*life("s0-r0", 1000.0, 100), *life("s0-r0", 1300.0, 100)])
-    write(tmp_path / "s1-r0", life("s1-r0", 1600.0, 100))
+    write(tmp_path / "s0-r0", *life("s0-r0", 1000.0, 100), *life("s0-r0", 1300.0, 100))
+    write(tmp_path / "s1-r0", *life("s1-r0", 1600.0, 100))
     told = read_folder(tmp_path, NOW)
     speed, seen = figures.throughput(told).lines
     axis = figures.TimeAxis.of(told.chronicles)
@@ -156,7 +147,7 @@ def test_where_nobody_trained_or_looked_no_line_goes_on(tmp_path: Path) -> None:
 
 def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
     """A volunteer's folder holds one node, seldom of stage 0."""
-    write(tmp_path, list(made.node_events("s1-r0")))
+    write(tmp_path, *made.node_events("s1-r0"))
     told = read_folder(tmp_path, NOW)
     assert told.summary.tokens == made.STEPS * made.TOKENS
     assert figures.losses(told).lines[0].points
@@ -169,7 +160,7 @@ def test_a_folder_with_nodes_of_several_runs_is_refused_by_their_names(tmp_path:
     """One report of them all had the name of one and the tokens of another."""
     swarm_in(tmp_path)
     other = made.started("s0-r0").model_copy(update={"run_id": "f" * 32, "run_name": "another"})
-    write(tmp_path / "a-node-of-another", [other])
+    write(tmp_path / "a-node-of-another", other)
     with pytest.raises(UserError) as refused:
         read_folder(tmp_path, NOW)
     assert refused.value.exit_code is ExitCode.RUN_FOLDER
@@ -181,7 +172,7 @@ def test_who_met_whom_is_told_at_the_stage_at_which_they_met(tmp_path: Path) -> 
     rows = list(made.node_events("s0-r0"))
     last = rows[-1].time
     moved = made.moved(time=last, from_stage=0, stage=1)
-    write(tmp_path / "nodes" / "a-mover", [*rows[:-1], moved])
+    write(tmp_path / "nodes" / "a-mover", *rows[:-1], moved)
     (met,) = figures.meetings(read_folder(tmp_path, NOW))
     assert (met.stage, met.times) == (0, 6)
 
@@ -189,10 +180,10 @@ def test_who_met_whom_is_told_at_the_stage_at_which_they_met(tmp_path: Path) -> 
 def test_a_folder_in_which_training_goes_on(tmp_path: Path) -> None:
     """One node runs, one died, one's last line is half written, one is not up yet: each is told as it is."""
     for name in made.NAMES[:3]:
-        write(tmp_path / "nodes" / name, list(made.node_events(name))[:30])
+        write(tmp_path / "nodes" / name, *list(made.node_events(name))[:30])
     with RunFolder(tmp_path / "nodes" / "s0-r1").events.open("ab") as file:
         file.write(b'{"time":1090.0,"event":"inner_st')
-    write(tmp_path / "nodes" / "s1-r1", [Doing(what="joining", detail="joining", since=1000.0, time=1000.0)])
+    write(tmp_path / "nodes" / "s1-r1", Doing(what="joining", detail="joining", since=1000.0, time=1000.0))
     with RunFolder(tmp_path / "nodes" / "s0-r0").lock():
         told = read_folder(tmp_path, NOW)
     assert told.running == {"s0-r0"}
@@ -219,12 +210,12 @@ def test_folders_of_which_nothing_can_be_told(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "events.jsonl").touch()
     assert "no node has been up there" in refusal(tmp_path / "empty")
-    other = write(tmp_path / "other", [made.started("s0-r0")]) / "events.jsonl"
+    other = write(tmp_path / "other", made.started("s0-r0")) / "events.jsonl"
     line = json.loads(other.read_text(encoding="utf-8")) | {"version": "7.1.0"}
     del line["stage"]
     other.write_text(json.dumps(line, separators=(",", ":")) + "\n", encoding="utf-8")
     assert "are of noloco-node 7.1.0" in refusal(tmp_path / "other")
-    good = write(tmp_path / "good", [made.started("s0-r0")])
+    good = write(tmp_path / "good", made.started("s0-r0"))
     (good / "taken").touch()
     with pytest.raises(UserError, match="the report cannot be written to"):
         make_report(good, good / "taken")
@@ -262,7 +253,7 @@ def test_words_of_strangers_are_words_on_the_page(tmp_path: Path) -> None:
         made.account(refused={RUDE: 3}),
         made.stopped("s0-r0").model_copy(update={"detail": RUDE}),
     ]
-    report = make_report(write(tmp_path / name, events), tmp_path / "out", NOW)
+    report = make_report(write(tmp_path / name, *events), tmp_path / "out", NOW)
     text = report.page.read_text(encoding="utf-8")
     tags = Tags()
     tags.feed(text)
@@ -288,8 +279,8 @@ def test_numbers_that_no_node_writes_have_no_place_on_an_axis(odd: float, tmp_pa
         made.started("s0-r0").model_copy(update={"time": odd}),
         Doing(what="training", detail="", since=odd, time=1001.0),
     ]
-    write(tmp_path / "s0-r0", [*good[:20], *bad, *good[20:]])
-    write(tmp_path / "s0-r1", [made.inner_step(1, loss=math.inf, gradient_norm=math.nan), *made.node_events("s0-r1")])
+    write(tmp_path / "s0-r0", *good[:20], *bad, *good[20:])
+    write(tmp_path / "s0-r1", made.inner_step(1, loss=math.inf, gradient_norm=math.nan), *made.node_events("s0-r1"))
     told = read_folder(tmp_path, NOW)
     assert told.passed_over == len(bad)
     shown = page(told)
@@ -325,7 +316,7 @@ def test_what_it_took_is_that_of_all_lives(tmp_path: Path) -> None:
         for at in (1000.0, 1060.0)
     ]
     again = made.started("s0-r0").model_copy(update={"time": 1100.0})
-    write(tmp_path, [made.started("s0-r0"), *accounts, again, made.account(time=1110.0, bytes_sent={"state": 4000})])
+    write(tmp_path, made.started("s0-r0"), *accounts, again, made.account(time=1110.0, bytes_sent={"state": 4000}))
     assert "<td>60 s</td><td>0 s</td><td>5.5 kB</td><td>1.8 kB</td>" in page(read_folder(tmp_path, NOW))
 
 

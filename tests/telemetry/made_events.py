@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import (
     Account,
     AnyEvent,
     CheckpointTaken,
     Evaluation,
+    EventFile,
     InnerStep,
     NodeReassigned,
     NodeStarted,
@@ -191,3 +194,13 @@ def whole_run() -> dict[str, list[AnyEvent]]:
 def summarize(events: Mapping[str, Sequence[AnyEvent]], merged_loss: float | None = None) -> Summary:
     """The figures of a run from the events of its nodes, by node name."""
     return summarize_histories([NodeHistory.of(name, rows) for name, rows in events.items()], merged_loss)
+
+
+def write(folder: Path, *events: AnyEvent) -> Path:
+    """Append to the events of the node in this folder, which is made where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = EventFile(RunFolder(folder).events)
+    for event in events:
+        file.write(event)
+    file.close()
+    return folder
