@@ -76,9 +76,7 @@ def _swarm(config: Config, told: Callable[[float, float], None]) -> Simulation:
     from noloco_node.simulator.report import of_swarm
 
     sim = config.sim
-    print(
-        f"{sim.nodes} nodes of {config.run.stages} stages, {sim.hours:g} virtual hours, seed {sim.seed}, {sim.tensors}"
-    )
+    print(f"{sim.nodes} nodes of {config.run.stages} stages, {sim.hours:g} virtual hours, seed {sim.seed}")
     return of_swarm(config, simulate(config, told))
 
 

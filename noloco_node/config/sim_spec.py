@@ -12,7 +12,8 @@ MOST_HUNTED = 64
 
 
 class SimSpec(Settings):
-    """A swarm in virtual time: the node's own code on modelled devices, links and directory."""
+    """A swarm in virtual time: the node's own code on modelled devices, links and directory. Each stage is a noisy
+    quadratic of 64 dimensions, with bytes and times of `run.model`."""
 
     kind: Literal["swarm"] = "swarm"
     """What is simulated; `hunt` has settings of its own, below."""
@@ -22,9 +23,6 @@ class SimSpec(Settings):
     """Virtual hours; less where the run's end comes first."""
     seed: int = 0
     """Seed of all random choices: one seed, one course."""
-    tensors: Literal["quadratic", "real"] = "quadratic"
-    """`quadratic`: each stage is a noisy quadratic of 64 dimensions, with bytes and times of `run.model`. `real`: the
-    run's own model on made-up text."""
     operation_seconds: PositiveFloat = 1.0
     """What a usual device takes for a microbatch's forward at its stage; its backward takes twice that."""
     device_spread: Annotated[float, Field(ge=0.0, le=3.0)] = 0.0

@@ -16,13 +16,12 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.sim_spec import SimSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.figures import SimulationFigures, Watcher
-from noloco_node.simulator.links import Attachment, Links, SharedWay, as_they_are
+from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import ThreadSeconds, in_virtual_time
 from noloco_node.simulator.node import Node, peer_of
-from noloco_node.simulator.quadratic import Quadratic, RealTensors, weigh_as
+from noloco_node.simulator.quadratic import Quadratic, weigh_as
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.memory import free_memory
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.training.compute_thread import Priority
 
@@ -38,8 +37,6 @@ def exchange_arithmetic(spec: RunSpec, footprint: Footprint, seconds: float) -> 
     return lambda thread: seconds * millions / PIECES if thread == THREAD else 0.0
 
 
-COPIES = 10
-"""A node with tensors holds so many vectors of four bytes a weight: weights, their copies, optimizer, outer step."""
 OPERATIONS = {Priority.STEP: 0.05, Priority.BACKWARD: 2.0, Priority.FORWARD: 1.0, Priority.DRAW: 1.0}
 """A device takes so long for each kind of work, in `sim.operation_seconds`. The last stage's forward is with its loss
 and backward: three times as long."""
@@ -59,8 +56,8 @@ class Simulated:
 
 
 def check_simulation(config: Config, footprint: Footprint) -> None:
-    """Raise UserError (CONFIG) for what cannot be simulated. It may be a stage that nobody could hold, more memory than
-    there is, or an exchange that takes longer than a chunk may."""
+    """Raise UserError (CONFIG) for what cannot be simulated: a stage that nobody could hold, or an exchange that takes
+    longer than a chunk may."""
     sim, stages = config.sim, config.run.stages
     if sim.nodes < stages:
         raise UserError(
@@ -69,36 +66,22 @@ def check_simulation(config: Config, footprint: Footprint) -> None:
             f"set sim.nodes to {stages} at least",
         )
     _check_links(config, footprint)
-    weights = sum(footprint.parameters) / stages * 4 * COPIES if sim.tensors == "real" else 0.0
-    needed, free = sim.nodes * weights, free_memory("cpu").host
-    if needed > free:
-        raise UserError(
-            ExitCode.CONFIG,
-            f"sim.nodes is {sim.nodes}: with sim.tensors real they take about {needed / 2**30:.3g} GiB, and "
-            f"{free / 2**30:.1f} GiB are free",
-            "lower sim.nodes, or set sim.tensors to quadratic",
-        )
 
 
 def _check_links(config: Config, footprint: Footprint) -> None:
-    """Check that what is sent at once comes through before it is given up. For a quadratic that is all that is
-    exchanged. If nodes come for those that die, it is a stage peer's whole state too."""
-    sim, limits = config.sim, config.run.limits
-    patience = limits.exchange_progress_seconds
-    narrow = "up_mbit" if sim.up_mbit <= sim.down_mbit else "down_mbit"
-    mbit = min(sim.up_mbit, sim.down_mbit)
-    quadratic = sim.tensors == "quadratic"
+    """Check that what is sent as one chunk comes through before it is given up: an exchange, and a stage peer's state
+    if nodes come for those that die."""
+    sim, patience = config.sim, config.run.limits.exchange_progress_seconds
+    narrow, mbit = ("up_mbit", sim.up_mbit) if sim.up_mbit <= sim.down_mbit else ("down_mbit", sim.down_mbit)
     octets = max(each.outer_step for each in traffic_of(config.run, footprint))
-    state = fmean(footprint.state_bytes) if quadratic and sim.life_hours is not None else 0.0
-    slowest = (max(octets, state) if quadratic else min(octets, limits.chunk_bytes)) / (mbit * 125e3)
+    state = fmean(footprint.state_bytes) if sim.life_hours is not None else 0.0
+    slowest = max(octets, state) / (mbit * 125e3)
     if 4.0 * slowest > patience:
-        said = "an exchange takes" if quadratic else "a chunk of run.limits.chunk_bytes takes"
-        said = "a stage peer's state takes" if state > octets else said
-        why = ", and a quadratic's is a single chunk" if quadratic else ""
+        what = "a stage peer's state" if state > octets else "an exchange"
         raise UserError(
             ExitCode.CONFIG,
-            f"with sim.{narrow} {mbit:g} {said} {slowest:.3g} s{why}, which run.limits.exchange_progress_seconds "
-            f"({patience:g}) would break off",
+            f"with sim.{narrow} {mbit:g} {what} takes {slowest:.3g} s, and a quadratic's is a single chunk, which "
+            f"run.limits.exchange_progress_seconds ({patience:g}) would break off",
             f"raise sim.{narrow}, set run.limits.exchange_progress_seconds to {math.ceil(4.0 * slowest)} or more, or "
             "name a smaller model",
         )
@@ -125,11 +108,10 @@ def quadratic_of(config: Config, footprint: Footprint) -> Quadratic:
 
 async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tuple[SimulationFigures, str, float]:
     sim, loop = config.sim, asyncio.get_running_loop()
-    quadratic = sim.tensors == "quadratic"
     way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms])
     outer = config.run.outer
-    links = Links(way, weigh_as(footprint, outer.codec, outer.fragments) if quadratic else as_they_are)
-    learning = quadratic_of(config, footprint) if quadratic else RealTensors()
+    links = Links(way, weigh_as(footprint, outer.codec, outer.fragments))
+    learning = quadratic_of(config, footprint)
     settings = config.node.model_copy(update={"seed": sim.seed})
 
     def device(number: int) -> Callable[[Priority], float]:
