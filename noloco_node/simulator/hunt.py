@@ -46,7 +46,6 @@ from noloco_node.simulator.invariants import Run, Told, breaches
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.outer_ledger import Watched
-from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.strikes import Strikes
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import Footprint, footprint_of
@@ -156,7 +155,7 @@ async def _run(schedule: Schedule, complaints: _Complaints, folder: Path) -> Hun
     spec = run_spec(schedule.stages, schedule.standby_copies, max(schedule.replicas))
     loop = asyncio.get_running_loop()
     own = asyncio.all_tasks()
-    learning = Watched(_quadratic())
+    learning = Watched(0, 0.5)
     async with World(
         spec,
         NodeSettings(
@@ -196,12 +195,6 @@ def _device(seed: int, number: int) -> Callable[[Priority], float]:
     """What a node's device takes: one may be four times as fast as another."""
     slowness = 4.0 ** random.Random(f"device/{seed}/{number}").random()
     return lambda work: slowness * SECONDS[work]
-
-
-@cache
-def _quadratic() -> Quadratic:
-    """One landscape for all schedules: it takes as long to draw as a tenth of a run."""
-    return Quadratic(0, 0.5)
 
 
 @cache

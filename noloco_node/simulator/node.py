@@ -33,7 +33,7 @@ from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory, SimulatedP2P, address_of
 from noloco_node.simulator.invariants import left_open
 from noloco_node.simulator.loop import Machine
-from noloco_node.simulator.quadratic import Learning
+from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.memory import Memory
 from noloco_node.storage.checkpoint import Checkpoint, CheckpointFailed, CheckpointFolder, KeptStanding, Written
@@ -187,7 +187,7 @@ class Node:
         spec: RunSpec,
         settings: NodeSettings,
         footprint: Footprint,
-        learning: Learning,
+        learning: Quadratic,
         network: MemoryNetwork,
         dht: SimulatedDht,
         seconds: Callable[[Priority], float],
@@ -341,7 +341,7 @@ class Node:
         return Replica(
             spec,
             self._settings,
-            await self._learning.place(spec, self._settings, self.stage, device),
+            await self._learning.place(spec, self.stage, device),
             transport,
             directory,
             device,

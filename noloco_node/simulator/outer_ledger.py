@@ -14,13 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.samples import Samples
 from noloco_node.outer.replica import OuterReplica, Part
 from noloco_node.outer.update import OuterRule
-from noloco_node.simulator.quadratic import Learning
-from noloco_node.sizing.footprint import Footprint
+from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.training.compute_thread import Compute
 from noloco_node.training.placing import PlacedStage
 
@@ -108,26 +105,18 @@ class WatchedOuter(OuterReplica):
         return correction
 
 
-class Watched:
-    """Implements `Learning` by another, and writes down what outer steps do."""
+class Watched(Quadratic):
+    """A `Quadratic` that writes down what outer steps do."""
 
-    def __init__(self, learning: Learning) -> None:
-        self._learning = learning
+    def __init__(self, seed: int = 0, noise: float = 1.0) -> None:
+        super().__init__(seed, noise)
         self.ledger: list[OuterEntry] = []
 
-    async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
-        """See `Learning.place`."""
-        placed = await self._learning.place(spec, settings, stage, thread)
+    async def place(self, spec: RunSpec, stage: int, thread: Compute) -> PlacedStage:
+        """See `Quadratic.place`."""
+        placed = await super().place(spec, stage, thread)
         watched = WatchedOuter(self.ledger, placed.outer, spec.limits.chunk_bytes)
         return PlacedStage(placed.stage, placed.trainer, watched)
-
-    def weights(self, footprint: Footprint) -> tuple[int, ...]:
-        """See `Learning.weights`."""
-        return self._learning.weights(footprint)
-
-    def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
-        """See `Learning.samples`."""
-        return self._learning.samples(spec, number, drawn)
 
 
 def strays(ledger: Iterable[OuterEntry], *, hostile: bool = False) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""What the nodes of a simulation learn: real stages on numbered windows of made-up text, or noisy quadratics of 64
-dimensions that cost next to nothing.
+"""What the nodes of a simulation learn: noisy quadratics of 64 dimensions that cost next to nothing, on numbered
+windows of made-up text.
 
 The outer step is the node's own. If the run cuts its stages into fragments, the 64 repeat until each fragment has a
 block. Nothing here is summed by a library. Products and differences of single numbers are the same everywhere, and sums
@@ -14,17 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import fmean
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ACTIVATION_CODECS, RunSpec, token_bytes
 from noloco_node.data.samples import Samples
-from noloco_node.model.cut import StageCut, build_config
+from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Router
-from noloco_node.model.stage import build_stage
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.modulo_codes import BLOCK
@@ -34,7 +31,7 @@ from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import MOMENTS
 from noloco_node.training.layout import FlatLayout, carried_dtype
-from noloco_node.training.placing import PlacedStage, on_its_device, outer_of
+from noloco_node.training.placing import PlacedStage, outer_of
 from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
@@ -43,54 +40,6 @@ HELD_OUT = 1 << 40
 """The number of the first held-out window: beyond all that is trained on."""
 NODE_WINDOWS = 1 << 20
 """The windows of one node and of the next are so many numbers apart."""
-
-
-class Learning(Protocol):
-    """A model of learning: what stands on a node's device, and what stage 0 reads."""
-
-    async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
-        """A stage with its first weights."""
-        ...
-
-    def weights(self, footprint: Footprint) -> tuple[int, ...]:
-        """How many stand on the device at each stage, where the run's own model has that `footprint`."""
-        ...
-
-    def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
-        """The text of the node with this number, of which it drew so many microbatches before."""
-        ...
-
-
-class RealTensors:
-    """Implements `Learning`: the run's own model, trained."""
-
-    async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
-        """See `Learning.place`. UserError as `build_stage`."""
-        return await on_its_device(spec, settings, build_stage(spec.model, stage), thread)
-
-    def weights(self, footprint: Footprint) -> tuple[int, ...]:
-        """See `Learning.weights`."""
-        return footprint.parameters
-
-    def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
-        """See `Learning.samples`."""
-        vocabulary: int = build_config(spec.model).vocab_size
-        return numbered_samples(spec, number, drawn, vocabulary)
-
-
-def numbered_samples(spec: RunSpec, number: int, drawn: int, vocabulary: int) -> Samples:
-    """Windows that count up from where a node's own begin, made up from their numbers."""
-    size, length = spec.inner.microbatch_windows, spec.data.sequence_length
-    begin, count = number * NODE_WINDOWS, drawn
-
-    async def draw() -> Tensor:
-        nonlocal count
-        first = begin + count * size
-        count += 1
-        return made_up(range(first, first + size), vocabulary, length)
-
-    held_out = made_up(range(HELD_OUT, HELD_OUT + spec.evaluation.windows), vocabulary, length)
-    return Samples(draw=draw, held_out=held_out)
 
 
 def made_up(numbers: Sequence[int], vocabulary: int, length: int) -> Tensor:
@@ -283,8 +232,9 @@ WEIGHTS = ("state", "backup", "copy", "slow")
 
 
 class Quadratic:
-    """Implements `Learning`. `noise` is the standard deviation of a microbatch's gradient in each dimension,
-    `fragments` how many a stage is cut into (`outer.fragments`), `squares_share` as `QuadraticTrainer` takes it."""
+    """What stands on nodes' devices, and what stage 0 reads. `noise` is the standard deviation of a microbatch's
+    gradient in each dimension, `fragments` how many a stage is cut into (`outer.fragments`), `squares_share` as
+    `QuadraticTrainer` takes it."""
 
     def __init__(self, seed: int = 0, noise: float = 1.0, fragments: int = 1, squares_share: float = 1.0) -> None:
         self._seed = seed
@@ -292,9 +242,8 @@ class Quadratic:
         self._weights = weights_in(fragments)
         self._squares_share = squares_share
 
-    async def place(self, spec: RunSpec, settings: NodeSettings, stage: int, thread: Compute) -> PlacedStage:
-        """See `Learning.place`."""
-        del settings
+    async def place(self, spec: RunSpec, stage: int, thread: Compute) -> PlacedStage:
+        """A stage with its first weights."""
         land = Landscape.of(self._seed, stage, self._noise, self._weights)
         facts = QuadraticFacts(StageCut(stage, spec.stages, stage, stage + 1))
 
@@ -306,12 +255,23 @@ class Quadratic:
         return await thread.run(Priority.STEP, work)
 
     def weights(self, footprint: Footprint) -> tuple[int, ...]:
-        """See `Learning.weights`."""
+        """How many stand on the device at each stage, where the run's own model has that `footprint`."""
         return (self._weights,) * len(footprint.parameters)
 
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
-        """See `Learning.samples`."""
-        return numbered_samples(spec, number, drawn, VOCABULARY)
+        """The text of the node with this number, of which it drew so many microbatches before: windows that count up
+        from where its own begin, made up from their numbers."""
+        size, length = spec.inner.microbatch_windows, spec.data.sequence_length
+        begin, count = number * NODE_WINDOWS, drawn
+
+        async def draw() -> Tensor:
+            nonlocal count
+            first = begin + count * size
+            count += 1
+            return made_up(range(first, first + size), VOCABULARY, length)
+
+        held_out = made_up(range(HELD_OUT, HELD_OUT + spec.evaluation.windows), VOCABULARY, length)
+        return Samples(draw=draw, held_out=held_out)
 
 
 def weights_in(fragments: int) -> int:

@@ -19,7 +19,7 @@ from noloco_node.simulator.directory import SimulatedDht
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import Machine, this_loop
 from noloco_node.simulator.node import Disk, Node, identity_of
-from noloco_node.simulator.quadratic import Learning, RealTensors
+from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.telemetry.events import Account, AnyEvent
 from noloco_node.training.compute_thread import Priority
@@ -48,7 +48,7 @@ class World:
         settings: NodeSettings | None = None,
         *,
         footprint: Footprint | None = None,
-        learning: Learning | None = None,
+        learning: Quadratic | None = None,
         device: DeviceTimes = lambda _number: SECONDS.__getitem__,
         links: Links | None = None,
         seed: int = 0,
@@ -67,7 +67,7 @@ class World:
         self.on_event: Callable[[Node, AnyEvent], None] = lambda _node, _event: None
         self.changed = Pulse()
         """Fires when a node starts or ends."""
-        self._learning = learning or RealTensors()
+        self._learning = learning or Quadratic()
         footprint = footprint or footprint_of(spec)
         # a copy is refused that has not as many weights as its stage
         self._footprint = replace(footprint, parameters=self._learning.weights(footprint))

@@ -217,7 +217,7 @@ def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment()
         footprint = footprint_of(config.run)
         thread = ComputeThread()
         try:
-            placed = await quadratic_of(config, footprint).place(config.run, config.node, 0, thread)
+            placed = await quadratic_of(config, footprint).place(config.run, 0, thread)
         finally:
             await thread.close()
         vectors = (torch.zeros(size) for size in (64, 64, *placed.trainer.moment_sizes.values()))

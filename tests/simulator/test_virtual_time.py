@@ -17,7 +17,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.course import PIECES, exchange_arithmetic
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import WALL, in_virtual_time
-from noloco_node.simulator.quadratic import Learning, Quadratic, RealTensors
+from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.simulator.world import SECONDS, World
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import AnyEvent, Evaluation, OuterStep, StateDownload
@@ -48,7 +48,6 @@ class Course:
 def simulated(
     course: Callable[[World], Coroutine[None, None, T]],
     seed: int = 1,
-    learning: Learning | None = None,
     spec: RunSpec = SPEC,
 ) -> T:
     """What a course of eight nodes gives, which all start at once; nothing of it is left on any thread."""
@@ -56,9 +55,7 @@ def simulated(
     async def work() -> T:
         threads = threading.active_count()
         settings = NodeSettings(in_flight=2, drain_seconds=1, seed=seed)
-        async with World(
-            spec, settings, learning=learning or Quadratic(), links=Links(PlainWay(link)), seed=seed
-        ) as world:
+        async with World(spec, settings, links=Links(PlainWay(link)), seed=seed) as world:
             populate(world, REPLICAS)
             result = await course(world)
         assert threading.active_count() <= threads, "something works on a thread of its own"
@@ -86,7 +83,7 @@ async def to_the_end(world: World) -> Course:
 
 def test_eight_replicas_come_to_the_end_of_their_run_and_the_same_seed_gives_the_same_trace() -> None:
     """Every event with its time, and every weight. Faults repeat with their seed as well: `tests/hunt`."""
-    first, again = (simulated(to_the_end, 1, RealTensors()) for _ in range(2))
+    first, again = (simulated(to_the_end) for _ in range(2))
     assert first == again
     assert first.seconds > SPEC.inner.target_tokens / SPEC.microbatch_tokens / REPLICAS * SECONDS[Priority.BACKWARD]
 
