@@ -8,7 +8,7 @@ Records are judged once for all nodes: a signature that holds for one holds for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +20,6 @@ from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError  # pyright: 
 from noloco_node import ambient
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.dht_node import FIND, PING, STORE, peer_name
-from noloco_node.directory.records import DirectoryView, PeerRecord, SignedRecord
 from noloco_node.directory.validator import RecordValidator
 from noloco_node.errors import UserError
 from noloco_node.identity.keys import Identity
@@ -162,7 +161,7 @@ class SimulatedDht:
 
     async def join(
         self, p2p: SimulatedP2P, identity: Identity, met: PeerStats, entrances: Sequence[PeerId]
-    ) -> SimulatedDirectory:
+    ) -> DhtDirectory:
         """Join as a daemon does through these peers, through others that live if none of them lets it in; a new DHT if
         none is named. Raises UserError (PEERS_UNREACHABLE) if no other node lives any more: a node that has named peers
         begins no swarm of its own."""
@@ -170,7 +169,7 @@ class SimulatedDht:
         while True:
             joined = JoinedP2P(p2p, tuple(address_of(peer) for peer in entrances))
             try:
-                directory = await join_directory(
+                return await join_directory(
                     joined,
                     identity,
                     self.run,
@@ -185,52 +184,3 @@ class SimulatedDht:
                 if not others:
                     raise
                 entrances = rng.sample(others, min(3, len(others)))
-            else:
-                return SimulatedDirectory(directory)
-
-
-class SimulatedDirectory:
-    """Implements `Directory`: the daemon's own, of one node. Made by `SimulatedDht.join`."""
-
-    def __init__(self, directory: DhtDirectory) -> None:
-        self._directory = directory
-        self.change: Callable[[PeerRecord], PeerRecord] = lambda record: record
-        """What becomes of this node's record as it says it."""
-
-    @property
-    def view(self) -> DirectoryView:
-        """See `Directory.view`."""
-        return self._directory.view
-
-    @property
-    def no_room(self) -> Mapping[str, int]:
-        """See `Directory.no_room`."""
-        return self._directory.no_room
-
-    def now(self) -> float:
-        """See `Directory.now`: this node's wall clock."""
-        return self._directory.now()
-
-    async def publish(self, record: PeerRecord, life: float) -> bool:
-        """See `Directory.publish`."""
-        return await self._directory.publish(self.change(record), life)
-
-    async def refresh(self) -> DirectoryView:
-        """See `Directory.refresh`."""
-        return await self._directory.refresh()
-
-    def to_tell(self, most: int) -> tuple[SignedRecord, ...]:
-        """See `Directory.to_tell`."""
-        return self._directory.to_tell(most)
-
-    def read(self, row: SignedRecord) -> PeerRecord | None:
-        """See `Directory.read`."""
-        return self._directory.read(row)
-
-    def told(self, teller: PeerId, records: Sequence[SignedRecord]) -> int:
-        """See `Directory.told`."""
-        return self._directory.told(teller, records)
-
-    async def close(self) -> None:
-        """Take part no more."""
-        await self._directory.close()

@@ -24,13 +24,14 @@ from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.dht import DhtDirectory
 from noloco_node.identity.keys import Identity, identity_of_seed
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.first_state import obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
-from noloco_node.simulator.directory import SimulatedDht, SimulatedDirectory, SimulatedP2P, address_of
+from noloco_node.simulator.directory import SimulatedDht, SimulatedP2P, address_of
 from noloco_node.simulator.invariants import left_open
 from noloco_node.simulator.loop import Machine
 from noloco_node.simulator.quadratic import Quadratic
@@ -229,7 +230,7 @@ class Node:
         self._network = network
         self._dht = dht
         self._p2p: SimulatedP2P | None = None
-        self.directory: SimulatedDirectory | None = None
+        self.directory: DhtDirectory | None = None
         self._seconds = seconds
         self._told = told
 
@@ -285,7 +286,7 @@ class Node:
         stays: StageLifecycle,
         saved: Checkpoint | None,
         transport: MemoryTransport,
-        directory: SimulatedDirectory,
+        directory: DhtDirectory,
         device: SimulatedDevice,
     ) -> bool:
         """One stay; whether it was the last. `stays.stage` is that of the next one."""
@@ -334,7 +335,7 @@ class Node:
         stays: StageLifecycle,
         saved: Checkpoint | None,
         transport: MemoryTransport,
-        directory: SimulatedDirectory,
+        directory: DhtDirectory,
         device: SimulatedDevice,
     ) -> Replica:
         spec, drawn = self._spec, stays.ledger.drawn if saved is None else saved.standing.ledger["drawn"]
@@ -364,7 +365,7 @@ class Node:
             await keeper.save()
 
     @asynccontextmanager
-    async def network(self) -> AsyncGenerator[tuple[MemoryTransport, SimulatedDirectory]]:
+    async def network(self) -> AsyncGenerator[tuple[MemoryTransport, DhtDirectory]]:
         """Join, and leave in the end."""
         line = line_of(self._settings.uplink_mbit, self._settings.downlink_mbit)
         transport = MemoryTransport(self._network, self.peer, line=line)

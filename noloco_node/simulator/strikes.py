@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.records import PeerRecord
 from noloco_node.placement.migration import Move
 from noloco_node.simulator.faults import (
@@ -234,7 +235,7 @@ class Strikes:
             return False
         if how == "ahead":
             if node.directory is not None:
-                node.directory.change = _ahead
+                _tell_far_clocks(node.directory)
         else:
             progress, weights = await replica.worker.slow_weights()
             await replica.worker.load_slow_weights(progress.clock, progress.outer_rounds, 1e3 * weights)
@@ -245,8 +246,14 @@ async def _for_ever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
-def _ahead(record: PeerRecord) -> PeerRecord:
-    return record.model_copy(update={"clock": 1e15, "finished": True})
+def _tell_far_clocks(directory: DhtDirectory) -> None:
+    """From now on the records that are published here claim the end of time."""
+    publish = directory.publish
+
+    async def lying(record: PeerRecord, life: float) -> bool:
+        return await publish(record.model_copy(update={"clock": 1e15, "finished": True}), life)
+
+    directory.publish = lying
 
 
 def _gradient(change: Callable[[Message], Message]) -> Callable[[Message], Message]:

@@ -14,13 +14,14 @@ import pytest
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
+from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.dht_node import FIND
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.stats import PeerStats
-from noloco_node.simulator.directory import JOIN_AGAIN_SECONDS, SimulatedDht, SimulatedDirectory, SimulatedP2P
+from noloco_node.simulator.directory import JOIN_AGAIN_SECONDS, SimulatedDht, SimulatedP2P
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import identity_of, peer_of
@@ -40,7 +41,7 @@ class Members:
         self.links = Links(PlainWay(lambda *_: TRIP / 2))
         self.dht = SimulatedDht(stages, self.links, "a run", life)
         self.p2p: list[SimulatedP2P] = []
-        self.directories: list[SimulatedDirectory] = []
+        self.directories: list[DhtDirectory] = []
         self.met: list[PeerStats] = []
 
     async def __aenter__(self) -> Members:
@@ -50,7 +51,7 @@ class Members:
         for directory in self.directories:
             await directory.close()
 
-    async def grow(self, count: int) -> list[SimulatedDirectory]:
+    async def grow(self, count: int) -> list[DhtDirectory]:
         """Until there are so many."""
         while len(self.directories) < count:
             number = len(self.directories)
@@ -61,7 +62,7 @@ class Members:
         return self.directories
 
 
-def membership_of(directory: SimulatedDirectory, met: PeerStats, number: int, life: float = 20.0) -> Membership:
+def membership_of(directory: DhtDirectory, met: PeerStats, number: int, life: float = 20.0) -> Membership:
     """The membership of a node that trains one of two stages, and is asked by nobody."""
     figures = OwnFigures(clock=1e6, tokens_per_second=500.0, outer_rounds=7, capacity=600.0)
     membership = Membership(directory, met, peer_of(number), number % 2, 2, life, lambda: figures, lambda: None)
