@@ -80,7 +80,6 @@ class Received:
 
     microbatches: int = 0
     tokens: int = 0
-    last: float = 0.0
 
 
 @dataclass(slots=True)
@@ -173,7 +172,6 @@ def _add_receipt(total: Contribution, signer: PeerId, receipt: Receipt) -> None:
     row = total.receipts.setdefault(signer, Received())
     row.microbatches += receipt.microbatches
     row.tokens += receipt.tokens
-    row.last = max(row.last, receipt.until)
 
 
 def _verified(line: bytes, check: SignedBy) -> Entry | None:

@@ -62,11 +62,6 @@ class StackedStage:
         """R."""
         return len(self.fast)
 
-    def named(self, flat: Tensor) -> dict[str, Tensor]:
-        """Weights [size] of one replica by their names in the whole model."""
-        names = self._stage.full_names()
-        return {names[name]: value for name, value in self.layout.views(flat).items()}
-
     def forward(
         self,
         rows: Tensor,

@@ -176,11 +176,6 @@ class Training:
         """The mean of the replicas' weights, [size], for each stage."""
         return [stage.fast.double().mean(0).float() for stage in self._stages]
 
-    def merged_state(self) -> dict[str, Tensor]:
-        """The merged replicas as one model's weights by their names in transformers."""
-        pairs = zip(self._stages, self.merged_weights(), strict=True)
-        return {name: value for stage, flat in pairs for name, value in stage.named(flat).items()}
-
     def clocks(self) -> list[float]:
         """The clocks of every replica, stage by stage."""
         return [account.progress.clock for accounts in self._accounts for account in accounts]
