@@ -192,10 +192,10 @@ def _warnings(config: Config, inner_steps: int) -> list[str]:
             f"run.standby_copies is {run.standby_copies}, and does nothing with one stage: nodes of other stages keep "
             "the copies; here each replica of the stage holds all of it"
         )
-    if run.outer.alpha + run.outer.beta > 1.0 + 1e-9:
+    if run.outer.beta > 1.5 * (1.0 - run.outer.alpha) + 1e-9:
         lines.append(
-            f"run.outer.beta / (1 - run.outer.alpha) is {run.outer.beta / (1 - run.outer.alpha):.2f}: above 1 the "
-            "outer step overshoots, which costs loss early in the training"
+            f"run.outer.beta / (1 - run.outer.alpha) is {run.outer.beta / (1 - run.outer.alpha):.2f}: above 1.5 the "
+            "outer step overshoots, which costs loss"
         )
     if run.model.fingerprint is not None and run.data.tokenizer == "bytes" and run.model.config["vocab_size"] != 256:
         lines.append(
