@@ -158,7 +158,8 @@ def test_a_run_at_home_keeps_the_ratio_of_line_and_device_on_its_scale() -> None
     row = {**home_line.row_of(home, found), "planned_in_full": 0.7617, "planned": 0.7699}
     told = home_line.table([row]).splitlines()
     assert "simulated / planned" in told[0]
-    assert told[2].startswith("| as the file has it | 0.762 | 0.770 | 0.760 (0.750, 0.770) | 0.99 | – |")
+    ratio = f"{0.76 / home.planned().share:.2f}"
+    assert told[2].startswith(f"| as the file has it | 0.762 | 0.770 | 0.760 (0.750, 0.770) | {ratio} | – |")
 
 
 def test_a_line_without_a_subspace_does_in_virtual_time_what_is_planned_of_it() -> None:
