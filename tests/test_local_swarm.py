@@ -105,13 +105,13 @@ def starting(launcher: LauncherProcess) -> bool:
 def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     tmp_path: Path, temporary: Path, launched: list[LauncherProcess]
 ) -> None:
-    """Exit code 0, a model that transformers can load, figures that agree with each other, a report."""
+    """Exit code 0, a model that transformers can load, figures that agree with each other, a report, a sample."""
     folder = tmp_path / "run"
     launcher = LauncherProcess(folder, temporary)
     launched.append(launcher)
     code, output = launcher.end(within=200)
     assert code == ExitCode.OK, output
-    for name in ("summary.json", "report/report.html", "model", "nodes"):
+    for name in ("summary.json", "report/report.html", "sample.txt", "model", "nodes"):
         assert (folder / name).exists()
         assert str(folder / name) in output
     summary = Summary.model_validate_json((folder / "summary.json").read_text(encoding="utf-8"))
@@ -134,6 +134,7 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
     page = (folder / "report/report.html").read_text(encoding="utf-8")
     assert f"{summary.validation_loss_merged:.4f}" in page
     assert "Replica divergence" in page
+    assert "continued by the model" in (folder / "sample.txt").read_text(encoding="utf-8")
     model, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert model(**tokenizer("import os", return_tensors="pt")).logits.shape == (1, 9, 256)
 

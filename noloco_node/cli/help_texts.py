@@ -15,9 +15,9 @@ environment:
 HELP = {
     "swarm": """\
 Train on a whole swarm of nodes on this machine: stages x replicas daemons, each a process of its own. Shows the
-training while it runs. At the end the run folder holds the model (a Hugging Face directory). Beside it are a report
-with loss and replica divergence, summary.json, and each node's events and log. A swarm that was stopped or killed goes
-on by the same command with its --run-folder.
+training while it runs. At the end the run folder holds the model (a Hugging Face directory) and a sample of generated
+text. Beside them are a report with loss and replica divergence, summary.json, and each node's events and log. A swarm
+that was stopped or killed goes on by the same command with its --run-folder.
 
 example:
   noloco-node swarm tiny

@@ -179,8 +179,10 @@ def _merge(swarm: LocalSwarm, console: Console, files: dict[str, Path]) -> float
         return None
     from noloco_node.exporting.write import merge_run
 
-    files[MODEL] = swarm.run_folder / "model"
-    return merge_run(swarm.config.run, list(saved), files[MODEL], console.print)
+    merged = merge_run(swarm.config.run, list(saved), swarm.run_folder, console.print)
+    files[MODEL] = merged.model
+    files["sample of its text"] = merged.sample
+    return merged.loss
 
 
 def _write_summary(summary: Summary, path: Path) -> None:

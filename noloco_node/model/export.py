@@ -1,4 +1,4 @@
-"""From stages back to one model: an ordinary Hugging Face directory, its loss, and how it continues a text.
+"""From stages back to one model: an ordinary Hugging Face directory, its loss, and a sample of its text.
 
 A model of bytes gets its tokenizer as an ordinary one of Hugging Face.
 """
@@ -49,6 +49,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in sorted(visible)} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
+TEMPERATURE = 0.8
 SHARD_BYTES = 5_000_000_000
 
 
@@ -150,6 +151,19 @@ def evaluate_model(model: PreTrainedModel, batches: Iterable[tuple[Tensor, Tenso
     return total / tokens
 
 
+def generate_sample(folder: Path, prompt: str, tokens: int, seed: int, temperature: float = TEMPERATURE) -> str:
+    """The prompt and up to `tokens` further tokens of an exported model, drawn at `temperature`; at 0 the likeliest.
+
+    The same seed gives the same text; the global random state is left as it was. The sample ends early at the model's
+    last position. ValueError for an empty prompt.
+    """
+    tokenizer = pretrained_tokenizer(str(folder))
+    ids: Tensor = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if ids.shape[1] == 0:
+        raise ValueError("the prompt holds no token")
+    return cast(str, tokenizer.decode(continue_ids(load_exported(folder), ids[0], tokens, seed, temperature)))
+
+
 class _Teller:
     """What transformers calls a streamer: hears of tokens as they are drawn, the prompt's first, all at once."""
 
@@ -173,15 +187,11 @@ def continue_ids(
     prompt: Tensor,
     tokens: int,
     seed: int,
-    temperature: float,
-    told: Callable[[int], None] = lambda _: None,
+    temperature: float = TEMPERATURE,
+    told: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """The `prompt`, ids int64 [T], and up to `tokens` further ids, drawn at `temperature`, at 0 the likeliest. `told`
-    hears of each as soon as it is drawn.
-
-    The same seed gives the same ids; the global random state is left as it was. It ends early at the model's last
-    position.
-    """
+    """`generate_sample` without a tokenizer: ids int64 [T] and up to `tokens` further ones, of each of which `told`
+    hears as soon as it is drawn."""
     ids = prompt.reshape(1, -1)
     room = max(1, min(tokens, model.config.max_position_embeddings - ids.shape[1]))
     state = torch.default_generator.get_state()
@@ -193,7 +203,7 @@ def continue_ids(
             max_new_tokens=room,
             **({"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}),
             pad_token_id=0,
-            streamer=_Teller(ids.shape[1], told),
+            streamer=None if told is None else _Teller(ids.shape[1], told),
         )
     finally:
         torch.default_generator.set_state(state)

@@ -21,4 +21,4 @@ async def merged_loss(overrides: Sequence[str], nodes: Sequence[Node], folder: P
     saved = {node.folder / weights: node.stage for node, weights in ended if weights is not None}
     if set(saved.values()) != set(range(run.stages)):
         return float("nan")
-    return await asyncio.to_thread(merge_run, run, list(saved), folder, lambda _: None)
+    return (await asyncio.to_thread(merge_run, run, list(saved), folder, lambda _: None)).loss

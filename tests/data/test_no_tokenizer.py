@@ -69,7 +69,7 @@ def test_text_without_a_tokenizer_is_refused_before_anything_starts(tmp_path: Pa
 def test_a_model_of_ids_is_exported_and_what_it_cannot_do_is_said(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Loss and perplexity as ever; no bits a byte, and no text."""
+    """Loss and perplexity as ever; no bits a byte, no text, and a sample of ids."""
     run = load_config(MICRO, (*IDS, f"run.data.path={rows}")).run
     folders = [finished(tmp_path / f"node-{stage}", stage, run=run) for stage in (0, 1)]
     out = tmp_path / "out"
@@ -82,6 +82,7 @@ def test_a_model_of_ids_is_exported_and_what_it_cannot_do_is_said(
     told = capsys.readouterr().out
     assert "bits a byte are not known" in told
     merged = merge_run(run, [folder / "final" for folder in folders], tmp_path / "merged", lambda _: None)
-    assert f"{merged:.4f}" in told
+    assert f"{merged.loss:.4f}" in told
+    assert [int(word) for word in merged.sample.read_text().splitlines()[1].split()]
     assert main(["generate", str(out), "--prompt", "def"]) == ExitCode.RUN_FOLDER
     assert "has no tokenizer" in capsys.readouterr().err

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 
 from noloco_node.model.export import (
     build_byte_tokenizer,
-    continue_ids,
     evaluate_model,
     export_model,
+    generate_sample,
     load_exported,
     merge_replicas,
 )
@@ -200,10 +200,11 @@ def test_a_sample_follows_its_seed_and_keeps_the_prompt(tmp_path: Path) -> None:
     spec = spec_of("llama", 1, vocab_size=256)
     export_model(spec, parameters_by_full_name(build_all(spec)), tmp_path, "bytes")
     before = torch.get_rng_state()
-    model, prompt = load_exported(tmp_path), torch.tensor(list(b"import "))
-    one, again, other = (continue_ids(model, prompt, 20, seed, 0.8) for seed in (1, 1, 2))
+    one, again, other = (generate_sample(tmp_path, "import ", 20, seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
     assert one == again
     assert one != other
-    assert one[:7] == list(b"import ")
-    assert len(one) > 7
+    assert one.startswith("import ")
+    assert len(one) > len("import ")
+    with pytest.raises(ValueError, match="prompt"):
+        generate_sample(tmp_path, "", 5, 0)
