@@ -10,7 +10,7 @@ from noloco_node import ambient
 from noloco_node.directory.membership import Membership, too_few
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.telemetry.events import Doing
-from noloco_node.telemetry.words import as_replicas
+from noloco_node.telemetry.words import as_many
 
 IDLE_SECONDS = 10.0
 """A node is waiting after so many seconds without a trained token, and after the usual time of five inner steps."""
@@ -83,12 +83,15 @@ def doing(facts: Facts) -> tuple[What, str]:
         return "waiting_for_peers", f"a replica of stage {facts.stage - 1}: none is known"
     if facts.in_hand and not last:
         return "waiting_for_work", (
-            f"answers from stage {facts.stage + 1}, which has {as_replicas(facts.after)}: {facts.in_hand} "
+            f"answers from stage {facts.stage + 1}, which has {as_many(facts.after, 'replica')}: {facts.in_hand} "
             "microbatches are under way"
         )
     if facts.in_hand or facts.stage == 0:
         return "waiting_for_work", f"the device: {facts.in_hand} microbatches are in hand"
-    return "waiting_for_work", f"microbatches from stage {facts.stage - 1}, which has {as_replicas(facts.before)}"
+    return (
+        "waiting_for_work",
+        f"microbatches from stage {facts.stage - 1}, which has {as_many(facts.before, 'replica')}",
+    )
 
 
 class Activity:

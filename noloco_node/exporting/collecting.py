@@ -26,7 +26,7 @@ from noloco_node.model.cut import cut_model
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.telemetry.words import as_bytes, as_replicas, as_stages
+from noloco_node.telemetry.words import as_bytes, as_many, as_stages
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class Collector:
             return
         exported = export(gathered, self.model, lambda _: None)
         words = ", ".join(
-            f"stage {stage} from {as_replicas(len(exported.used[stage]))} at {clock:,.0f} tokens"
+            f"stage {stage} from {as_many(len(exported.used[stage]), 'replica')} at {clock:,.0f} tokens"
             for stage, clock in clocks.items()
         )
         size, hear = as_bytes(4 * exported.parameters), f"noloco-node generate {self.model} --prompt TEXT"

@@ -35,14 +35,6 @@ BLUE, ORANGE, GREEN, GREY = "#2f6db3", "#d9622b", "#3a8f5c", "#8a8a8a"
 PALETTE = (BLUE, ORANGE, GREEN, "#8e5bb5", "#c79a1e", "#2f9aa0", "#b5446e", "#6b4a2f", "#5a6b8a", "#93a33c")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
-LEGEND_INCHES = 0.7
-"""The width, in inches, of a label's mark in the common legend, and of the room around it."""
-INCHES_A_LETTER = 0.078
-INCHES_A_ROW = 0.21
-COLOURS = 64
-ROWS_WITHIN = 4
-"""The sheet has room for so many rows of the legend; each further one makes it higher, not the panels lower."""
-
 BAND_LABEL = "range of the seeds"
 LAST_LABEL = "after the last step"
 """This mark is the outer step that ends a training: it leads from the last loss on the way to the loss of the table."""
@@ -54,12 +46,6 @@ MODE_STYLES: dict[Momentum, tuple[str, str, float]] = {
     "local": (PALETTE[1], "s", 0.89),
 }
 """Colour, marker, and height of the marks of values beyond the panel."""
-
-TALLEST = 1.5
-"""A mean loss above this multiple of the panel's least is marked at the upper edge instead of drawn."""
-
-EARLY_SHARE = 0.2
-"""The steep losses of this first share of the training are left above the upper edge of the convergence plot."""
 
 
 def draw(plot: Plot, record: Results, path: Path) -> Path:
@@ -104,13 +90,13 @@ def _loss_curve(panel: Axes, line: FigureLine, colour: str, marker: str) -> None
 
 
 def _leave_out_the_start(panel: Axes, shown: Sequence[FigureLine], tokens: int) -> None:
-    """The first steep losses would press all differences into one line."""
+    """The steep losses of the first fifth would press all differences into one line."""
     late = [
         point.validation_loss
         for line in shown
         for result in line.results
         for point in result.curve
-        if point.validation_loss is not None and point.tokens >= EARLY_SHARE * tokens
+        if point.validation_loss is not None and point.tokens >= 0.2 * tokens
     ]
     late += [line.loss.mean for line in shown if line.loss is not None]
     if late:
@@ -135,7 +121,8 @@ def gamma(record: Results) -> Sheet:
         for mode, edge in edges.items():
             chosen = [line for line in shown if _of(record, line, "outer.momentum") == mode]
             colour = MODE_STYLES[mode][0]
-            limit = TALLEST * min((line.loss.mean for line in shown if line.loss is not None), default=math.inf)
+            # What is higher than that is marked at the upper edge instead of drawn.
+            limit = 1.5 * min((line.loss.mean for line in shown if line.loss is not None), default=math.inf)
             _by_gamma(losses, chosen, lambda line: line.loss, mode, limit)
             _by_gamma(spreads, chosen, lambda line: line.root_of_final_spread, mode)
             for panel in (losses, spreads):
@@ -256,10 +243,12 @@ class Sheet:
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
         if handles:
-            widest = LEGEND_INCHES + INCHES_A_LETTER * max(map(len, handles))
+            # In inches: a label's mark with the room around it, and its letters.
+            widest = 0.7 + 0.078 * max(map(len, handles))
             columns = max(1, min(len(handles), int(self._width / widest)))
-            more = max(0, math.ceil(len(handles) / columns) - ROWS_WITHIN)
-            self._figure.set_figheight(self._figure.get_figheight() + more * INCHES_A_ROW)
+            # There is room for four rows; each further one makes the sheet higher, not the panels lower.
+            more = max(0, math.ceil(len(handles) / columns) - 4)
+            self._figure.set_figheight(self._figure.get_figheight() + 0.21 * more)
             self._figure.legend(
                 list(handles.values()), list(handles), loc="outside lower center", ncols=columns, frameon=False
             )
@@ -268,7 +257,7 @@ class Sheet:
         """Write a PNG of few colours, which is a quarter as large. Raises OSError where `path` cannot be written."""
         drawn = BytesIO()
         self._figure.savefig(drawn, format="png", dpi=150)
-        Image.open(drawn).convert("RGB").quantize(COLOURS).save(path, format="png", optimize=True)
+        Image.open(drawn).convert("RGB").quantize(64).save(path, format="png", optimize=True)
 
 
 def tidy(panel: Axes) -> None:

@@ -24,6 +24,7 @@ from noloco_node.telemetry.words import (
     as_lag,
     as_long,
     as_loss,
+    as_many,
     as_node,
     as_nodes,
     as_rate,
@@ -134,7 +135,7 @@ def swarm_screen(
         *((Text(), *lines) if lines else ()),
     ]
     when = f" · {as_clock_time(view.time)}" if view.time else ""
-    nodes, stages = _many(view.present, "node"), _many(len(view.stages), "stage")
+    nodes, stages = as_many(view.present, "node"), as_many(len(view.stages), "stage")
     title = Text(f"{printable(view.run_name)} · {nodes} of {stages}")
     return Panel(Group(*parts), title=title, subtitle=Text(foot or f"run {view.run_id}{when}"))
 
@@ -170,10 +171,6 @@ def _table(columns: str, rows: Iterable[_Row], left: str = "") -> RenderableType
     for cells, style in rows:
         table.add_row(*(Text(printable(cell), style=style) for cell in cells))
     return Group(table, Text(f"and {left}", style="dim")) if left else table
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _troubles_of_node(state: NodeState, trouble: str) -> Iterator[str]:
@@ -280,7 +277,7 @@ def _troubles_of_swarm(view: SwarmView) -> Iterator[str]:
     if not view.time:
         yield "looking for the nodes of the run"
     elif view.introduced and not view.present:
-        yield f"{_many(view.introduced, 'record')} found, and no node of them has answered yet"
+        yield f"{as_many(view.introduced, 'record')} found, and no node of them has answered yet"
     elif view.missing:
         yield f"no node that answers serves {as_stages(view.missing)}"
 
@@ -310,7 +307,7 @@ def _figures_of_swarm(view: SwarmView) -> Figures:
 
 def _middle(middle: Middle | None, written: Callable[[float], str]) -> str:
     """A median, and of how many nodes' words."""
-    return "–" if middle is None else f"{written(middle.value)} ({_many(middle.nodes, 'node')})"
+    return "–" if middle is None else f"{written(middle.value)} ({as_many(middle.nodes, 'node')})"
 
 
 def _stages(view: SwarmView, most: int) -> RenderableType:
@@ -324,7 +321,7 @@ def _stages(view: SwarmView, most: int) -> RenderableType:
         rows.append((cells, "bold red" if stage.missing else ""))
     left = len(view.stages) - len(shown)
     columns = "stage, train, join, finish, leave, unreachable, capacity, trained, behind"
-    return _table(columns, rows, _many(left, "more stage") if left else "")
+    return _table(columns, rows, as_many(left, "more stage") if left else "")
 
 
 def _nodes(view: SwarmView, most: int) -> RenderableType:

@@ -72,9 +72,9 @@ def as_stages(stages: Sequence[int]) -> str:
     return f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]}"
 
 
-def as_replicas(count: int) -> str:
+def as_many(count: int, what: str) -> str:
     """`1 replica`, or `3 replicas`."""
-    return f"{count} replica{'' if count == 1 else 's'}"
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def as_trained(clock: float, target: int) -> str:

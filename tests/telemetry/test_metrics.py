@@ -29,8 +29,9 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 def test_metrics_follow_the_events_of_a_whole_run() -> None:
     """Each figure after all events of one node."""
     metrics = Metrics()
-    for event in made.node_events("s0-r0"):
+    for event in (*made.node_events("s0-r0"), P2pdRestarted(cause="frozen", restarts=1)):
         metrics.observe(event)
+    assert value(metrics, "noloco_p2pd_restarts_total", cause="frozen") == 1
     assert value(metrics, "noloco_inner_steps_total") == 60
     assert value(metrics, "noloco_tokens_total") == 60 * made.TOKENS
     assert value(metrics, "noloco_trained_tokens") == 60 * 2 * made.TOKENS
