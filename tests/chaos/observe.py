@@ -1,11 +1,16 @@
-"""What the event files say: pure figures of a swarm's past."""
+"""What a swarm did and came to, from what its nodes left: their event files, and the weights that they saved."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from noloco_node.config.load import load_config
+from noloco_node.exporting.write import merge_run
 from noloco_node.launch.local_swarm import SwarmNode
 from noloco_node.telemetry.events import Account, InnerStep, OuterStep
+from tests.chaos.swarm import CONFIG, Node
 
 WINDOW_SECONDS = 3.0
 """In which a swarm shows that it trains again."""
@@ -70,3 +75,16 @@ def clock_of(node: SwarmNode) -> float:
     """The clock that a node wrote last."""
     clocks = [e.clock for e in node.events if isinstance(e, InnerStep | OuterStep | Account)]
     return clocks[-1] if clocks else 0.0
+
+
+async def merged_loss(overrides: Sequence[str], nodes: Sequence[Node], folder: Path) -> float:
+    """Held-out loss, nats per token, of the mean of these nodes' slow weights; NaN where a stage saved none.
+
+    Computed here, from the saved files: nobody's answers have a part in it.
+    """
+    run = load_config(CONFIG, list(overrides)).run
+    ended = [(node, node.stopped.final_weights) for node in nodes if node.stopped is not None]
+    saved = {node.folder / weights: node.stage for node, weights in ended if weights is not None}
+    if set(saved.values()) != set(range(run.stages)):
+        return float("nan")
+    return (await asyncio.to_thread(merge_run, run, list(saved), folder, lambda _: None)).loss

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from tests.chaos.hostile_node import HOSTILITY
 from tests.chaos.lab import Lab
-from tests.chaos.observe import account_gap, last_account, outer_steps
-from tests.chaos.outcome import merged_loss
+from tests.chaos.observe import account_gap, last_account, merged_loss, outer_steps
 from tests.chaos.report import Verdict
 from tests.chaos.swarm import HERE, Node, Place, Swarm
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from noloco_node.telemetry.events import InnerStep
 from tests.chaos.lab import Lab
-from tests.chaos.observe import account_gap, clock_of, last_account, outer_steps, rate, seconds_to_recover
-from tests.chaos.outcome import merged_loss
+from tests.chaos.observe import account_gap, clock_of, last_account, merged_loss, outer_steps, rate, seconds_to_recover
 from tests.chaos.report import Verdict
 from tests.chaos.swarm import ENDLESS, START_SECONDS, Node, Swarm, running_swarm
 

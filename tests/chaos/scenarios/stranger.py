@@ -30,8 +30,7 @@ from noloco_node.telemetry.events import Account, InnerStep, OuterStep, StateDow
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims
 from tests.chaos.lab import Lab
-from tests.chaos.observe import last_account, stage_rate, tokens_between
-from tests.chaos.outcome import merged_loss
+from tests.chaos.observe import last_account, merged_loss, stage_rate, tokens_between
 from tests.chaos.paced_node import DOOR, READY, open_door
 from tests.chaos.report import Verdict
 from tests.chaos.stranger import KEYS, LIVES
