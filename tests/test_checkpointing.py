@@ -96,7 +96,7 @@ async def lone_node(
     drawn, events = list[list[int]](), list[AnyEvent]()
     begin = saved.standing.walk if saved else SamplerPosition()
     assert isinstance(begin, SamplerPosition)
-    walk = WindowSampler.at(COUNT, 7, "peer", begin)
+    walk = WindowSampler(COUNT, 7, "peer", begin)
 
     async def draw() -> torch.Tensor:
         drawn.append(walk.take(WINDOWS))

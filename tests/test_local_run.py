@@ -72,5 +72,5 @@ def test_checkpoints_stay_where_the_run_has_not_ended(tmp_path: Path) -> None:
     ended, *others = swarm.nodes
     RunFolder(ended.folder).mark_ended("run", "name")
     drop_checkpoints(swarm)
-    assert not ended.has_checkpoints
-    assert all(node.has_checkpoints for node in others)
+    assert not RunFolder(ended.folder).checkpoints.exists()
+    assert all(RunFolder(node.folder).checkpoints.is_dir() for node in others)

@@ -133,7 +133,13 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     data = spec.data.model_copy(update={"prepared": own.prepared, "mixture": mixture})
     if data.source == "text":
         if own.path is None and own.prepared is None and reads_text:
-            raise _no_text(spec)
+            raise _not_named(
+                spec,
+                f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own "
+                "copy",
+                "the text",
+                "--data-path PATH",
+            )
         data = data.model_copy(update={"path": own.path or data.path})
     check_own_word(spec, "path", data.path, own.path, reads=reads_text)
     return with_own_tokenizer(spec.model_copy(update={"data": data}), own.tokenizer, reads=reads_text)
@@ -148,7 +154,13 @@ def with_own_tokenizer(spec: RunSpec, named: str | None, *, reads: bool = True) 
         return spec
     if named is None:
         if reads and spec.data.tokenizer == NOT_READ:
-            raise _no_tokenizer(spec)
+            raise _not_named(
+                spec,
+                f"run.data.tokenizer is not set, and run '{spec.name}' has a tokenizer "
+                f"({spec.data.tokenizer_fingerprint}) of which each volunteer has its own copy",
+                "its folder",
+                "--set run.data.tokenizer=DIR",
+            )
         return spec
     data = spec.data.model_copy(update={"tokenizer": named})
     check_tokenizer(data)
@@ -189,12 +201,8 @@ def _check_named(spec: RunSpec, unnamed: Sequence[int]) -> None:
     named = ", ".join(f"run.data.mixture[{number}]{_in_brackets(sources[number].name)}" for number in numbers)
     words = shown(named_in_words([key_of(sources[number], number) for number in numbers]))
     if texts:
-        raise TextNotNamed(
-            ExitCode.CONFIG,
-            f"no path is named for {named} of run '{spec.name}', a text of which each volunteer has its own copy",
-            f"get the text from the run's owner, and say where it lies with {words}"
-            + ("; a node of a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""),
-        )
+        what = f"no path is named for {named} of run '{spec.name}', a text of which each volunteer has its own copy"
+        raise _not_named(spec, what, "the text", words)
     raise UserError(
         ExitCode.CONFIG,
         f"{named} of run '{spec.name}' is {_quoted(sources[numbers[0]].path)}, which lies on this machine: a run that "
@@ -255,22 +263,11 @@ class TextNotNamed(UserError):
     """For a node of the first stage that was not told where its copy of the run's text or tokenizer lies (CONFIG)."""
 
 
-def _no_text(spec: RunSpec) -> UserError:
+def _not_named(spec: RunSpec, what: str, get: str, how: str) -> TextNotNamed:
+    """The error for a text or tokenizer, `what`, of which each volunteer has a copy: how to `get` and to name it."""
     later = "; a node of a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
     return TextNotNamed(
-        ExitCode.CONFIG,
-        f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own copy",
-        f"get the text from the run's owner, and say where it lies with --data-path PATH{later}",
-    )
-
-
-def _no_tokenizer(spec: RunSpec) -> UserError:
-    later = "; a node of a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
-    return TextNotNamed(
-        ExitCode.CONFIG,
-        f"run.data.tokenizer is not set, and run '{spec.name}' has a tokenizer ({spec.data.tokenizer_fingerprint}) of "
-        "which each volunteer has its own copy",
-        "get its folder from the run's owner, and say where it lies with --set run.data.tokenizer=DIR" + later,
+        ExitCode.CONFIG, what, f"get {get} from the run's owner, and say where it lies with {how}{later}"
     )
 
 

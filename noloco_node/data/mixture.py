@@ -81,7 +81,7 @@ class MixedSampler:
         for number, (count, taken) in enumerate(zip(counts, self._sources.taken(), strict=True)):
             epoch, offset = divmod(taken, count)
             at = SamplerPosition(epoch=epoch, offset=offset)
-            self._walks.append(WindowSampler.at(count, seed, f"{peer_id}/{number}", at))
+            self._walks.append(WindowSampler(count, seed, f"{peer_id}/{number}", at))
 
     @property
     def position(self) -> SamplerPosition:

@@ -144,6 +144,10 @@ def _prepare(spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[
         return begun.model_copy(update={**counts, **changes})
 
     meter, size, looked = ReadMeter(), _bytes_of(spec), 0.0
+
+    def tell() -> None:
+        told(PreparedSoFar(meter.total, size, sum(file.count for file in files.values())))
+
     for document, held_out, tokens in _tokenised(divided(spec, whole, meter), begun.documents, tokenizer, spec):
         number += 1
         walked.add(document)
@@ -154,14 +158,14 @@ def _prepare(spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[
         files[held_out].append(tokens)
         now = ambient.monotonic()
         if now - looked >= LOOK_SECONDS:
-            told(PreparedSoFar(meter.total, size, sum(file.count for file in files.values())))
+            tell()
             looked = now
         if now - saved >= SAVE_SECONDS:
             _save(folder, files, reached())
             saved = now
     if number < begun.documents:
         raise _changed(folder)
-    told(PreparedSoFar(meter.total, size, sum(file.count for file in files.values())))
+    tell()
     done = reached(whole.text)
     _save(folder, files, done)
     (folder / _UNDER_WAY).rename(folder / _DONE)

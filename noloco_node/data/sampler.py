@@ -64,20 +64,12 @@ class WindowSampler:
     The order of a pass depends on (seed, peer id, epoch): replicas need not agree on anything to walk differently.
     """
 
-    def __init__(self, count: int, seed: int, peer_id: str) -> None:
-        if count < 1:
-            raise ValueError(f"a walk over {count} windows")
-        self._count, self._seed, self._peer_id = count, seed, peer_id
-        self._go_to(BEGINNING)
-
-    @classmethod
-    def at(cls, count: int, seed: int, peer_id: str, position: SamplerPosition) -> WindowSampler:
-        """A walk that goes on from `position`. ValueError when it lies outside a pass over `count` windows."""
+    def __init__(self, count: int, seed: int, peer_id: str, position: SamplerPosition = BEGINNING) -> None:
+        """ValueError where the position lies outside a pass over `count` windows."""
         if position.offset >= count:
             raise ValueError(f"offset {position.offset} in a pass over {count} windows")
-        walk = cls(count, seed, peer_id)
-        walk._go_to(position)
-        return walk
+        self._count, self._seed, self._peer_id = count, seed, peer_id
+        self._go_to(position)
 
     @property
     def position(self) -> SamplerPosition:

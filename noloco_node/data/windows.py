@@ -90,7 +90,7 @@ class Windows:
     def walk(self, seed: int, peer_id: str, position: SamplerPosition = BEGINNING) -> Walk:
         """The order in which a replica trains on them, from `position` on. ValueError where that lies outside."""
         if len(self._weights) == 1:
-            return WindowSampler.at(self.train_count, seed, peer_id, position)
+            return WindowSampler(self.train_count, seed, peer_id, position)
         return MixedSampler(self._training.counts, self._weights, seed, peer_id, position)
 
 

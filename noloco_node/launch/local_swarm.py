@@ -111,11 +111,6 @@ class SwarmNode:
         """True where the run has come to its end in this node's folder."""
         return RunFolder(self.folder).ended
 
-    @property
-    def has_checkpoints(self) -> bool:
-        """Whether an earlier life has left some, sound or not."""
-        return RunFolder(self.folder).checkpoints.is_dir()
-
     def brings_state(self, run_id: str) -> bool:
         """Whether the run has not ended in its folder and it can go on from a checkpoint. Reads it whole."""
         return not self.ended and CheckpointFolder(RunFolder(self.folder).checkpoints, 1).any_sound(run_id)
@@ -224,10 +219,8 @@ class LocalSwarm:
         """The nodes, first one that brings the run's state with it. One with damaged checkpoints would start the run
         from the seed, and can take the state from nodes that are up already."""
         run_id, nodes = self.config.run.run_id, sorted(self.nodes, key=lambda node: node.ended)
-        if any(node.has_checkpoints for node in nodes):
-            first = next((node for node in nodes if node.brings_state(run_id)), nodes[0])
-            nodes = [first, *(node for node in nodes if node is not first)]
-        return nodes
+        first = next((node for node in nodes if node.brings_state(run_id)), nodes[0])
+        return [first, *(node for node in nodes if node is not first)]
 
     async def wait(self) -> None:
         """Return when every daemon has ended, reading events meanwhile."""

@@ -48,7 +48,7 @@ def test_a_walk_resumes_exactly(count: int, before: int, after: int) -> None:
     walk = WindowSampler(count, 5, "peer")
     walk.take(before)
     position = SamplerPosition.model_validate_json(walk.position.model_dump_json())
-    assert WindowSampler.at(count, 5, "peer", position).take(after) == walk.take(after)
+    assert WindowSampler(count, 5, "peer", position).take(after) == walk.take(after)
 
 
 def test_passes_peers_and_seeds_walk_in_different_orders() -> None:
@@ -77,8 +77,8 @@ def test_a_walk_over_billions_of_windows_needs_no_memory() -> None:
 def test_impossible_positions_are_refused() -> None:
     """A position of another text, or a damaged one."""
     with pytest.raises(ValueError, match="offset 10 in a pass over 10"):
-        WindowSampler.at(10, 0, "peer", SamplerPosition(epoch=0, offset=10))
-    with pytest.raises(ValueError, match="0 windows"):
+        WindowSampler(10, 0, "peer", SamplerPosition(epoch=0, offset=10))
+    with pytest.raises(ValueError, match="offset 0 in a pass over 0 windows"):
         WindowSampler(0, 0, "peer")
     with pytest.raises(ValidationError):
         SamplerPosition(epoch=-1)
