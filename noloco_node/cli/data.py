@@ -84,15 +84,8 @@ NOT_YET = ("run.data.tokenizer=bytes", "run.data.tokenizer_fingerprint=null")
 def train_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `tokenizer train`, except the configuration."""
     add = command.add_argument
-    add(
-        "--vocab-size",
-        metavar="N",
-        type=int,
-        required=True,
-        help="tokens, those of single bytes included",
-    )
+    add("--vocab-size", metavar="N", type=int, required=True, help="tokens, those of single bytes included")
     add("--out", metavar="DIR", type=Path, required=True, help="where it goes, a folder that does not exist")
-    add("--documents", metavar="N", type=int, help="read so many documents at most (default: any number)")
     add("--text-bytes", metavar="N", type=int, default=1_000_000_000, help="read so much text at most (default: 1 GB)")
     command.set_defaults(call=_train)
 
@@ -101,9 +94,8 @@ def _train(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
 
     began = ambient.monotonic()
-    for name, value in (("--documents", options.documents), ("--text-bytes", options.text_bytes)):
-        if value is not None and value < 1:
-            raise UserError(ExitCode.USAGE, f"{name} is {value}", "name 1 or more")
+    if options.text_bytes < 1:
+        raise UserError(ExitCode.USAGE, f"--text-bytes is {options.text_bytes}", "name 1 or more")
     run = load_config(options.config, [*options.set, *NOT_YET]).run
     say_loading()
     with loading():
@@ -125,14 +117,7 @@ def _train(options: argparse.Namespace) -> int:
         progress.update(bar, completed=text_bytes, total=total, description=what)
 
     try:
-        learnt = train_tokenizer(
-            run.data,
-            options.out,
-            options.vocab_size,
-            documents=options.documents,
-            most_bytes=options.text_bytes,
-            told=told,
-        )
+        learnt = train_tokenizer(run.data, options.out, options.vocab_size, most_bytes=options.text_bytes, told=told)
         progress.update(bar, completed=learnt.text_bytes, total=learnt.text_bytes, description="done")
     finally:
         progress.stop()

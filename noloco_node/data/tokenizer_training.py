@@ -58,8 +58,8 @@ class TextTaken:
 
     TRIED_BYTES = 1 << 20
 
-    def __init__(self, spec: DataSpec, documents: int | None, most_bytes: int, told: _Told) -> None:
-        self._spec, self._most, self._most_bytes, self._told = spec, documents, most_bytes, told
+    def __init__(self, spec: DataSpec, most_bytes: int, told: _Told = lambda _documents, _bytes, _read: None) -> None:
+        self._spec, self._most_bytes, self._told = spec, most_bytes, told
         self.documents = 0
         self.text_bytes = 0
         self.tried: list[str] = []
@@ -82,7 +82,7 @@ class TextTaken:
                 self._told(self.documents, self.text_bytes, False)
                 if self.text_bytes >= self._most_bytes:
                     break
-            if self.documents == self._most or self.text_bytes >= self._most_bytes:
+            if self.text_bytes >= self._most_bytes:
                 break
         self._told(self.documents, self.text_bytes, True)
 
@@ -118,14 +118,13 @@ def train_tokenizer(
     folder: Path,
     vocab_size: int,
     *,
-    documents: int | None,
     most_bytes: int,
     told: _Told = lambda _documents, _bytes, _read: None,
 ) -> Learnt:
     """Learn a tokenizer from the first documents of the run's text that are not held out, and write it to `folder`.
 
-    It has at most `vocab_size` tokens, learnt from at most `documents` and `most_bytes`, and is written for
-    `AutoTokenizer`. `told` is called on another thread.
+    It has at most `vocab_size` tokens, learnt from at most `most_bytes`, and is written for `AutoTokenizer`. `told` is
+    called on another thread.
 
     Raises UserError: USAGE for a size out of bounds, RUN_FOLDER if the folder exists or cannot be made. It raises DATA
     as `divided` does and if there is no text. Nothing is left under that name if it does not come to its end.
@@ -137,7 +136,7 @@ def train_tokenizer(
             f"name a number from {SMALLEST} (the bytes and the end of a text) to {LARGEST}",
         )
     with _whole(folder) as beside:
-        taken = TextTaken(spec, documents, most_bytes, told)
+        taken = TextTaken(spec, most_bytes, told)
         thread = ThreadPoolExecutor(1)  # the library does not hear Ctrl-C while it counts
         try:
             fast = thread.submit(_learn, taken, vocab_size).result()

@@ -112,6 +112,6 @@ def test_a_text_without_spaces_gives_no_token_as_long_as_itself(tmp_path: Path) 
     """A line that is there often was one token of 30,000 bytes."""
     logging.getLogger("tokenizers").setLevel(logging.ERROR)
     (tmp_path / "rows.jsonl").write_bytes(lines(["".join(chr(97 + at * at % 23) for at in range(2000))] * 60))
-    train_tokenizer(text_spec(tmp_path / "rows.jsonl"), tmp_path / "made", 2400, documents=None, most_bytes=1 << 20)
+    train_tokenizer(text_spec(tmp_path / "rows.jsonl"), tmp_path / "made", 2400, most_bytes=1 << 20)
     words = PretrainedTokenizer(str(tmp_path / "made")).backend.get_vocab()
     assert LONGEST_TOKEN // 2 < max(map(len, words)) <= LONGEST_TOKEN

@@ -34,7 +34,7 @@ def stories(tmp_path: Path) -> Path:
 def learn(place: Path, out: Path, size: int = 300) -> int:
     """Its tokens."""
     spec = text_spec(place, holdout=0.2)
-    return train_tokenizer(spec, out, size, documents=None, most_bytes=1 << 30).tokens
+    return train_tokenizer(spec, out, size, most_bytes=1 << 30).tokens
 
 
 def test_every_text_comes_back_byte_for_byte(stories: Path, tmp_path: Path) -> None:
@@ -64,15 +64,13 @@ def test_a_run_trains_with_it(stories: Path, tmp_path: Path) -> None:
 
 
 def test_held_out_documents_are_not_learnt_from(stories: Path) -> None:
-    """The limits bound what is learnt from, too."""
+    """The limit bounds what is learnt from, too."""
     spec = text_spec(stories, holdout=0.2)
     split = load_split(spec)
-    taken = TextTaken(spec, None, 1 << 30, lambda _documents, _bytes, _read: None)
+    taken = TextTaken(spec, 1 << 30)
     assert list(taken) == [document.text for document in split.training]
     assert taken.tried == [document.text for document in split.validation]
-    few = TextTaken(spec, 7, 1 << 30, lambda _documents, _bytes, _read: None)
-    assert list(few) == [document.text for document in split.training[:7]]
-    assert len("".join(TextTaken(spec, None, 100, lambda _documents, _bytes, _read: None))) < 200
+    assert len("".join(TextTaken(spec, 100))) < 200
 
 
 def test_nothing_half_made_is_left(stories: Path, tmp_path: Path) -> None:
