@@ -18,7 +18,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.state_transfer.messages import OFFER
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.training.compute_thread import ComputeThread, Priority
-from noloco_node.transport.bans import Offence
+from noloco_node.peers.scorecard import Offence
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import Message
 from tests.support import eventually

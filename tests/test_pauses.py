@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from noloco_node.pauses import Doubling
+from noloco_node.tallies import Doubling
 
 
 def test_pauses_double_up_to_the_longest_and_stay_there() -> None:

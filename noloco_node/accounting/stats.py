@@ -13,7 +13,7 @@ from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.summary import node_seen
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.pipeline.participant import Pipeline
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.arrival import MissingStages

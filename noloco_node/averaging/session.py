@@ -87,7 +87,7 @@ class Acceptance(WireModel):
     tokens: _Tokens
     """Tokens behind the partner's Δ."""
     weightless: bool = False
-    """The partner gives its half and stays as it is (`peers.probation`): both sides take equal token weights."""
+    """The partner gives its half and stays as it is (`peers.partners`): both sides take equal token weights."""
     loss: Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)] | None = None
     """The partner's recent training loss, nats per token."""
 

@@ -26,7 +26,7 @@ from noloco_node.outer.clipping import CLIP_MULTIPLE, Judgement, PartnerBound
 from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, Part, gauge_coordinates
 from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import STRANGERS, Partners
-from noloco_node.peers.probation import Meeting, ProbationStanding, in_line
+from noloco_node.peers.partners import Meeting, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import BadAnswer, floor_of, judging

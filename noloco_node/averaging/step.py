@@ -44,7 +44,7 @@ from noloco_node.directory.peer_clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
 from noloco_node.participant import Participant, ReplicaContext
-from noloco_node.peers.probation import Ending, ProbationStanding
+from noloco_node.peers.partners import Ending, ProbationStanding
 from noloco_node.telemetry.events import ProbationEnded
 from noloco_node.training.stage_worker import Snapshot
 from noloco_node.transport.calls import A, Answer, Method, Q, ask

@@ -20,7 +20,7 @@ from noloco_node import ambient
 from noloco_node.bootstrap.hello import Plain
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
-from noloco_node.peer_table import PeerTimes
+from noloco_node.tallies import PeerTimes
 from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport

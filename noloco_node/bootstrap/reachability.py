@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from noloco_node.identity.addresses import Reach, reach_of
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import Doubling
+from noloco_node.tallies import Doubling
 
 NETWORKS_AGREED = 2
 """Peers of so many networks must have reached an address that only they know to be this node's, before it is

@@ -23,7 +23,7 @@ from noloco_node.data.tokenizers import Tokens
 from noloco_node.data.windows import Windows
 from noloco_node.document_marks import BEGINS
 from noloco_node.errors import UserError
-from noloco_node.pauses import Doubling
+from noloco_node.tallies import Doubling
 
 
 class Blocks(Protocol):

@@ -25,7 +25,7 @@ from statistics import median
 from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 
 TARGET = 64
 """The wanted number of records in a bucket."""

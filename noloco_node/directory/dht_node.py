@@ -39,7 +39,7 @@ from noloco_node.directory.validator import (
     unpacked_bytes,
 )
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.rations import Budget, PeerBudgets
+from noloco_node.tallies import Budget, PeerBudgets
 
 logger = logging.getLogger(__name__)
 

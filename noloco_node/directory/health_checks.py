@@ -22,9 +22,9 @@ from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, tell
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import Doubling
-from noloco_node.peer_table import FEW_PEERS
-from noloco_node.peers.stats import ANSWER_SECONDS, PeerStats
+from noloco_node.tallies import Doubling
+from noloco_node.tallies import FEW_PEERS
+from noloco_node.peers.scorecard import ANSWER_SECONDS, PeerStats
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
@@ -345,7 +345,7 @@ class HealthChecks:
         except Refused:
             return True
         except TransportError as error:
-            self._transport.conduct.judge(peer, error)
+            self._transport.judge(peer, error)
             return False
         ours = hello.run == self._run and hello.protocol == PROTOCOL_VERSION
         self._known.said(peer, hello.stage if ours else None)

@@ -13,7 +13,7 @@ from noloco_node.directory.records import PeerRecord, SignedRecord
 from noloco_node.directory.store import Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.directory.validator import RecordValidator
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.rations import Budget, PeerBudgets
+from noloco_node.tallies import Budget, PeerBudgets
 
 SKEW_SECONDS = 300.0
 """The clock of an honest node may be so many seconds ahead of this node's: only ghosts live longer by it."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from noloco_node import ambient
 from noloco_node.directory.records import DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import QUIET_PAUSES
-from noloco_node.peer_table import PeerTable
-from noloco_node.peers.stats import PeerStats
+from noloco_node.tallies import QUIET_PAUSES
+from noloco_node.tallies import PeerTable
+from noloco_node.peers.scorecard import PeerStats
 
 PRIOR = 3.0
 """The number of stage peers that are taken to have worked at a common start, before any has been asked."""

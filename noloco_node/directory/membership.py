@@ -30,7 +30,7 @@ from noloco_node.directory.records import (
 )
 from noloco_node.directory.shared_text import SharedText, in_record
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 
 logger = logging.getLogger(__name__)
 

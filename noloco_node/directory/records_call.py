@@ -19,7 +19,7 @@ from noloco_node.directory.buckets import MOST_LEVEL
 from noloco_node.directory.records import Directory, SignedRecord
 from noloco_node.directory.validator import MAX_SIGNED_BYTES
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTimes
+from noloco_node.tallies import PeerTimes
 from noloco_node.transport.calls import QUESTION_SECONDS, Method, call, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw

@@ -19,7 +19,7 @@ from noloco_node import ambient
 from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import SILENCES_TOLERATED, PeerStats
+from noloco_node.peers.scorecard import SILENCES_TOLERATED, PeerStats
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_o
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.keys import PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 
 DICTIONARY_CODE = 0x50
 MOST_ROWS = 1024

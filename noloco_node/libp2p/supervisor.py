@@ -21,7 +21,7 @@ from noloco_node.aio import Pulse, cancel_and_wait, first_alone
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.pauses import Doubling
+from noloco_node.tallies import Doubling
 
 logger = logging.getLogger(__name__)
 

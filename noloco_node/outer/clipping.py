@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from noloco_node.outer.replica import OuterReplica
-from noloco_node.peer_table import FEW_PEERS, PeerTable
+from noloco_node.tallies import FEW_PEERS, PeerTable
 
 CLIP_MULTIPLE = 3.0
 """The multiple of the median of recent differences at which the difference to a partner is clipped."""

@@ -1,96 +1,52 @@
-"""The scorecard of a peer, and the book of all of them: what this node has seen of it, and how long it is left alone.
+"""What this node knows of its peers by dealings of its own: a scorecard for each, and the book of all of them.
 
 A record in the directory costs its signer nothing, so it only introduces. An answer over an authenticated link shows
-that somebody is there, and only work shows a replica. What a peer said of itself over its own link
-is marked so. Times are seconds on clocks that never go back.
+that somebody is there; only work shows a replica. Nobody's word on others enters here. What a peer said of itself over
+its own link is marked so. Times are seconds on clocks that never go back.
+
+An offence is something that no honest node sends, however bad its network is. Links are encrypted and checksummed, so
+bytes that arrive changed were sent changed. A stream that breaks or stalls, a refusal to serve (BUSY included), and
+slowness are none. Neither is what a bound on norms scales down.
 """
 
 from __future__ import annotations
 
+import heapq
+import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from enum import IntEnum, StrEnum
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
-from noloco_node.config.run_spec import ActivationCodec
+from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import BANS, NO_REST, Rest
-from noloco_node.peer_table import PeerTable
+from noloco_node.peers.hop import Hop, Trust
+from noloco_node.tallies import BANS, NO_REST, Doubling, PeerTable, Rest
 
-SET_ASIDE_AT = 3.0
-"""Doubt with which a peer gets no microbatch."""
-FORGIVEN = 1 / 8
-"""Doubt that an audit of a peer's ordinary answer takes off if it is not decided against it: who lies in more than
-every ninth of them is set aside in the end, however it spreads its lies. Also the share of a trial that a copy takes
-off, and the doubt that goes with each `TRIAL_SECONDS` once a trial is over."""
-TRIAL_SECONDS = BANS.first
-"""How long after a contradiction a peer gets no ordinary microbatch, if no audits clear it before. Bounded, since where
-too few others are left nobody can clear it."""
+logger = logging.getLogger(__name__)
 
-
-class Trust(IntEnum):
-    """Which microbatches a peer gets."""
-
-    ORDINARY = 0
-    ON_TRIAL = 1
-    """Copies of others', to compare; ordinary ones only where all others fail."""
-    SET_ASIDE = 2
-    """None, unless the stage has nobody else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reputation:
-    """One peer's repute with one sender. Times are seconds on a clock that never goes back."""
-
-    audits: int = 0
-    doubt: float = 0.0
-    """As it stood at `since`; see `doubt_at`."""
-    since: float = 0.0
-    aside: Rest = NO_REST
-    """The last time that it got nothing, and how many there were in a row."""
-    trial_until: float = 0.0
-
-    def doubt_at(self, now: float) -> float:
-        """What is left of the doubt. Time forgives too, once a trial is over: else a stage in which most have been
-        doubted would have nobody left to decide."""
-        return max(0.0, self.doubt - FORGIVEN * max(0.0, now - self.since) / TRIAL_SECONDS)
-
-    def trust(self, now: float) -> Trust:
-        """What the peer may be given now."""
-        if self.aside.holds(now):
-            return Trust.SET_ASIDE
-        return Trust.ON_TRIAL if now < self.trial_until and self.doubt_at(now) > 0.0 else Trust.ORDINARY
-
-
-UNBLEMISHED = Reputation()
-
-
-def after_audit(repute: Reputation, against: bool | None, now: float, *, by_copy: bool = False) -> Reputation:
-    """The repute after one more audit, decided against the peer, for it, or not at all (None).
-
-    `by_copy` where the peer was asked in order to compare it with others. A copy can be told from an ordinary
-    microbatch, if only by being all that one gets: so honesty there shortens a trial and takes no doubt away.
-    Who was set aside comes back on trial, with a doubt that makes the next contradiction set it aside again, and for
-    twice as long. While it is set aside nothing counts: what it still had in hand is neither a new lie nor a merit.
-    """
-    repute = replace(repute, audits=repute.audits + 1)
-    if repute.aside.holds(now):
-        return repute
-    if not against and by_copy:
-        return replace(repute, trial_until=repute.trial_until - FORGIVEN * TRIAL_SECONDS)
-    doubt = repute.doubt_at(now)
-    if not against:
-        return replace(repute, doubt=max(0.0, doubt - FORGIVEN), since=max(now, repute.since))
-    if doubt + 1.0 < SET_ASIDE_AT:
-        return replace(repute, doubt=doubt + 1.0, since=now + TRIAL_SECONDS, trial_until=now + TRIAL_SECONDS)
-    return set_aside(repute, now)
-
-
-def set_aside(repute: Reputation, now: float) -> Reputation:
-    """The repute of a peer that gets nothing for a while, and then comes back on trial."""
-    aside = repute.aside.ban(now)
-    trial = aside.until + TRIAL_SECONDS
-    return Reputation(repute.audits, SET_ASIDE_AT - 1.0, trial, aside, trial)
+TOLERATED = 10.0
+"""A peer may have so many offences on its account; the next one brings a ban."""
+FORGIVEN_A_SECOND = 1.0 / 30.0
+"""Each second takes so many offences off the account."""
+ANSWER_SECONDS = 60.0
+"""An answer counts for so many seconds."""
+SILENCES_TOLERATED = 1
+"""The link may lose so many calls after an answer before the peer no longer counts as answering."""
+WORK_SECONDS = 120.0
+"""Work counts for so many seconds."""
+ASKS_REMEMBERED = 64
+"""The number of latest asks for work that are remembered of peers without work so far."""
+ASKS_ALLOWED = 16
+"""A peer may be asked in vain in so many windows without any work from it in between. Peers that all work refuse a
+replica four times out of five if it is a fast one among slow ones, or if its exchanges take as long as the steps in
+between."""
+FAILURE_ASKS = 6
+"""Work that a peer was given and that came to nothing counts as so many asks: the third in a row is too many."""
+REST_AN_ASK = 0.25
+"""A peer rests for this part of the time that it was asked in vain, or as a banned peer if that is more. The rest
+doubles with each failed chance."""
 
 
 class Offence(StrEnum):
@@ -128,34 +84,17 @@ class BanRecord:
 CLEAN = BanRecord()
 
 
-@dataclass(slots=True)
-class Hop:
-    """A peer of the next stage: the microbatches sent to it."""
+def after_offence(standing: BanRecord, offence: Offence, now: float) -> BanRecord:
+    """The account after one more offence; banned where it holds more than `TOLERATED`.
 
-    under_way: list[float] = field(default_factory=list[float])
-    """When each request to it began that has not ended."""
-    load: int = 0
-    """Microbatches that it held besides the answered one, as it said at `load_at`."""
-    load_at: float = -math.inf
-    rest: Rest = NO_REST
-    """Its streams that broke in a row, and until when it is passed over for them or for its slowness."""
-    hangs: Rest = NO_REST
-    """How often it held requests up for nothing, and until when that is remembered."""
-    seconds: float | None = None
-    """What an answer takes, as of `at`; None where there was none yet."""
-    came: float = 1.0
-    """Share of requests that brought what was asked for, as of `at`."""
-    at: float = -math.inf
-    repute: Reputation = UNBLEMISHED
-    """What audits have said of it."""
-    no_audit_until: float = -math.inf
-    """It did not answer an audit, and is asked again then: it must not hold the audits up."""
-    carrying: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
-    """The seconds that carrying a microbatch there and back takes, by codec."""
-    least: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
-    """The least seconds that it took of late."""
-    work: float = 0.0
-    """The seconds that its work on one takes, as it says."""
+    During a ban nothing is added: what a banned peer had under way when the ban began is not held against it.
+    """
+    if standing.banned(now):
+        return standing
+    offences = max(0.0, standing.offences - (now - standing.since) * FORGIVEN_A_SECOND) + 1.0
+    if offences <= TOLERATED:
+        return BanRecord(offences, now, standing.ban, standing.reason)
+    return BanRecord(0.0, now, standing.ban.ban(now), offence)
 
 
 @dataclass(slots=True)
@@ -301,3 +240,198 @@ class PeerBook:
 
     def _forget(self, _peer: PeerId, card: Scorecard) -> None:
         self.bans_forgotten += card.conduct.ban.times > 0
+
+
+class PeerStats:
+    """What one node's scorecards say of answers and of work."""
+
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic) -> None:
+        self._clock = clock
+        self.book = PeerBook()
+        self.silences_in_all = 0
+        """The number of calls that the link lost so far, to all peers together."""
+        self._asks: deque[PeerId] = deque(maxlen=ASKS_REMEMBERED)
+
+    def answered(self, peer: PeerId) -> None:
+        """`peer` answered or refused a call of this node, or sent it a request, over its own authenticated link."""
+        known = self.book.heard(peer)
+        known.answered_at, known.silences = self._clock(), 0
+
+    def silent(self, peer: PeerId) -> None:
+        """A call to `peer` failed for the link: no stream, a broken one, or a deadline."""
+        known = self.book.card(peer)
+        known.silences += 1
+        self.silences_in_all += 1
+
+    def worked(self, peer: PeerId, tokens: int = 0) -> None:
+        """Work of `peer` was seen here: a microbatch, an exchange committed with it, a receipt that holds."""
+        known = self.book.worker(peer)
+        known.worked_at = known.answered_at = self._clock()
+        known.tokens += tokens
+        known.silences = known.asks = known.chances = 0
+
+    def idle(self, peer: PeerId) -> None:
+        """`peer` was given work and none came of it: an exchange that came to nothing, a microbatch that failed."""
+        self._ask_in_vain(self.book.card(peer), FAILURE_ASKS)
+
+    def let_down(self, peer: PeerId) -> None:
+        """`peer` had all the chances that it gets: it has failed until work of it is seen."""
+        known = self.book.card(peer)
+        known.asks, known.asked_at, known.asks_began_at = ASKS_ALLOWED + 1, self._clock(), -math.inf
+
+    def said(self, peer: PeerId, stage: int | None) -> None:
+        """`peer` said over its own link which stage of this node's run it serves; None where it serves none of it."""
+        self.book.card(peer).stage = stage
+
+    def asked(self, peer: PeerId, window: float) -> None:
+        """This node asks `peer`, drawn at random from those that answer, for work.
+
+        Asks within `window` seconds of the last one that counts are counted with it.
+        """
+        known, now = self.book.card(peer), self._clock()
+        if now - known.asked_at < window:
+            return
+        self._ask_in_vain(known, 1)
+        if known.worked_at == -math.inf:
+            self._asks.append(peer)
+
+    def _ask_in_vain(self, known: Scorecard, asks: int) -> None:
+        """So many asks more of which nothing has come yet."""
+        if known.asks > ASKS_ALLOWED and not self._rests(known):
+            known.asks, known.chances = 0, known.chances + 1
+        known.asked_at = self._clock()
+        if known.asks == 0:
+            known.asks_began_at = known.asked_at
+        known.asks += asks
+
+    def _rests(self, known: Scorecard) -> bool:
+        """Whether a peer that was asked in vain is still left alone."""
+        rest = Doubling(max(BANS.first, REST_AN_ASK * (known.asked_at - known.asks_began_at)), math.inf)
+        return self._clock() - known.asked_at < rest.after(known.chances)
+
+    def asks_lately(self) -> tuple[int, int]:
+        """How often, of late, it asked peers of which it had seen no work before; and how often work came of it."""
+        return len(self._asks), sum(peer in self.book.workers for peer in self._asks)
+
+    def met(self, peer: PeerId) -> bool:
+        """Whether `peer` has ever answered, as far as this node remembers."""
+        return self.book.of(peer).answered_at > -math.inf
+
+    def known_workers(self) -> Sequence[PeerId]:
+        """Peers of which work was seen and that answer, whatever the directory says of them."""
+        return [peer for peer in self.book.workers if self.answers(peer)]
+
+    def answering(self) -> Sequence[PeerId]:
+        """Peers that answer, whatever the directory says of them."""
+        return [peer for peer in (*self.book.workers, *self.book.met) if self.answers(peer)]
+
+    def takes_part(self, peer: PeerId) -> bool:
+        """Whether `peer` answers and has said itself that it serves this run, at whatever stage."""
+        known = self.book.of(peer)
+        return known.stage is not None and self._answers(known)
+
+    def has_taken_part(self, peer: PeerId) -> bool:
+        """Whether `peer` has said that it serves this run, however long ago, and has not been silent since."""
+        known = self.book.of(peer)
+        return known.stage is not None and known.silences == 0
+
+    def has_worked(self, peer: PeerId) -> bool:
+        """Whether work of `peer` was ever seen here, as far as this node remembers."""
+        return peer in self.book.workers
+
+    def failed(self, peer: PeerId) -> bool:
+        """Whether `peer` had its fair chance to work with this node, and no work has come of it since. It has another
+        one after a while: to refuse is honest, and so is a bad line."""
+        known = self.book.of(peer)
+        return known.asks > ASKS_ALLOWED and self._rests(known)
+
+    def serves(self, peer: PeerId, stage: int) -> bool:
+        """Whether `peer` answers and has said itself that it serves this stage of the run."""
+        known = self.book.of(peer)
+        return known.stage == stage and self._answers(known)
+
+    def unsure(self, peer: PeerId, stage: int) -> bool:
+        """Tell whether nothing speaks against `peer`'s serving this stage, though it has not answered of late: this
+        node has not come to call it, or not again."""
+        known = self.book.of(peer)
+        return known.silences == 0 and known.stage in (None, stage)
+
+    def answers(self, peer: PeerId) -> bool:
+        """Whether `peer` has answered of late and is not silent since."""
+        return self._answers(self.book.of(peer))
+
+    def _answers(self, known: Scorecard) -> bool:
+        return known.silences <= SILENCES_TOLERATED and self._clock() - known.answered_at <= ANSWER_SECONDS
+
+    def works(self, peer: PeerId) -> bool:
+        """Whether work of `peer` was seen of late."""
+        known = self.book.workers.get(peer)
+        return known is not None and self._clock() - known.worked_at <= WORK_SECONDS
+
+    def of(self, peer: PeerId) -> Scorecard:
+        """What is known of `peer`; to be read only."""
+        return self.book.of(peer)
+
+
+class Bans:
+    """The offences of peers on their scorecards, and the bans in force."""
+
+    def __init__(self, clock: Callable[[], float] = ambient.monotonic, book: PeerBook | None = None) -> None:
+        self.clock = clock
+        self._book = book or PeerBook()
+        self.offences: Counter[str] = Counter()
+        """So far, by `Offence`."""
+        self.bans: Counter[str] = Counter()
+        """So far, by the `Offence` that brought them."""
+        self._changes = 0
+        self._ends: list[float] = []
+        """The ends of the bans in force, as a heap."""
+        self.on_ban: Callable[[PeerId], None] | None = None
+        """Called when a ban begins."""
+
+    def offended(self, peer: PeerId, offence: Offence, detail: str = "") -> None:
+        """Count an offence of `peer`; a ban that follows is logged once, with its reason and its end."""
+        now = self.clock()
+        card = self._book.heard(peer)
+        before = card.conduct
+        after = card.conduct = after_offence(before, offence, now)
+        self.offences[offence.value] += 1
+        if not after.banned(now) or before.banned(now):
+            return
+        self.bans[offence.value] += 1
+        self._end_bans()
+        self._changes += 1
+        heapq.heappush(self._ends, after.ban.until)
+        seconds = after.ban.until - now
+        logger.warning("%s is banned here for %.0f s: %s (%s)", peer, seconds, offence.value, detail[:200])
+        if self.on_ban is not None:
+            self.on_ban(peer)
+
+    def standing(self, peer: PeerId) -> BanRecord:
+        """The offences of `peer`, and the last ban that they brought."""
+        return self._book.of(peer).conduct
+
+    def banned(self, peer: PeerId) -> bool:
+        """Whether `peer` is banned now."""
+        return self.standing(peer).banned(self.clock())
+
+    @property
+    def changes(self) -> int:
+        """How often `banned` may have changed its answer so far: bans that began, and that ended."""
+        self._end_bans()
+        return self._changes + self._book.bans_forgotten
+
+    def _end_bans(self) -> None:
+        while self._ends and self._ends[0] <= self.clock():
+            heapq.heappop(self._ends)
+            self._changes += 1
+
+    def deals(self, peer: PeerId, _: object = None, /) -> bool:
+        """Whether this node deals with `peer`: it is not banned now."""
+        return not self.banned(peer)
+
+    @property
+    def banned_now(self) -> int:
+        """Peers that are banned now."""
+        now = self.clock()
+        return sum(card.conduct.banned(now) for card in self._book.cards)

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import QUIET_PAUSES, moved
-from noloco_node.peer_table import FEW_PEERS, PeerTable, PeerTimes
-from noloco_node.peers.rations import Budget, PeerBudgets
+from noloco_node.tallies import QUIET_PAUSES, moved
+from noloco_node.tallies import FEW_PEERS, PeerTable, PeerTimes
+from noloco_node.tallies import Budget, PeerBudgets
 from noloco_node.peers.scorecard import PeerBook
-from noloco_node.peers.stats import WORK_SECONDS
+from noloco_node.peers.scorecard import WORK_SECONDS
 from noloco_node.pipeline.messages import MicrobatchHeader
 from noloco_node.training.compute_thread import DeviceLoad, QueueTurn
 from noloco_node.training.stage_worker import StageWorker

@@ -24,7 +24,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.finite import INLINE_ELEMENTS
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.scorecard import TRIAL_SECONDS, Trust
+from noloco_node.peers.hop import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.admission import WANTED_SECONDS
 from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer

@@ -15,7 +15,7 @@ from typing import Literal
 from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
-from noloco_node.pauses import moved
+from noloco_node.tallies import moved
 
 FIRST = 2
 WINDOW = 12

@@ -21,7 +21,7 @@ from noloco_node.document_marks import without_marks
 from noloco_node.finite import scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.activations import DTYPES, from_wire, wire_length
 from noloco_node.telemetry.events import MICROBATCH_OUTCOMES
 from noloco_node.transport.calls import Answer, BadAnswer, Method

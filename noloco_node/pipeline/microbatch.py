@@ -26,8 +26,8 @@ from noloco_node.data.samples import Samples, inputs_and_labels
 from noloco_node.document_marks import positions_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
-from noloco_node.pauses import Doubling
-from noloco_node.peers.latency import RequestOutcome
+from noloco_node.tallies import Doubling
+from noloco_node.peers.hop import RequestOutcome
 from noloco_node.pipeline.activations import LinkCodecs, to_wire
 from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop

@@ -18,18 +18,11 @@ from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import NO_REST, Doubling
-from noloco_node.peers.latency import (
-    HANG_SECONDS,
-    Bounds,
-    RequestOutcome,
-    after_request,
-    bounds_of,
-    weight_of,
-    yields_little,
-)
-from noloco_node.peers.scorecard import UNBLEMISHED, Hop, PeerBook, Reputation, Trust, after_audit, set_aside
-from noloco_node.peers.stats import ANSWER_SECONDS
+from noloco_node.tallies import NO_REST, Doubling
+from noloco_node.peers.hop import HANG_SECONDS, Bounds, RequestOutcome, after_request, bounds_of, weight_of, yields_little
+from noloco_node.peers.scorecard import PeerBook
+from noloco_node.peers.hop import UNBLEMISHED, Hop, Reputation, Trust, after_audit, set_aside
+from noloco_node.peers.scorecard import ANSWER_SECONDS
 from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.messages import PASSED_UPWARD
 from noloco_node.transport.errors import Refusal, Refused

@@ -26,7 +26,7 @@ from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.finite import found_finite, scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.activations import from_wire, to_wire
 from noloco_node.pipeline.admission import EvaluationRations, MicrobatchLimiter, SourceShares, turn_of
 from noloco_node.pipeline.messages import (

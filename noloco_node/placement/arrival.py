@@ -14,7 +14,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.membership import WITHDRAWAL_MARGIN_SECONDS
 from noloco_node.directory.records import Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.placement.balancing import Server, choose_stage, servers_of, settle_among, supply_of
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from noloco_node.directory.live_estimate import WELCOME_SHARE, seen_there, unask
 from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 

@@ -18,8 +18,8 @@ from noloco_node.directory.records import NOT_GONE, PeerState
 from noloco_node.directory.signed_end import SignedEnd, near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
-from noloco_node.peers.stats import PeerStats
+from noloco_node.tallies import PeerTable
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice, places
 
 NEAR_TARGET = 0.9

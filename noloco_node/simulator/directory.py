@@ -24,7 +24,7 @@ from noloco_node.directory.validator import RecordValidator
 from noloco_node.errors import UserError
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.simulator.links import Links
 from noloco_node.transport.memory import Parcel
 

@@ -21,7 +21,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 from noloco_node.state_transfer.copy_fetch import COPY_CHUNK, OPEN_COPY, CopyRequest, ask_for_copy, chunks_of_copy
 from noloco_node.state_transfer.copy_manifest import (
     DTYPES,

@@ -20,7 +20,7 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import Doubling
+from noloco_node.tallies import Doubling
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
 from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.peer_table import FEW_PEERS, PeerTable
+from noloco_node.tallies import FEW_PEERS, PeerTable
 from noloco_node.training.layout import FlatLayout
 
 FORGOTTEN_AFTER = 512

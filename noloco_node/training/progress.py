@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from noloco_node.pauses import LATEST, moved
+from noloco_node.tallies import LATEST, moved
 
 MOST_COUNTED = 1 << 53
 """No count, and no number of tokens, is larger: a float holds them all."""

@@ -184,7 +184,7 @@ async def ask(
             )
             break
         except ProtocolViolation as error:
-            transport.conduct.judge(peer, error)
+            transport.judge(peer, error)
             raise
         except TransportError:
             attempts -= 1
@@ -206,7 +206,7 @@ def judging(transport: Transport, peer: PeerId, what: str) -> Generator[None]:
         yield
     except BadAnswer as error:
         violation = ProtocolViolation(f"{what} of {peer}: {error}")
-        transport.conduct.judge(peer, violation)
+        transport.judge(peer, violation)
         raise violation from None
 
 

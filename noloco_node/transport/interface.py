@@ -12,6 +12,7 @@ way. It turns failures into refusals, so that both worlds refuse alike.
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping
@@ -21,8 +22,7 @@ from dataclasses import dataclass, field
 from noloco_node.config.run_spec import MAX_BODY_BYTES
 from noloco_node.identity.addresses import shown
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
-from noloco_node.transport.bans import OFFENSIVE, Bans
+from noloco_node.peers.scorecard import Bans, Offence, PeerStats
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
 from noloco_node.transport.frames import Envelope, check_sendable, encode_envelope
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec, TrafficCount
@@ -52,6 +52,14 @@ class Admitted:
     """Its header as a model: the handler finds it in `Message.parsed`."""
     release: Release | None = None
 
+
+OFFENSIVE: Mapping[Refusal, Offence] = {
+    Refusal.MALFORMED: Offence.MALFORMED,
+    Refusal.TOO_LARGE: Offence.TOO_LARGE,
+    Refusal.NOT_FINITE: Offence.NOT_FINITE,
+    Refusal.FORGED: Offence.FORGED,
+}
+"""Refusals caused by an offence of the peer that was refused. All others are ordinary life."""
 
 Admit = Callable[[PeerId, JsonObject, tuple[TensorSpec, ...]], Admitted | Release | None]
 """A function that sees a request before its body is read; it raises `Refused` to turn it away. It must not block. The
@@ -166,6 +174,18 @@ class RequestDesk:
         if offence is not None:
             self.conduct.offended(peer, offence, refused.detail)
 
+    def judge(self, peer: PeerId, error: Exception) -> None:
+        """Count an answer of `peer` that broke the protocol; a link that failed says nothing against it."""
+        if isinstance(error, ProtocolViolation):
+            self.conduct.offended(peer, Offence.BAD_ANSWER, str(error))
+
+    def refuse_banned(self, peer: PeerId) -> None:
+        """Raise Refused (`banned`, with the reason and the seconds left) where `peer` is banned now."""
+        standing, now = self.conduct.standing(peer), self.conduct.clock()
+        if standing.banned(now):
+            left = standing.ban.until - now
+            raise Refused(Refusal.BANNED, f"for {standing.reason}, {math.ceil(left)} s more")
+
     def seconds_for(self, body_bytes: int) -> float:
         """How long a body of that size may take on its way."""
         return self.limits.progress_seconds + body_bytes / self.limits.min_bytes_per_second
@@ -192,7 +212,7 @@ class RequestDesk:
 
     def _method_for(self, peer: PeerId, envelope: Envelope) -> _Method:
         """The method asked for, if this peer may have it now."""
-        self.conduct.refuse_banned(peer)
+        self.refuse_banned(peer)
         if self.gate is not None and not envelope.method.startswith(OPEN_TO_ALL) and not self.gate(peer):
             raise Refused(Refusal.NOT_ADMITTED)
         self.peer_stats.answered(peer)

@@ -197,7 +197,7 @@ class Libp2pTransport(Transport):
         self._incoming[peer] += 1
         self._held[stream] = peer
         try:
-            self.conduct.refuse_banned(peer)
+            self.refuse_banned(peer)
             while await self._serve_request(stream, peer):
                 pass
         except (StreamEnded, StreamStalled) as error:

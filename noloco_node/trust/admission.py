@@ -17,7 +17,7 @@ from noloco_node.directory.records import LiveRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import Invitation, Proof, named_invitation
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 from noloco_node.telemetry.words import as_utc
 from noloco_node.transport.calls import NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused

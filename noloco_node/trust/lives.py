@@ -20,7 +20,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.births import born_at, draw_birth, most_named
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_utc
 from noloco_node.transport.calls import ASKED_AT_ONCE

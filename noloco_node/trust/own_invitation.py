@@ -17,7 +17,7 @@ from noloco_node import ambient
 from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import ANSWER_SECONDS
+from noloco_node.peers.scorecard import ANSWER_SECONDS
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_long, as_utc
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import QUIET_PAUSES
-from noloco_node.peer_table import FEW_PEERS, PeerTable
+from noloco_node.tallies import QUIET_PAUSES
+from noloco_node.tallies import FEW_PEERS, PeerTable
 
 RECENT_MICROBATCHES = 32
 """The number of latest microbatches that tell how far ahead the origins are. They are enough for a burst to be

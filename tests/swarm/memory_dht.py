@@ -11,7 +11,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.identity.keys import Identity
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from tests.swarm.hostile_dht import throw_away_key
 
 Hook = Callable[[str, str], Awaitable[None]]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from noloco_node import peer_table
+from noloco_node import tallies
 from noloco_node.cli.commands import parser
 from noloco_node.cli.identity import make_invitation
 from noloco_node.config.own_paths import join_line
@@ -21,7 +21,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.invitations import Invitation, Proof, invite, read_invitation
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.transport.bans import Bans
+from noloco_node.peers.scorecard import Bans
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -310,7 +310,7 @@ def test_who_has_renewed_its_invitation_stays_a_member_whatever_others_show(
 ) -> None:
     """Forged proofs by the thousand push nobody out; members beyond those that are remembered are let in again as soon
     as they show theirs."""
-    monkeypatch.setattr(peer_table, "MOST_PEERS", 50)
+    monkeypatch.setattr(tallies, "MOST_PEERS", 50)
     spec = run_of(owner)
     access = Access(spec)
     old, new = (invite(owner, spec.run_id, LATER + after, GUEST).proof_for(GUEST) for after in (0, 1000))
@@ -332,7 +332,7 @@ def test_who_has_renewed_its_invitation_stays_a_member_whatever_others_show(
 
 def test_an_invitation_that_has_ended_takes_nobodys_place(owner: Identity, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ids are made up under it."""
-    monkeypatch.setattr(peer_table, "MOST_PEERS", 50)
+    monkeypatch.setattr(tallies, "MOST_PEERS", 50)
     spec = run_of(owner)
     access, ended = Access(spec), invite(owner, spec.run_id, 1, None)
     assert access.shown(GUEST, invite(owner, spec.run_id, LATER, GUEST).proof_for(GUEST))

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noloco_node import peer_table
+from noloco_node import tallies
 from noloco_node.aio import cancel_and_wait
 from noloco_node.config.run_spec import PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import BANS
-from noloco_node.peers.scorecard import TRIAL_SECONDS, Trust
+from noloco_node.tallies import BANS
+from noloco_node.peers.hop import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.audit import ALIKE, Auditor, Finding, likeness, odd_one_out
 from noloco_node.pipeline.messages import MICROBATCH, Ledger, MicrobatchHeader, Outgoing, Trained
 from noloco_node.pipeline.microbatch import Downstream
@@ -290,7 +290,7 @@ async def test_replicas_that_all_differ_cost_little_and_nobody_is_shut_out() -> 
 
 async def test_books_about_peers_do_not_grow_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those heard last are remembered."""
-    monkeypatch.setattr(peer_table, "MOST_PEERS", 4)
+    monkeypatch.setattr(tallies, "MOST_PEERS", 4)
     stage = await Stage(12).known()
     assert len(reputes_of(stage.balancer)) == 4
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node import pauses
+from noloco_node import tallies
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
-from noloco_node.pauses import Doubling
-from noloco_node.peers.scorecard import SET_ASIDE_AT, Trust
+from noloco_node.tallies import Doubling
+from noloco_node.peers.hop import SET_ASIDE_AT, Trust
 from noloco_node.pipeline.audit import Finding
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.pipeline.server import PipelineServer
@@ -217,7 +217,7 @@ def test_a_replica_that_has_lost_its_weights_is_set_aside_copies_a_stage_peer_an
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Honest, but useless until it has a good state again: it gets no work, lags, copies, and works as before."""
-    monkeypatch.setattr(pauses, "BANS", Doubling(4.0, 4.0))
+    monkeypatch.setattr(tallies, "BANS", Doubling(4.0, 4.0))
     in_virtual_time(_loses_its_weights, seed=1)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import ASKS_ALLOWED, FAILURE_ASKS, PeerStats
+from noloco_node.peers.scorecard import ASKS_ALLOWED, FAILURE_ASKS, PeerStats
 from noloco_node.placement.balancing import (
     Server,
     Supply,

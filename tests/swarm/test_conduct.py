@@ -8,19 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node import peer_table
+from noloco_node import tallies
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pauses import BANS
-from noloco_node.transport import bans as conduct
-from noloco_node.transport.bans import (
-    FORGIVEN_A_SECOND,
-    OFFENSIVE,
-    TOLERATED,
-    BanRecord,
-    Bans,
-    Offence,
-    after_offence,
-)
+from noloco_node.tallies import BANS
+from noloco_node.peers import scorecard as conduct
+from noloco_node.peers.scorecard import FORGIVEN_A_SECOND, TOLERATED, BanRecord, Bans, Offence, after_offence
+from noloco_node.transport.interface import OFFENSIVE
 from noloco_node.transport.errors import (
     BrokenStream,
     DeadlinePassed,
@@ -103,7 +96,7 @@ def test_a_bad_network_and_a_full_or_slow_node_are_no_offence(course: list[Excep
         if isinstance(event, Refusal):
             desk.count_refusal(PEER, Refused(event))
         else:
-            desk.conduct.judge(PEER, event)
+            desk.judge(PEER, event)
     assert desk.conduct.offences.total() == 0
 
 
@@ -117,11 +110,12 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
 ) -> None:
     """What a banned peer had under way adds nothing to its account."""
     clock = Clock(0.0)
-    book, begun = Bans(clock), []
+    desk, begun = RequestDesk(TransportLimits()), []
+    book = desk.conduct = Bans(clock)
     book.on_ban = begun.append
     with caplog.at_level(logging.WARNING):
         for _ in range(50):
-            book.judge(PEER, ProtocolViolation("its answer is no answer"))
+            desk.judge(PEER, ProtocolViolation("its answer is no answer"))
     assert begun == [PEER]
     assert len(caplog.records) == 1
     assert "banned here for 60 s: bad_answer (its answer is no answer)" in caplog.text
@@ -130,17 +124,17 @@ def test_a_ban_is_logged_once_counted_by_reason_and_refuses_with_the_time_left(
     assert book.banned_now == 1
     clock.now = 20.0
     with pytest.raises(Refused, match="bad_answer, 40 s more") as refused:
-        book.refuse_banned(PEER)
+        desk.refuse_banned(PEER)
     assert refused.value.reason is Refusal.BANNED
     clock.now = BANS.first
-    book.refuse_banned(PEER)
+    desk.refuse_banned(PEER)
     assert not book.banned(PEER)
     assert book.banned_now == 0
 
 
 def test_the_book_does_not_grow_with_new_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identities cost nothing: the accounts of the oldest offenders are forgotten."""
-    monkeypatch.setattr(peer_table, "MOST_PEERS", 8)
+    monkeypatch.setattr(tallies, "MOST_PEERS", 8)
     monkeypatch.setattr(conduct, "TOLERATED", 1.5)
     book = Bans()
     strangers = [PeerId(f"stranger-{number}") for number in range(100)]
@@ -169,7 +163,7 @@ def test_bans_that_have_ended_are_forgotten_where_nobody_asks_for_them(monkeypat
 async def test_a_ban_shows_in_the_view_from_its_first_moment_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are kept from one refresh to the next. A ban whose account had to make room for another ends in the view,
     too."""
-    monkeypatch.setattr(peer_table, "MOST_PEERS", 1)
+    monkeypatch.setattr(tallies, "MOST_PEERS", 1)
     clock, hub = Clock(0.0), MemoryDirectoryHub(1)
     book, banned, other = Bans(clock), PeerId("peer-that-is-banned"), PeerId("peer-beside-it")
     for peer in (banned, other):

@@ -7,7 +7,7 @@ import pytest
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 
 COPIED, LIFE = PeerId("12D3KooW-of-a-copied-folder"), 60.0

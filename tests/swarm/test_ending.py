@@ -13,7 +13,7 @@ from noloco_node.directory.records import PeerState
 from noloco_node.directory.signed_end import SignedEnd, end_word, near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.placement.run_end import (
     BEGINNING_SECONDS,
     HELD_UP_GRACES,

@@ -28,7 +28,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import start_p2p
-from noloco_node.transport import bans as conduct
+from noloco_node.peers import scorecard as conduct
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (
     BODY_FRAME_BYTES,

@@ -16,7 +16,7 @@ from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, serve_records
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers import stats as peer_stats
+from noloco_node.peers import scorecard as peer_stats
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

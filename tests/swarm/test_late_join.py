@@ -27,7 +27,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
-from noloco_node.pauses import Doubling
+from noloco_node.tallies import Doubling
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.state_transfer import donor as state_donor

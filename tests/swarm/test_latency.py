@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.latency import HANG_SECONDS, RequestOutcome
+from noloco_node.peers.hop import HANG_SECONDS, RequestOutcome
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.pipeline.routing import LoadBalancer, outcome_of
 from noloco_node.transport.errors import Refusal, Refused

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.latency import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS
+from noloco_node.peers.hop import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS
 from noloco_node.peers.partners import Partners, way_weights
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]

@@ -14,11 +14,7 @@ from noloco_node.directory.live_estimate import (
     proven_share,
 )
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import (
-    ASKS_ALLOWED,
-    FAILURE_ASKS,
-    PeerStats,
-)
+from noloco_node.peers.scorecard import ASKS_ALLOWED, FAILURE_ASKS, PeerStats
 from tests.worlds import record_of
 
 LIFE = 20.0

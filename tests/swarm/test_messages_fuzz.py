@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node import peer_table
+from noloco_node import tallies
 from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import ContributionFile, Receipt, statement_text
 from noloco_node.averaging import session as exchange
@@ -36,7 +36,7 @@ from noloco_node.identity.invitations import invite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import Part
-from noloco_node.pauses import Doubling
+from noloco_node.tallies import Doubling
 from noloco_node.peers import partners as patience
 from noloco_node.peers.partners import Partners
 from noloco_node.pipeline import inference
@@ -47,7 +47,7 @@ from noloco_node.state_transfer import fetch as state_transfer
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import AnyEvent, OuterStep
-from noloco_node.transport import bans as conduct
+from noloco_node.peers import scorecard as conduct
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.frames import FrameError
 from noloco_node.transport.interface import RequestDesk, Transport
@@ -381,7 +381,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 def keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small books, so that their limits are reached."""
-    monkeypatch.setattr(peer_table, "MOST_PEERS", IDS_KEPT)
+    monkeypatch.setattr(tallies, "MOST_PEERS", IDS_KEPT)
     monkeypatch.setattr(repeats, "ANSWERS_KEPT", ANSWERS_KEPT)
     never_tire_of_strangers(monkeypatch)
 

@@ -13,7 +13,7 @@ import pytest
 
 from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import SILENCES_TOLERATED, PeerStats
+from noloco_node.peers.scorecard import SILENCES_TOLERATED, PeerStats
 from noloco_node.placement.balancing import (
     RESCUE_SLOT_SECONDS,
     Server,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import FEW_PEERS
+from noloco_node.tallies import FEW_PEERS
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.messages import MicrobatchHeader
 from noloco_node.transport.memory import MemoryTransport

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION, peer_table
+from noloco_node import PROTOCOL_VERSION, tallies
 from noloco_node.accounting import receipts as receipts_module
 from noloco_node.accounting.receipts import open_receipts
 from noloco_node.accounting.statements import read_contribution
@@ -21,7 +21,7 @@ from noloco_node.directory.known_peers import MOST_PEERS, HeldState, KnownPeers
 from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import PeerTable
+from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.state_transfer.backups import standby_rank
 from noloco_node.training.progress import Progress
@@ -115,7 +115,7 @@ async def test_receipts_count_for_whoever_worked_and_are_forgotten_without_losin
     """No directory is asked: 60 peers of which none is seen any more serve one node in turn and are receipted. So is a
     peer that comes again after all of them. Nothing in either's books grows with those that came by."""
     most = 16
-    monkeypatch.setattr(peer_table, "MOST_PEERS", most)
+    monkeypatch.setattr(tallies, "MOST_PEERS", most)
     monkeypatch.setattr(receipts_module, "LEAST_SECONDS", 0.0)
     network, ledger = MemoryNetwork(), Ledger()
     own = MemoryTransport(network, PeerId("served-of-stage-0"))

@@ -16,7 +16,7 @@ from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerState, Scale
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
 from noloco_node.simulator.loop import in_virtual_time

@@ -7,21 +7,13 @@ import random
 
 import pytest
 
-from noloco_node import peer_table
+from noloco_node import tallies
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.partners import Partners
 from noloco_node.peers.scorecard import Offence, PeerBook
-from noloco_node.peers.stats import (
-    ANSWER_SECONDS,
-    ASKS_ALLOWED,
-    FAILURE_ASKS,
-    REST_AN_ASK,
-    SILENCES_TOLERATED,
-    WORK_SECONDS,
-    PeerStats,
-)
+from noloco_node.peers.scorecard import ANSWER_SECONDS, ASKS_ALLOWED, FAILURE_ASKS, REST_AN_ASK, SILENCES_TOLERATED, WORK_SECONDS, PeerStats
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.transport.bans import TOLERATED, Bans
+from noloco_node.peers.scorecard import TOLERATED, Bans
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
@@ -78,7 +70,7 @@ def test_work_counts_for_longer_and_clears_what_came_to_nothing() -> None:
 
 
 def test_a_crowd_that_only_answers_never_drives_out_who_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_table, "MOST_PEERS", 8)
+    monkeypatch.setattr(tallies, "MOST_PEERS", 8)
     known = PeerStats(Clock())
     known.worked(PEER)
     for number in range(100):

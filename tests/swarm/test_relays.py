@@ -40,7 +40,7 @@ from noloco_node.libp2p.relay.messages import (
 from noloco_node.libp2p.relay.places import ask_for_place, connected_by_relay, only_relayed
 from noloco_node.libp2p.relay.server import CircuitRelay
 from noloco_node.libp2p.start import reached_by_a_stranger, running_p2p, start_p2p
-from noloco_node.pauses import Rest
+from noloco_node.tallies import Rest
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message
 from tests.inside import handshakes_of, held_by

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noloco_node import peer_table
+from noloco_node import tallies
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
@@ -99,7 +99,7 @@ def name(number: int, sender: str = "sender", content: int = 0) -> MicrobatchNam
 
 def test_the_books_are_bounded_and_what_came_to_nothing_may_be_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under invented ids, senders and contents."""
-    monkeypatch.setattr(peer_table, "MOST_PEERS", 50)
+    monkeypatch.setattr(tallies, "MOST_PEERS", 50)
     books = Repeats()
     for number in range(200):
         books.mark_trained(name(number % 7, f"sender {number % 5}", number))

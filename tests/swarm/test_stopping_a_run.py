@@ -19,8 +19,8 @@ from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peer_table import MOST_PEERS
-from noloco_node.peers.stats import WORK_SECONDS, PeerStats
+from noloco_node.tallies import MOST_PEERS
+from noloco_node.peers.scorecard import WORK_SECONDS, PeerStats
 from noloco_node.pipeline.admission import MicrobatchLimiter
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.calls import call

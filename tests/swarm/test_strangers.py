@@ -17,12 +17,12 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
-from noloco_node.pauses import BANS, NO_REST
+from noloco_node.tallies import BANS, NO_REST
 from noloco_node.pipeline.messages import MicrobatchAnswer
 from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.metrics import Metrics
-from noloco_node.transport import bans as conduct
-from noloco_node.transport.bans import Offence
+from noloco_node.peers import scorecard as conduct
+from noloco_node.peers.scorecard import Offence
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.frames import (

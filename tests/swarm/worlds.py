@@ -19,7 +19,7 @@ from noloco_node.identity.keys import Identity, identity_of_seed, load_or_create
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.interface import TransportLimits
 from noloco_node.transport.libp2p import Libp2pTransport

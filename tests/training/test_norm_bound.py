@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.peer_table import FEW_PEERS
+from noloco_node.tallies import FEW_PEERS
 from noloco_node.training import bounds
 from noloco_node.training.bounds import LARGEST_RISE, NormBound
 

@@ -24,7 +24,7 @@ from noloco_node.libp2p.relay.messages import (
     write_message,
 )
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
-from noloco_node.pauses import NO_REST, Doubling, Rest
+from noloco_node.tallies import NO_REST, Doubling, Rest
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHost
 

@@ -1,4 +1,4 @@
-"""How long a next-stage peer takes, and how often it brings what was asked for, beside its stage peers.
+"""A peer of the next stage: how long it takes, how often it brings what was asked for, and what audits say of it.
 
 What a peer says of its load costs it nothing; the time that it takes is the sender's own. A peer that answers just
 below each deadline, or fails at once each time, breaks no rule. It is asked less, in relation to its stage peers.
@@ -6,12 +6,14 @@ below each deadline, or fails at once each time, breaks no rule. It is asked les
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from enum import Enum, auto
+from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
-from noloco_node.pauses import NO_REST, Rest, moved
-from noloco_node.peers.scorecard import Hop
+from noloco_node.config.run_spec import ActivationCodec
+from noloco_node.tallies import BANS, NO_REST, Rest, moved
 
 TOLERANCE = 1.5
 """A peer is slow if it takes more than so many times as long as its stage peers. It is asked less by the square of the
@@ -31,6 +33,110 @@ REST_MULTIPLE = 3.0
 much again."""
 LONGEST_MEMORY_SECONDS = 600.0
 """A peer rests at most so many seconds, and its slow line or a request that it held up is remembered as long."""
+SET_ASIDE_AT = 3.0
+"""Doubt with which a peer gets no microbatch."""
+FORGIVEN = 1 / 8
+"""Doubt that an audit of a peer's ordinary answer takes off if it is not decided against it: who lies in more than
+every ninth of them is set aside in the end, however it spreads its lies. Also the share of a trial that a copy takes
+off, and the doubt that goes with each `TRIAL_SECONDS` once a trial is over."""
+TRIAL_SECONDS = BANS.first
+"""How long after a contradiction a peer gets no ordinary microbatch, if no audits clear it before. Bounded, since where
+too few others are left nobody can clear it."""
+
+
+class Trust(IntEnum):
+    """Which microbatches a peer gets."""
+
+    ORDINARY = 0
+    ON_TRIAL = 1
+    """Copies of others', to compare; ordinary ones only where all others fail."""
+    SET_ASIDE = 2
+    """None, unless the stage has nobody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reputation:
+    """One peer's repute with one sender. Times are seconds on a clock that never goes back."""
+
+    audits: int = 0
+    doubt: float = 0.0
+    """As it stood at `since`; see `doubt_at`."""
+    since: float = 0.0
+    aside: Rest = NO_REST
+    """The last time that it got nothing, and how many there were in a row."""
+    trial_until: float = 0.0
+
+    def doubt_at(self, now: float) -> float:
+        """What is left of the doubt. Time forgives too, once a trial is over: else a stage in which most have been
+        doubted would have nobody left to decide."""
+        return max(0.0, self.doubt - FORGIVEN * max(0.0, now - self.since) / TRIAL_SECONDS)
+
+    def trust(self, now: float) -> Trust:
+        """What the peer may be given now."""
+        if self.aside.holds(now):
+            return Trust.SET_ASIDE
+        return Trust.ON_TRIAL if now < self.trial_until and self.doubt_at(now) > 0.0 else Trust.ORDINARY
+
+
+UNBLEMISHED = Reputation()
+
+
+def after_audit(repute: Reputation, against: bool | None, now: float, *, by_copy: bool = False) -> Reputation:
+    """The repute after one more audit, decided against the peer, for it, or not at all (None).
+
+    `by_copy` where the peer was asked in order to compare it with others. A copy can be told from an ordinary
+    microbatch, if only by being all that one gets: so honesty there shortens a trial and takes no doubt away.
+    Who was set aside comes back on trial, with a doubt that makes the next contradiction set it aside again, and for
+    twice as long. While it is set aside nothing counts: what it still had in hand is neither a new lie nor a merit.
+    """
+    repute = replace(repute, audits=repute.audits + 1)
+    if repute.aside.holds(now):
+        return repute
+    if not against and by_copy:
+        return replace(repute, trial_until=repute.trial_until - FORGIVEN * TRIAL_SECONDS)
+    doubt = repute.doubt_at(now)
+    if not against:
+        return replace(repute, doubt=max(0.0, doubt - FORGIVEN), since=max(now, repute.since))
+    if doubt + 1.0 < SET_ASIDE_AT:
+        return replace(repute, doubt=doubt + 1.0, since=now + TRIAL_SECONDS, trial_until=now + TRIAL_SECONDS)
+    return set_aside(repute, now)
+
+
+def set_aside(repute: Reputation, now: float) -> Reputation:
+    """The repute of a peer that gets nothing for a while, and then comes back on trial."""
+    aside = repute.aside.ban(now)
+    trial = aside.until + TRIAL_SECONDS
+    return Reputation(repute.audits, SET_ASIDE_AT - 1.0, trial, aside, trial)
+
+
+@dataclass(slots=True)
+class Hop:
+    """A peer of the next stage: the microbatches sent to it."""
+
+    under_way: list[float] = field(default_factory=list[float])
+    """When each request to it began that has not ended."""
+    load: int = 0
+    """Microbatches that it held besides the answered one, as it said at `load_at`."""
+    load_at: float = -math.inf
+    rest: Rest = NO_REST
+    """Its streams that broke in a row, and until when it is passed over for them or for its slowness."""
+    hangs: Rest = NO_REST
+    """How often it held requests up for nothing, and until when that is remembered."""
+    seconds: float | None = None
+    """What an answer takes, as of `at`; None where there was none yet."""
+    came: float = 1.0
+    """Share of requests that brought what was asked for, as of `at`."""
+    at: float = -math.inf
+    repute: Reputation = UNBLEMISHED
+    """What audits have said of it."""
+    no_audit_until: float = -math.inf
+    """It did not answer an audit, and is asked again then: it must not hold the audits up."""
+    carrying: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
+    """The seconds that carrying a microbatch there and back takes, by codec."""
+    least: dict[ActivationCodec, float] = field(default_factory=dict[ActivationCodec, float])
+    """The least seconds that it took of late."""
+    work: float = 0.0
+    """The seconds that its work on one takes, as it says."""
 
 
 class RequestOutcome(Enum):
