@@ -54,7 +54,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def room_of(module: str) -> str:
-    """`noloco_node.transport.frames` -> `swarm`; the package itself -> ``."""
+    """`noloco_node.transport.messages` -> `transport`; the package itself -> ``."""
     return module.removeprefix(NAME).strip(".").partition(".")[0]
 
 
@@ -127,7 +127,7 @@ def test_no_import_runs_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("noloco_node.outer.update", "noloco_node.transport.frames"),
+        ("noloco_node.outer.update", "noloco_node.transport.messages"),
         ("noloco_node.training.stage_worker", "hivemind.p2p"),
         ("noloco_node.model.cut", "noloco_node.data.windows"),
         ("noloco_node.pipeline.routing", "noloco_node.node.daemon"),

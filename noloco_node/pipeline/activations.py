@@ -33,7 +33,7 @@ from noloco_node.outer.modulo_codes import signs
 from noloco_node.tallies import moved
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.training.layout import NUMBERS
-from noloco_node.transport.frames import BODY_FRAME_BYTES
+from noloco_node.transport.messages import BODY_FRAME_BYTES
 
 STEPS = 127
 """Codes of int8 go from minus so many to plus so many."""

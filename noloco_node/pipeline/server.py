@@ -49,7 +49,7 @@ from noloco_node.training.layout import carried_dtype
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite, StageFacts
 from noloco_node.transport.calls import Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.frames import tensor_bytes
+from noloco_node.transport.messages import tensor_bytes
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec, check_addressed
 from noloco_node.trust.sources_seen import OriginsSeen

@@ -24,7 +24,7 @@ from noloco_node.identity.addresses import shown
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import Bans, Offence, PeerStats
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
-from noloco_node.transport.frames import Envelope, check_sendable, encode_envelope
+from noloco_node.transport.messages import Envelope, check_sendable, encode_envelope
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec, TrafficCount
 
 logger = logging.getLogger(__name__)

@@ -49,7 +49,7 @@ from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.peers import scorecard as conduct
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.frames import FrameError
+from noloco_node.transport.messages import FrameError
 from noloco_node.transport.interface import RequestDesk, Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryTransport

@@ -25,7 +25,7 @@ from noloco_node.pipeline.admission import MicrobatchLimiter
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refused
-from noloco_node.transport.frames import FrameKind, encode_envelope
+from noloco_node.transport.messages import FrameKind, encode_envelope
 from noloco_node.transport.interface import TransportLimits
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

@@ -25,17 +25,7 @@ from noloco_node.peers import scorecard as conduct
 from noloco_node.peers.scorecard import Offence
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.frames import (
-    BODY_FRAME_BYTES,
-    PREFIX_BYTES,
-    Envelope,
-    FrameKind,
-    decode_prefix,
-    decode_refusal,
-    encode_envelope,
-    encode_frame,
-    encode_prefix,
-)
+from noloco_node.transport.messages import BODY_FRAME_BYTES, PREFIX_BYTES, Envelope, FrameKind, decode_prefix, decode_refusal, encode_envelope, encode_frame, encode_prefix
 from noloco_node.transport.interface import RequestDesk, TransportLimits, Withdraw
 from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.memory import Fault, FaultKind

@@ -16,7 +16,7 @@ from hivemind.proto import p2pd_pb2
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.frames import BODY_FRAME_BYTES, FrameError, decode_envelope, encode_envelope, encode_refusal
+from noloco_node.transport.messages import BODY_FRAME_BYTES, FrameError, decode_envelope, encode_envelope, encode_refusal
 from noloco_node.transport.libp2p import STREAM_PROTOCOL
 from noloco_node.transport.messages import Message
 from noloco_node.transport.streams import READ_AHEAD_BYTES, FramedStream, StreamEnded

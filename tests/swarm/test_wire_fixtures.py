@@ -15,7 +15,7 @@ import torch
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import Reply, ask, on_tensors
-from noloco_node.transport.frames import FrameKind, decode_envelope
+from noloco_node.transport.messages import FrameKind, decode_envelope
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message, TensorSpec, WireModel, parse, specs_of
 from noloco_node.transport.streams import FramedStream
