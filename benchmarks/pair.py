@@ -30,7 +30,7 @@ from noloco_node.averaging.step import Averaging
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
-from noloco_node.directory.peer_clocks import PeerClocks
+from noloco_node.directory.clocks import PeerClocks
 from noloco_node.errors import UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import load_or_create_identity

@@ -20,7 +20,7 @@ from noloco_node.ambient import OneByOne
 from noloco_node.averaging.engagement import Change, Engagement, Phase
 from noloco_node.averaging.matchmaking import Window
 from noloco_node.averaging.session import Session, abort_event, commit_event, opening_specs
-from noloco_node.directory.peer_clocks import PeerClocks
+from noloco_node.directory.clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import CLIP_MULTIPLE, Judgement, PartnerBound
 from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, Part, gauge_coordinates

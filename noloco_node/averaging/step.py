@@ -40,7 +40,7 @@ from noloco_node.averaging.session import (
     why_alone,
 )
 from noloco_node.averaging.side import Side
-from noloco_node.directory.peer_clocks import PeerClocks
+from noloco_node.directory.clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
 from noloco_node.participant import Participant, ReplicaContext

@@ -14,7 +14,7 @@ from noloco_node import ambient
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.averaging.step import Averaging
 from noloco_node.directory.membership import Membership
-from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.directory.clocks import FarBehind
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext

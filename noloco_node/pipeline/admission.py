@@ -28,7 +28,7 @@ from noloco_node.training.compute_thread import DeviceLoad, QueueTurn
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
-from noloco_node.trust.sources_seen import RECENT_MICROBATCHES, weighted_median
+from noloco_node.directory.clocks import RECENT_MICROBATCHES, weighted_median
 
 WANTED_SECONDS = 1.0
 """A refused peer is taken to want a place for so many seconds; it asks again within a fraction of that."""

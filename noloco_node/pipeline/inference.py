@@ -12,7 +12,7 @@ from torch import Tensor
 from noloco_node import PROTOCOL_VERSION
 from noloco_node.address_space import NoMemory
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.directory.clocks import FarBehind
 from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext

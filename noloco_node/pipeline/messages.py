@@ -37,7 +37,7 @@ from noloco_node.transport.messages import (
     TensorSpec,
     WireModel,
 )
-from noloco_node.trust.sources_seen import DrawnBy
+from noloco_node.directory.clocks import DrawnBy
 
 Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=MAX_PARTS)]
 """The number of times that each expert of a mixture was chosen for the tokens of a microbatch."""

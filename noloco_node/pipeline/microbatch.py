@@ -59,7 +59,7 @@ from noloco_node.transport.calls import ask, judging
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.trust.sources_seen import DrawnBy
+from noloco_node.directory.clocks import DrawnBy
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from noloco_node import ambient
 from noloco_node.data.samples import Position, Samples
-from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.directory.clocks import FarBehind
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.pipeline.inference import InferenceServer
 from noloco_node.pipeline.messages import Ledger, Sample

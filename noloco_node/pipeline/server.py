@@ -21,7 +21,7 @@ from noloco_node import ambient
 from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec
-from noloco_node.directory.peer_clocks import FarBehind
+from noloco_node.directory.clocks import FarBehind
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.finite import found_finite, scale_of
 from noloco_node.identity.peer_id import PeerId
@@ -52,7 +52,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import tensor_bytes
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec, check_addressed
-from noloco_node.trust.sources_seen import OriginsSeen
+from noloco_node.directory.clocks import OriginsSeen
 
 SCALE_MULTIPLE = 16.0
 """Activations are refused if their root mean square is this many times the usual one."""

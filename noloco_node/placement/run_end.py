@@ -20,7 +20,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.tallies import PeerTable
 from noloco_node.peers.scorecard import PeerStats
-from noloco_node.trust.sources_seen import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice, places
+from noloco_node.directory.clocks import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice, places
 
 NEAR_TARGET = 0.9
 """Share of the target from which a short run is at its end, though nobody has said so."""

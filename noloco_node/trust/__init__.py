@@ -1,4 +1,4 @@
-"""The peers that this node deals with: the admitted ones, those of its life of the run, and the origins it has seen.
+"""The peers that this node deals with: the admitted ones, and those of its life of the run.
 
-May import `directory` and below. Bans for broken messages are the transport's own.
+May import `directory` and below. Bans for broken messages are in `peers`.
 """

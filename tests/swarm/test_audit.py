@@ -26,7 +26,7 @@ from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
-from noloco_node.trust.sources_seen import DrawnBy
+from noloco_node.directory.clocks import DrawnBy
 from tests.inside import audits_under_way, reputes_of
 from tests.support import eventually
 from tests.worlds import micro_spec, peer_name

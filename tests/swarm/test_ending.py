@@ -24,7 +24,7 @@ from noloco_node.placement.run_end import (
     verdict,
 )
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen
+from noloco_node.directory.clocks import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import Clock, eventually

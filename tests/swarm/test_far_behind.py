@@ -10,7 +10,7 @@ import pytest
 from noloco_node.aio import cancel_and_wait
 from noloco_node.averaging.matchmaking import WAIT, Dial, PairingState, Window, decide
 from noloco_node.config.run_spec import OuterSpec
-from noloco_node.directory.peer_clocks import STANDS_BACK_SECONDS, FarBehind, PeerClocks
+from noloco_node.directory.clocks import STANDS_BACK_SECONDS, FarBehind, PeerClocks
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import OuterStep

@@ -14,14 +14,7 @@ from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.messages import MicrobatchHeader
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
-from noloco_node.trust.sources_seen import (
-    QUIET_LAG,
-    RECENT_MICROBATCHES,
-    DrawnBy,
-    OriginsSeen,
-    furthest_clock,
-    median_clock,
-)
+from noloco_node.directory.clocks import QUIET_LAG, RECENT_MICROBATCHES, DrawnBy, OriginsSeen, furthest_clock, median_clock
 from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, world
 
 

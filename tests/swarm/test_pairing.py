@@ -16,7 +16,7 @@ from noloco_node.averaging.matchmaking import (
     decide,
     retry_delay,
 )
-from noloco_node.directory.peer_clocks import PeerClocks, believed_clock, laggard
+from noloco_node.directory.clocks import PeerClocks, believed_clock, laggard
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal
 

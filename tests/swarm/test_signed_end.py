@@ -17,7 +17,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import OwnLife
-from noloco_node.trust.sources_seen import DrawnBy, OriginsSeen, places
+from noloco_node.directory.clocks import DrawnBy, OriginsSeen, places
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.swarm.test_last_words import SPEC, TARGET, name_of, record
 
