@@ -25,7 +25,7 @@ from benchmarks.command import command, parser_of, save, whole
 from benchmarks.hop import Processes
 from benchmarks.pair import WIDTHS, Pair, pair, peak_bytes, reset_peak
 from noloco_node.outer import CodecName
-from noloco_node.transport.pieces import Width, side_by_side
+from noloco_node.transport.calls import Width, side_by_side
 
 CODECS: tuple[CodecName, ...] = get_args(CodecName)
 PAPER = "NoLoCo (paper)"

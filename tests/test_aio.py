@@ -12,7 +12,7 @@ import pytest
 from noloco_node import aio
 from noloco_node.aio import LoopLag, all_of, cancel_and_wait, first_alone, run_to_end, some_at_a_time
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport.pieces import Width, side_by_side
+from noloco_node.transport.calls import Width, side_by_side
 from tests.support import one_turn
 
 TURNS = range(6)

@@ -51,7 +51,7 @@ from noloco_node.transport.calls import A, Answer, Method, Q, ask
 from noloco_node.transport.errors import DeadlinePassed, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.transport.pieces import FIRST_PIECES, Width, side_by_side
+from noloco_node.transport.calls import FIRST_PIECES, Width, side_by_side
 
 logger = logging.getLogger(__name__)
 

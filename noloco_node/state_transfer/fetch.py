@@ -28,7 +28,7 @@ from noloco_node.transport.calls import CHUNK_ATTEMPTS, BadAnswer, ask, judging
 from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.transport.pieces import Width, side_by_side
+from noloco_node.transport.calls import Width, side_by_side
 
 
 class Download:
