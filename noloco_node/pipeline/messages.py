@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -23,7 +24,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.activations import DTYPES, from_wire, wire_length
-from noloco_node.telemetry.events import MICROBATCH_OUTCOMES
+from noloco_node.telemetry.events import MICROBATCH_OUTCOMES, Distribution
 from noloco_node.transport.calls import Answer, BadAnswer, Method
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import (
@@ -228,6 +229,24 @@ def _note(table: PeerTable[PeerId, Done], peer: PeerId, tokens: int) -> None:
     done = table[peer] = table.get(peer) or Done()
     done.microbatches += 1
     done.tokens += tokens
+
+
+class Meter:
+    """How often values fell between `bounds`, and their sum. Not for several threads at once."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        """One more."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def distribution(self) -> Distribution:
+        """So far."""
+        return Distribution(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
 
 
 def tokens_to_send(model: ModelSpec, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ from noloco_node.pipeline.messages import (
     tokens_to_send,
 )
 from noloco_node.pipeline.routing import CircuitBreaker, LoadBalancer, outcome_of
-from noloco_node.telemetry.metric_table import HOP_SECONDS, Meter
+from noloco_node.telemetry.metric_table import HOP_SECONDS
+from noloco_node.pipeline.messages import Meter
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite

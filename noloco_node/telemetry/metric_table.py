@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-
-from noloco_node.telemetry.events import Distribution
 
 TEXT = files("noloco_node.telemetry").joinpath("metrics.md").read_text(encoding="utf-8")
 SEED = "# Metrics of a seed"
@@ -55,21 +52,3 @@ _OF_A_NODE, _, _OF_A_SEED = TEXT.partition(SEED)
 TABLE: dict[str, Metric] = {metric.name: metric for metric in _rows(_OF_A_NODE)}
 SEED_TABLE: dict[str, Metric] = {metric.name: metric for metric in _rows(_OF_A_SEED)}
 HOP_SECONDS = TABLE["noloco_hop_duration_seconds"].buckets
-
-
-class Meter:
-    """How often values fell between `bounds`, and their sum. Not for several threads at once."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float) -> None:
-        """One more."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def distribution(self) -> Distribution:
-        """So far."""
-        return Distribution(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
