@@ -15,10 +15,10 @@ from noloco_node.directory.records_call import RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.replica import Replica
-from noloco_node.state_transfer.messages import OFFER
+from noloco_node.peers.scorecard import Offence
+from noloco_node.state_transfer.fetch import OFFER
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.training.compute_thread import ComputeThread, Priority
-from noloco_node.peers.scorecard import Offence
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import Message
 from tests.support import eventually

@@ -17,8 +17,8 @@ from noloco_node import ambient
 from noloco_node.accounting.statements import ContributionFile, Receipt, Work, statement_text
 from noloco_node.aio import Pulse, cancel_and_wait, run_to_end, some_at_a_time
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.messages import Ledger
+from noloco_node.tallies import PeerTable
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import ASKED_AT_ONCE, NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError

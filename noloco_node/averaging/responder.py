@@ -8,7 +8,6 @@ import asyncio
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.averaging.engagement import DIALLED, Change, Phase
 from noloco_node.averaging.matchmaking import answer_proposal
 from noloco_node.averaging.session import (
     CHUNK,
@@ -27,7 +26,7 @@ from noloco_node.averaging.session import (
     opening_of,
     overdue,
 )
-from noloco_node.averaging.side import Side
+from noloco_node.averaging.side import DIALLED, Change, Phase, Side
 from noloco_node.finite import found_finite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite

@@ -1,4 +1,7 @@
-"""What a replica brings to an exchange, whichever side dialled: how one begins, is committed, and comes to its end.
+"""What a replica brings to an exchange, whichever side dialled: what it is engaged in, and how an exchange ends.
+
+A replica's outer steps are engaged in one thing at a time: an exchange on either side of it, a step alone, or the
+taking of a stage peer's state. That is a phase; its allowed changes are a pure function, and it has one writer.
 
 The arithmetic of an open outer step runs on a thread of its own. A number that is not finite is blamed on the side it
 came from.
@@ -10,14 +13,15 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.ambient import OneByOne
-from noloco_node.averaging.engagement import Change, Engagement, Phase
 from noloco_node.averaging.matchmaking import Window
 from noloco_node.averaging.session import Session, abort_event, commit_event, opening_specs
 from noloco_node.directory.clocks import PeerClocks
@@ -25,8 +29,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import CLIP_MULTIPLE, Judgement, PartnerBound
 from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, Part, gauge_coordinates
 from noloco_node.participant import ReplicaContext
-from noloco_node.peers.partners import STRANGERS, Partners
-from noloco_node.peers.partners import Meeting, ProbationStanding, in_line
+from noloco_node.peers.partners import STRANGERS, Meeting, Partners, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import BadAnswer, floor_of, judging
@@ -37,6 +40,127 @@ from noloco_node.transport.messages import TensorSpec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Phase(StrEnum):
+    """What this replica is in."""
+
+    FREE = "free"
+    PROPOSING = "proposing"
+    """An own proposal is under way."""
+    LEADING = "leading"
+    """It was accepted: openings and chunks go to the partner."""
+    AGREED = "agreed"
+    """A partner's proposal was accepted; its opening is awaited."""
+    OPENING = "opening"
+    """The partner's opening is worked on."""
+    ANSWERING = "answering"
+    """Both openings are known: the partner's chunks are answered."""
+    ALONE = "alone"
+    """A step without a partner is prepared."""
+    COMMITTING = "committing"
+    """All is there. From here on it is carried to its end."""
+    TAKING_STATE = "taking_state"
+    """A stage peer's state is fetched and loaded: an exchange would mix the two."""
+
+
+class Change(StrEnum):
+    """What may happen to it."""
+
+    PROPOSE = "propose"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    """The partner's no, or no answer."""
+    AGREE = "agree"
+    """To a partner's proposal; an own one that is under way to it is void then."""
+    OPEN = "open"
+    OPENED = "opened"
+    STEP_ALONE = "step_alone"
+    COMPLETE = "complete"
+    BREAK_OFF = "break_off"
+    DONE = "done"
+    TAKE_STATE = "take_state"
+    STATE_TAKEN = "state_taken"
+    """The taking of a state is over, with or without success."""
+
+
+TRANSITIONS: Mapping[Phase, Mapping[Change, Phase]] = MappingProxyType(
+    {
+        Phase.FREE: {
+            Change.PROPOSE: Phase.PROPOSING,
+            Change.AGREE: Phase.AGREED,
+            Change.STEP_ALONE: Phase.ALONE,
+            Change.TAKE_STATE: Phase.TAKING_STATE,
+        },
+        Phase.PROPOSING: {Change.ACCEPTED: Phase.LEADING, Change.REFUSED: Phase.FREE, Change.AGREE: Phase.AGREED},
+        Phase.LEADING: {Change.COMPLETE: Phase.COMMITTING, Change.BREAK_OFF: Phase.FREE},
+        Phase.AGREED: {Change.OPEN: Phase.OPENING, Change.BREAK_OFF: Phase.FREE},
+        Phase.OPENING: {Change.OPENED: Phase.ANSWERING, Change.BREAK_OFF: Phase.FREE},
+        Phase.ANSWERING: {Change.COMPLETE: Phase.COMMITTING, Change.BREAK_OFF: Phase.FREE},
+        Phase.ALONE: {Change.COMPLETE: Phase.COMMITTING, Change.BREAK_OFF: Phase.FREE},
+        Phase.COMMITTING: {Change.DONE: Phase.FREE},
+        Phase.TAKING_STATE: {Change.STATE_TAKEN: Phase.FREE},
+    }
+)
+"""Each phase allows these changes and no others."""
+
+BEGINNING_CHANGES = frozenset(TRANSITIONS[Phase.FREE])
+"""These changes begin something new."""
+DIALLED = (Phase.AGREED, Phase.OPENING, Phase.ANSWERING)
+"""In these phases an exchange that a partner has dialled can still be given up."""
+
+
+class NotAllowed(RuntimeError):
+    """The phase does not allow this change, or the session is no longer the present one. It is a mistake of this
+    program, never of a peer."""
+
+
+def after(phase: Phase, change: Change) -> Phase:
+    """The phase after `change`. Raises NotAllowed."""
+    try:
+        return TRANSITIONS[phase][change]
+    except KeyError:
+        raise NotAllowed(f"{change} while {phase}") from None
+
+
+class Engagement:
+    """The phase and the session that it is about. Nobody else changes them."""
+
+    def __init__(self) -> None:
+        self._phase = Phase.FREE
+        self._session: Session | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """What this replica is in."""
+        return self._phase
+
+    @property
+    def session(self) -> Session | None:
+        """What the phase is about; None where that is no outer step."""
+        return self._session
+
+    def begin(self, change: Change, session: Session | None = None) -> None:
+        """Engage in something new, in place of an own proposal if that was crossed. Raises NotAllowed."""
+        if change not in BEGINNING_CHANGES:
+            raise NotAllowed(f"{change} begins nothing")
+        self._phase, self._session = after(self._phase, change), session
+
+    def go_on(self, session: Session | None, change: Change) -> None:
+        """A change of what this replica is engaged in. Raises NotAllowed, also where that is not `session`."""
+        if session is not self._session or change in BEGINNING_CHANGES:
+            raise NotAllowed(f"{change} of an outer step that is over")
+        self._phase = after(self._phase, change)
+        if self._phase is Phase.FREE:
+            self._session = None
+
+    def holds(self, session: Session, *phases: Phase) -> bool:
+        """Tell whether `session` is the present one, and in one of `phases` if any are named.
+
+        During any await it may have ended and another have begun, even of the same name.
+        """
+        return session is self._session and (not phases or self._phase in phases)
+
 
 THREAD = "outer"
 

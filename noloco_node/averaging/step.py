@@ -22,7 +22,6 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.aio import run_to_end
-from noloco_node.averaging.engagement import Change, Phase
 from noloco_node.averaging.responder import Responder
 from noloco_node.averaging.session import (
     CHUNK,
@@ -39,7 +38,7 @@ from noloco_node.averaging.session import (
     too_slow,
     why_alone,
 )
-from noloco_node.averaging.side import Side
+from noloco_node.averaging.side import Change, Phase, Side
 from noloco_node.directory.clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import NotFinite
@@ -47,11 +46,10 @@ from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.peers.partners import Ending, ProbationStanding
 from noloco_node.telemetry.events import ProbationEnded
 from noloco_node.training.stage_worker import Snapshot
-from noloco_node.transport.calls import A, Answer, Method, Q, ask
+from noloco_node.transport.calls import FIRST_PIECES, A, Answer, Method, Q, Width, ask, side_by_side
 from noloco_node.transport.errors import DeadlinePassed, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.transport.calls import FIRST_PIECES, Width, side_by_side
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import PeerTable
 from noloco_node.peers.scorecard import PeerStats
+from noloco_node.tallies import PeerTable
 
 logger = logging.getLogger(__name__)
 

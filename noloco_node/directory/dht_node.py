@@ -176,7 +176,7 @@ class DhtNode:
         self._pings = 0
         self._calling_back: set[Any] = set()
         self._rested = 0
-        self._answers = PeerBudgets(ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
+        self._answers = PeerBudgets[PeerId](ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
         self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
 
     @classmethod

@@ -16,8 +16,7 @@ from typing import Any
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
-from noloco_node.tallies import NO_REST, Doubling, Rest
-from noloco_node.tallies import PeerTable
+from noloco_node.tallies import NO_REST, Doubling, PeerTable, Rest
 
 WALK_SECONDS = 5.0
 STRANGERS_SECONDS = 2.0

@@ -22,9 +22,8 @@ from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, tell
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import Doubling
-from noloco_node.tallies import FEW_PEERS
 from noloco_node.peers.scorecard import ANSWER_SECONDS, PeerStats
+from noloco_node.tallies import FEW_PEERS, Doubling
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport

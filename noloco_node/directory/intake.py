@@ -49,7 +49,7 @@ class Intake:
         self._known = known
         self.now = now
         self._longest_life = longest_life
-        self._of_peers = PeerBudgets(CHECKS_AT_ONCE, CHECKS_A_SECOND, clock)
+        self._of_peers = PeerBudgets[PeerId](CHECKS_AT_ONCE, CHECKS_A_SECOND, clock)
         self._pools = {esteem: Budget(*pool, clock) for esteem, pool in POOLS.items()}
         self.checked = 0
         """Signatures so far."""

@@ -30,10 +30,9 @@ from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import Doubling
-from noloco_node.tallies import FEW_PEERS, PeerTable
 from noloco_node.peers.scorecard import PeerStats
 from noloco_node.storage import atomic
+from noloco_node.tallies import FEW_PEERS, Doubling, PeerTable
 from noloco_node.transport.calls import ASKED_AT_ONCE
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from noloco_node import ambient
 from noloco_node.directory.records import DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import QUIET_PAUSES
-from noloco_node.tallies import PeerTable
 from noloco_node.peers.scorecard import PeerStats
+from noloco_node.tallies import QUIET_PAUSES, PeerTable
 
 PRIOR = 3.0
 """The number of stage peers that are taken to have worked at a common start, before any has been asked."""

@@ -1,7 +1,7 @@
 """How a replica comes to its first state, from top to bottom: look, bring back, copy, begin anew.
 
 It looks for others. It brings back a stage that is lost (`revival`). It asks the peers that answer, decides
-(`placement.initial_state`), and copies a stage peer. Else it begins anew.
+(`placement.arrival`), and copies a stage peer. Else it begins anew.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from noloco_node.node.revival import (
     wait_for_holder,
 )
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle
-from noloco_node.placement.initial_state import (
+from noloco_node.placement.arrival import (
     ASK_SECONDS,
     BEGINNINGS,
     DOUBT_SECONDS,

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from noloco_node import ambient
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, decide, retry_delay
 from noloco_node.averaging.step import Averaging
-from noloco_node.directory.membership import Membership
 from noloco_node.directory.clocks import FarBehind
+from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
 from noloco_node.state_transfer.donor_choice import StateCopier
-from noloco_node.state_transfer.messages import StateManifest
+from noloco_node.state_transfer.fetch import StateManifest
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Pace, Progress
 from noloco_node.transport.errors import Refused, TransportError

@@ -20,9 +20,9 @@ from noloco_node.averaging.step import Averaging
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
+from noloco_node.directory.clocks import FarBehind, PeerClocks
 from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
 from noloco_node.directory.membership import Membership, OwnFigures
-from noloco_node.directory.clocks import FarBehind, PeerClocks
 from noloco_node.directory.records import MOST_SHOWN, Directory, OwnWord, PeerState
 from noloco_node.directory.records_call import serve_records
 from noloco_node.directory.shared_text import SharedText

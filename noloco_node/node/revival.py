@@ -19,7 +19,7 @@ from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import build_stage
-from noloco_node.placement.initial_state import lacks_first_weights, no_first_weights
+from noloco_node.placement.arrival import lacks_first_weights, no_first_weights
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.telemetry.events import Warned

@@ -30,8 +30,8 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import INT4_BLOCK, INT8_BLOCK, ActivationCodec, token_bytes
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.modulo_codes import signs
-from noloco_node.tallies import moved
 from noloco_node.peers.scorecard import PeerBook
+from noloco_node.tallies import moved
 from noloco_node.training.layout import NUMBERS
 from noloco_node.transport.messages import BODY_FRAME_BYTES
 

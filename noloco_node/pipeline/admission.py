@@ -17,18 +17,15 @@ from typing import NamedTuple
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.directory.clocks import RECENT_MICROBATCHES, weighted_median
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import QUIET_PAUSES, moved
-from noloco_node.tallies import FEW_PEERS, PeerTable, PeerTimes
-from noloco_node.tallies import Budget, PeerBudgets
-from noloco_node.peers.scorecard import PeerBook
-from noloco_node.peers.scorecard import WORK_SECONDS
+from noloco_node.peers.scorecard import WORK_SECONDS, PeerBook
 from noloco_node.pipeline.messages import MicrobatchHeader
+from noloco_node.tallies import FEW_PEERS, QUIET_PAUSES, Budget, PeerBudgets, PeerTable, PeerTimes, moved
 from noloco_node.training.compute_thread import DeviceLoad, QueueTurn
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
-from noloco_node.directory.clocks import RECENT_MICROBATCHES, weighted_median
 
 WANTED_SECONDS = 1.0
 """A refused peer is taken to want a place for so many seconds; it asks again within a fraction of that."""
@@ -266,7 +263,7 @@ class Rations:
         self._trained = trained
         self._furthest = 0
         self._all = Budget(most, share, self._clock)
-        self._each = PeerBudgets(most / 2, share / 2, self._clock)
+        self._each = PeerBudgets[PeerId](most / 2, share / 2, self._clock)
 
     def check(self, peer: PeerId, tokens: int) -> None:
         """Refused (`busy`) where the peer may not have so many now."""

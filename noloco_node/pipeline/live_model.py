@@ -20,9 +20,9 @@ from noloco_node.directory.records import Directory, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import build_config, cut_width
-from noloco_node.tallies import PeerTimes
 from noloco_node.peers.scorecard import ANSWER_SECONDS
 from noloco_node.pipeline.inference import FORWARD, ForwardHeader, window_specs
+from noloco_node.tallies import PeerTimes
 from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import (
     DeadlinePassed,

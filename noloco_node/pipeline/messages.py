@@ -18,12 +18,13 @@ from noloco_node.config.model_spec import MAX_PARTS, ModelSpec
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.samples import Position
+from noloco_node.directory.clocks import DrawnBy
 from noloco_node.document_marks import without_marks
 from noloco_node.finite import scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
-from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.activations import DTYPES, from_wire, wire_length
+from noloco_node.tallies import PeerTable
 from noloco_node.telemetry.events import MICROBATCH_OUTCOMES, Distribution
 from noloco_node.transport.calls import Answer, BadAnswer, Method
 from noloco_node.transport.errors import Refusal, Refused
@@ -38,7 +39,6 @@ from noloco_node.transport.messages import (
     TensorSpec,
     WireModel,
 )
-from noloco_node.directory.clocks import DrawnBy
 
 Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=MAX_PARTS)]
 """The number of times that each expert of a mixture was chosen for the tokens of a microbatch."""

@@ -23,10 +23,10 @@ from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.data.samples import Samples, inputs_and_labels
+from noloco_node.directory.clocks import DrawnBy
 from noloco_node.document_marks import positions_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
-from noloco_node.tallies import Doubling
 from noloco_node.peers.hop import RequestOutcome
 from noloco_node.pipeline.activations import LinkCodecs, to_wire
 from noloco_node.pipeline.admission import ASKS_TO_WAIT
@@ -39,6 +39,7 @@ from noloco_node.pipeline.messages import (
     PASSED_UPWARD,
     HopFailed,
     Ledger,
+    Meter,
     MicrobatchAnswer,
     MicrobatchHeader,
     Outgoing,
@@ -51,8 +52,8 @@ from noloco_node.pipeline.messages import (
     tokens_to_send,
 )
 from noloco_node.pipeline.routing import CircuitBreaker, LoadBalancer, outcome_of
+from noloco_node.tallies import Doubling
 from noloco_node.telemetry.metric_table import HOP_SECONDS
-from noloco_node.pipeline.messages import Meter
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
@@ -60,7 +61,6 @@ from noloco_node.transport.calls import ask, judging
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
-from noloco_node.directory.clocks import DrawnBy
 
 logger = logging.getLogger(__name__)
 

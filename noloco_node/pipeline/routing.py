@@ -18,13 +18,25 @@ from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import NO_REST, Doubling
-from noloco_node.peers.hop import HANG_SECONDS, Bounds, RequestOutcome, after_request, bounds_of, weight_of, yields_little
-from noloco_node.peers.scorecard import PeerBook
-from noloco_node.peers.hop import UNBLEMISHED, Hop, Reputation, Trust, after_audit, set_aside
-from noloco_node.peers.scorecard import ANSWER_SECONDS
+from noloco_node.peers.hop import (
+    HANG_SECONDS,
+    UNBLEMISHED,
+    Bounds,
+    Hop,
+    Reputation,
+    RequestOutcome,
+    Trust,
+    after_audit,
+    after_request,
+    bounds_of,
+    set_aside,
+    weight_of,
+    yields_little,
+)
+from noloco_node.peers.scorecard import ANSWER_SECONDS, PeerBook
 from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.messages import PASSED_UPWARD
+from noloco_node.tallies import NO_REST, Doubling
 from noloco_node.transport.errors import Refusal, Refused
 
 logger = logging.getLogger(__name__)

@@ -21,12 +21,11 @@ from noloco_node import ambient
 from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec
-from noloco_node.directory.clocks import FarBehind
+from noloco_node.directory.clocks import FarBehind, OriginsSeen
 from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.finite import found_finite, scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
-from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.activations import from_wire, to_wire
 from noloco_node.pipeline.admission import EvaluationRations, MicrobatchLimiter, SourceShares, turn_of
 from noloco_node.pipeline.messages import (
@@ -43,16 +42,15 @@ from noloco_node.pipeline.messages import (
     labels_and_ids,
 )
 from noloco_node.pipeline.microbatch import Downstream
+from noloco_node.tallies import PeerTable
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.layout import carried_dtype
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite, StageFacts
 from noloco_node.transport.calls import Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.messages import tensor_bytes
 from noloco_node.transport.interface import Release, Transport, Withdraw
-from noloco_node.transport.messages import TensorSpec, check_addressed
-from noloco_node.directory.clocks import OriginsSeen
+from noloco_node.transport.messages import TensorSpec, check_addressed, tensor_bytes
 
 SCALE_MULTIPLE = 16.0
 """Activations are refused if their root mean square is this many times the usual one."""

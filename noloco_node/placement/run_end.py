@@ -13,14 +13,14 @@ from enum import StrEnum
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
+from noloco_node.directory.clocks import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice, places
 from noloco_node.directory.membership import Membership, too_few
 from noloco_node.directory.records import NOT_GONE, PeerState
 from noloco_node.directory.signed_end import SignedEnd, near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import PeerTable
 from noloco_node.peers.scorecard import PeerStats
-from noloco_node.directory.clocks import OriginSeen, OriginsSeen, Voice, furthest_clock, median_voice, places
+from noloco_node.tallies import PeerTable
 
 NEAR_TARGET = 0.9
 """Share of the target from which a short run is at its end, though nobody has said so."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from noloco_node.averaging.engagement import Phase
+from noloco_node.averaging.side import Phase
 from noloco_node.node.replica import Replica
 from noloco_node.placement.run_end import IDLE_GRACES, NEAR_TARGET
 from noloco_node.simulator.outer_ledger import OuterEntry, strays

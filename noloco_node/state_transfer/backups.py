@@ -21,7 +21,6 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import PeerTable
 from noloco_node.state_transfer.copy_fetch import COPY_CHUNK, OPEN_COPY, CopyRequest, ask_for_copy, chunks_of_copy
 from noloco_node.state_transfer.copy_manifest import (
     DTYPES,
@@ -36,6 +35,7 @@ from noloco_node.state_transfer.copy_manifest import (
 )
 from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS, longest_reading
 from noloco_node.storage.disk_memory import DiskMemory
+from noloco_node.tallies import PeerTable
 from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import ASKED_AT_ONCE, CHUNK_ATTEMPTS, NOTHING, Nothing, Reply, on

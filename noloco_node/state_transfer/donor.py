@@ -18,7 +18,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.state_transfer.donor_choice import StateCopier
-from noloco_node.state_transfer.messages import (
+from noloco_node.state_transfer.fetch import (
     CHUNK,
     OFFER,
     OPEN,

@@ -20,11 +20,20 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import Doubling
 from noloco_node.peers.scorecard import PeerBook
-from noloco_node.state_transfer.fetch import Download, fetch_state, load_download, new_download
-from noloco_node.state_transfer.messages import OFFER, StateManifest, StateOffer, StateRequest, packed_size
+from noloco_node.state_transfer.fetch import (
+    OFFER,
+    Download,
+    StateManifest,
+    StateOffer,
+    StateRequest,
+    fetch_state,
+    load_download,
+    new_download,
+    packed_size,
+)
 from noloco_node.state_transfer.rate import WHOLE_SECONDS
+from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import AnyEvent, StateDownload, StateSourceFailed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call, floor_of

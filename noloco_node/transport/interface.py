@@ -24,8 +24,15 @@ from noloco_node.identity.addresses import shown
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import Bans, Offence, PeerStats
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
-from noloco_node.transport.messages import Envelope, check_sendable, encode_envelope
-from noloco_node.transport.messages import JsonObject, Message, TensorSpec, TrafficCount
+from noloco_node.transport.messages import (
+    Envelope,
+    JsonObject,
+    Message,
+    TensorSpec,
+    TrafficCount,
+    check_sendable,
+    encode_envelope,
+)
 
 logger = logging.getLogger(__name__)
 

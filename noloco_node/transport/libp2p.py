@@ -19,9 +19,20 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.keys import Identity, sign_statement, signed_by
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
-from noloco_node.transport.messages import BODY_FRAME_BYTES, Envelope, FrameError, FrameKind, Prefix, check_sendable, decode_envelope, decode_refusal, encode_envelope, encode_refusal
 from noloco_node.transport.interface import DIRECTORY, RELAYED, Transport, TransportLimits
-from noloco_node.transport.messages import Message
+from noloco_node.transport.messages import (
+    BODY_FRAME_BYTES,
+    Envelope,
+    FrameError,
+    FrameKind,
+    Message,
+    Prefix,
+    check_sendable,
+    decode_envelope,
+    decode_refusal,
+    encode_envelope,
+    encode_refusal,
+)
 from noloco_node.transport.pacing import UNBOUNDED, BodyTurn, Line, at_once
 from noloco_node.transport.pool import Lease, StreamHost, StreamPool
 from noloco_node.transport.same_machine import SameMachine

@@ -26,9 +26,16 @@ from noloco_node.transport.errors import (
     Refused,
     TransportError,
 )
-from noloco_node.transport.messages import Envelope, check_sendable, decode_envelope, encode_envelope
 from noloco_node.transport.interface import Transport, TransportLimits
-from noloco_node.transport.messages import Message, TensorSpec, TrafficCount
+from noloco_node.transport.messages import (
+    Envelope,
+    Message,
+    TensorSpec,
+    TrafficCount,
+    check_sendable,
+    decode_envelope,
+    encode_envelope,
+)
 from noloco_node.transport.pacing import UNBOUNDED, BodyTurn, Line
 
 

@@ -15,8 +15,22 @@ from collections.abc import Awaitable, Iterator, Sequence
 
 import torch
 
-from noloco_node.transport.messages import AT_WORK_FRAME, BODY_FRAME_BYTES, END_FRAME, PREFIX_BYTES, FrameError, FrameKind, Prefix, decode_prefix, encode_frame, encode_prefix, frame_lengths, tensor_bytes
-from noloco_node.transport.messages import WIRE_DTYPES, TensorSpec
+from noloco_node.transport.messages import (
+    AT_WORK_FRAME,
+    BODY_FRAME_BYTES,
+    END_FRAME,
+    PREFIX_BYTES,
+    WIRE_DTYPES,
+    FrameError,
+    FrameKind,
+    Prefix,
+    TensorSpec,
+    decode_prefix,
+    encode_frame,
+    encode_prefix,
+    frame_lengths,
+    tensor_bytes,
+)
 from noloco_node.transport.pacing import UNBOUNDED, Line
 
 READ_AHEAD_BYTES = 4096

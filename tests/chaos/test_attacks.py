@@ -15,7 +15,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
-from noloco_node.state_transfer.messages import StateRequest, packed_size
+from noloco_node.state_transfer.fetch import StateRequest, packed_size
 from noloco_node.transport.calls import ask
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

@@ -20,10 +20,9 @@ from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import DirectoryView
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.scorecard import PeerStats
+from noloco_node.peers.scorecard import Bans, Offence, PeerStats
 from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.peers.scorecard import Bans, Offence
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import Message
 from tests.chaos import paced_node

@@ -31,8 +31,8 @@ from noloco_node.data.shared_turns import SharedTurns, Turn
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.tallies import Doubling
 from noloco_node.sizing.preflight import note_on_blocks
+from noloco_node.tallies import Doubling
 from tests.data.made_files import lines, write_texts
 from tests.data.splits import held_out_count
 from tests.data.test_sources import text_spec

@@ -8,10 +8,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from noloco_node.directory.clocks import PeerClocks
+from noloco_node.directory.clocks import DrawnBy, OriginsSeen, PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.training.progress import Progress, tied_pace
-from noloco_node.directory.clocks import DrawnBy, OriginsSeen
 
 TOKENS, INNER_STEPS = 64, 10
 

@@ -21,8 +21,8 @@ from noloco_node.directory.records_call import serve_records, tell
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checks import CheckOutcome, check_versions
-from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.peers.scorecard import Bans
+from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Admit, Handle, Withdraw
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

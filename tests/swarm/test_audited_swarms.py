@@ -18,13 +18,13 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, PipelineSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
-from noloco_node.tallies import Doubling
 from noloco_node.peers.hop import SET_ASIDE_AT, Trust
 from noloco_node.pipeline.audit import Finding
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.pipeline.server import PipelineServer
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import SimulatedDevice
+from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import Account, OuterStep
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.trainer import LossResult

@@ -19,7 +19,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.donor import StateDonor
 from noloco_node.state_transfer.donor_choice import NoDonor, StateCopier
-from noloco_node.state_transfer.messages import StateRequest
+from noloco_node.state_transfer.fetch import StateRequest
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.progress import LastTrained, Progress
 from noloco_node.training.stage_worker import StageWorker

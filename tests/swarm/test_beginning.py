@@ -8,7 +8,7 @@ import pytest
 
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.placement.initial_state import BEGINNINGS, Beginning, is_left_behind, where_to_begin
+from noloco_node.placement.arrival import BEGINNINGS, Beginning, is_left_behind, where_to_begin
 from tests.worlds import record_of
 
 MAX_LAG = 1000

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from noloco_node import tallies
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import BANS
 from noloco_node.peers import scorecard as conduct
 from noloco_node.peers.scorecard import FORGIVEN_A_SECOND, TOLERATED, BanRecord, Bans, Offence, after_offence
-from noloco_node.transport.interface import OFFENSIVE
+from noloco_node.tallies import BANS
 from noloco_node.transport.errors import (
     BrokenStream,
     DeadlinePassed,
@@ -22,7 +21,7 @@ from noloco_node.transport.errors import (
     Refusal,
     Refused,
 )
-from noloco_node.transport.interface import RequestDesk, TransportLimits
+from noloco_node.transport.interface import OFFENSIVE, RequestDesk, TransportLimits
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import Clock

@@ -25,8 +25,8 @@ from noloco_node.accounting.statements import (
 from noloco_node.aio import Pulse
 from noloco_node.identity.keys import Identity, load_or_create_identity, sign_statement, signed_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import MOST_PEERS
 from noloco_node.pipeline.messages import Ledger
+from noloco_node.tallies import MOST_PEERS
 from noloco_node.training.progress import Progress
 from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.errors import Refusal, Refused

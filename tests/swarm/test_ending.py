@@ -8,6 +8,7 @@ import pytest
 
 from noloco_node.aio import Pulse
 from noloco_node.config.run_spec import OuterSpec
+from noloco_node.directory.clocks import DrawnBy, OriginsSeen
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import PeerState
 from noloco_node.directory.signed_end import SignedEnd, end_word, near_from
@@ -24,7 +25,6 @@ from noloco_node.placement.run_end import (
     verdict,
 )
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.directory.clocks import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import Clock, eventually

@@ -9,7 +9,8 @@ from typing import cast
 
 import pytest
 
-from noloco_node.averaging.engagement import (
+from noloco_node.averaging.session import LEAVE, PROPOSE, Acceptance, LeaveExchange, Proposal, Session
+from noloco_node.averaging.side import (
     BEGINNING_CHANGES,
     DIALLED,
     TRANSITIONS,
@@ -19,7 +20,6 @@ from noloco_node.averaging.engagement import (
     Phase,
     after,
 )
-from noloco_node.averaging.session import LEAVE, PROPOSE, Acceptance, LeaveExchange, Proposal, Session
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import NOTHING, Nothing, call, on
 from noloco_node.transport.memory import MemoryTransport

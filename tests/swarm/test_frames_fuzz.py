@@ -30,10 +30,29 @@ from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import start_p2p
 from noloco_node.peers import scorecard as conduct
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.messages import BODY_FRAME_BYTES, END_FRAME, MAX_PAYLOAD, PREFIX_BYTES, Envelope, FrameError, FrameKind, decode_envelope, decode_prefix, decode_refusal, encode_envelope, encode_frame, encode_refusal, frame_lengths, tensor_bytes
 from noloco_node.transport.interface import TransportLimits
 from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
-from noloco_node.transport.messages import MAX_TENSORS, WIRE_DTYPES, Message, TensorSpec
+from noloco_node.transport.messages import (
+    BODY_FRAME_BYTES,
+    END_FRAME,
+    MAX_PAYLOAD,
+    MAX_TENSORS,
+    PREFIX_BYTES,
+    WIRE_DTYPES,
+    Envelope,
+    FrameError,
+    FrameKind,
+    Message,
+    TensorSpec,
+    decode_envelope,
+    decode_prefix,
+    decode_refusal,
+    encode_envelope,
+    encode_frame,
+    encode_refusal,
+    frame_lengths,
+    tensor_bytes,
+)
 from noloco_node.transport.streams import FramedStream, StreamEnded
 from tests.inside import incoming_streams_of
 from tests.profiles import tries

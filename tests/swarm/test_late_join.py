@@ -27,17 +27,16 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
-from noloco_node.tallies import Doubling
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.donor_choice import DonorPaces, rank_donors
-from noloco_node.state_transfer.fetch import Download
-from noloco_node.state_transfer.messages import SignedManifest, StateManifest, StateOffer
+from noloco_node.state_transfer.fetch import Download, SignedManifest, StateManifest, StateOffer
 from noloco_node.state_transfer.rate import FASTER, KEPT_SHARE, WAIT_SECONDS, DonorRate, Readers, next_rate
 from noloco_node.storage.disk_memory import DiskMemory
+from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import OuterStep, StateDownload, StateSourceFailed
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.progress import LastTrained

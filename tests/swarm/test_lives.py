@@ -17,9 +17,9 @@ from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.births import most_named
 from noloco_node.node.network import keep_life
+from noloco_node.peers.scorecard import Bans
 from noloco_node.storage.run_folder import MARK, RunFolder
 from noloco_node.telemetry.events import Warned
-from noloco_node.peers.scorecard import Bans
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport

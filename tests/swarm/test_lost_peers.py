@@ -14,8 +14,8 @@ from noloco_node.directory.known_peers import (
 )
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import FEW_PEERS
 from noloco_node.peers.scorecard import PeerStats
+from noloco_node.tallies import FEW_PEERS
 from tests.worlds import record_of
 
 OWN = PeerId("own-peer-id")

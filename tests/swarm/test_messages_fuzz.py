@@ -27,7 +27,7 @@ from noloco_node import tallies
 from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import ContributionFile, Receipt, statement_text
 from noloco_node.averaging import session as exchange
-from noloco_node.averaging.engagement import Phase
+from noloco_node.averaging.side import Phase
 from noloco_node.bootstrap import dial_back, spec_fetch
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.directory import records_call
@@ -36,8 +36,8 @@ from noloco_node.identity.invitations import invite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.outer.replica import Part
-from noloco_node.tallies import Doubling
 from noloco_node.peers import partners as patience
+from noloco_node.peers import scorecard as conduct
 from noloco_node.peers.partners import Partners
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
@@ -46,14 +46,13 @@ from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import fetch as state_transfer
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import AnyEvent, OuterStep
-from noloco_node.peers import scorecard as conduct
 from noloco_node.transport.errors import Refusal, Refused, TransportError
-from noloco_node.transport.messages import FrameError
 from noloco_node.transport.interface import RequestDesk, Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryTransport
-from noloco_node.transport.messages import Message
+from noloco_node.transport.messages import FrameError, Message
 from noloco_node.trust import admission as access
 from tests.chaos.attacks.life import throw_away_key
 from tests.inside import desk_of, remembered, repeats_of, thread_of

@@ -8,13 +8,20 @@ from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
+from noloco_node.directory.clocks import (
+    QUIET_LAG,
+    RECENT_MICROBATCHES,
+    DrawnBy,
+    OriginsSeen,
+    furthest_clock,
+    median_clock,
+)
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import FEW_PEERS
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.messages import MicrobatchHeader
+from noloco_node.tallies import FEW_PEERS
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
-from noloco_node.directory.clocks import QUIET_LAG, RECENT_MICROBATCHES, DrawnBy, OriginsSeen, furthest_clock, median_clock
 from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, world
 
 

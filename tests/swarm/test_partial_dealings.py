@@ -21,9 +21,9 @@ from noloco_node.directory.known_peers import MOST_PEERS, HeldState, KnownPeers
 from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import PeerTable
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.state_transfer.backups import standby_rank
+from noloco_node.tallies import PeerTable
 from noloco_node.training.progress import Progress
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.memory_directory import MemoryDirectoryHub

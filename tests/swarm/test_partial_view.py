@@ -12,6 +12,7 @@ import pytest
 
 from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.directory.buckets import RENEWED_SECONDS, bucket_of, prefix_of
+from noloco_node.directory.clocks import DrawnBy, OriginsSeen
 from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerState, Scale
 from noloco_node.directory.signed_end import SignedEnd
@@ -22,7 +23,6 @@ from noloco_node.placement.run_end import EndOfRun, RunVerdict, verdict
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.backups import standby_rank, standby_stage
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.directory.clocks import DrawnBy, OriginsSeen
 from tests.inside import directory_of
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer

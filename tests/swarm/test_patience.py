@@ -11,10 +11,9 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import BLOCK
 from noloco_node.outer.update import OuterRule
-from noloco_node.tallies import Rest
-from noloco_node.tallies import MOST_PEERS
 from noloco_node.peers.partners import Partners, after_lost_exchange
 from noloco_node.peers.scorecard import PeerBook
+from noloco_node.tallies import MOST_PEERS, Rest
 from tests.outer.groups import average, learn, replica_of
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")

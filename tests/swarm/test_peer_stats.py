@@ -10,10 +10,20 @@ import pytest
 from noloco_node import tallies
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.partners import Partners
-from noloco_node.peers.scorecard import Offence, PeerBook
-from noloco_node.peers.scorecard import ANSWER_SECONDS, ASKS_ALLOWED, FAILURE_ASKS, REST_AN_ASK, SILENCES_TOLERATED, WORK_SECONDS, PeerStats
+from noloco_node.peers.scorecard import (
+    ANSWER_SECONDS,
+    ASKS_ALLOWED,
+    FAILURE_ASKS,
+    REST_AN_ASK,
+    SILENCES_TOLERATED,
+    TOLERATED,
+    WORK_SECONDS,
+    Bans,
+    Offence,
+    PeerBook,
+    PeerStats,
+)
 from noloco_node.pipeline.routing import LoadBalancer
-from noloco_node.peers.scorecard import TOLERATED, Bans
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message

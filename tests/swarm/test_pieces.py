@@ -9,8 +9,8 @@ import pytest
 
 from noloco_node import ambient
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.transport.errors import BrokenStream
 from noloco_node.transport.calls import FIRST_PIECES, MOST_PIECES, Width, side_by_side
+from noloco_node.transport.errors import BrokenStream
 
 LIMIT = 20.0
 PIECE = 1 << 20

@@ -18,9 +18,9 @@ from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import become_current
 from noloco_node.node.replica import Replica
-from noloco_node.tallies import MOST_PEERS
 from noloco_node.peers.partners import LOSS_TOLERANCE, PROBATION_ROUNDS, Meeting, ProbationStanding, RecentLoss, in_line
 from noloco_node.peers.scorecard import PeerBook
+from noloco_node.tallies import MOST_PEERS
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.errors import Refusal
 from tests.support import eventually, one_turn

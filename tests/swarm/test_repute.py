@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.tallies import BANS
 from noloco_node.peers.hop import FORGIVEN, SET_ASIDE_AT, TRIAL_SECONDS, Reputation, Trust, after_audit
+from noloco_node.tallies import BANS
 
 
 def test_a_liar_is_set_aside_soon_and_for_longer_each_time() -> None:

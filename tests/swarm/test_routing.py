@@ -10,9 +10,8 @@ import pytest
 
 from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.hop import RequestOutcome
+from noloco_node.peers.hop import RequestOutcome, Trust
 from noloco_node.peers.scorecard import PeerBook, Scorecard
-from noloco_node.peers.hop import Trust
 from noloco_node.pipeline.routing import SUSPENSIONS, Candidate, LoadBalancer, choose_peer
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]

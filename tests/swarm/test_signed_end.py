@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.config.run_spec import AccessSpec, RunSpec
+from noloco_node.directory.clocks import DrawnBy, OriginsSeen, places
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.signed_end import MOST_WORDS, SignedEnd
 from noloco_node.identity.keys import load_or_create_identity
@@ -17,7 +18,6 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.admission import Access
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import OwnLife
-from noloco_node.directory.clocks import DrawnBy, OriginsSeen, places
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.swarm.test_last_words import SPEC, TARGET, name_of, record
 

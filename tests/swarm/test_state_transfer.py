@@ -18,10 +18,10 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.node.first_state import become_current
 from noloco_node.node.replica import Replica
 from noloco_node.outer import CodecName
-from noloco_node.tallies import Doubling
 from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import fetch as state_transfer
-from noloco_node.state_transfer.messages import PackedState, digest, packed_size, unpack
+from noloco_node.state_transfer.fetch import PackedState, digest, packed_size, unpack
+from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.calls import BadAnswer
 from tests.support import alongside, eventually

@@ -19,16 +19,16 @@ from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import MOST_PEERS
 from noloco_node.peers.scorecard import WORK_SECONDS, PeerStats
 from noloco_node.pipeline.admission import MicrobatchLimiter
 from noloco_node.simulator.loop import in_virtual_time
+from noloco_node.tallies import MOST_PEERS
 from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refused
-from noloco_node.transport.messages import FrameKind, encode_envelope
 from noloco_node.transport.interface import TransportLimits
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
+from noloco_node.transport.messages import FrameKind, encode_envelope
 from noloco_node.transport.streams import FramedStream
 from tests.inside import incoming_streams_of
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub

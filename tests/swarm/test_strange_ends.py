@@ -23,11 +23,11 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import first_state
 from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
-from noloco_node.tallies import Doubling
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.state_transfer import donor_choice as late_join
+from noloco_node.tallies import Doubling
 from noloco_node.training.compute_thread import Priority
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryTransport

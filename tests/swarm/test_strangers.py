@@ -17,19 +17,30 @@ from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.start import running_p2p
-from noloco_node.tallies import BANS, NO_REST
-from noloco_node.pipeline.messages import MicrobatchAnswer
-from noloco_node.telemetry.events import Account
-from noloco_node.telemetry.metrics import Metrics
 from noloco_node.peers import scorecard as conduct
 from noloco_node.peers.scorecard import Offence
+from noloco_node.pipeline.messages import MicrobatchAnswer
+from noloco_node.tallies import BANS, NO_REST
+from noloco_node.telemetry.events import Account
+from noloco_node.telemetry.metrics import Metrics
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.messages import BODY_FRAME_BYTES, PREFIX_BYTES, Envelope, FrameKind, decode_prefix, decode_refusal, encode_envelope, encode_frame, encode_prefix
 from noloco_node.transport.interface import RequestDesk, TransportLimits, Withdraw
 from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.memory import Fault, FaultKind
-from noloco_node.transport.messages import Message, TensorSpec
+from noloco_node.transport.messages import (
+    BODY_FRAME_BYTES,
+    PREFIX_BYTES,
+    Envelope,
+    FrameKind,
+    Message,
+    TensorSpec,
+    decode_prefix,
+    decode_refusal,
+    encode_envelope,
+    encode_frame,
+    encode_prefix,
+)
 from tests.support import eventually, nothing_left_behind
 from tests.swarm.test_exchange import outer_steps, two_replicas
 from tests.swarm.test_hostile_peers import NAME, STRANGER, propose

@@ -16,9 +16,15 @@ from hivemind.proto import p2pd_pb2
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.messages import BODY_FRAME_BYTES, FrameError, decode_envelope, encode_envelope, encode_refusal
 from noloco_node.transport.libp2p import STREAM_PROTOCOL
-from noloco_node.transport.messages import Message
+from noloco_node.transport.messages import (
+    BODY_FRAME_BYTES,
+    FrameError,
+    Message,
+    decode_envelope,
+    encode_envelope,
+    encode_refusal,
+)
 from noloco_node.transport.streams import READ_AHEAD_BYTES, FramedStream, StreamEnded
 from tests.support import nothing_left_behind
 from tests.swarm.wire_examples import on_the_wire

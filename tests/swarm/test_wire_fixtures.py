@@ -15,9 +15,8 @@ import torch
 
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import Reply, ask, on_tensors
-from noloco_node.transport.messages import FrameKind, decode_envelope
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.transport.messages import Message, TensorSpec, WireModel, parse, specs_of
+from noloco_node.transport.messages import FrameKind, Message, TensorSpec, WireModel, decode_envelope, parse, specs_of
 from noloco_node.transport.streams import FramedStream
 from tests.swarm.wire_examples import Example, examples, on_the_wire, served_methods
 

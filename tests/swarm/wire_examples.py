@@ -28,8 +28,7 @@ from noloco_node.state_transfer import copy_fetch
 from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, CopyPrecision
 from noloco_node.transport.calls import NOTHING, Method, Nothing
-from noloco_node.transport.messages import encode_envelope
-from noloco_node.transport.messages import Message, WireModel
+from noloco_node.transport.messages import Message, WireModel, encode_envelope
 from noloco_node.transport.streams import FramedStream
 from noloco_node.trust import admission as access
 

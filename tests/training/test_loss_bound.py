@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
+from noloco_node.directory.clocks import median_clock
 from noloco_node.training.bounds import RECENT, SHARE, LossBound
 from noloco_node.transport.messages import Message
-from noloco_node.directory.clocks import median_clock
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.training.made_trainers import make_trainer
 from tests.worlds import LENGTH, MICROBATCH, VOCABULARY, WINDOWS, micro_spec, peer_name, trainer_of, window_batch

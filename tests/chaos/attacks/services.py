@@ -14,14 +14,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copy_fetch, copy_manifest
 from noloco_node.state_transfer import messages as state_messages
-from noloco_node.state_transfer.messages import (
-    StateManifest,
-    StateOffer,
-    digest,
-    packed_size,
-    root_of,
-    sign_manifest,
-)
+from noloco_node.state_transfer.fetch import StateManifest, StateOffer, digest, packed_size, root_of, sign_manifest
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import Message
 from tests.chaos.attacks.life import Life, Victim

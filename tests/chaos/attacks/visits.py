@@ -18,7 +18,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.replica import GAUGE_COORDINATES
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.activations import encode
-from noloco_node.state_transfer.messages import OPEN as STATE_OPEN
+from noloco_node.state_transfer.fetch import OPEN as STATE_OPEN
 from noloco_node.transport.messages import Message
 from tests.chaos.attacks.life import Life, Victim, repeat
 from tests.chaos.attacks.records import ghost, own_record
