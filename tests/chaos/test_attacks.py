@@ -13,7 +13,7 @@ import pytest
 from noloco_node.config.run_spec import LimitsSpec, RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.state_transfer.fetch import StateRequest, packed_size
 from noloco_node.transport.calls import ask

@@ -22,7 +22,7 @@ from noloco_node.directory.records import DirectoryView
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import Bans, Offence, PeerStats
 from noloco_node.state_transfer import copy_fetch
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import Message
 from tests.chaos import paced_node

@@ -17,7 +17,7 @@ from noloco_node.directory import records_call, signed_end
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copy_fetch
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.transport.messages import WireModel
 from noloco_node.trust import admission as access
 from tests.worlds import VOCABULARY

@@ -13,7 +13,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
 from noloco_node.state_transfer import donor_choice as late_join
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.telemetry.events import StateSourceFailed
 from noloco_node.transport.errors import Refusal
 from noloco_node.transport.memory import Fault, FaultKind

@@ -31,7 +31,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.state_transfer import donor as state_donor
 from noloco_node.state_transfer import donor_choice as late_join
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.donor_choice import DonorPaces, rank_donors
 from noloco_node.state_transfer.fetch import Download, SignedManifest, StateManifest, StateOffer
 from noloco_node.state_transfer.rate import FASTER, KEPT_SHARE, WAIT_SECONDS, DonorRate, Readers, next_rate
@@ -40,7 +40,7 @@ from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import OuterStep, StateDownload, StateSourceFailed
 from noloco_node.training.compute_thread import Priority
 from noloco_node.training.progress import LastTrained
-from noloco_node.transport import pieces
+from noloco_node.transport import calls
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
@@ -228,7 +228,7 @@ def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_
     time, are not parted by it. Steps are many enough that a veteran is free between two exchanges. `max_lag` is ten of
     the swarm's: what a replica waits for the shared compute thread is no lag.
     """
-    monkeypatch.setattr(pieces, "MOST_PIECES", 4)
+    monkeypatch.setattr(calls, "MOST_PIECES", 4)
     in_virtual_time(drawn_in, seed=1)
 
 

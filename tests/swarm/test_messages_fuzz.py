@@ -43,8 +43,8 @@ from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline import server as repeats
 from noloco_node.state_transfer import copy_fetch
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer import fetch as state_transfer
-from noloco_node.state_transfer import messages as state_messages
 from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import AnyEvent, OuterStep

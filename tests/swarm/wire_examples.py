@@ -25,7 +25,7 @@ from noloco_node.identity.invitations import Grant, Proof
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copy_fetch
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, CopyPrecision
 from noloco_node.transport.calls import NOTHING, Method, Nothing
 from noloco_node.transport.messages import Message, WireModel, encode_envelope

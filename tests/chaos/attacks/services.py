@@ -13,7 +13,7 @@ from noloco_node.bootstrap import hello
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copy_fetch, copy_manifest
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.fetch import StateManifest, StateOffer, digest, packed_size, root_of, sign_manifest
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.messages import Message

@@ -25,7 +25,7 @@ import psutil
 from noloco_node.averaging import session as exchange_messages
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer import copy_fetch
-from noloco_node.state_transfer import messages as state_messages
+from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.telemetry.events import Account, InnerStep, OuterStep, StateDownload, StateSourceFailed
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Victim, write_victims
