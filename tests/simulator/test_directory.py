@@ -20,7 +20,7 @@ from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.stats import PeerStats
+from noloco_node.peers.scorecard import PeerStats
 from noloco_node.simulator.directory import JOIN_AGAIN_SECONDS, SimulatedDht, SimulatedP2P
 from noloco_node.simulator.links import Links, PlainWay
 from noloco_node.simulator.loop import in_virtual_time
