@@ -132,7 +132,7 @@ def test_one_object_writes_the_phase_and_a_session_writes_itself() -> None:
     rooms = [path for room in ("averaging", "node") for path in (PACKAGE / room).glob("*.py")]
     written = {path.stem: _assigned(ast.parse(path.read_text(encoding="utf-8"))) for path in rooms}
     assert {name: found for name, found in written.items() if found} == {
-        "engagement": {"self._phase", "self._session"}
+        "side": {"self._phase", "self._session"}
     }, "the law sees what it looks for, and nothing else"
 
 
