@@ -131,9 +131,9 @@ def test_one_object_writes_the_phase_and_a_session_writes_itself() -> None:
     """Nobody else assigns to either, in the whole room and where it is used."""
     rooms = [path for room in ("averaging", "node") for path in (PACKAGE / room).glob("*.py")]
     written = {path.stem: _assigned(ast.parse(path.read_text(encoding="utf-8"))) for path in rooms}
-    assert {name: found for name, found in written.items() if found} == {
-        "side": {"self._phase", "self._session"}
-    }, "the law sees what it looks for, and nothing else"
+    assert {name: found for name, found in written.items() if found} == {"side": {"self._phase", "self._session"}}, (
+        "the law sees what it looks for, and nothing else"
+    )
 
 
 async def test_an_own_proposal_is_void_once_the_partners_stands_and_is_taken_back_if_it_is_accepted() -> None:

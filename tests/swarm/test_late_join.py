@@ -35,10 +35,10 @@ from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.donor_choice import DonorPaces, rank_donors
 from noloco_node.state_transfer.fetch import Download, SignedManifest, StateManifest, StateOffer
 from noloco_node.state_transfer.rate import FASTER, KEPT_SHARE, WAIT_SECONDS, DonorRate, Readers, next_rate
-from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import OuterStep, StateDownload, StateSourceFailed
 from noloco_node.training.compute_thread import Priority
+from noloco_node.training.frozen_state import Sizes
 from noloco_node.training.progress import LastTrained
 from noloco_node.transport import calls
 from noloco_node.transport.calls import Reply
@@ -493,12 +493,12 @@ async def test_a_donor_without_room_for_a_copy_says_busy_and_gives_when_there_is
     async with donors_and_joiner(1) as (made, joiner):
         full = [True, True, False]
 
-        def room(size: int, folder: Path | None) -> DiskMemory:
+        def room(sizes: Sizes, folder: Path | None) -> state_messages.PackedState:
             if full.pop(0):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return DiskMemory(size, folder)
+            return state_messages.PackedState(sizes, folder)
 
-        monkeypatch.setattr(state_messages, "DiskMemory", room)
+        monkeypatch.setattr(state_donor, "PackedState", room)
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
         with pytest.raises(Refused, match="no room for a copy") as refused:
             await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
