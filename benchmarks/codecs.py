@@ -20,6 +20,8 @@ from benchmarks.command import command, parser_of, results_file, whole
 from noloco_node.outer.codec import CODECS, Codec
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
+from noloco_node.outer.workplace import Accelerator
+from noloco_node.training.host_copies import HostCopies
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
 KINDS = ("gaussian", "heavy tails", "uneven rows")
@@ -43,14 +45,16 @@ def noise(kind: str, size: int, generator: torch.Generator) -> Tensor:
     return values
 
 
-def pair(codec: Codec, kind: str, size: int) -> list[OuterReplica]:
-    """Two replicas, SPREAD apart in φ and with as much progress of their own, ready to exchange."""
+def pair(codec: Codec, kind: str, size: int, accelerator: Accelerator | None = None) -> list[OuterReplica]:
+    """Two replicas, SPREAD apart in φ and with as much progress of their own, ready to exchange. The first one has the
+    device."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(size, generator=generator)
     made: list[OuterReplica] = []
     for _ in range(2):
         slow = weights + SPREAD * noise(kind, size, generator)
-        replica = OuterReplica(RULE, slow, codec=codec, chunk_bytes=CHUNK_BYTES)
+        beside = None if made else accelerator
+        replica = OuterReplica(RULE, slow, codec=codec, chunk_bytes=CHUNK_BYTES, accelerator=beside)
         torch.add(slow, noise(kind, size, generator), alpha=SPREAD, out=replica.snapshot)
         made.append(replica)
     return made
@@ -108,6 +112,35 @@ def nanoseconds(codec: Codec, size: int, threads: int) -> dict[str, float]:
     times = [exchange(replicas, str(number), clock) for number in range(REPEATS)]
     send, take = (min(column) / size * 1e9 for column in zip(*times, strict=True))
     return {"send_ns": round(send, 2), "take_in_ns": round(take, 2)}
+
+
+def on_device(codec: Codec, size: int, device: torch.device) -> dict[str, float | bool]:
+    """Least time for a weight over some whole outer steps of a replica whose device does the arithmetic, where it can,
+    of a vector's way there; and whether both find one difference, bit for bit."""
+    accelerator = HostCopies(device).beside()
+    replicas = pair(codec, "gaussian", size, accelerator)
+    own, other = replicas
+    times: list[float] = []
+    same = True
+    for number in range(EXCHANGES):
+        spent = sum(exchange(replicas, str(number)))
+        coding = codec.coding(str(number), 0, size, [each.sketch() for each in replicas])
+        wires = [each.encoded_chunk(0) for each in replicas]
+        there = coding.difference(*(wire.to(device) for wire in wires), 0)
+        same &= torch.equal(there.to("cpu"), -coding.difference(wires[1], wires[0], 0))
+        began = time.perf_counter()
+        own.commit()
+        times.append(spent + time.perf_counter() - began)
+        own.snapshot.add_(own.slow)
+    began = time.perf_counter()
+    other.slow.to(device, copy=True)
+    crossing = time.perf_counter() - began
+    return {
+        "beside": accelerator is not None,
+        "step_ns": round(min(times) / size * 1e9, 2),
+        "there_ns": round(crossing / size * 1e9, 2),
+        "ok": same,
+    }
 
 
 def measure(size: int) -> list[dict[str, object]]:

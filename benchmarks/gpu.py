@@ -1,5 +1,6 @@
 """A stage on a GPU, in the order in which a short loan of one answers most: whether it is right, tokens a second beside
-a plain loop of the same model, the moments at which the host waits, copies beside computing, and daemons on one device.
+a plain loop of the same model, daemons on one device, the arithmetic of outer steps, the moments at which the host
+waits, and copies beside computing.
 
     python -m benchmarks.gpu --out gpu.jsonl --trace gpu-trace.json
     python -m benchmarks.gpu --device cpu --hidden 128 --layers 2 --length 64 --windows 2 --seconds 1 --only exact alone
@@ -30,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.codecs import on_device
 from benchmarks.command import command, parser_of, positive, results_file, whole
 from benchmarks.gpu_checks import Say, exact, trainer_of, without_memory
 from benchmarks.gpu_trace import FRAGMENTS, traced
@@ -40,6 +42,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
+from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.devices import peak_of
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import memory_of
@@ -52,6 +55,8 @@ CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 STEP_EVERY = 8
 """Microbatches between two inner steps."""
 WARM_UP = 3
+CODED = 1 << 24
+"""Weights of an outer step whose arithmetic is timed."""
 LEAST_DAEMON_STEPS = 2 * STEPS_BEFORE_WINDOW
 PRODUCT = {"cpu": 1024, "cuda": 8192}
 
@@ -333,6 +338,12 @@ def _alone(options: argparse.Namespace, say: Say) -> None:
     alone(options, _reached(options), say)
 
 
+def _codecs(options: argparse.Namespace, say: Say) -> None:
+    size = min(CODED, options.hidden**2 * options.layers)
+    for codec in (codec for codec in CODECS.values() if codec.on_a_device):
+        say(codec.name, weights=size, **on_device(codec, size, torch.device(options.device)))
+
+
 def _waits(options: argparse.Namespace, say: Say) -> None:
     run = config_of(options, f"run.model.stages={min(MOST_STAGES, options.layers)}").run
     for call, count in waits_of_stages(run, options.device).items():
@@ -357,6 +368,7 @@ STEPS: dict[str, tuple[float, Callable[[argparse.Namespace, Say], None]]] = {
     "machine": (30.0, _machine),
     "alone": (120.0, _alone),
     "daemons": (170.0, _daemons),
+    "codecs": (20.0, _codecs),
     "waits": (40.0, _waits),
     "trace": (60.0, _trace),
 }

@@ -32,7 +32,7 @@ def test_the_same_code_runs_small_on_the_processor(tmp_path: Path) -> None:
     """Every step but the daemons, each figure a line; nothing is said of a device that is not there."""
     out, trace = tmp_path / "gpu.jsonl", tmp_path / "trace.json"
     asked = ("--device", "cpu", *SMALL, "--layers", "2", "--precisions", "fp32", "bf16", "--out", str(out))
-    for step in ("exact", "oom", "machine", "alone", "waits", "trace"):
+    for step in ("exact", "oom", "machine", "alone", "codecs", "waits", "trace"):
         assert main([*asked, "--trace", str(trace), "--step", step]) == 0
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     found = {step: [row for row in rows if row["step"] == step] for step in gpu.STEPS}
@@ -48,6 +48,8 @@ def test_the_same_code_runs_small_on_the_processor(tmp_path: Path) -> None:
         assert row["mfu"] is None
         assert 0 < row["waits_a_microbatch"] <= 4
         assert row["waits_a_step"] == 1
+    assert [row["what"] for row in found["codecs"]] == ["int8", "int4", "sign"]
+    assert all(row["ok"] and row["step_ns"] > 0.0 and not row["beside"] for row in found["codecs"])
     assert len(found["waits"]) == 3
     [shares] = found["trace"]
     course = shares["course"]

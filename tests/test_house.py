@@ -7,11 +7,11 @@ from tests.house import journeys, sizes
 BOUNDS = {
     "lines of the package": 61_750,
     "lines of the tests": 61_500,
-    "lines of benchmarks and deploy": 4_400,
+    "lines of benchmarks and deploy": 4_440,
     "module-level numbers": 581,
     "files of the package": 308,
     "files of the package below 60 lines": 44,
-    "kB of Markdown": 376,
+    "kB of Markdown": 378,
     "kB of results in docs": 310,
     "decision records": 40,
 }

@@ -46,7 +46,7 @@ def print_sized_plan(config: Config, device: str | None, uplink: str | None, rou
         from noloco_node.sizing.advice import expect
         from noloco_node.sizing.footprint import footprint_of
         from noloco_node.sizing.memory import planned_memory
-        from noloco_node.sizing.screen import expectation_lines, memory_lines
+        from noloco_node.sizing.screen import does_arithmetic, expectation_lines, memory_lines
         from noloco_node.sizing.utilisation import Link
 
     footprint = footprint_of(config.run)
@@ -55,7 +55,7 @@ def print_sized_plan(config: Config, device: str | None, uplink: str | None, rou
         link = Link(link_rate, link_delay)
         named = device_by_name(device, config.run.inner.precision)
         needs = planned_memory(config, footprint)
-        found = expect(config, link, named.flop_per_second)
+        found = expect(config, link, named.flop_per_second, on_card=does_arithmetic(named, needs))
         lines += expectation_lines(config, named, link, found, needs)
     print("\n".join(lines))
     sys.stdout.flush()

@@ -41,7 +41,8 @@ class Coding(Protocol):
     """The codec of one exchange, both sides' sketches known.
 
     A chunk is a flat tensor of values; `start` is its place in the stage's vector. It begins at a multiple of the
-    codec's `granule` from the exchanged range's start, and ends at one or at the end of that range.
+    codec's `granule` from the exchanged range's start, and ends at one or at the end of that range. What is made of
+    tensors lies where they lie.
     """
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:
@@ -54,7 +55,7 @@ class Coding(Protocol):
 
     def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> tuple[float, Tensor] | None:
         """The sum of the squares of the difference and its values in these blocks of the chunk, flat. It is for less
-        work than the whole difference takes; None where it is no less."""
+        work than the whole difference takes; None where it is no less. `blocks` lie on the host."""
         ...
 
 
@@ -82,6 +83,12 @@ class Codec:
     def modulo(self) -> bool:
         """Whether there are codes modulo 2^bits, so that a sketch must be exchanged first."""
         return self.range_in_deviations > 0.0
+
+    @property
+    def on_a_device(self) -> bool:
+        """Whether a device may do the arithmetic. A transform by a product of matrices is summed in each device's own
+        order, so two partners would find two differences. Whole numbers cross so often that a device gains nothing."""
+        return self.modulo and self.name != "dct"
 
     @property
     def granule(self) -> int:

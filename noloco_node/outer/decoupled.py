@@ -33,6 +33,7 @@ from noloco_node.outer.modulo_codes import (
     signs,
     sketch_of,
 )
+from noloco_node.outer.workplace import HOST
 
 _WAVE = 64
 _KEPT = 4
@@ -54,7 +55,8 @@ class Motion(Protocol):
         ...
 
     def squares(self, other: Tensor, own: Tensor) -> Tensor:
-        """The sum of the squares of each block's difference, fp64 [n], for less work than `difference` takes."""
+        """The sum of the squares of each block's difference, fp64 [n] on the host, for less work than `difference`
+        takes."""
         ...
 
 
@@ -68,7 +70,7 @@ class Waves:
 
     def encode(self, rows: Tensor) -> Tensor:
         """See `Motion`."""
-        coefficients = rows.reshape(-1, _WAVE) @ self._dct.T
+        coefficients = rows.reshape(-1, _WAVE) @ self._dct.T  # on the host alone: see `Codec.on_a_device`
         places = coefficients.abs().topk(_KEPT, dim=1).indices
         kept = coefficients.gather(1, places).to(torch.bfloat16).view(len(rows), _PER_BLOCK)
         return torch.cat([kept.view(torch.uint8), places.to(torch.uint8).view(len(rows), _PER_BLOCK)], dim=1)
@@ -122,13 +124,14 @@ class Signs:
 
     def squares(self, other: Tensor, own: Tensor) -> Tensor:
         """See `Motion`: where two signs differ the scales add up, elsewhere their difference counts."""
-        unlike = self._raised[(other[:, : BLOCK // 8] ^ own[:, : BLOCK // 8]).int()].sum(1).double()
-        scales, own_scales = (_scales(each).double().squeeze(1) for each in (other, own))
+        raised = self._raised.to(other.device)
+        unlike = raised[(other[:, : BLOCK // 8] ^ own[:, : BLOCK // 8]).int()].sum(1).to(HOST).double()
+        scales, own_scales = (_scales(each).to(HOST).double().squeeze(1) for each in (other, own))
         return unlike * (scales + own_scales).square() + (BLOCK - unlike) * (scales - own_scales).square()
 
     def _turned(self, wire: Tensor) -> Tensor:
         """What blocks [n, bytes] say of their rotated values, fp32 [n, 1024]."""
-        said = self._of_byte[wire[:, : BLOCK // 8].int()].view(len(wire), BLOCK)
+        said = self._of_byte.to(wire.device)[wire[:, : BLOCK // 8].int()].view(len(wire), BLOCK)
         return said.mul_(_scales(wire).to(torch.float32))
 
 
@@ -163,7 +166,8 @@ def decoupled_bytes(blocks: int, bits: int, motion_bytes: int) -> int:
 def decoupled_sketch(exchange: str, values: Tensor) -> Tensor:
     """The sketch of the blocks that cross whole, fp32 [8 · groups]."""
     rows = rows_of(values)
-    return sketch_of(exchange, rows[_whole(exchange, len(rows))].flatten())
+    whole, _ = _kinds(exchange, len(rows), rows.device)
+    return sketch_of(exchange, rows[whole].flatten())
 
 
 class DecoupledCodes:
@@ -190,12 +194,12 @@ class DecoupledCodes:
         """See `Coding`."""
         assert pull is not None, "the motion is what remains of s without the pull"
         rows, pulls = rows_of(values), rows_of(pull)
-        whole = _whole(self._exchange, len(rows))
-        wire = torch.empty(decoupled_bytes(len(rows), self._bits, self._motion.bytes_per_block), dtype=torch.uint8)
-        codes, motion = self._parts(wire, whole)
+        whole, moving = _kinds(self._exchange, len(rows), rows.device)
+        size = decoupled_bytes(len(rows), self._bits, self._motion.bytes_per_block)
+        wire = torch.empty(size, dtype=torch.uint8, device=rows.device)
+        codes, motion = self._parts(wire, len(whole))
         codes.copy_(self._codes.encode(rows[whole].flatten(), self._place(start)))
-        moving = (~whole).nonzero().squeeze(1)
-        for piece in pieces_of(len(moving)):
+        for piece in pieces_of(len(moving), rows.device):
             places = moving[piece]
             motion[piece] = self._motion.encode(rows[places].sub_(pulls[places]).to(torch.float32))
         return wire
@@ -203,30 +207,30 @@ class DecoupledCodes:
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
         """See `Coding`."""
         count = min(self._end - start, self._blocks(len(own)) * BLOCK)
-        whole = _whole(self._exchange, math.ceil(count / BLOCK))
-        (codes, motion), (own_codes, own_motion) = self._parts(other, whole), self._parts(own, whole)
-        rows = torch.empty(len(whole), BLOCK)
+        whole, moving = _kinds(self._exchange, math.ceil(count / BLOCK), other.device)
+        (codes, motion), (own_codes, own_motion) = (self._parts(wire, len(whole)) for wire in (other, own))
+        rows = torch.empty(len(whole) + len(moving), BLOCK, device=other.device)
         rows[whole] = self._codes.difference(codes, own_codes, self._place(start)).view(-1, BLOCK)
-        moving = (~whole).nonzero().squeeze(1)
-        for piece in pieces_of(len(moving)):
+        for piece in pieces_of(len(moving), other.device):
             rows[moving[piece]] = self._motion.difference(motion[piece], own_motion[piece])
         return rows.flatten()[:count]
 
     def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> tuple[float, Tensor]:
         """See `Coding`."""
         whole = _whole(self._exchange, self._blocks(len(own)))
-        (codes, motion), (own_codes, own_motion) = self._parts(other, whole), self._parts(own, whole)
+        (codes, motion), (own_codes, own_motion) = (self._parts(wire, int(whole.sum())) for wire in (other, own))
         place = torch.where(whole, whole.cumsum(0), (~whole).cumsum(0))[blocks] - 1
-        crossed = whole[blocks]
+        crossed, moved = whole[blocks].nonzero().squeeze(1), (~whole[blocks]).nonzero().squeeze(1)
         square, seen = self._codes.measured(codes, own_codes, self._place(start), place[crossed])
-        rows = torch.empty(len(blocks), BLOCK)
-        rows[crossed] = seen.view(-1, BLOCK)
-        rows[~crossed] = self._motion.difference(motion[place[~crossed]], own_motion[place[~crossed]])
+        rows, looked_at = torch.empty(len(blocks), BLOCK, device=other.device), place[moved].to(other.device)
+        rows[crossed.to(other.device)] = seen.view(-1, BLOCK)
+        rows[moved.to(other.device)] = self._motion.difference(motion[looked_at], own_motion[looked_at])
         return square + float(self._motion.squares(motion, own_motion).sum()), rows.flatten()
 
-    def _parts(self, wire: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-        """A chunk's codes of the blocks that cross whole, and the motion of the others [n, bytes]."""
-        codes = int(whole.sum()) * BLOCK * self._bits // 8
+    def _parts(self, wire: Tensor, whole: int) -> tuple[Tensor, Tensor]:
+        """A chunk's codes of the blocks that cross whole, of which there are so many, and the motion of the others
+        [n, bytes]."""
+        codes = whole * BLOCK * self._bits // 8
         return wire[:codes], wire[codes:].view(-1, self._motion.bytes_per_block)
 
     def _place(self, start: int) -> int:
@@ -239,10 +243,21 @@ class DecoupledCodes:
         return groups * GROUP + (1 + (rest - BLOCK * self._bits // 8) // moving if rest else 0)
 
 
-def crosses_whole(exchange: str, count: int) -> list[slice]:
-    """Which of a chunk's `count` values are of blocks that cross whole."""
-    begins = [int(block) * BLOCK for block in _whole(exchange, math.ceil(count / BLOCK)).nonzero()]
-    return [slice(begin, min(begin + BLOCK, count)) for begin in begins]
+def add_where_whole_(exchange: str, values: Tensor, others: Tensor, alpha: float) -> None:
+    """Add `others`, `alpha` times, to a chunk's values of the blocks that cross whole."""
+    full = len(values) // BLOCK * BLOCK
+    whole = _whole(exchange, math.ceil(len(values) / BLOCK))
+    blocks = whole[: full // BLOCK].nonzero().squeeze(1).to(values.device)
+    rows, added = values[:full].view(-1, BLOCK), others[:full].view(-1, BLOCK)
+    rows[blocks] = rows[blocks].add_(added[blocks], alpha=alpha)
+    if full < len(values) and bool(whole[-1]):
+        values[full:].add_(others[full:], alpha=alpha)
+
+
+def _kinds(exchange: str, blocks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The numbers of a chunk's blocks that cross whole, and of the others."""
+    whole = _whole(exchange, blocks)
+    return whole.nonzero().squeeze(1).to(device), (~whole).nonzero().squeeze(1).to(device)
 
 
 def _whole(exchange: str, blocks: int) -> Tensor:

@@ -49,7 +49,7 @@ class LearntWay:
         self._seen[self._place(start, end)].zero_()
 
     def see(self, difference: Tensor, start: int) -> None:
-        """Take note of the difference in the weights that begin at `start`."""
+        """Take note of the difference in the weights that begin at `start`, wherever it lies."""
         self._seen[self._place(start, start + len(difference))] = self._of(difference, start)
 
     def blocks(self, start: int, end: int) -> Tensor | None:
@@ -60,7 +60,7 @@ class LearntWay:
         return self._chosen[first:last] - start // BLOCK
 
     def see_blocks(self, values: Tensor, start: int, end: int) -> None:
-        """Take note of the difference in those blocks, flat."""
+        """Take note of the difference in those blocks, flat, wherever it lies."""
         self._seen[self._place(start, end)] = values
 
     def learn(self, fast: Tensor, slow: Tensor, start: int) -> None:
@@ -105,7 +105,8 @@ class LearntWay:
         if self._chosen is None:
             return values
         rows = self.blocks(start, start + len(values))
-        return values[: len(values) // BLOCK * BLOCK].view(-1, BLOCK)[rows].flatten()
+        assert rows is not None, "some are chosen"
+        return values[: len(values) // BLOCK * BLOCK].view(-1, BLOCK)[rows.to(values.device)].flatten()
 
     def _place(self, start: int, end: int) -> slice:
         """Where they lie in this one's vectors."""

@@ -2,7 +2,8 @@
 
 Each block of 1024 values is rotated first, by random signs and a Hadamard transform (both orthonormal), so that
 whatever they are, the rotated ones look Gaussian. A few of them then tell the scale of all, and the largest is known
-from the root mean square. Additions in a fixed order only, so that equal values give equal results on every machine.
+from the root mean square. A difference of codes takes additions and single products in a fixed order only. Equal codes
+therefore give equal bits on every machine and every device. Everything is computed where the tensors lie.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from noloco_node.outer.workplace import HOST, on_host
 
 BLOCK = 1024
 
@@ -36,12 +39,12 @@ def signs(seed: int) -> Tensor:
 
 def rotated(rows: Tensor, signs: Tensor) -> Tensor:
     """The rows [n, 1024] rotated: H·D·x, a new tensor."""
-    return _hadamard_(rows * signs)
+    return _hadamard_(rows * signs.to(rows.device))
 
 
 def rotated_back_(rows: Tensor, signs: Tensor) -> Tensor:
     """The inverse of `rotated`: D·H·x. The rows' memory is used up."""
-    return _hadamard_(rows).mul_(signs)
+    return _hadamard_(rows).mul_(signs.to(rows.device))
 
 
 def _hadamard_(rows: Tensor) -> Tensor:
@@ -73,6 +76,8 @@ _PRIOR_SAMPLES = 2.0
 _FINEST_STEP = 2.0**-18
 _LARGEST_CODE = 2.0**23
 _BLOCKS_IN_CACHE = 128
+_BLOCKS_ON_A_DEVICE = 2048
+"""The number of blocks that a device works on at once. Its memory for a chunk then grows little with the chunk."""
 _AMBIGUOUS = -128
 """This code is half the range either way, so it counts as no difference."""
 
@@ -80,12 +85,16 @@ _AMBIGUOUS = -128
 def sketch_of(exchange: str, values: Tensor) -> Tensor:
     """A few rotated coordinates of each block of the values, fp32 [8 · blocks].
 
-    Only their rows of the rotation are computed, which takes a sixth of the time. Another machine may round otherwise,
-    so members use each other's sketches as they came.
+    Only their rows of the rotation are computed, which takes a processor a sixth of the time. Another machine may round
+    otherwise, so members use each other's sketches as they came.
     """
     stride = BLOCK // SKETCH_PER_BLOCK
     drawn = hashed(torch.arange(SKETCH_PER_BLOCK), seed_of(f"sketch/{exchange}")) % stride
     places = torch.arange(0, BLOCK, stride) + drawn
+    if not on_host(values.device):  # its products of matrices may have ten bits, and partners lie closer than that
+        rows, there = rows_of(values), places.to(values.device)
+        turned = [rotated(rows[piece], _signs_of(exchange))[:, there] for piece in pieces_of(len(rows), rows.device)]
+        return torch.cat(turned).flatten()
     basis = rotated_back_(torch.zeros(SKETCH_PER_BLOCK, BLOCK).scatter_(1, places[:, None], 1.0), _signs_of(exchange))
     return (rows_of(values) @ basis.to(values.dtype).T).to(torch.float32).flatten()
 
@@ -115,9 +124,10 @@ class ModuloCodes:
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """See `Coding`."""
         rows = rows_of(values)
-        wire = torch.empty(rows.shape, dtype=torch.uint8)
-        steps, begins = self._steps_of(start, len(rows)), offsets(self._seed, start, rows.numel())
-        for piece in pieces_of(len(rows)):
+        wire = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+        steps = self._steps_of(start, len(rows)).to(rows.device)
+        begins = offsets(self._seed, start, rows.numel()).to(rows.device)
+        for piece in pieces_of(len(rows), rows.device):
             wire[piece] = self._codes(rows[piece], steps[piece], begins[piece])
         if self._bits == 8:
             return wire.flatten()
@@ -127,20 +137,21 @@ class ModuloCodes:
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
         """See `Coding`."""
         moved, steps = self._moved(other, own, start)
-        rows = torch.empty(moved.shape)
-        for piece in pieces_of(len(moved)):
+        rows = torch.empty(moved.shape, device=moved.device)
+        for piece in pieces_of(len(moved), moved.device):
             rows[piece] = self._decoded(moved[piece], steps[piece])
         return rows.flatten()[: self._end - start]
 
     def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> tuple[float, Tensor]:
         """See `Coding`: the rotation keeps the sum of the squares, so the codes say it."""
         moved, steps = self._moved(other, own, start)
-        squares = torch.empty(len(moved))
-        for piece in pieces_of(len(moved)):
+        squares = torch.empty(len(moved), device=moved.device)
+        for piece in pieces_of(len(moved), moved.device):
             codes = moved[piece]
             torch.sum(codes.to(torch.float32).masked_fill_(codes == _AMBIGUOUS, 0.0).square_(), 1, out=squares[piece])
-        square = float(squares.double().dot(steps[:, 0].double().square_()))
-        return square, self._decoded(moved[blocks], steps[blocks]).flatten()
+        square = float(squares.to(HOST).double().dot(steps[:, 0].to(HOST).double().square_()))
+        looked_at = blocks.to(moved.device)
+        return square, self._decoded(moved[looked_at], steps[looked_at]).flatten()
 
     def _moved(self, other: Tensor, own: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """The differences of codes, int8 [blocks, 1024], and the step of one, fp32 [blocks, 1]."""
@@ -149,7 +160,7 @@ class ModuloCodes:
         else:  # a 4-bit difference in a byte's upper half wraps by itself, as 16 times its value
             moved, unit = torch.cat([(other - own) << 4, (other & 0xF0) - (own & 0xF0)]), 16
         moved = moved.view(torch.int8).view(-1, BLOCK)
-        return moved, self._steps_of(start, len(moved)) / unit
+        return moved, (self._steps_of(start, len(moved)) / unit).to(moved.device)
 
     def _decoded(self, moved: Tensor, steps: Tensor) -> Tensor:
         found = moved.to(torch.float32).masked_fill_(moved == _AMBIGUOUS, 0.0).mul_(steps)
@@ -158,7 +169,7 @@ class ModuloCodes:
     def _codes(self, rows: Tensor, steps: Tensor, begins: Tensor) -> Tensor:
         """Codes modulo 256 of so many blocks, with the beginnings of their dithers."""
         kind = rows.dtype
-        dither = begins.to(kind)[:, None] + within_block().to(kind)
+        dither = begins.to(kind)[:, None] + within_block().to(rows.device, kind)
         codes = dither.div_(DITHER_LEVELS).addcdiv_(rotated(rows, self._signs.to(kind)), steps.to(kind))
         codes.clamp_(-_LARGEST_CODE, _LARGEST_CODE).floor_()
         return codes.to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
@@ -197,9 +208,10 @@ def _signs_of(exchange: str) -> Tensor:
     return signs(seed_of(f"signs/{exchange}"))
 
 
-def pieces_of(blocks: int) -> list[slice]:
-    """So many blocks in pieces that stay in a processor's cache."""
-    return [slice(first, first + _BLOCKS_IN_CACHE) for first in range(0, blocks, _BLOCKS_IN_CACHE)]
+def pieces_of(blocks: int, device: torch.device) -> list[slice]:
+    """So many blocks in pieces that stay in a processor's cache, or in the larger ones of another device."""
+    most = _BLOCKS_IN_CACHE if on_host(device) else _BLOCKS_ON_A_DEVICE
+    return [slice(first, first + most) for first in range(0, blocks, most)]
 
 
 def within_block() -> Tensor:

@@ -9,20 +9,24 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from noloco_node.finite import all_finite
 from noloco_node.outer.codec import BLOCK, Codec, Coding
-from noloco_node.outer.decoupled import crosses_whole
+from noloco_node.outer.decoupled import add_where_whole_
 from noloco_node.outer.learnt import LearntWay
 from noloco_node.outer.update import OuterRule, contribution, step_
+from noloco_node.outer.workplace import HOST, Accelerator, Workplace, on_host
 
 _IN_CACHE = 1 << 16
 """The number of values that are worked on together, so that they stay in a processor's cache."""
 _LARGEST_SQUARE = 1e60
 """A chunk with a larger sum of squares counts as not finite: decoded, its values might be."""
+_DEVICE_BYTES = 30
+"""Bytes of a device's memory that the arithmetic takes for each weight of a chunk, at the highest."""
 TRAIL_STEPS = 16
 """A trail averages over so many outer steps (decision 4)."""
 
@@ -61,8 +65,14 @@ def fragments_of(size: int, count: int) -> tuple[Part, ...]:
     return tuple(Part(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
 
+def device_bytes(chunk: int, size: int) -> int:
+    """Bytes of a device that does the arithmetic of `size` weights in chunks of so many."""
+    return _DEVICE_BYTES * min(chunk, size)
+
+
 class OuterReplica:
-    """Slow weights φ, momentum δ, and at most one open outer step, all flat vectors of one length on the host.
+    """Slow weights φ, momentum δ, and at most one open outer step, all flat vectors of one length on the host. A device
+    with room for a chunk does the arithmetic (`Workplace`).
 
     An open step covers one part of the weights and works on a frozen snapshot θ of it. With its own s_i exact and Q the
     codec, the receiver forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n. The mean over replicas is therefore kept to
@@ -92,6 +102,7 @@ class OuterReplica:
         chunk_bytes: int,
         fragments: int = 1,
         seed: int = 0,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """`slow` is taken over. `seed` draws what `LearntWay` looks at in a large stage; partners must not know it."""
         self.rule = rule
@@ -105,6 +116,7 @@ class OuterReplica:
         self.trail = slow.clone() if codec.trails else None
         self._learnt = LearntWay(slow.numel(), slow.dtype, seed)
         self._chunk = codec.values_within(chunk_bytes)
+        self._place = Workplace(accelerator if codec.on_a_device else None)
         self._part = self.whole
         self._exchange = ""
         self._coding: Coding | None = None
@@ -159,6 +171,7 @@ class OuterReplica:
         """
         self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
         self._opened = True
+        self._place.begin(device_bytes(self._chunk, part.size))
         self._forget()
         self._learnt.begin(part.start, part.end)
         self._squares.clear()
@@ -169,9 +182,12 @@ class OuterReplica:
         if not self.codec.modulo:
             return torch.empty(0)
         if self._sketch is None:
-            parts = [self.codec.sketch(self._exchange, self._contribution(self._slice(i))) for i in range(self.chunks)]
-            self._sketch = torch.cat(parts)
+            chunks = map(self._slice, range(self.chunks))
+            self._sketch = torch.cat([self._place.do(partial(self._sketched, part)) for part in chunks])
         return self._sketch
+
+    def _sketched(self, part: slice, device: torch.device) -> Tensor:
+        return self.codec.sketch(self._exchange, self._contribution(part, device)).to(HOST)
 
     def agree(self, others: Sequence[Tensor]) -> None:
         """Take in the partners' sketches; only then can chunks be made.
@@ -191,33 +207,28 @@ class OuterReplica:
         assert self._coding is not None, "a chunk needs an agreed coding"
         if index in self._sent:
             return self._sent[index]
-        part = self._slice(index)
-        kept_back = self.slow if self.trail is None else self.trail
-        pull = self.rule.gamma * kept_back[part] if self.codec.decoupled else None
-        wire = self._coding.encode(self._contribution(part), part.start, pull)
+        wire = self._place.do(partial(self._encoded, self._coding, self._slice(index)))
         if self.codec.modulo:  # others take up to four times the memory, and encode in no time
             self._sent[index] = wire
         return wire
+
+    def _encoded(self, coding: Coding, part: slice, device: torch.device) -> Tensor:
+        kept_back = self.slow if self.trail is None else self.trail
+        pull = self.rule.gamma * kept_back[part].to(device) if self.codec.decoupled else None
+        return coding.encode(self._contribution(part, device), part.start, pull).to(HOST)
 
     def add_chunk(self, index: int, wire: Tensor) -> None:
         """Take in a partner's Q(s_j) of a chunk.
 
         Raises NotFinite, and ValueError where length or precision differ from what was agreed.
         """
-        assert self._coding is not None, "a chunk needs an agreed coding"
-        part = self._slice(index)
         own = self.encoded_chunk(index)
         if wire.shape != own.shape or wire.dtype != own.dtype:
             raise ValueError(f"chunk {index} is {wire.dtype} {tuple(wire.shape)}, not {own.dtype} {tuple(own.shape)}")
         came = self._came.get(index, [])
         complete = len(came) == self._members - 2
-        square, tallest = (complete and not came and self._sampled(wire, own, part)) or (None, 0.0)
-        if square is None:
-            difference = self._coding.difference(wire, own, part.start)
-            total = self._total([difference, *self._differences(index)]) if complete and came else difference
-            square, tallest = _measured(total)
-            if complete and math.isfinite(square):
-                self._learnt.see(total, part.start)
+        counted = [wire, *came] if complete else [wire]
+        square, tallest = self._place.do(partial(self._looked_at, self._slice(index), own, counted, complete))
         if not math.isfinite(square):
             raise NotFinite(f"chunk {index} holds NaN or infinity")
         self._came[index] = [*came, wire]
@@ -225,12 +236,27 @@ class OuterReplica:
             self._squares[index] = square
             self._tallest = max(self._tallest, tallest)
 
-    def _sampled(self, wire: Tensor, own: Tensor, part: slice) -> tuple[float, float] | None:
+    def _looked_at(
+        self, part: slice, own: Tensor, wires: Sequence[Tensor], complete: bool, device: torch.device
+    ) -> tuple[float, float]:
+        """What `_measured` says of the sum of these partners' differences in a chunk. `LearntWay` sees it once it is
+        `complete`."""
+        if complete and len(wires) == 1 and (found := self._sampled(wires[0], own, part, device)) is not None:
+            return found
+        total = self._total(self._differences(part, own, wires, device))
+        square, tallest = _measured(total)
+        if complete and math.isfinite(square):
+            self._learnt.see(total, part.start)
+        return square, tallest
+
+    def _sampled(self, wire: Tensor, own: Tensor, part: slice, device: torch.device) -> tuple[float, float] | None:
         """What `_measured` says of a chunk, where the codes say it and only some blocks are looked at. The largest
         value is not known then."""
         assert self._coding is not None, "what came was coded"
         blocks = self._learnt.blocks(part.start, part.stop)
-        found = None if blocks is None else self._coding.measured(wire, own, part.start, blocks)
+        if blocks is None:
+            return None
+        found = self._coding.measured(wire.to(device), own.to(device), part.start, blocks)
         if found is None:
             return None
         square, seen = found
@@ -239,11 +265,11 @@ class OuterReplica:
         self._learnt.see_blocks(seen, part.start, part.stop)
         return square, math.inf
 
-    def _differences(self, index: int) -> list[Tensor]:
-        """Q(s_j) − Q(s_i) of a chunk for each partner, anew from what came."""
+    def _differences(self, part: slice, own: Tensor, wires: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Q(s_j) − Q(s_i) of a chunk for each partner, from what came."""
         assert self._coding is not None, "what came was coded"
-        start, own = self._slice(index).start, self.encoded_chunk(index)
-        return [self._coding.difference(wire, own, start) for wire in self._came.get(index, [])]
+        coding, ours = self._coding, own.to(device)
+        return [coding.difference(wire.to(device), ours, part.start) for wire in wires]
 
     def _total(self, differences: Sequence[Tensor]) -> Tensor:
         """Their sum: n times what the partners pull this replica's mean by."""
@@ -303,26 +329,41 @@ class OuterReplica:
         return self.snapshot[self._part.slice]
 
     def _step_chunk(self, index: int, scale: float) -> None:
-        """Piece by piece: what is worked on stays in a processor's cache."""
-        part, total = self._slice(index), None
-        if index in self._came:
-            total = self._total(self._differences(index))
+        part = self._slice(index)
+        self._learnt.learn(self.snapshot[part], self.slow[part], part.start)
+        wires = self._came.get(index, [])
+        own = self.encoded_chunk(index) if wires else None
+        self._place.do(partial(self._stepped, part, own, wires, scale))
+
+    def _stepped(
+        self, part: slice, own: Tensor | None, wires: Sequence[Tensor], scale: float, device: torch.device
+    ) -> None:
+        """Piece by piece: what is worked on stays in a processor's cache. On the host it is the vectors' own memory."""
+        vectors = [
+            None if each is None else each[part] for each in (self.slow, self.snapshot, self.momentum, self.trail)
+        ]
+        slow, snapshot, momentum, trail = there = [None if each is None else each.to(device) for each in vectors]
+        assert slow is not None
+        assert snapshot is not None
+        total = None if own is None else self._total(self._differences(part, own, wires, device))
+        if total is not None:
             if self._tallest > self._limit:
                 total.clamp_(-self._limit, self._limit)
-        self._learnt.learn(self.snapshot[part], self.slow[part], part.start)
-        if self.trail is not None and total is not None:
-            trail = self.trail[part]
-            for whole in crosses_whole(self._exchange, part.stop - part.start):
-                trail[whole].add_(total[whole], alpha=scale / self._members)
-        for piece in _pieces(part):
-            slow, snapshot = self.slow[piece], self.snapshot[piece]
-            mean = self._contribution(piece)
+            if trail is not None:
+                add_where_whole_(self._exchange, trail, total, scale / self._members)
+        for piece in _pieces(slice(0, len(slow)), device):
+            of_piece = None if momentum is None else momentum[piece]
+            mean = self._contribution_of(snapshot[piece], slow[piece], of_piece)
             if total is not None:
-                mean.add_(total[piece.start - part.start : piece.stop - part.start], alpha=scale / self._members)
-            step_(self.rule, mean, slow=slow, momentum=None if self.momentum is None else self.momentum[piece])
-            torch.sub(slow, snapshot, out=snapshot)
-            if self.trail is not None:
-                self.trail[piece].lerp_(slow, 1 / TRAIL_STEPS)
+                mean.add_(total[piece], alpha=scale / self._members)
+            step_(self.rule, mean, slow=slow[piece], momentum=of_piece)
+            torch.sub(slow[piece], snapshot[piece], out=snapshot[piece])
+            if trail is not None:
+                trail[piece].lerp_(slow[piece], 1 / TRAIL_STEPS)
+        if not on_host(device):
+            for vector, changed in zip(vectors, there, strict=True):
+                if vector is not None and changed is not None:
+                    vector.copy_(changed)
 
     def _forget(self) -> None:
         """What was exchanged is of no use any more."""
@@ -334,19 +375,19 @@ class OuterReplica:
         start = self._part.start + index * self._chunk
         return slice(start, start + self.chunk_size(index))
 
-    def _contribution(self, part: slice) -> Tensor:
-        return contribution(
-            self.rule,
-            fast=self.snapshot[part],
-            slow=self.slow[part],
-            momentum=None if self.momentum is None else self.momentum[part],
-            weight=self._weight,
-        )
+    def _contribution(self, part: slice, device: torch.device) -> Tensor:
+        """s_i of a chunk, on this device."""
+        momentum = None if self.momentum is None else self.momentum[part].to(device)
+        return self._contribution_of(self.snapshot[part].to(device), self.slow[part].to(device), momentum)
+
+    def _contribution_of(self, fast: Tensor, slow: Tensor, momentum: Tensor | None) -> Tensor:
+        return contribution(self.rule, fast=fast, slow=slow, momentum=momentum, weight=self._weight)
 
 
-def _pieces(part: slice) -> list[slice]:
-    """A range in pieces that stay in a processor's cache."""
-    return [slice(at, min(at + _IN_CACHE, part.stop)) for at in range(part.start, part.stop, _IN_CACHE)]
+def _pieces(part: slice, device: torch.device = HOST) -> list[slice]:
+    """A range in pieces that stay in a processor's cache, or in one piece for another device."""
+    size = _IN_CACHE if on_host(device) else max(1, part.stop - part.start)
+    return [slice(at, min(at + size, part.stop)) for at in range(part.start, part.stop, size)]
 
 
 def _square(values: Tensor) -> float:
@@ -357,7 +398,7 @@ def _square(values: Tensor) -> float:
 
 def _measured(values: Tensor) -> tuple[float, float]:
     """The sum of the squares of a chunk, and the largest of its absolute values."""
-    pieces = [values[piece] for piece in _pieces(slice(0, len(values)))]
+    pieces = [values[piece] for piece in _pieces(slice(0, len(values)), values.device)]
     ends = [torch.aminmax(piece) for piece in pieces]
     tallest = max(max(-float(end.min), float(end.max)) for end in ends)
     return math.fsum(map(_square, pieces)), tallest

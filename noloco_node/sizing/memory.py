@@ -16,6 +16,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.learnt import learnt_bytes
+from noloco_node.outer.replica import device_bytes
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD
@@ -83,6 +84,9 @@ class StageMemory:
     correction: int
     """What an outer step changes, brought to the device before it is added. Only where the device has memory of its
     own."""
+    coding: int
+    """What the arithmetic of an outer step takes of the device for one chunk. Only where the device has memory of its
+    own. It is over before the correction is brought."""
     rounding: int
     """The bytes by which the host's memory for the snapshot is larger than the snapshot. torch takes what is never
     paged out in powers of two. This is only for a device with memory of its own."""
@@ -110,7 +114,7 @@ class StageMemory:
     @property
     def arriving(self) -> int:
         """Bytes of what is brought to a device before it is its turn."""
-        return self.ahead + self.correction
+        return self.ahead + max(self.correction, self.coding)
 
     @property
     def on_host(self) -> int:
@@ -204,6 +208,7 @@ def _stage_memory(
         at_work=max(worked_on, at_the_end + precision.published.itemsize * count),
         ahead=MOST_AHEAD * _inputs(run, footprint, stage),
         correction=FP32 * math.ceil(count / run.outer.fragments),
+        coding=device_bytes(codec.values_within(run.limits.chunk_bytes), count) if codec.on_a_device else 0,
         rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,
         outer=FP32 * (OUTER_VECTORS + beside) * count + learnt_bytes(count),
         exchange=(2 if codec.modulo else 1) * codec.wire_bytes(count),

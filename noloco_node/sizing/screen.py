@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName
-from noloco_node.sizing.advice import Expectation, loads_of, step_microbatches
+from noloco_node.outer import CodecName
+from noloco_node.sizing.advice import CARD_SECONDS, Expectation, loads_of, step_microbatches
 from noloco_node.sizing.devices import Device, device_by_name, peak_of
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import (
@@ -146,7 +147,7 @@ def expectation_lines(
     shares = ", ".join(map(_percent, out.device_share if few else (min(out.device_share), max(out.device_share))))
     which = "by stage" if few else "least and most"
     tokens = out.microbatches_a_second * run.microbatch_tokens
-    by = " by one host thread's arithmetic" if out.outer_by_arithmetic else ""
+    by = f" by {_arithmetic(run.outer.codec, device, needs)}" if out.outer_by_arithmetic else ""
     lines = [
         f"on {device.name}, {link.uplink * 8e-6:,.4g} Mbit/s up, {1e3 * link.round_trip:,.4g} ms there and back, "
         f"{config.local_swarm.replicas} replicas of each stage",
@@ -170,6 +171,16 @@ def expectation_lines(
     if found.in_vain:
         lines.append(f"  no gain from      {', '.join(found.in_vain)}")
     return lines
+
+
+def _arithmetic(codec: CodecName, device: Device, needs: Sequence[StageMemory]) -> str:
+    on_card = does_arithmetic(device, needs) and codec in CARD_SECONDS
+    return "arithmetic on the device (an estimate, not measured)" if on_card else "one host thread's arithmetic"
+
+
+def does_arithmetic(device: Device, needs: Sequence[StageMemory]) -> bool:
+    """Whether a device does the arithmetic of outer steps: all that a stage takes has room, with a chunk of it."""
+    return device.memory is not None and max(need.on_device for need in needs) <= device.memory
 
 
 def _fits(device: Device, needs: Sequence[StageMemory]) -> list[str]:

@@ -37,7 +37,7 @@ class StageLoad:
     outer_bytes: float
     """The bytes of a whole outer step."""
     outer_arithmetic: float = 0.0
-    """Seconds of one thread of the host for a whole outer step. It works beside the transfer."""
+    """Seconds of one thread of the host, or of a card and that thread, for a whole outer step, beside the transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class UtilisationOutlook:
     outer_seconds: float
     """That an outer step takes, at the stage where it takes longest."""
     outer_by_arithmetic: bool
-    """An outer step takes that long since one thread of the host does its arithmetic."""
+    """An outer step takes that long by its arithmetic, on one thread of the host or on a card."""
     inner_steps: float
     """Inner steps from one outer step to the next: H, or as many as one takes where that is more."""
     limit: Limit

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.training.compute_device import new_event, streams_of
+from noloco_node.training.compute_device import memory_of_device, new_event, streams_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +168,10 @@ class HostCopies:
         self._beside([(there, vector)], self._long)()
         return there
 
+    def beside(self) -> Beside | None:
+        """The device, for arithmetic beside the training. None where it has no memory or no queues of its own."""
+        return None if self._streams is None else Beside(self._device, self._on, self._streams.Stream(self._device))
+
     def watch(self) -> DeviceWatch:
         """Begin to take the time of what the device is given from now on."""
         return DeviceWatch(self._streams, self._device)
@@ -195,6 +199,27 @@ class HostCopies:
         is computed here."""
         with self._of_thread(self._device), self._streams.stream(stream):
             yield
+
+
+class Beside:
+    """An `Accelerator`: the device by a queue of its own, on which only the arithmetic of outer steps is put. It never
+    waits for the training there, nor the training for it; what it reads and writes is in the host's memory."""
+
+    def __init__(self, device: torch.device, on: Callable[[Any], AbstractContextManager[None]], stream: Any) -> None:
+        self._device, self._on, self._stream = device, on, stream
+
+    @property
+    def device(self) -> torch.device:
+        """See `Accelerator.device`."""
+        return self._device
+
+    def has_room(self, size: int) -> bool:
+        """See `Accelerator.has_room`: torch gives back nothing that training has taken once."""
+        return size <= memory_of_device(self._device).get("free", 0)
+
+    def beside(self) -> AbstractContextManager[None]:
+        """See `Accelerator.beside`."""
+        return self._on(self._stream)
 
 
 class DeviceWatch:

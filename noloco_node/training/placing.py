@@ -39,6 +39,7 @@ def outer_of(spec: RunSpec, trainer: Trainer) -> OuterReplica:
         chunk_bytes=spec.limits.chunk_bytes,
         fragments=outer.fragments,
         seed=ambient.chance().getrandbits(32),
+        accelerator=trainer.copies.beside(),
     )
     replica.snapshot = trainer.copies.room(slow.shape, slow.dtype)
     return replica

@@ -192,7 +192,7 @@ async def test_inputs_sent_ahead_of_their_turn_are_counted_where_a_device_has_me
     planned = needs(run)[stage]
     assert planned.ahead == MOST_AHEAD * sum(tensor.nbytes for tensor in sent)
     own, processor = planned.total(own_memory=True), planned.total(own_memory=False)
-    crossing = planned.correction + planned.rounding
+    crossing = max(planned.correction, planned.coding) + planned.rounding
     assert own.device + own.host == processor.host + 2 * planned.ahead + crossing
 
 
