@@ -21,25 +21,25 @@ class Card:
     bf16: float | None
     """TFLOP/s at the peak: dense, without sparsity. None for a device that does not compute in bf16."""
     fp32: float
-    """Without tensor cores, which torch leaves aside for it."""
+    """On tensor cores as TF32, where it has them: half of bf16 (`compute_device.use_tensor_cores`)."""
 
 
 CARDS = {
-    "B200": Card(180, 2250.0, 80.0),
-    "H200 NVL": Card(141, 835.5, 60.0),
-    "H200": Card(141, 989.4, 66.9),
-    "H100 PCIe": Card(80, 756.5, 51.2),
-    "H100 NVL": Card(94, 835.5, 60.0),
-    "H100": Card(80, 989.4, 66.9),
-    "A100": Card(40, 312.0, 19.5),
-    "A40": Card(48, 149.7, 37.4),
+    "B200": Card(180, 2250.0, 1125.0),
+    "H200 NVL": Card(141, 835.5, 417.8),
+    "H200": Card(141, 989.4, 494.7),
+    "H100 PCIe": Card(80, 756.5, 378.2),
+    "H100 NVL": Card(94, 835.5, 417.8),
+    "H100": Card(80, 989.4, 494.7),
+    "A100": Card(40, 312.0, 156.0),
+    "A40": Card(48, 149.7, 74.8),
     "A10G": Card(24, 70.0, 35.0),
-    "A10": Card(24, 125.0, 31.2),
-    "L40S": Card(48, 362.0, 91.6),
+    "A10": Card(24, 125.0, 62.5),
+    "L40S": Card(48, 362.0, 181.0),
     "L40": Card(48, 181.0, 90.5),
-    "L4": Card(24, 121.0, 30.3),
-    "RTX 6000 Ada": Card(48, 364.2, 91.1),
-    "RTX A6000": Card(48, 154.8, 38.7),
+    "L4": Card(24, 121.0, 60.5),
+    "RTX 6000 Ada": Card(48, 364.2, 182.1),
+    "RTX A6000": Card(48, 154.8, 77.4),
     "RTX 5090": Card(32, 209.5, 104.8),
     "RTX 4090": Card(24, 165.2, 82.6),
     "RTX 4080 SUPER": Card(16, 104.4, 52.2),

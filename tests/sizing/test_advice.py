@@ -146,11 +146,11 @@ def test_rates_and_times_are_read_as_they_are_written() -> None:
 
 
 def test_fp32_on_a_device_that_is_made_for_bf16_is_told_of() -> None:
-    """Nothing else says that the card works at a tenth of its speed. A run in bf16 is told nothing."""
+    """Nothing else says that the card works at half of its speed. A run in bf16 is told nothing."""
     for precision, told in (("fp32", True), ("bf16", False), ("bf16-mixed", False)):
         config = load_config(Path("tiny"), [f"run.inner.precision={precision}"])
         device = device_by_name("H100", config.run.inner.precision)
         needs = planned_memory(config, footprint_of(config.run))
         lines = expectation_lines(config, device, HOME, expect(config, HOME, device.flop_per_second), needs)
-        found = [line for line in lines if "run.inner.precision=bf16 has 15 times the peak" in line]
+        found = [line for line in lines if "run.inner.precision=bf16 has 2 times the peak" in line]
         assert bool(found) is told
