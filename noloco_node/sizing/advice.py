@@ -41,8 +41,8 @@ CODEC_SECONDS: Mapping[CodecName, float] = {
 """Seconds that one thread of the host works for each weight of an outer step, whose arithmetic is on one thread.
 Measured with 8 million weights on one core of a shared machine, 2026-11-27 to 29."""
 CARD_SECONDS: Mapping[CodecName, float] = {"int8": 6.6e-9, "int4": 6.3e-9, "sign": 7.6e-9}
-"""The same where a card has room for the arithmetic. Not measured: no card was at hand. Of each weight 37, 34.5 or 45
-bytes cross, taken to be 8 GB/s, and 2 ns of the host's thread remain."""
+"""Seconds that a card works for each weight of an outer step. They were not measured, as no card was at hand. For each
+weight 37, 34.5 or 45 bytes cross, at 8 GB/s, and 2 ns of the host's thread remain."""
 
 
 @dataclass(frozen=True, slots=True)
