@@ -130,7 +130,7 @@ def test_work_of_the_model_is_held_against_the_peak_of_its_device_where_that_is_
         ("AMD Radeon RX 7900 XT", "bf16", 103e12),
         ("AMD Radeon RX 7900 GRE", "bf16", None),
         ("NVIDIA L40S", "bf16", 362e12),
-        ("NVIDIA RTX 6000 Ada Generation", "fp32", 91.1e12),
+        ("NVIDIA RTX 6000 Ada Generation", "fp32", 182.1e12),
         ("NVIDIA GeForce RTX 5070 Ti", "bf16", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
