@@ -1,4 +1,8 @@
-"""Where documents begin, said by a bit of the token ids: it comes from the packing, never from what a token is."""
+"""What a window of token ids says: inputs, labels, and where documents begin.
+
+A bit of the ids says where one begins. It comes from the packing, never from what a token is. torch is imported where
+it is needed: it takes seconds, and a process that only prepares a text needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ def without_marks(ids: Tensor) -> Tensor:
 def positions_of(marked: Tensor) -> Tensor | None:
     """Each token's place in its document, int64 [B, T], of ids or labels [B, T] with marks. A row begins with a place 0
     whatever it says. None if no document begins within a row: places then count from its beginning."""
-    import torch  # it takes seconds, and a process that only prepares a text needs none of it
+    import torch
 
     begins = (marked & BEGINS) != 0
     begins[:, 0] = True
@@ -28,3 +32,13 @@ def positions_of(marked: Tensor) -> Tensor | None:
         return None
     places = torch.arange(marked.shape[1], device=marked.device).expand(marked.shape)
     return places - torch.where(begins, places, 0).cummax(1).values
+
+
+def inputs_and_labels(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split rows of token ids [b, T + 1]: labels are the inputs moved on by one token, and take over the inputs' marks.
+    Both are int64 [b, T]."""
+    import torch
+
+    rows = windows.to(torch.int64)
+    ids, marks = without_marks(rows), rows[:, :-1] & BEGINS
+    return ids[:, :-1].contiguous(), ids[:, 1:] | marks

@@ -20,13 +20,12 @@ from noloco_node.data.block_reader import StreamedBlocks
 from noloco_node.data.encoding import encode
 from noloco_node.data.prepared import prepare
 from noloco_node.data.reading import held_out_windows
-from noloco_node.data.samples import inputs_and_labels
 from noloco_node.data.shards import TextShards
 from noloco_node.data.shared_turns import Turn
 from noloco_node.data.sources import divided
 from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.windows import load_windows
-from noloco_node.document_marks import BEGINS, positions_of, without_marks
+from noloco_node.document_marks import BEGINS, inputs_and_labels, positions_of, without_marks
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.stacked import StackedStage, token_losses
 from noloco_node.model.cut import PARTS_DOCUMENTS, check_parts_documents

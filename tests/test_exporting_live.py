@@ -33,7 +33,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.pipeline.evaluation import evaluate
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import GivenCopy, StageCopies
-from noloco_node.state_transfer.copy_fetch import of_one_mind
+from noloco_node.state_transfer.copies import of_one_mind
 from noloco_node.training.layout import FlatLayout
 from noloco_node.transport.memory import MemoryTransport
 from tests.inside import directory_of

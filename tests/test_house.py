@@ -5,17 +5,17 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_900,
+    "lines of the package": 60_840,
     "lines of the tests": 60_600,
     "lines of benchmarks and deploy": 4_440,
-    "module-level numbers": 573,
-    "files of the package": 306,
-    "files of the package below 60 lines": 44,
+    "module-level numbers": 572,
+    "files of the package": 303,
+    "files of the package below 60 lines": 43,
     "kB of Markdown": 378,
     "kB of results in docs": 310,
     "decision records": 40,
 }
-WAYS = {"a microbatch": 37, "an outer step": 35, "a joiner": 62}
+WAYS = {"a microbatch": 35, "an outer step": 35, "a joiner": 60}
 """Files of the package on each way. An outer step may meet one more, as its two halves run beside each other."""
 
 

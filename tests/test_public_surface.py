@@ -17,7 +17,7 @@ from noloco_node.cli.commands import parser
 from noloco_node.config.load import setting_names
 from noloco_node.directory.records import PeerRecord
 from noloco_node.errors import EXIT_MEANINGS, ExitCode
-from noloco_node.state_transfer.copy_manifest import CopyManifest
+from noloco_node.state_transfer.copies import CopyManifest
 from noloco_node.state_transfer.fetch import StateManifest
 from noloco_node.telemetry.events import AnyEvent
 from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE

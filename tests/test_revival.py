@@ -27,7 +27,7 @@ from noloco_node.node.revival import first_weights, revive_if_lost
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer.backups import GivenCopy, StageCopies
-from noloco_node.state_transfer.copy_manifest import CopyManifest, StageCopy, goes_on, root_of_weights, sign_copy
+from noloco_node.state_transfer.copies import CopyManifest, StageCopy, goes_on, root_of_weights, sign_copy
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport

@@ -27,7 +27,7 @@ from noloco_node.node.checkpointing import CheckpointKeeper
 from noloco_node.node.first_state import BEGINS_THE_RUN, STARTS_ALONE, obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
-from noloco_node.placement.migration import Move
+from noloco_node.placement.balancing import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.transport.memory import MemoryTransport

@@ -20,9 +20,10 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
-from noloco_node.data.samples import Batch, Samples, inputs_and_labels
+from noloco_node.data.samples import Batch, Samples
 from noloco_node.directory.dht import join_directory
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.document_marks import inputs_and_labels
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import running_p2p

@@ -101,10 +101,6 @@ class Averaging(Participant):
         """Whether an exchange is open or proposed, or a stage peer's state is being taken over."""
         return self.side.engagement.phase is not Phase.FREE
 
-    def begin_on_probation(self) -> None:
-        """This replica's state is a stage peer's copy: others do not count it yet."""
-        self.standing.begin(self.side.worker.progress.steps)
-
     @contextmanager
     def taking_state(self) -> Generator[None]:
         """While a stage peer's state is fetched and loaded in this block no exchange may open. Raises NotAllowed where

@@ -45,7 +45,7 @@ class Blocks(Protocol):
 
 class StreamedBlocks:
     """Parts of shards: block b is part b modulo `parts` of shard b // `parts`. Windows are `length` tokens; what is
-    left at the end of a block is no window. `marked` windows say where documents begin (`marks.BEGINS`)."""
+    left at the end of a block is no window. `marked` windows say where documents begin (`document_marks.BEGINS`)."""
 
     def __init__(self, shards: TextShards, parts: int, length: int, *, marked: bool = False) -> None:
         self._shards, self._parts, self._length, self._marked = shards, parts, length, marked

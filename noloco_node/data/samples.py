@@ -7,14 +7,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.shared_turns import SharedTurns, SlotEvent
-from noloco_node.document_marks import BEGINS, without_marks
 
 
 class SharedRows:
@@ -90,7 +88,7 @@ Position = SamplerPosition | SharedPosition | MixedPosition
 or in several such rows."""
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and labels, both int64 [b, T]; the labels with marks where documents begin (`marks.BEGINS`)."""
+"""Inputs and labels, both int64 [b, T]; the labels with marks where documents begin (`document_marks.BEGINS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +120,3 @@ def by_source(windows: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Rows that lie together: so many of each source; all of them where no counts are named."""
     ends = list(accumulate(counts)) or [len(windows)]
     return [windows[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def inputs_and_labels(windows: Tensor) -> Batch:
-    """Split rows of token ids: labels are the inputs moved on by one token, and take over the inputs' marks."""
-    rows = windows.to(torch.int64)
-    ids, marks = without_marks(rows), rows[:, :-1] & BEGINS
-    return ids[:, :-1].contiguous(), ids[:, 1:] | marks

@@ -114,7 +114,7 @@ class TokenFile:
 
     def windows(self, indices: Sequence[int], length: int) -> NDArray[np.int64]:
         """Windows of `length` tokens, int64 [len(indices), length]: window i begins at token i · length. Where the file
-        is marked, so is the first id of each document in them (`marks.BEGINS`). Raises UserError
+        is marked, so is the first id of each document in them (`document_marks.BEGINS`). Raises UserError
         (DATA) where they are not there any more."""
         size = length * self._dtype.itemsize
         data = b"".join(self._read(size, index * size) for index in indices)

@@ -17,10 +17,11 @@ from noloco_node.data.encoding import encode, fitting_tokenizer
 from noloco_node.data.mixture import MixedSampler, Walk, mixed_fingerprint, naming_part
 from noloco_node.data.prepared import open_prepared, read_manifest
 from noloco_node.data.sampler import BEGINNING, Permutation, SamplerPosition, WindowSampler
-from noloco_node.data.samples import Batch, inputs_and_labels
+from noloco_node.data.samples import Batch
 from noloco_node.data.sources import check_fingerprint, divided
 from noloco_node.data.token_file import TokenFile
 from noloco_node.data.tokenizers import Tokenizer, Tokens
+from noloco_node.document_marks import inputs_and_labels
 from noloco_node.errors import ExitCode, UserError
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from noloco_node.config.data_spec import NO_TOKENIZER, DataSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.reading import held_out_by_source
-from noloco_node.data.samples import Batch, by_source, inputs_and_labels
+from noloco_node.data.samples import Batch, by_source
 from noloco_node.data.tokenizers import PretrainedTokenizer, load_tokenizer
-from noloco_node.document_marks import without_marks
+from noloco_node.document_marks import inputs_and_labels, without_marks
 from noloco_node.exporting.gathered import SavedReplica
 from noloco_node.model.cut import build_config
 from noloco_node.model.export import evaluate_model, model_of

@@ -17,7 +17,8 @@ from noloco_node.config.run_spec import InnerSpec
 from noloco_node.document_marks import without_marks
 from noloco_node.model.stage import build_stage
 from noloco_node.training.inner_optimizer import InnerOptimizer
-from noloco_node.training.layout import PRECISIONS, FlatLayout
+from noloco_node.training.layout import FlatLayout
+from noloco_node.training.trainer import PRECISIONS
 
 AT_ONCE = 64
 """One vectorised call has so many microbatches: enough to hide Python, few enough for the caches and for memory."""

@@ -115,7 +115,7 @@ class OuterSteps:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
         self._behind.look()
-        self._averaging.begin_on_probation()
+        self._standing.begin(self._worker.progress.steps)
         logger.info("caught up with %s: %.0f tokens", partner, manifest.clock)
         rate, seconds = self._worker.current_learning_rate(), ambient.monotonic() - started
         self._emit(_caught_up_event(partner, self._worker.progress, manifest, rate, seconds))

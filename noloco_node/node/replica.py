@@ -203,7 +203,7 @@ class Replica:
     def begins_as_copy(self) -> None:
         """Its state is a stage peer's: it begins on probation, and the run has begun."""
         self.begins_late()
-        self.averaging.begin_on_probation()
+        self.averaging.standing.begin(self.worker.progress.steps)
 
     def serve(self) -> None:
         """Register all methods with the transport; nothing is accepted before `run`."""

@@ -31,8 +31,16 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.placement.arrival import Arrival
-from noloco_node.placement.balancing import Server, as_far_trained, as_seen_at_work, servers_of, usual_strength
-from noloco_node.placement.migration import MigrationStanding, Move, Relocation
+from noloco_node.placement.balancing import (
+    MigrationStanding,
+    Move,
+    Relocation,
+    Server,
+    as_far_trained,
+    as_seen_at_work,
+    servers_of,
+    usual_strength,
+)
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import Memory, fitting_stages, free_memory, memory_of
 from noloco_node.sizing.traffic import check_line, check_lines, check_uplink, line_needs

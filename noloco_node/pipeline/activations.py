@@ -32,7 +32,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.modulo_codes import signs
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.tallies import moved
-from noloco_node.training.layout import NUMBERS
+from noloco_node.training.trainer import NUMBERS
 from noloco_node.transport.messages import BODY_FRAME_BYTES
 
 STEPS = 127

@@ -43,7 +43,6 @@ MOST_FAILURES = 3
 """Undoubted peers that may fail to answer before an audit is given up."""
 PATIENCE = 4.0
 """Times what the first answer took, and a second, that a juror has: one that stalls must not hold the audits up."""
-"""After which a doubted peer that is busy or about to leave is asked again; who breaks off waits for a whole trial."""
 
 
 def share_of_a_hop(share: float, hops: int) -> float:

@@ -19,8 +19,7 @@ from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.admission import Rations
 from noloco_node.pipeline.messages import NO_MEMORY
 from noloco_node.training.compute_thread import QueueTurn
-from noloco_node.training.layout import carried_dtype
-from noloco_node.training.trainer import MicrobatchNotFinite, StageFacts
+from noloco_node.training.trainer import MicrobatchNotFinite, StageFacts, carried_dtype
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release, Transport, Withdraw

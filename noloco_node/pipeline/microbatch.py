@@ -22,9 +22,9 @@ from noloco_node import ambient
 from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
-from noloco_node.data.samples import Samples, inputs_and_labels
+from noloco_node.data.samples import Samples
 from noloco_node.directory.clocks import DrawnBy
-from noloco_node.document_marks import positions_of
+from noloco_node.document_marks import inputs_and_labels, positions_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.peers.hop import RequestOutcome

@@ -45,8 +45,7 @@ from noloco_node.pipeline.microbatch import Downstream
 from noloco_node.tallies import PeerTable
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits
-from noloco_node.training.layout import carried_dtype
-from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite, StageFacts
+from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite, StageFacts, carried_dtype
 from noloco_node.transport.calls import Reply, on_tensors
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release, Transport, Withdraw

@@ -30,9 +30,9 @@ from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_thread import Compute, Priority
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import MOMENTS
-from noloco_node.training.layout import FlatLayout, carried_dtype
+from noloco_node.training.layout import FlatLayout
 from noloco_node.training.placing import PlacedStage, outer_of
-from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
+from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer, carried_dtype
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 

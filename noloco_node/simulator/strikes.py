@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.records import PeerRecord
-from noloco_node.placement.migration import Move
+from noloco_node.placement.balancing import Move
 from noloco_node.simulator.faults import (
     Crash,
     Death,

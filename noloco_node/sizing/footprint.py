@@ -13,9 +13,9 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.cut import build_config, build_on_meta, cut_model, cut_width, idle_experts
 from noloco_node.model.subspace import SubspaceExperts, SubspaceLinear, bind_to_subspace
 from noloco_node.sizing.activations import ActivationGraph, graph_of
-from noloco_node.training.inner_optimizer import is_for_muon
-from noloco_node.training.layout import PRECISIONS, LayoutEntry, kind_of
-from noloco_node.training.muon import Matrices, workspace_numbers
+from noloco_node.training.inner_optimizer import Matrices, is_for_muon, workspace_numbers
+from noloco_node.training.layout import LayoutEntry, kind_of
+from noloco_node.training.trainer import PRECISIONS
 
 OF_THE_BASIS = 4.0
 """Floating-point operations a token for each number of a subspace's basis in a projection: forward, and backward to

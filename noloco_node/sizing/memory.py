@@ -21,7 +21,7 @@ from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD
 from noloco_node.training.frozen_state import SPARE_BYTES
-from noloco_node.training.layout import PRECISIONS, carried_dtype
+from noloco_node.training.trainer import PRECISIONS, carried_dtype
 
 GIB = 1 << 30
 FP32 = 4

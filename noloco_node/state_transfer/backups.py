@@ -21,14 +21,18 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer.copy_fetch import COPY_CHUNK, OPEN_COPY, CopyRequest, ask_for_copy, chunks_of_copy
-from noloco_node.state_transfer.copy_manifest import (
+from noloco_node.state_transfer.copies import (
+    COPY_CHUNK,
     DTYPES,
+    OPEN_COPY,
     CopyManifest,
     CopyOffer,
     CopyPrecision,
+    CopyRequest,
     StageCopy,
+    ask_for_copy,
     choose_copy,
+    chunks_of_copy,
     root_digest,
     sign_copy,
     two_faced,

@@ -1,17 +1,14 @@
-"""All parameters of a stage as one flat vector, and the precisions (`inner.precision`) in which it is kept and used."""
+"""All parameters of a stage as one flat vector."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
-
-from noloco_node.config.run_spec import ActivationCodec, PrecisionName
 
 Kind = Literal["embedding", "matrix", "head", "vector"]
 """What a parameter is to the optimizer: the table of token embeddings, the head, another matrix, or a norm or bias."""
@@ -89,44 +86,3 @@ class FlatLayout:
         for detail in details:
             digest.update(f"|{detail}".encode())
         return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """One of `PRECISIONS`. Slow weights and all else of the outer step stay fp32 whatever it is."""
-
-    masters: torch.dtype
-    """Type of the weights that the optimizer changes, of its moments, and of the gradient that accumulates."""
-    published: torch.dtype
-    """Type of the copies that forward and backward use, and of the activations that come in."""
-    autocast: bool = False
-    """Whether products are computed in bf16 although all tensors are fp32."""
-
-    @property
-    def computed(self) -> torch.dtype:
-        """The type of what goes into products."""
-        return torch.bfloat16 if self.autocast else self.published
-
-    def computing(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context of a forward on `device`; backward needs none."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
-
-
-PRECISIONS: dict[PrecisionName, Precision] = {
-    "fp32": Precision(torch.float32, torch.float32),
-    "bf16": Precision(torch.float32, torch.bfloat16),
-    "bf16-mixed": Precision(torch.float32, torch.float32, autocast=True),
-    "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
-}
-
-NUMBERS: dict[ActivationCodec, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""Codecs of activations that are rounded numbers, and their types. Others are codes."""
-
-
-def carried_dtype(allowed: tuple[ActivationCodec, ...]) -> torch.dtype:
-    """In which activations are held on the host: the widest that may travel, fp32 where only codes may."""
-    return NUMBERS.get(allowed[0], torch.float32)

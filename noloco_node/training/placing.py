@@ -21,9 +21,8 @@ from noloco_node.outer.update import OuterRule
 from noloco_node.training.compiled_stage import INDUCTOR, CompileBackend
 from noloco_node.training.compute_device import device_kind, resolve_device, use_tensor_cores
 from noloco_node.training.compute_thread import Compute, Priority
-from noloco_node.training.layout import carried_dtype
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.trainer import StageFacts, Trainer
+from noloco_node.training.trainer import StageFacts, Trainer, carried_dtype
 
 
 def outer_of(spec: RunSpec, trainer: Trainer) -> OuterReplica:

@@ -27,8 +27,16 @@ from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, c
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layer_checkpoints import checkpoint_layers
-from noloco_node.training.layout import PRECISIONS, FlatLayout
-from noloco_node.training.trainer import ForwardContext, LossResult, MicrobatchNotFinite, StepResult, Trainer, Version
+from noloco_node.training.layout import FlatLayout
+from noloco_node.training.trainer import (
+    PRECISIONS,
+    ForwardContext,
+    LossResult,
+    MicrobatchNotFinite,
+    StepResult,
+    Trainer,
+    Version,
+)
 
 GRADIENT_MULTIPLE = 8.0
 """A microbatch's gradient with a norm so many times the usual one is scaled down."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,12 +14,54 @@ import torch
 from torch import Tensor
 
 from noloco_node.address_space import refused_memory
+from noloco_node.config.run_spec import ActivationCodec, PrecisionName
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Routed, Router
 from noloco_node.training.bounds import LossBound
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.layout import FlatLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """One of `PRECISIONS`. Slow weights and all else of the outer step stay fp32 whatever it is."""
+
+    masters: torch.dtype
+    """Type of the weights that the optimizer changes, of its moments, and of the gradient that accumulates."""
+    published: torch.dtype
+    """Type of the copies that forward and backward use, and of the activations that come in."""
+    autocast: bool = False
+    """Whether products are computed in bf16 although all tensors are fp32."""
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The type of what goes into products."""
+        return torch.bfloat16 if self.autocast else self.published
+
+    def computing(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context of a forward on `device`; backward needs none."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.autocast)
+
+
+PRECISIONS: dict[PrecisionName, Precision] = {
+    "fp32": Precision(torch.float32, torch.float32),
+    "bf16": Precision(torch.float32, torch.bfloat16),
+    "bf16-mixed": Precision(torch.float32, torch.float32, autocast=True),
+    "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
+}
+
+NUMBERS: dict[ActivationCodec, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+"""Codecs of activations that are rounded numbers, and their types. Others are codes."""
+
+
+def carried_dtype(allowed: tuple[ActivationCodec, ...]) -> torch.dtype:
+    """In which activations are held on the host: the widest that may travel, fp32 where only codes may."""
+    return NUMBERS.get(allowed[0], torch.float32)
 
 
 @dataclass(slots=True, eq=False)

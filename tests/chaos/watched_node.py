@@ -21,7 +21,7 @@ from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import DirectoryView
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import Bans, Offence, PeerStats
-from noloco_node.state_transfer import copy_fetch
+from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import Message
@@ -31,7 +31,7 @@ WATCHED = "NOLOCO_CHAOS_WATCHED"
 """Path of the file."""
 HONEST = "honest.json"
 """Peer ids of the honest nodes, in the folder above that of the file."""
-ASKED = (exchange_messages.PROPOSE.name, state_messages.OFFER.name, copy_fetch.OPEN_COPY.name)
+ASKED = (exchange_messages.PROPOSE.name, state_messages.OFFER.name, copy_messages.OPEN_COPY.name)
 """Requests that a node makes of a peer of its own choice."""
 
 

@@ -21,10 +21,11 @@ from noloco_node.data.mixture import MixedSampler
 from noloco_node.data.prepared import check_text_here, fingerprint_of, prepare_run
 from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.sampler import SamplerPosition
-from noloco_node.data.samples import Samples, inputs_and_labels
+from noloco_node.data.samples import Samples
 from noloco_node.data.tokenizer_training import TextTaken
 from noloco_node.data.tokenizers import ByteTokenizer, NoTokenizer
 from noloco_node.data.windows import load_windows
+from noloco_node.document_marks import inputs_and_labels
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.card import model_card
 from noloco_node.exporting.gathered import Gathered

@@ -18,11 +18,10 @@ from noloco_node.sizing.memory import Memory, StageMemory, fitting_stages, free_
 from noloco_node.sizing.screen import memory_lines
 from noloco_node.training.compute_thread import MOST_AHEAD, ComputeThread
 from noloco_node.training.inner_optimizer import InnerOptimizer
-from noloco_node.training.layout import carried_dtype
 from noloco_node.training.placing import outer_of
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.training.trainer import ForwardContext
+from noloco_node.training.trainer import ForwardContext, carried_dtype
 from tests.support import eventually
 from tests.training.late_streams import late_copies
 from tests.training.made_trainers import checkpoint_of, make_trainer

@@ -16,7 +16,7 @@ from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.directory import records_call, signed_end
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.state_transfer import copy_fetch
+from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.transport.messages import WireModel
 from noloco_node.trust import admission as access
@@ -32,8 +32,8 @@ REQUESTS: Mapping[str, type[WireModel] | None] = {
     state_messages.OFFER.name: state_messages.StateRequest,
     state_messages.OPEN.name: state_messages.StateRequest,
     state_messages.CHUNK.name: state_messages.StateRequest,
-    copy_fetch.OPEN_COPY.name: copy_fetch.CopyRequest,
-    copy_fetch.COPY_CHUNK.name: copy_fetch.CopyRequest,
+    copy_messages.OPEN_COPY.name: copy_messages.CopyRequest,
+    copy_messages.COPY_CHUNK.name: copy_messages.CopyRequest,
     receipts.RECEIPT.name: receipts.ReceiptHeader,
     access.ACCESS.name: access.ShownProof,
     dial_back.DIAL_BACK.name: dial_back.DialBack,

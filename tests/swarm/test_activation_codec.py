@@ -16,7 +16,7 @@ from noloco_node.config.run_spec import (
     token_bytes,
 )
 from noloco_node.pipeline.activations import DTYPES, STEPS, decode, encode, there_and_back, wire_length
-from noloco_node.training.layout import carried_dtype
+from noloco_node.training.trainer import carried_dtype
 
 
 @settings(max_examples=60, deadline=None)

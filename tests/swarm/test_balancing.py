@@ -17,6 +17,10 @@ from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import ASKS_ALLOWED, FAILURE_ASKS, PeerStats
 from noloco_node.placement.balancing import (
+    JOINER_PATIENCE,
+    MigrationStanding,
+    Move,
+    Relocation,
     Server,
     Supply,
     as_far_trained,
@@ -29,7 +33,6 @@ from noloco_node.placement.balancing import (
     supply_of,
     worth_moving,
 )
-from noloco_node.placement.migration import JOINER_PATIENCE, MigrationStanding, Move, Relocation
 from noloco_node.state_transfer.backups import standby_stage
 from tests.profiles import tries
 from tests.swarm.worlds import AllAnswer

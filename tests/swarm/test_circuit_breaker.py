@@ -16,8 +16,15 @@ from noloco_node.node import stage_lifecycle as stays_module
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.routing import TRIES, CircuitBreaker, patience
-from noloco_node.placement.balancing import Server, as_seen_at_work, supply_of, worth_moving
-from noloco_node.placement.migration import MigrationStanding, Move, Relocation
+from noloco_node.placement.balancing import (
+    MigrationStanding,
+    Move,
+    Relocation,
+    Server,
+    as_seen_at_work,
+    supply_of,
+    worth_moving,
+)
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport

@@ -20,7 +20,7 @@ from noloco_node.exporting.folders import gather_folders
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import cut_model
 from noloco_node.model.export import load_exported
-from noloco_node.state_transfer.copy_manifest import CopyManifest
+from noloco_node.state_transfer.copies import CopyManifest
 from noloco_node.storage.weights import save_stage
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport

@@ -13,7 +13,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement import balancing
-from noloco_node.placement.migration import Move
+from noloco_node.placement.balancing import Move
 from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.telemetry.events import InnerStep, OuterStep

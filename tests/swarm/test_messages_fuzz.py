@@ -42,7 +42,7 @@ from noloco_node.peers.partners import Partners
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline import server as repeats
-from noloco_node.state_transfer import copy_fetch
+from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer import fetch as state_transfer
 from noloco_node.state_transfer.backups import StageCopies
@@ -136,9 +136,9 @@ class Target:
         """The header of a method that has no tensors and is no part of training or averaging."""
         run, stage, stranger = self.spec.run_id, self.replica.stage, self.strangers[recipe.peer]
         match recipe.method:
-            case copy_fetch.OPEN_COPY.name:
+            case copy_messages.OPEN_COPY.name:
                 return {"run": run, "stage": stage}
-            case copy_fetch.COPY_CHUNK.name:
+            case copy_messages.COPY_CHUNK.name:
                 return {"run": run, "stage": stage, "root": self.copy_root, "index": recipe.number % 20}
             case receipts.RECEIPT.name:
                 statement = Receipt(
@@ -190,7 +190,7 @@ class Target:
         )
         if recipe.method == state_transfer.OPEN.name:
             self.snapshot = json.loads(answer.header["manifest"])["snapshot"]
-        if recipe.method == copy_fetch.OPEN_COPY.name:
+        if recipe.method == copy_messages.OPEN_COPY.name:
             self.copy_root = json.loads(answer.header["manifest"])["root"]
         if recipe.method == microbatch.MICROBATCH.name:
             assert math.isfinite(answer.header["loss_sum"])

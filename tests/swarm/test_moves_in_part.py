@@ -16,12 +16,14 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import SILENCES_TOLERATED, PeerStats
 from noloco_node.placement.balancing import (
     RESCUE_SLOT_SECONDS,
+    MigrationStanding,
+    Move,
+    Relocation,
     Server,
     Supply,
     servers_of,
     supply_of,
 )
-from noloco_node.placement.migration import MigrationStanding, Move, Relocation
 from tests.worlds import record_of
 
 WORK = (1.0, 1.0, 1.0)

@@ -24,9 +24,9 @@ from noloco_node.directory import records_call, signed_end
 from noloco_node.identity.invitations import Grant, Proof
 from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.state_transfer import copy_fetch
+from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
-from noloco_node.state_transfer.copy_manifest import CopyManifest, CopyOffer, CopyPrecision
+from noloco_node.state_transfer.copies import CopyManifest, CopyOffer, CopyPrecision
 from noloco_node.transport.calls import NOTHING, Method, Nothing
 from noloco_node.transport.messages import Message, WireModel, encode_envelope
 from noloco_node.transport.streams import FramedStream
@@ -89,8 +89,8 @@ def _copy_offer(precision: CopyPrecision) -> CopyOffer:
     return CopyOffer(manifest=state_messages.canonical_json(manifest.model_dump(mode="json")), seal=SEAL)
 
 
-def _copy_request(**more: Any) -> copy_fetch.CopyRequest:
-    return copy_fetch.CopyRequest(run=RUN, stage=1, **more)
+def _copy_request(**more: Any) -> copy_messages.CopyRequest:
+    return copy_messages.CopyRequest(run=RUN, stage=1, **more)
 
 
 def _receipt() -> receipts.ReceiptHeader:
@@ -193,12 +193,12 @@ def _transfers() -> list[Example]:
             Nothing(),
             answer_tensors=(numbers(torch.uint8, 7),),
         ),
-        Example(copy_fetch.OPEN_COPY, _copy_request(), _copy_offer("fp16")),
+        Example(copy_messages.OPEN_COPY, _copy_request(), _copy_offer("fp16")),
         Example(
-            copy_fetch.OPEN_COPY, _copy_request(precision="fp32"), _copy_offer("fp32"), special="in full precision"
+            copy_messages.OPEN_COPY, _copy_request(precision="fp32"), _copy_offer("fp32"), special="in full precision"
         ),
         Example(
-            copy_fetch.COPY_CHUNK,
+            copy_messages.COPY_CHUNK,
             _copy_request(root=ROOT, index=1),
             Nothing(),
             answer_tensors=(numbers(torch.float16, 3),),

@@ -30,9 +30,8 @@ from noloco_node.sizing.memory import memory_of
 from noloco_node.training import stage_trainer
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.layout import carried_dtype
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.trainer import ForwardContext
+from noloco_node.training.trainer import ForwardContext, carried_dtype
 
 NAME = "fakegpu"
 ALIGNED = 512

@@ -19,14 +19,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.samples import inputs_and_labels
-from noloco_node.document_marks import BEGINS, positions_of
+from noloco_node.document_marks import BEGINS, inputs_and_labels, positions_of
 from noloco_node.model.stage import build_stage
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.host_copies import HostCopies
-from noloco_node.training.layout import Precision
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.trainer import ForwardContext
+from noloco_node.training.trainer import ForwardContext, Precision
 from tests.model.families import spec_of
 from tests.worlds import micro_spec, window_rows
 

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.data.samples import inputs_and_labels
-from noloco_node.document_marks import positions_of
+from noloco_node.document_marks import inputs_and_labels, positions_of
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.stage_trainer import StageTrainer

@@ -9,9 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from noloco_node.config.run_spec import InnerSpec
-from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
+from noloco_node.training.inner_optimizer import InnerOptimizer, Matrices, Muon, Workspace, moment_sizes
 from noloco_node.training.layout import FlatLayout, LayoutEntry
-from noloco_node.training.muon import Matrices, Muon, Workspace
 from tests.reference import orthogonal
 from tests.training.made_trainers import make_trainer
 from tests.worlds import micro_spec, window_batch

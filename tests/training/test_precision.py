@@ -12,9 +12,8 @@ from torch import Tensor
 from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.model.stage import Stage, build_stage
-from noloco_node.training.layout import PRECISIONS
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.trainer import ForwardContext
+from noloco_node.training.trainer import PRECISIONS, ForwardContext
 from tests.inside import optimizer_of
 from tests.training.made_trainers import checkpoint_of, lone_worker, make_trainer
 from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec

@@ -12,7 +12,7 @@ from noloco_node.averaging import session as exchange_messages
 from noloco_node.bootstrap import hello
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
-from noloco_node.state_transfer import copy_fetch, copy_manifest
+from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.fetch import StateManifest, StateOffer, digest, packed_size, root_of, sign_manifest
 from noloco_node.transport.errors import Refusal, Refused
@@ -204,17 +204,17 @@ async def hostile_copies(life: Life) -> None:
     async def opened(_peer: PeerId, message: Message) -> Message:
         stage, precision = int(message.header["stage"]), message.header["precision"]
         weights = torch.full((life.workers[stage].outer.whole.size,), 3e4, dtype=given[precision])
-        manifest = copy_manifest.CopyManifest(
+        manifest = copy_messages.CopyManifest(
             source=life.transport.peer_id,
             run=life.spec.run_id,
             stage=stage,
             clock=life.clock * 4 if precision == "fp16" else 1e15,
             outer_rounds=1 << 20,
             size=weights.numel(),
-            root=copy_manifest.root_of_weights(weights),
+            root=copy_messages.root_of_weights(weights),
             precision=precision,
         )
-        offer = copy_manifest.sign_copy(life.transport, manifest, weights).offer
+        offer = copy_messages.sign_copy(life.transport, manifest, weights).offer
         life.tally.count(attack, "copies offered" if precision == "fp16" else "offered to exports")
         return Message(offer.model_dump(mode="json"))
 
@@ -226,6 +226,6 @@ async def hostile_copies(life: Life) -> None:
         life.tally.count(attack, "chunks given")
         return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=dtype),))
 
-    life.serve(attack, copy_fetch.OPEN_COPY.name, opened)
-    life.serve(attack, copy_fetch.COPY_CHUNK.name, piece)
+    life.serve(attack, copy_messages.OPEN_COPY.name, opened)
+    life.serve(attack, copy_messages.COPY_CHUNK.name, piece)
     await asyncio.Event().wait()

@@ -24,7 +24,7 @@ import psutil
 
 from noloco_node.averaging import session as exchange_messages
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer import copy_fetch
+from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.telemetry.events import Account, InnerStep, OuterStep, StateDownload, StateSourceFailed
 from tests.chaos.attacks import ATTACKS
@@ -54,7 +54,7 @@ NO_SIGN = frozenset({LOST, "rounds", BROKEN})
 ANSWERS = {
     "bad answers to exchanges": exchange_messages.PROPOSE.name,
     "dripping donor": state_messages.OFFER.name,
-    "hostile copies of a stage": copy_fetch.OPEN_COPY.name,
+    "hostile copies of a stage": copy_messages.OPEN_COPY.name,
 }
 """Attacks by answers alone, and what an honest node must ask for it; it chooses itself which peer it asks."""
 MICROBATCH_TOKENS = 128
