@@ -47,6 +47,7 @@ from tests.support import eventually
 from tests.telemetry.made_events import account
 from tests.training.made_trainers import checkpoint_of
 from tests.worlds import (
+    IN_SUBSPACE,
     LENGTH,
     MICROBATCH,
     VOCABULARY,
@@ -122,20 +123,21 @@ async def lone_node(
 
 
 @pytest.mark.parametrize(
-    ("momentum", "codec", "optimizer"),
+    ("momentum", "codec", "optimizer", "subspace"),
     [
-        ("averaged", "int8", "muon"),
-        ("local", "int8", "adamw"),
-        ("averaged", "sign", "adamw"),
+        ("averaged", "int8", "muon", IN_SUBSPACE),
+        ("local", "int8", "adamw", None),
+        ("averaged", "sign", "adamw", None),
     ],
 )
 async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(
-    tmp_path: Path, momentum: str, codec: CodecName, optimizer: str
+    tmp_path: Path, momentum: str, codec: CodecName, optimizer: str, subspace: dict[str, object] | None
 ) -> None:
     """Weights, slow weights, momentum, trail, optimizer, the half-gathered gradient, clock, counts, books, data
     position across the end of a pass, and the random generator."""
     outer = OUTER.model_copy(update={"momentum": momentum, "codec": codec})
-    spec = micro_spec(stages=1, layers=1, outer=outer, inner={"global_batch_tokens": 150, "optimizer": optimizer})
+    inner: dict[str, object] = {"global_batch_tokens": 150, "optimizer": optimizer}
+    spec = micro_spec(stages=1, layers=1, outer=outer, inner=inner, subspace=subspace)
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
     async with lone_node(spec, folder) as steady:
         await steady.train(11)

@@ -39,7 +39,7 @@ from noloco_node.transport.memory import MemoryTransport
 from tests.inside import directory_of
 from tests.memory_directory import MemoryDirectory
 from tests.support import files_up_to
-from tests.worlds import World, micro_spec, window_rows, world
+from tests.worlds import IN_SUBSPACE, World, micro_spec, window_rows, world
 
 LIMITS = LimitsSpec(record_seconds=5.0, chunk_bytes=4096, exchange_progress_seconds=5.0)
 OUTSIDER = PeerId("one-who-looks-on")
@@ -99,9 +99,9 @@ async def shifted(replica: Replica, shift: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def trained(replicas: int = 2) -> AsyncIterator[Trained]:
+async def trained(replicas: int = 2, subspace: dict[str, object] | None = None) -> AsyncIterator[Trained]:
     """A swarm in memory that says that it trains, whose nodes keep and give copies."""
-    spec = micro_spec(limits=LIMITS)
+    spec = micro_spec(limits=LIMITS, subspace=subspace)
     async with world(spec, replicas=replicas) as made:
         sizes, copies = footprint_of(spec).parameters, list[StageCopies]()
         swarm = Trained(made, copies)
@@ -155,12 +155,15 @@ async def test_an_export_of_a_live_run_is_the_mean_of_its_replicas_in_full_preci
     assert exported.parameters == sum(sizes)
 
 
-async def test_the_export_loses_what_the_swarm_measures_at_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("subspace", [None, IN_SUBSPACE])
+async def test_the_export_loses_what_the_swarm_measures_at_the_same_weights(
+    tmp_path: Path, subspace: dict[str, object] | None
+) -> None:
     """The replicas of a stage hold the same and stand still, as at the end of a rate that comes to nothing. The
     evaluation through the swarm, whichever way it goes, and transformers on the folder differ by rounding alone. What
     they differ by under way is thus that they are of other weights."""
     rows = window_rows(range(10**6, 10**6 + 8))
-    async with trained() as swarm:
+    async with trained(subspace=subspace) as swarm:
         heads = [replica for replica in swarm.made.replicas if replica.stage == 0]
         for replica in swarm.made.replicas:
             parameters = dict(build_stage(replica.context.spec.model, replica.stage).named_parameters())

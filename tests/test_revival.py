@@ -34,7 +34,7 @@ from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, Memory
 from noloco_node.transport.messages import Message
 from tests.memory_directory import MemoryDirectory
 from tests.support import SkewedClock, alongside, eventually, one_turn
-from tests.worlds import World, micro_spec, peer_name, world
+from tests.worlds import IN_SUBSPACE, World, micro_spec, peer_name, window_batch, world
 
 BOUNDLESS = {"outer_rounds": 1 << 32, "source": "who-signed-it"}
 FAULTS: dict[str, Callable[[PeerId], Fault]] = {
@@ -55,11 +55,11 @@ def copies_of(made: World, replica: Replica) -> StageCopies:
 
 @contextlib.asynccontextmanager
 async def trained_world(
-    keepers: int, giving: int = 4, limits: LimitsSpec = LIMITS
+    keepers: int, giving: int = 4, limits: LimitsSpec = LIMITS, subspace: dict[str, object] | None = None
 ) -> AsyncIterator[tuple[World, list[Replica], list[StageCopies]]]:
     """Two stages of two replicas; all but the last are past an outer step and say that they train. The first `giving`
     of them give copies."""
-    spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=limits)
+    spec = micro_spec(outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=limits, subspace=subspace)
     async with world(spec.model_copy(update={"standby_copies": keepers}), replicas=2) as made:
         for replica in made.replicas[:-1]:
             replica.pipeline.open()
@@ -91,11 +91,14 @@ async def lose(made: World, number: int) -> None:
     await made.replicas[number].membership.announce(PeerState.GONE)
 
 
-async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_stage_keeps() -> None:
+@pytest.mark.parametrize("subspace", [None, IN_SUBSPACE])
+async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_stage_keeps(
+    subspace: dict[str, object] | None,
+) -> None:
     """Slow weights up to half precision and the round are those of the copy; the clock is no later than that of the
     answering nodes. Fast weights equal the slow ones and all momenta are zero. The node that kept it may itself be the
     one that restores."""
-    async with trained_world(keepers=1) as (made, (head, _, lost, newcomer), copies):
+    async with trained_world(keepers=1, subspace=subspace) as (made, (head, _, lost, newcomer), copies):
         await keep_until_kept(made, 0, 2, copies)
         _, slow = await lost.worker.slow_weights()
         head.standby_of = lambda: copies[0].standby_of  # pyright: ignore[reportPrivateUsage]
@@ -110,6 +113,11 @@ async def test_a_lost_stage_is_restored_from_the_copy_that_a_node_of_another_sta
         assert torch.equal(state["slow"], state["fast"])
         assert "momentum" not in state or not state["momentum"].any()
         assert not state["exp_avg"].any()
+        await lost.worker.load_slow_weights(progress.clock, progress.outer_rounds, slow)
+        inputs, labels = window_batch(range(4))
+        sent = await head.worker.evaluate(inputs)
+        before, after = [await each.worker.evaluate_loss(sent, labels, ids=inputs) for each in (lost, newcomer)]
+        assert after == pytest.approx(before, rel=1e-4), "it computes what the lost one did"
         kept, answering = copies[0].kept, head.worker.progress.clock
         assert kept is not None
         assert kept.clock > answering, "so the bound is seen to hold"

@@ -200,11 +200,15 @@ def test_an_exchange_of_the_quadratic_weighs_what_the_codec_makes_of_the_stage(
     assert weighed == pytest.approx(wire(round(statistics.fmean(footprint.parameters) / fragments)))
 
 
+@pytest.mark.parametrize("rank", [None, 64])
 @pytest.mark.parametrize("codec", ACTIVATION_CODECS)
-def test_activations_of_the_quadratic_weigh_what_the_codec_makes_of_the_models(codec: ActivationCodec) -> None:
+def test_activations_of_the_quadratic_weigh_what_the_codec_makes_of_the_models(
+    codec: ActivationCodec, rank: int | None
+) -> None:
     """The one number that stands for a token has a scale of its own, as int8; a block of the model's share one."""
-    run = shipped().run
+    run = shipped(*([] if rank is None else [f"run.model.subspace_rank={rank}"])).run
     footprint = footprint_of(run)
+    assert footprint.cut_width == rank or rank is None
     wire = encode(torch.zeros(run.inner.microbatch_windows, run.data.sequence_length, HIDDEN), codec)
     weighed = weigh_as(footprint, "int8")(Parcel("forward", 7, (TensorSpec.of(wire),)))
     assert weighed == pytest.approx(7 + run.microbatch_tokens * token_bytes(footprint.cut_width, codec))
@@ -231,8 +235,9 @@ def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment()
 
 
 def test_stages_of_the_quadratic_are_cut_into_fragments_that_are_exchanged() -> None:
-    """A quarter of the bytes an outer step, four times as often."""
+    """A quarter of the bytes an outer step, four times as often; in a subspace each microbatch has its tokens' ids."""
     common = ("sim.nodes=4", "sim.hours=0.02", "run.outer.inner_steps=4", "run.outer.min_inner_steps=2")
+    common += ("run.model.subspace_rank=64",)
     whole, cut = (
         simulate(shipped(*common, f"run.outer.fragments={count}"), lambda _done, _all: None).figures for count in (1, 4)
     )

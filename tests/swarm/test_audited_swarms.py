@@ -32,6 +32,7 @@ from noloco_node.transport.memory import Fault, FaultKind
 from tests.inside import reputes_of
 from tests.support import eventually, last_account
 from tests.worlds import (
+    IN_SUBSPACE,
     World,
     last_accounts,
     micro_spec,
@@ -48,14 +49,13 @@ SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.2, Priority.FORWARD: 0.1, P
 ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, progress_seconds=5.0)
 
 
-def near_spec(*, steps: int, stages: int = 2) -> RunSpec:
+def near_spec(*, steps: int, stages: int = 2, subspace: dict[str, object] | None = None) -> RunSpec:
     """A run in which honest stage peers stay near each other, as audits take for granted. They average often, and learn
     slowly, however unequally chance and the machine share the work out."""
     outer = OuterSpec(inner_steps=3, codec="fp32", max_lag_tokens=1_000_000)
     inner: dict[str, object] = {"learning_rate": 3e-4}
-    return micro_spec(
-        stages=stages, layers=stages, steps=steps, microbatches_a_step=3, pipeline=ALWAYS, inner=inner, outer=outer
-    )
+    cut: dict[str, Any] = {"stages": stages, "layers": stages, "subspace": subspace}
+    return micro_spec(steps=steps, microbatches_a_step=3, pipeline=ALWAYS, inner=inner, outer=outer, **cut)
 
 
 def lying(replica: Replica, lie: Callable[[Tensor], Tensor]) -> None:
@@ -90,13 +90,16 @@ LIES: dict[str, Callable[[Tensor], Tensor]] = {
 QUICK_LIES = ("sign turned",)
 
 
+@pytest.mark.parametrize("subspace", [None, IN_SUBSPACE])
 @pytest.mark.parametrize(
     "lie", [lie if lie in QUICK_LIES else pytest.param(lie, marks=pytest.mark.long) for lie in LIES]
 )
 @virtually
-async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(lie: str) -> None:
+async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(
+    lie: str, subspace: dict[str, object] | None
+) -> None:
     """After its third contradiction it gets no microbatch while the others live; samples and accounts do not notice."""
-    async with world(near_spec(steps=30), replicas=3) as made:
+    async with world(near_spec(steps=30, subspace=subspace), replicas=3) as made:
         lying(made.of_stage(1)[0], LIES[lie])
         await run_to_the_end(made)
         books = [replica.pipeline.balancer for replica in made.of_stage(0)]
@@ -133,11 +136,12 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
     assert not account.audits.get(Finding.CONTRADICTED, 0)
 
 
+@pytest.mark.parametrize("subspace", [None, IN_SUBSPACE])
 @virtually
-async def test_honest_replicas_agree_through_a_whole_run() -> None:
+async def test_honest_replicas_agree_through_a_whole_run(subspace: dict[str, object] | None) -> None:
     """Every microbatch is looked at, beside three stages that average and move, and nobody is ever contradicted,
     however narrow the numbers are that travel."""
-    spec = near_spec(stages=3, steps=15)
+    spec = near_spec(stages=3, steps=15, subspace=subspace)
     pipeline = spec.pipeline.model_copy(update={"activations": ("int4",)})
     spec = spec.model_copy(update={"pipeline": pipeline})
     async with world(spec, replicas=3, settings=NodeSettings(in_flight=2)) as made:

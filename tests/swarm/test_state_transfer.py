@@ -25,17 +25,18 @@ from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.calls import BadAnswer
 from tests.support import alongside, eventually
-from tests.worlds import NAMED, World, micro_spec, peer_name, run_ahead, world
+from tests.worlds import IN_SUBSPACE, NAMED, World, micro_spec, peer_name, run_ahead, world
 
 OUTER = OuterSpec(inner_steps=2, min_inner_steps=1, max_lag_tokens=1000)
 
 
 @contextlib.asynccontextmanager
-async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> AsyncIterator[tuple[World, list[Replica]]]:
+async def veteran_and_joiner(
+    replicas: int = 2, outer: OuterSpec = OUTER, subspace: dict[str, object] | None = None
+) -> AsyncIterator[tuple[World, list[Replica]]]:
     """The first replica (all but the last, if more) is past its first outer step and says so; the last is new."""
-    spec = micro_spec(
-        stages=1, outer=outer, limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=60)
-    )
+    limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=60)
+    spec = micro_spec(stages=1, outer=outer, limits=limits, subspace=subspace)
     async with world(spec, replicas, NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))) as made:
         for veteran in made.replicas[:-1]:
             assert veteran.pipeline.origin is not None
@@ -48,11 +49,12 @@ async def veteran_and_joiner(replicas: int = 2, outer: OuterSpec = OUTER) -> Asy
         yield made, made.replicas
 
 
-@pytest.mark.parametrize("codec", ["int8", "sign"])
-async def test_a_joiner_becomes_a_copy(codec: CodecName) -> None:
+@pytest.mark.parametrize(("codec", "subspace"), [("int8", IN_SUBSPACE), ("sign", None)])
+async def test_a_joiner_becomes_a_copy(codec: CodecName, subspace: dict[str, object] | None) -> None:
     """Weights, slow weights, momentum, trail, Adam's moments and step count, clock and round are those of the donor,
     bitwise; and both then take the same next step."""
-    async with veteran_and_joiner(outer=OUTER.model_copy(update={"codec": codec})) as (made, (veteran, joiner)):
+    outer = OUTER.model_copy(update={"codec": codec})
+    async with veteran_and_joiner(outer=outer, subspace=subspace) as (made, (veteran, joiner)):
         assert await become_current(joiner) == peer_name(0, 0)
         progress, state = await veteran.worker.joiner_state()
         copied_progress, copied = await joiner.worker.joiner_state()

@@ -16,7 +16,7 @@ from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import PRECISIONS, ForwardContext
 from tests.inside import optimizer_of
 from tests.training.made_trainers import checkpoint_of, lone_worker, make_trainer
-from tests.worlds import LENGTH, VOCABULARY, WINDOWS, micro_spec
+from tests.worlds import IN_SUBSPACE, LENGTH, VOCABULARY, WINDOWS, micro_spec
 
 NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
 
@@ -158,10 +158,11 @@ def test_the_laboratory_computes_what_a_stage_does(precision: PrecisionName) -> 
     assert float((stacked.fast[1].float() - trainer.master.float()).abs().max()) <= 2.1e-3
 
 
-def test_the_laboratory_takes_the_steps_of_muon_that_a_stage_takes() -> None:
+@pytest.mark.parametrize("subspace", [None, IN_SUBSPACE])
+def test_the_laboratory_takes_the_steps_of_muon_that_a_stage_takes(subspace: dict[str, object] | None) -> None:
     """Of every replica by itself, at rates by kind, over several steps with momentum and decay."""
     rates = {"optimizer": "muon", "embedding_rate": 4.0, "head_rate": 2.0, "norm_rate": 3.0, "eps": 1e-5}
-    spec = micro_spec(stages=1, inner=rates)
+    spec = micro_spec(stages=1, inner=rates, subspace=subspace)
     stacked = StackedStage(spec.model, spec.inner, 0, 2)
     trainers = [make_trainer(spec, 0) for _ in range(2)]
     begin = trainers[0].master.clone()
