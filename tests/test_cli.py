@@ -422,5 +422,16 @@ def test_a_joiner_sees_what_its_line_disk_and_device_would_give(capsys: pytest.C
     assert "stage 0: " in any_stage
     assert "stage 1: " in any_stage
     assert "Mbit/s" not in any_stage
+    print_run(run, SwarmSummary(12_288.0, 49_152, (2, 1), 1_000.0), settings=NodeSettings(stage=1, uplink_mbit=0.01))
+    bound = capsys.readouterr().out
+    needs = float(re.findall(r"([\d.]+) and [\d.]+ Mbit/s", bound)[0])
+    share = float(re.findall(r"node\.uplink_mbit 0\.01 lets it do ([\d.]+) % of that", bound)[0])
+    assert share == pytest.approx(1.0 / needs, rel=0.02)
+    asks = run.model_copy(update={"limits": run.limits.model_copy(update={"least_uplink_mbit": 20.0})})
+    for mbit in (None, 25.0):
+        print_run(asks, SwarmSummary(12_288.0, 49_152, (2, 1), 1_000.0), settings=NodeSettings(uplink_mbit=mbit))
+        said = capsys.readouterr().out
+        assert ("asks its nodes for 20 Mbit/s" in said) is (mbit is None), "who names its line is told by a refusal"
+        assert "lets it do" not in said
     print_run(run, SwarmSummary(49_200.0, 49_152, (2, 1), 9.0))
     assert "costs a node" not in capsys.readouterr().out

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_840,
-    "lines of the tests": 60_600,
+    "lines of the package": 60_890,
+    "lines of the tests": 60_640,
     "lines of benchmarks and deploy": 4_440,
     "module-level numbers": 572,
     "files of the package": 303,

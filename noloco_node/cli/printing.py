@@ -34,8 +34,8 @@ def print_plan(config: Config) -> None:
 
 
 def print_sized_plan(config: Config, device: str | None, uplink: str | None, round_trip: str) -> None:
-    """The plan with memory by part and, where a device is named, how much it would work. UserError as `plan` raises it,
-    and (USAGE) as `device_by_name` and the quantities do."""
+    """The plan with memory by part and, where a device is named, how much it would work. UserError as `plan` and
+    `check_outer_steps` raise it, and (USAGE) as `device_by_name` and the quantities do."""
     from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
 
     bound = config.node.uplink_mbit
@@ -43,7 +43,7 @@ def print_sized_plan(config: Config, device: str | None, uplink: str | None, rou
     link_rate, link_delay = bytes_a_second(uplink or usual), seconds(round_trip)
     _print_numbers(config)
     with loading():
-        from noloco_node.sizing.advice import expect
+        from noloco_node.sizing.advice import check_outer_steps, expect
         from noloco_node.sizing.footprint import footprint_of
         from noloco_node.sizing.memory import planned_memory
         from noloco_node.sizing.screen import does_arithmetic, expectation_lines, memory_lines
@@ -55,7 +55,10 @@ def print_sized_plan(config: Config, device: str | None, uplink: str | None, rou
         link = Link(link_rate, link_delay)
         named = device_by_name(device, config.run.inner.precision)
         needs = planned_memory(config, footprint)
-        found = expect(config, link, named.flop_per_second, on_card=does_arithmetic(named, needs))
+        speed, on_card = named.flop_per_second, does_arithmetic(named, needs)
+        found = expect(config, link, speed, on_card=on_card)
+        if uplink is None:
+            check_outer_steps(config, footprint, link, speed, on_card=on_card)
         lines += expectation_lines(config, named, link, found, needs)
     print("\n".join(lines))
     sys.stdout.flush()

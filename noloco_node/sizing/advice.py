@@ -11,7 +11,7 @@ from noloco_node.config.load import Config
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import AUTO_AIM
 from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
-from noloco_node.errors import UserError
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
@@ -125,6 +125,32 @@ def outlook_on(
         in_flight=under_way(config, footprint, link, flop_per_second, on_card=on_card),
         h=config.run.outer.inner_steps,
         step_microbatches=share,
+    )
+
+
+def check_outer_steps(
+    config: Config, footprint: Footprint, link: Link, flop_per_second: float, *, on_card: bool = False
+) -> None:
+    """Raise UserError (CONFIG) where an outer step behind the node's bound, which `link` has, lasts longer than the H
+    inner steps to the next one."""
+    bound, steps = config.node.uplink_mbit, config.run.outer.inner_steps
+
+    def outlook(count: int) -> UtilisationOutlook:
+        changed = _changed(config, {"run.outer.inner_steps": count})
+        return outlook_on(changed, footprint, link, flop_per_second, on_card=on_card)
+
+    found = outlook(steps)
+    if bound is None or found.outer_by_arithmetic or found.inner_steps <= steps:
+        return
+    least = math.ceil(found.inner_steps)
+    while outlook(least).inner_steps > least:  # fewer outer steps let inner steps be quicker
+        least += 1
+    raise UserError(
+        ExitCode.CONFIG,
+        f"run.outer.inner_steps is {steps}, too few for node.uplink_mbit {bound:g}: an outer step takes "
+        f"{found.outer_seconds:,.0f} s of that line beside the training, as long as "
+        f"{found.inner_steps:.0f} inner steps",
+        f"set run.outer.inner_steps to {least} or more, or raise node.uplink_mbit",
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import PrecisionName
+from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.outer import CodecName
 from noloco_node.sizing.advice import CARD_SECONDS, Expectation, loads_of, step_microbatches
 from noloco_node.sizing.devices import Device, device_by_name, peak_of
@@ -92,6 +92,7 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
             words += f", {bits * use.sent:,.3g} and {bits * use.received:,.3g} Mbit/s"
             words += f"; {as_bytes(day * use.sent)} up and {as_bytes(day * use.received)} down a day"
             words += f"; {_flop(work)} of work a second{_of_a_known_device(work, run.inner.precision)}"
+            words += _of_own_bound(node.uplink_mbit, bits * use.sent)
         lines.append(f"  {'' if lines else 'costs a node':<17} stage {stage}: {words}")
     if len(lines) > STAGES_SHOWN:
         lines = [lines[0], *(f"  {'':<17} {line.strip()}" for line in (lines[len(lines) // 2], lines[-1]))]
@@ -99,6 +100,25 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
         *lines,
         f"  {'':<17} up to {as_bytes(disk)} of the disk; a line carries some percent more than that, and a newcomer "
         f"copies {as_bytes(max(need.saved for need in needs))} at most",
+        *_least_uplink_line(run, node),
+    ]
+
+
+def _of_own_bound(bound: float | None, sent: float) -> str:
+    """What a bound on the uplink leaves of a node's part, both in Mbit/s."""
+    if bound is None or bound >= sent:
+        return ""
+    return f"; node.uplink_mbit {bound:g} lets it do {_percent(bound / sent)} % of that"
+
+
+def _least_uplink_line(run: RunSpec, node: NodeSettings) -> list[str]:
+    """What a run asks of a line that nobody has named: no node measures its own before it has trained."""
+    asked = run.limits.least_uplink_mbit
+    if asked is None or node.uplink_mbit is not None:
+        return []
+    return [
+        f"  uplink            this run asks its nodes for {asked:g} Mbit/s (run.limits.least_uplink_mbit), and nothing "
+        "here says what this line has: set node.uplink_mbit to that"
     ]
 
 

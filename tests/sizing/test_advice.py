@@ -10,7 +10,7 @@ from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.in_flight import Rate, next_limit
-from noloco_node.sizing.advice import expect, fitting_rank, outlook_on, under_way
+from noloco_node.sizing.advice import check_outer_steps, expect, fitting_rank, outlook_on, under_way
 from noloco_node.sizing.devices import (
     REACHED,
     bytes_a_second,
@@ -95,6 +95,26 @@ def test_auto_is_planned_by_one_number_for_memory_speed_and_advice() -> None:
     more = [each.more_memory for each in found.suggestions if each.settings[0].startswith("node.in_flight")]
     assert more
     assert all(memory > 0 for memory in more)
+
+
+def test_outer_steps_that_a_bounded_line_cannot_carry_in_their_turn_are_refused_with_those_that_it_can() -> None:
+    """The remedy is taken, and the file as it comes is as well: with fewer Mbit/s inner steps last longer, too."""
+    for bound in (3.0, 20.0):
+        seldom, often = (
+            load_config(Path("consumer-24gb"), [f"node.uplink_mbit={bound}", f"run.outer.inner_steps={steps}"])
+            for steps in (48, 4)
+        )
+        footprint, link = footprint_of(often.run), Link(bound / 8e-6, 0.1)
+        speed = device_by_name("RTX 4090", "bf16").flop_per_second
+        check_outer_steps(seldom, footprint, link, speed)
+        with pytest.raises(UserError, match=r"run\.outer\.inner_steps is 4, too few for node\.uplink_mbit") as refused:
+            check_outer_steps(often, footprint, link, speed)
+        assert refused.value.exit_code is ExitCode.CONFIG
+        least = refused.value.remedy.removeprefix("set run.outer.inner_steps to ").split()[0]
+        enough = load_config(Path("consumer-24gb"), [f"node.uplink_mbit={bound}", f"run.outer.inner_steps={least}"])
+        check_outer_steps(enough, footprint, link, speed)
+        unbound = load_config(Path("consumer-24gb"), ["run.outer.inner_steps=4"])
+        check_outer_steps(unbound, footprint, link, speed)
 
 
 def test_it_is_one_screen() -> None:
