@@ -33,8 +33,7 @@ from noloco_node.config import hub_token
 
 MODULES = (
     *("noloco_node", "tests.chaos.paced_node", "tests.chaos.hostile_node", "tests.daemons.patient_node"),
-    "tests.daemons.hung_node",
-    "tests.says_itself",
+    *("tests.daemons.hung_node", "tests.says_itself", "tests.outer.card_exchanges", "tests.training.fake_device"),
 )
 """What is forked: these, run as `python -m`."""
 LAUNCHES = ("swarm", "--devices")

@@ -28,8 +28,9 @@ from tests.training.late_streams import late_copies
 SMALL = ("--hidden", "64", "--layers", "1", "--length", "16", "--windows", "1", "--seconds", "0.01", "--rounds", "1")
 
 
-def test_the_same_code_runs_small_on_the_processor(tmp_path: Path) -> None:
+def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step but the daemons, each figure a line; nothing is said of a device that is not there."""
+    monkeypatch.setattr(gpu, "PRODUCT", {"cpu": 64})
     out, trace = tmp_path / "gpu.jsonl", tmp_path / "trace.json"
     asked = ("--device", "cpu", *SMALL, "--layers", "2", "--precisions", "fp32", "bf16", "--out", str(out))
     for step in ("exact", "oom", "machine", "alone", "codecs", "waits", "trace"):

@@ -205,7 +205,7 @@ async def test_a_checkpoint_of_the_other_optimizer_is_of_another_run_and_never_f
 async def test_a_checkpoint_is_of_one_moment_while_three_microbatches_are_under_way(tmp_path: Path) -> None:
     """It is taken at any time on a running swarm, on both stages. The tokens in the weights and the gradient are those
     of the samples that the books call trained. The samples held are the rest of those drawn."""
-    spec = micro_spec(steps=40, microbatches_a_step=3, outer=OUTER)
+    spec = micro_spec(steps=8, microbatches_a_step=3, outer=OUTER)
     settings = NodeSettings(in_flight=3, checkpoint_outer_steps=1, checkpoint_seconds=0.0, drain_seconds=1)
     async with world(spec, settings=settings) as made:
         folders = [CheckpointFolder(tmp_path / str(stage), keep=1000) for stage in range(2)]

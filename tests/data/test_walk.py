@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -15,6 +15,10 @@ from noloco_node.data.sampler import Permutation, SamplerPosition, WindowSampler
 
 
 @given(st.integers(1, 700), st.text(max_size=20))
+@settings(max_examples=25)
+@example(511, "")
+@example(512, "")
+@example(513, "")
 def test_a_permutation_hits_everything_once(count: int, key: str) -> None:
     """A bijection for every count, powers of two and their neighbours included."""
     order = Permutation(count, key)

@@ -20,10 +20,10 @@ from tests.outer.card import Card, OnCard, set_up
 from tests.outer.groups import vectors
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
-SIZE = 37 * BLOCK + 77
-"""Chunks of 16 blocks of `sign`, the last one ragged."""
-AT = 307
-"""Every so many operations the device refuses one."""
+SIZE = 21 * BLOCK + 77
+"""Two chunks of 16 blocks of `sign`, the last one ragged."""
+TRIES = 4
+"""At so many of its operations the device refuses."""
 
 
 def replica(codec: CodecName, seed: int, card: Card | None, size: int = SIZE, chunk: int = 16) -> OuterReplica:
@@ -110,13 +110,14 @@ def refusals(codec: CodecName, sketches: list[Tensor]) -> dict[str, Any]:
     free = Card()
     wanted, _ = a_step(codec, free, sketches)
     right, again = True, True
-    for at in range(1, len(free.operations) + 1, AT):
+    places = range(1, len(free.operations) + 1, len(free.operations) // TRIES)
+    for at in places:
         card = Card()
         card.refuses, card.refuses_at = torch.OutOfMemoryError, at
         found, _ = a_step(codec, card, sketches)
         right &= all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         again &= len(card.operations) == at
-    return {"right": right, "nothing more was asked of it": again, "tried": len(free.operations) // AT}
+    return {"right": right, "nothing more was asked of it": again, "tried": len(places)}
 
 
 def case(codec: CodecName) -> dict[str, Any]:

@@ -193,21 +193,16 @@ def test_two_hundred_hostile_rounds_do_not_raise_the_bound(momentum: str, attack
 
 @pytest.mark.parametrize(
     ("momentum", "attack", "identities"),
-    [
-        ("averaged", "far away", 1),
-        ("averaged", "just within", 200),
-        ("local", "just within", 1),
-        ("local", "sign flipped", 200),
-    ],
+    [("averaged", "far away", 1), ("averaged", "just within", 200), ("local", "sign flipped", 200)],
 )
 def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: str, identities: int) -> None:
-    """Every other round hostile: no further from the stage peers than a few bounds, after 200 rounds as after 50."""
+    """Every other round hostile: no further from the stage peers than a few bounds, after 120 rounds as after 30."""
     generator = torch.Generator().manual_seed(5)
     group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(6)]
     bounds = [PartnerBound(MULTIPLE) for _ in group]
     away: list[float] = []
     spent: list[float] = []
-    for number in range(200):
+    for number in range(120):
         for replica in group:
             learn(replica, generator)
         order = torch.randperm(6, generator=generator).tolist()
@@ -219,13 +214,14 @@ def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: st
             average(group, bounds, a, b, str(number))
         away.append(float((group[0].slow - torch.stack([r.slow for r in group[1:]]).mean(0)).norm()))
     assert max(spent) <= MULTIPLE * 4 * 0.5 * 0.02 * (2 * BLOCK) ** 0.5 * 1.1
-    assert max(away[150:]) <= 1.5 * max(away[50:100])
+    assert max(away[90:]) <= 1.5 * max(away[30:60])
     assert max(away) <= 4 * max(spent) / (1 - ALPHA)
 
 
-@pytest.mark.parametrize("momentum", ["averaged", "local"])
-@pytest.mark.parametrize("speeds", ["equal", "uneven"])
-@pytest.mark.parametrize("alone", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("momentum", "speeds", "alone"),
+    [("averaged", "equal", 0.0), ("averaged", "uneven", 0.5), ("local", "equal", 0.5), ("local", "uneven", 0.0)],
+)
 def test_honest_partners_are_not_clipped(momentum: str, speeds: str, alone: float) -> None:
     """In 100 rounds of 8 noisy replicas from one start the norm never clips them, even if half of the steps find no
     partner.

@@ -31,7 +31,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("codec", ALL)
-@pytest.mark.parametrize(("n", "momentum"), [(2, "averaged"), (2, "local"), (4, "averaged"), (4, "local")])
+@pytest.mark.parametrize(("n", "momentum"), [(2, "averaged"), (4, "local")])
 def test_every_codec_keeps_the_mean_of_every_group(codec: CodecName, n: int, momentum: str) -> None:
     """Far from zero, where floats round hard: Σφ and Σδ to 1e-10 as if nothing had been rounded, over three rounds."""
     rule = OuterRule(0.5, 0.7, 0.5, momentum)  # pyright: ignore[reportArgumentType]
@@ -63,14 +63,14 @@ def test_what_a_codec_leaves_of_the_spread(codec: CodecName, n: int) -> None:
 
 @pytest.mark.parametrize("codec", [codec for codec in ALL if not CODECS[codec].decoupled])
 def test_the_spread_shrinks_over_rounds(codec: CodecName) -> None:
-    """Eight replicas with momentum and without gradients, random pairs: down to the codec's floor, never up."""
-    group = replicas(8, RULE, codec)
+    """Four replicas with momentum and without gradients, random pairs: down to the codec's floor, never up."""
+    group = replicas(4, RULE, codec)
     for replica in group:
         replica.snapshot.copy_(replica.slow)
     start = float(torch.stack([r.slow for r in group]).std(0).mean())
     generator = torch.Generator().manual_seed(1)
-    for round_ in range(20):
-        order = torch.randperm(8, generator=generator).tolist()
+    for round_ in range(16):
+        order = torch.randperm(4, generator=generator).tolist()
         for a, b in zip(order[::2], order[1::2], strict=True):
             step([group[a], group[b]], exchange=f"{round_}/{a}")
     left = float(torch.stack([r.slow for r in group]).std(0).mean()) / start
