@@ -435,3 +435,23 @@ def test_a_joiner_sees_what_its_line_disk_and_device_would_give(capsys: pytest.C
         assert "lets it do" not in said
     print_run(run, SwarmSummary(49_200.0, 49_152, (2, 1), 9.0))
     assert "costs a node" not in capsys.readouterr().out
+
+
+def test_a_joiner_is_told_the_bytes_of_a_day_and_the_bits_of_a_second_as_one_truth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """36,864 tokens are left at 1,000 a second: what goes to the run's end takes 36.864 s of a day."""
+    from noloco_node.config.load import load_config
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.directory.summary import SwarmSummary
+
+    settings = NodeSettings(stage=1)
+    print_run(load_config(MICRO).run, SwarmSummary(12_288.0, 49_152, (2, 1), 1_000.0), settings=settings)
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "a day" in line]
+    units = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+    sizes = [float(count) * units[unit] for count, unit in re.findall(r"([\d.]+) ([kMG]B) (?:up|down)", told)]
+    bits = re.search(r"([\d.]+) and ([\d.]+) Mbit/s", told)
+    assert len(sizes) == 4
+    assert bits is not None
+    assert sizes[2:] == pytest.approx([86_400.0 / 36.864 * count for count in sizes[:2]], rel=0.04)
+    assert sizes[2:] == pytest.approx([86_400.0 * 1e6 / 8 * float(mbit) for mbit in bits.groups()], rel=0.02)

@@ -164,8 +164,9 @@ def _subspace_line(run: RunSpec, numbers: Plan) -> list[str]:
     """What crosses a cut in a subspace, and what is free of it."""
     if run.model.subspace_rank is None:
         return []
-    free = run.model.subspace_last_stage_free
-    which = "all layers but the last stage's write into it" if free else "all layers write into it"
+    layers = sum(numbers.layers)
+    bound = layers - (numbers.layers[-1] if run.model.subspace_last_stage_free else 0)
+    which = f"{bound} of {layers} layers write into it"
     return [f"  subspace          {numbers.cut_width:,} of {numbers.hidden:,} numbers a token travel; {which}"]
 
 

@@ -19,7 +19,7 @@ from noloco_node.sizing.devices import (
 )
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import planned_memory
-from noloco_node.sizing.preflight import plan
+from noloco_node.sizing.preflight import plan, plan_lines, plan_run
 from noloco_node.sizing.screen import expectation_lines, memory_lines
 from noloco_node.sizing.utilisation import Link
 
@@ -65,6 +65,14 @@ def test_a_fixed_part_that_is_too_small_is_warned_of() -> None:
     warned = plan(load_config(Path("tiny"), [*bare, "run.model.subspace_rank=64"])).warnings
     assert any("embedding_std is not set" in line for line in warned)
     assert not any("embedding_std" in line for line in plan(load_config(Path("tiny"), bare)).warnings)
+
+
+def test_a_plan_says_how_many_layers_a_subspace_binds() -> None:
+    """The fewer it leaves free, the more it costs in loss; the last stage may have few of them."""
+    shape = ["run.model.subspace_rank=32", "run.model.config.num_hidden_layers=4", "run.model.layers_per_stage=[3, 1]"]
+    for free, told in (("true", "3 of 4 layers write into it"), ("false", "4 of 4 layers write into it")):
+        run = load_config(Path("tiny"), [*shape, f"run.model.subspace_last_stage_free={free}"]).run
+        assert any(line.endswith(told) for line in plan_lines(run, plan_run(run)))
 
 
 _TIED = {"model_type": "llama", "tie_word_embeddings": True, "hidden_size": 64}
