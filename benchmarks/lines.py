@@ -5,7 +5,7 @@
 By the arithmetic of `config validate --device`, nothing is run: the file's stages, microbatches and activations, and
 each method of docs/method.md with its own bytes and its own H. Data parallel, DiLoCo and the paper's NoLoCo wait for an
 exchange. A node of this package trains beside it, and waits here only where it would not keep H otherwise. An entry has
-the seconds of an inner step, the steps of a day, and how many times as long data parallel takes for them.
+the seconds of an inner step, the hours to the end of so many (`--steps`), and how many times as long data parallel takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.command import command, parser_of
+from benchmarks.command import command, parser_of, whole
 from noloco_node.config.files import find_config
 from noloco_node.config.load import Config, load_config
 from noloco_node.outer import CodecName
@@ -25,7 +25,7 @@ from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.utilisation import Link, outlook_of
 
-DAY = 86_400.0
+HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,8 @@ METHODS = (
     Method("DiLoCo, H = 50", 50, "fp32", ring=True, waits=True),
     Method("NoLoCo (paper), H = 50", 50, "fp32", tensors=2, waits=True),
     Method("defaults: `int4`, H = 8", 8, "int4"),
+    Method("`int4`, H = 4", 4, "int4"),
+    Method("signs, H = 2", 2, "sign"),
     Method("signs, H = 1", 1, "sign"),
 )
 
@@ -89,15 +91,17 @@ def pace_of(method: Method, config: Config, footprint: Footprint, link: Link, fl
     return Pace(max(step, outlook.outer_seconds / method.h), step, outlook.inner_steps)
 
 
-def cell(pace: Pace, reference: Pace) -> str:
-    """Seconds of an inner step, steps a day, how many times as long the reference takes, and a course without waits."""
-    own = f"{pace.seconds:.3g} s, {DAY / pace.seconds:,.0f} a day ({reference.seconds / pace.seconds:.2g})"
+def cell(pace: Pace, reference: Pace, steps: int) -> str:
+    """Seconds of an inner step, hours of so many, how many times as long the reference takes, and a course without
+    waits."""
+    hours = pace.seconds * steps / HOUR
+    own = f"{pace.seconds:.3g} s, {hours:.3g} h ({reference.seconds / pace.seconds:.2g})"
     if pace.unwaited < pace.seconds:
         own += f", or {pace.unwaited:.2g} s and an exchange after {pace.steps:.2g} steps"
     return own
 
 
-def table(config: Config, lines: Sequence[str], round_trip: float, flop_per_second: float) -> str:
+def table(config: Config, lines: Sequence[str], round_trip: float, flop_per_second: float, steps: int) -> str:
     """A row for each method, a column for each line."""
     footprint, replicas = footprint_of(config.run), config.local_swarm.replicas
     rows = [["method", "exchanged for an inner step", *(f"{line}/s" for line in lines)]]
@@ -105,7 +109,7 @@ def table(config: Config, lines: Sequence[str], round_trip: float, flop_per_seco
     paces = [[pace_of(each, config, footprint, link, flop_per_second) for link in links] for each in METHODS]
     for method, own in zip(METHODS, paces, strict=True):
         sent = method.sent(max(footprint.parameters), replicas) / method.h
-        rows.append([method.name, f"{sent / 1e6:,.0f} MB", *map(cell, own, paces[0])])
+        rows.append([method.name, f"{sent / 1e6:,.0f} MB", *(cell(*each, steps) for each in zip(own, paces[0], strict=True))])
     return table_of(rows)
 
 
@@ -117,10 +121,11 @@ def main() -> None:
     parser.add_argument("--device", default="RTX 4090")
     parser.add_argument("--uplink", nargs="+", default=["20Mbit", "100Mbit", "1000Mbit"])
     parser.add_argument("--round-trip", default="50ms")
+    parser.add_argument("--steps", type=whole, default=1050)
     options = parser.parse_args()
     config = load_config(find_config(options.config), options.set)
     device = device_by_name(options.device, config.run.inner.precision)
-    print(table(config, options.uplink, seconds(options.round_trip), device.flop_per_second))
+    print(table(config, options.uplink, seconds(options.round_trip), device.flop_per_second, options.steps))
 
 
 if __name__ == "__main__":

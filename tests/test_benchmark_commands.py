@@ -174,7 +174,7 @@ def test_a_ring_is_waited_for_and_an_exchange_beside_the_training_where_it_is_lo
     config = load_config(find_config(Path("tiny")))
     footprint, replicas = footprint_of(config.run), config.local_swarm.replicas
     most = max(footprint.parameters)
-    ring, *_, own = (method for method in lines.METHODS if method.name != "signs, H = 1")
+    ring, own = lines.METHODS[0], next(method for method in lines.METHODS if method.name.startswith("defaults"))
     assert ring.sent(most, replicas) == pytest.approx(2 * (replicas - 1) / replicas * 2 * most)
 
     def paces(uplink: float, flop_per_second: float = 1e12) -> list[lines.Pace]:
@@ -187,4 +187,4 @@ def test_a_ring_is_waited_for_and_an_exchange_beside_the_training_where_it_is_lo
     assert slow.seconds - trained.seconds == pytest.approx(ring.sent(most, replicas) / 1e5)
     assert narrow.unwaited <= narrow.seconds < slow.seconds
     assert (narrow.steps > own.h) == (narrow.unwaited < narrow.seconds)
-    assert lines.cell(narrow, slow).startswith(f"{narrow.seconds:.3g} s, ")
+    assert lines.cell(narrow, slow, 3600).startswith(f"{narrow.seconds:.3g} s, {narrow.seconds:.3g} h (")
