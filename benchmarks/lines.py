@@ -1,11 +1,11 @@
 """What an inner step takes behind a line, by data parallel and by what nodes exchange in its place.
 
-    python -m benchmarks.lines consumer-24gb --set run.inner.optimizer=muon
+    python -m benchmarks.lines consumer-24gb --steps 1050
 
 By the arithmetic of `config validate --device`, nothing is run: the file's stages, microbatches and activations, and
 each method of docs/method.md with its own bytes and its own H. Data parallel, DiLoCo and the paper's NoLoCo wait for an
 exchange. A node of this package trains beside it, and waits here only where it would not keep H otherwise. An entry has
-the seconds of an inner step, the hours to the end of so many (`--steps`), and how many times as long data parallel takes.
+the seconds of an inner step, the hours of a training (`--steps`), and how many times as long data parallel takes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
 from noloco_node.simulator.report import table_of
-from noloco_node.sizing.advice import CODEC_SECONDS, loads_of, step_microbatches, under_way
-from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
+from noloco_node.sizing.advice import arithmetic_seconds, loads_of, step_microbatches, under_way
+from noloco_node.sizing.devices import Device, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import Footprint, footprint_of
+from noloco_node.sizing.memory import planned_memory
+from noloco_node.sizing.screen import does_arithmetic
 from noloco_node.sizing.utilisation import Link, outlook_of
 
 HOUR = 3600.0
@@ -69,7 +71,9 @@ class Pace:
     """Inner steps from one exchange to the next then."""
 
 
-def pace_of(method: Method, config: Config, footprint: Footprint, link: Link, flop_per_second: float) -> Pace:
+def pace_of(
+    method: Method, config: Config, footprint: Footprint, link: Link, flop_per_second: float, *, on_card: bool = False
+) -> Pace:
     """Of the replicas of a configuration, at the method's own H. Pure arithmetic."""
     share, replicas = step_microbatches(config), config.local_swarm.replicas
     pairs = zip(loads_of(config.run, footprint, flop_per_second, share), footprint.parameters, strict=True)
@@ -77,7 +81,7 @@ def pace_of(method: Method, config: Config, footprint: Footprint, link: Link, fl
         replace(
             load,
             outer_bytes=method.sent(count, replicas),
-            outer_arithmetic=CODEC_SECONDS[method.codec] * count,
+            outer_arithmetic=arithmetic_seconds(method.codec, on_card=on_card) * count,
         )
         for load, count in pairs
     ]
@@ -101,15 +105,17 @@ def cell(pace: Pace, reference: Pace, steps: int) -> str:
     return own
 
 
-def table(config: Config, lines: Sequence[str], round_trip: float, flop_per_second: float, steps: int) -> str:
-    """A row for each method, a column for each line."""
+def table(config: Config, lines: Sequence[str], round_trip: float, device: Device, steps: int) -> str:
+    """A row for each method, a column for each line. The device does the arithmetic of exchanges if it has room."""
     footprint, replicas = footprint_of(config.run), config.local_swarm.replicas
     rows = [["method", "exchanged for an inner step", *(f"{line}/s" for line in lines)]]
     links = [Link(bytes_a_second(line), round_trip) for line in lines]
-    paces = [[pace_of(each, config, footprint, link, flop_per_second) for link in links] for each in METHODS]
+    flop, on_card = device.flop_per_second, does_arithmetic(device, planned_memory(config, footprint))
+    paces = [[pace_of(each, config, footprint, link, flop, on_card=on_card) for link in links] for each in METHODS]
     for method, own in zip(METHODS, paces, strict=True):
         sent = method.sent(max(footprint.parameters), replicas) / method.h
-        rows.append([method.name, f"{sent / 1e6:,.0f} MB", *(cell(*each, steps) for each in zip(own, paces[0], strict=True))])
+        cells = (cell(pace, reference, steps) for pace, reference in zip(own, paces[0], strict=True))
+        rows.append([method.name, f"{sent / 1e6:,.0f} MB", *cells])
     return table_of(rows)
 
 
@@ -125,7 +131,7 @@ def main() -> None:
     options = parser.parse_args()
     config = load_config(find_config(options.config), options.set)
     device = device_by_name(options.device, config.run.inner.precision)
-    print(table(config, options.uplink, seconds(options.round_trip), device.flop_per_second, options.steps))
+    print(table(config, options.uplink, seconds(options.round_trip), device, options.steps))
 
 
 if __name__ == "__main__":
