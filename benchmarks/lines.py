@@ -27,8 +27,6 @@ from noloco_node.sizing.memory import planned_memory
 from noloco_node.sizing.screen import does_arithmetic
 from noloco_node.sizing.utilisation import Link, outlook_of
 
-HOUR = 3600.0
-
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -77,12 +75,9 @@ def pace_of(
     """Of the replicas of a configuration, at the method's own H. Pure arithmetic."""
     share, replicas = step_microbatches(config), config.local_swarm.replicas
     pairs = zip(loads_of(config.run, footprint, flop_per_second, share), footprint.parameters, strict=True)
+    arithmetic = arithmetic_seconds(method.codec, on_card=on_card)
     loads = [
-        replace(
-            load,
-            outer_bytes=method.sent(count, replicas),
-            outer_arithmetic=arithmetic_seconds(method.codec, on_card=on_card) * count,
-        )
+        replace(load, outer_bytes=method.sent(count, replicas), outer_arithmetic=arithmetic * count)
         for load, count in pairs
     ]
     trained = [replace(load, outer_bytes=0.0, outer_arithmetic=0.0) for load in loads] if method.waits else loads
@@ -96,10 +91,8 @@ def pace_of(
 
 
 def cell(pace: Pace, reference: Pace, steps: int) -> str:
-    """Seconds of an inner step, hours of so many, how many times as long the reference takes, and a course without
-    waits."""
-    hours = pace.seconds * steps / HOUR
-    own = f"{pace.seconds:.3g} s, {hours:.3g} h ({reference.seconds / pace.seconds:.2g})"
+    """Seconds of an inner step, hours of all, how many times as long the reference takes, a course without waits."""
+    own = f"{pace.seconds:.3g} s, {pace.seconds * steps / 3600.0:.3g} h ({reference.seconds / pace.seconds:.2g})"
     if pace.unwaited < pace.seconds:
         own += f", or {pace.unwaited:.2g} s and an exchange after {pace.steps:.2g} steps"
     return own
