@@ -1,4 +1,4 @@
-"""What a node keeps of others in few numbers: bounded tables, budgets, moving averages, and rests after failures.
+"""What a node keeps of others in few numbers: bounded tables, turns, budgets, moving averages, rests after failures.
 
 A key costs a stranger nothing, so nothing may grow with the keys it uses.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 MOST_PEERS = 4096
 """A table has so many entries if it is told no other number: a key costs a stranger nothing."""
@@ -24,6 +24,8 @@ far."""
 QUIET_PAUSES = 2.0
 """Somebody has fallen silent after so many times its usual pause: by chance one pause is longer than the last."""
 _MOST_DOUBLED = 64
+SOURCES_REMEMBERED = 64
+"""Sources that are kept. Beyond them, sources with nothing waiting are forgotten; each is ahead by one item at most."""
 
 
 def moved(usual: float | None, latest: float, weight: float = LATEST) -> float:
@@ -78,6 +80,7 @@ NO_REST = Rest()
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+T = TypeVar("T")
 
 
 class PeerTable(OrderedDict[K, V]):
@@ -151,3 +154,94 @@ class PeerBudgets(Generic[K]):
         else:
             self._budgets.move_to_end(peer)
         return budget
+
+
+class FairQueue(Generic[T]):
+    """Start-time fair queueing: sources that wait get equal cost, and a source alone gets everything.
+
+    The next item is of the source whose last work began the longest ago, counted in cost. A source with nothing waiting
+    for a while neither saves anything up nor owes anything.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        """Cost at which the source stood that was served last."""
+        self._latest = 0.0
+        """Cost at which the source stands that has had most."""
+        self._waiting: dict[str, _Line[T]] = {}
+        """Sources with something waiting."""
+        self._stood: dict[str, float] = {}
+        """Cost at which other sources stand, if they have had more than the source that was served last."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, sources: Sequence[str], cost: float, item: T) -> None:
+        """Let an item wait, on the account of `sources[0]`, within it on that of the next."""
+        line = self._waiting.get(sources[0])
+        if line is None:
+            if len(self._waiting) + len(self._stood) >= SOURCES_REMEMBERED:
+                self._stood = {}
+            line = self._waiting[sources[0]] = _Line(max(self._stood.pop(sources[0], 0.0), self._now))
+        self._count += 1
+        if len(sources) > 1:
+            line.parts = line.parts or FairQueue()
+            line.parts.push(sources[1:], cost, item)
+        else:
+            line.items.append((cost, item))
+
+    def pop(self) -> T:
+        """The next item. IndexError where none waits."""
+        return self.take()[1]
+
+    def first(self) -> T:
+        """The item that would be next now. IndexError where none waits."""
+        return self._next()[1].first()
+
+    def take(self) -> tuple[float, T]:
+        """The next item and its cost. IndexError where none waits."""
+        source, line = self._next()
+        self._now = line.stands_at
+        cost, item = line.take()
+        self._count -= 1
+        line.stands_at += cost
+        self._latest = max(self._latest, line.stands_at)
+        if not len(line):
+            del self._waiting[source]
+            self._stood[source] = line.stands_at
+            if not self._waiting:  # nobody has to wait for anybody: all begin anew
+                self._now = self._latest
+                self._stood.clear()
+        return cost, item
+
+    def _next(self) -> tuple[str, _Line[T]]:
+        if not self._waiting:
+            raise IndexError("nothing waits")
+        if len(self._waiting) > 1:
+            return min(self._waiting.items(), key=_stands_at)
+        return next(iter(self._waiting.items()))
+
+
+def _stands_at(waiting: tuple[str, _Line[Any]]) -> float:
+    return waiting[1].stands_at
+
+
+class _Line(Generic[T]):
+    """What one source has waiting, by itself or by its parts."""
+
+    __slots__ = ("items", "parts", "stands_at")
+
+    def __init__(self, stands_at: float) -> None:
+        self.stands_at = stands_at
+        self.items: list[tuple[float, T]] = []
+        self.parts: FairQueue[T] | None = None
+
+    def __len__(self) -> int:
+        return len(self.items) + (len(self.parts) if self.parts else 0)
+
+    def take(self) -> tuple[float, T]:
+        return self.items.pop(0) if self.items or self.parts is None else self.parts.take()
+
+    def first(self) -> T:
+        return self.items[0][1] if self.items or self.parts is None else self.parts.first()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_890,
-    "lines of the tests": 60_640,
+    "lines of the package": 61_100,
+    "lines of the tests": 60_850,
     "lines of benchmarks and deploy": 4_440,
     "module-level numbers": 572,
     "files of the package": 303,
     "files of the package below 60 lines": 43,
-    "kB of Markdown": 378,
+    "kB of Markdown": 380,
     "kB of results in docs": 310,
     "decision records": 40,
 }

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,6 +38,10 @@ _LAYERS = "model.layers."
 _LOCAL_ROOT = "causal."
 
 
+_told = threading.local()
+"""Its `documents` says of this thread whether the rows that a stage runs now hold several, or None."""
+
+
 class Stage(nn.Module):
     """One stage of a causal language model.
 
@@ -48,6 +54,7 @@ class Stage(nn.Module):
         self, cut: StageCut, causal: PreTrainedModel, router: Router | None = None, subspace: Subspace | None = None
     ) -> None:
         super().__init__()
+        _answer_transformers()
         self.cut = cut
         self.causal = causal
         self.router = router
@@ -78,7 +85,7 @@ class Stage(nn.Module):
         if self.router is not None:
             source["output_router_logits"] = routers
         whole: Any = self.causal if self.cut.is_last else self.causal.get_submodule("model")
-        found = whole(**source, use_cache=False)
+        found = _told_of_documents(whole, source, documents=positions is not None)
         outputs = cast(Tensor, found.logits if self.cut.is_last else found.last_hidden_state)
         if self.subspace is not None and not self.cut.is_last:
             outputs = self.subspace.leave(outputs, _known(ids))
@@ -100,6 +107,37 @@ class Stage(nn.Module):
 def _known(ids: Tensor | None) -> Tensor:
     assert ids is not None, "a later stage in a subspace needs the token ids"
     return ids
+
+
+def _told_of_documents(whole: Any, source: dict[str, Any], *, documents: bool) -> Any:
+    """Run transformers' part of a stage, and answer what it asks of documents in the rows meanwhile."""
+    if torch.compiler.is_compiling():  # nothing is looked at there
+        return whole(**source, use_cache=False)
+    _told.documents = documents
+    try:
+        return whole(**source, use_cache=False)
+    finally:
+        _told.documents = None
+
+
+def _answer_transformers() -> None:
+    """Let transformers ask a stage whether rows hold several documents. By itself it looks at the positions as each
+    forward begins. On a GPU that waits for all that the device has in hand, so nothing could be queued behind it."""
+    masks: Any = import_module("transformers.masking_utils")
+    by_looking = masks.find_packed_sequence_indices
+    if getattr(by_looking, "asks", False):
+        return
+
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        documents: bool | None = None if torch.compiler.is_compiling() else getattr(_told, "documents", None)
+        if documents is None:
+            return by_looking(position_ids)
+        if not documents:
+            return None
+        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+    find_packed_sequence_indices.asks = True  # pyright: ignore[reportFunctionMemberAccess]
+    masks.find_packed_sequence_indices = find_packed_sequence_indices
 
 
 def documents_apart(positions: Tensor, *, masked: bool = False) -> dict[str, Tensor]:

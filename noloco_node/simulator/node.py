@@ -51,7 +51,7 @@ from noloco_node.training.compute_thread import (
     settle,
 )
 from noloco_node.training.frozen_state import FrozenState
-from noloco_node.training.host_copies import Ahead
+from noloco_node.training.host_copies import Ahead, UnderWay
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.pacing import line_of
 
@@ -94,7 +94,7 @@ class SimulatedDevice(Compute):
     async def run(
         self,
         priority: Priority,
-        work: Callable[[], T],
+        work: Callable[[], T | UnderWay[T]],
         turn: QueueTurn = OWN,
         waits: DeviceWaits | None = None,
         ahead: Ahead | None = None,

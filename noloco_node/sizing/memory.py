@@ -79,8 +79,8 @@ class StageMemory:
     """The graph of the one that is worked on with its logits; or, at the end of its backward, the gradient of all
     parameters beside one layer's graph."""
     ahead: int
-    """The bytes of inputs of calls that were sent to the device before their turn. The host needs as much again, which
-    is never paged out. This is only for a device with memory of its own."""
+    """The bytes of inputs of calls that were sent to the device before their turn, and of an answer on its way. The
+    host needs as much again, which is never paged out. This is only for a device with memory of its own."""
     correction: int
     """What an outer step changes, brought to the device before it is added. Only where the device has memory of its
     own."""
@@ -206,7 +206,7 @@ def _stage_memory(
         + footprint.fixed_bytes,
         held=max(0, held - 1) * left,
         at_work=max(worked_on, at_the_end + precision.published.itemsize * count),
-        ahead=MOST_AHEAD * _inputs(run, footprint, stage),
+        ahead=(MOST_AHEAD + 1) * _inputs(run, footprint, stage),
         correction=FP32 * math.ceil(count / run.outer.fragments),
         coding=device_bytes(codec.values_within(run.limits.chunk_bytes), count) if codec.on_a_device else 0,
         rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,
@@ -221,8 +221,8 @@ def _stage_memory(
 
 
 def _inputs(run: RunSpec, footprint: Footprint, stage: int) -> int:
-    """The most bytes that one call on the device is given. They are activations or the gradient of those that went on,
-    or a window's tokens; and labels at the last stage."""
+    """The most bytes that one call on the device is given, or gives. They are activations or the gradient of those that
+    went on, or a window's tokens; and labels at the last stage."""
     activations = footprint.cut_width * carried_dtype(run.pipeline.activations).itemsize if run.stages > 1 else ID_BYTES
     return run.microbatch_tokens * (activations + (ID_BYTES if stage == run.stages - 1 else 0))
 

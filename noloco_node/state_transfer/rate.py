@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from noloco_node import ambient
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import moved
-from noloco_node.training.compute_thread import FairQueue
+from noloco_node.tallies import FairQueue, moved
 from noloco_node.training.progress import LastTrained
 
 WAIT_SECONDS = 15.0

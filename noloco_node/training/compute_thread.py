@@ -1,5 +1,6 @@
 """The one thread that owns the device. Work is taken in the order: step, backward, forward, new draw; forwards of
-several sources take turns. What the next call needs on a device with memory of its own is sent there meanwhile."""
+several sources take turns. What the next call needs on a device with memory of its own is sent there meanwhile. What a
+call gives may arrive while the next one is worked on."""
 
 from __future__ import annotations
 
@@ -7,25 +8,24 @@ import asyncio
 import heapq
 import itertools
 import logging
+import queue
 import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
 from noloco_node import ambient
 from noloco_node.address_space import NoMemory, refused_memory
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.training.host_copies import Ahead
+from noloco_node.tallies import FairQueue
+from noloco_node.training.host_copies import Ahead, UnderWay
 
 T = TypeVar("T")
-
-SOURCES_REMEMBERED = 64
-"""Sources that are kept. Beyond them, sources with nothing waiting are forgotten; each is ahead by one item at most."""
 
 
 class QueueTurn(NamedTuple):
@@ -37,97 +37,6 @@ class QueueTurn(NamedTuple):
 
 OWN = QueueTurn()
 """This node's own work: it is not counted."""
-
-
-class FairQueue(Generic[T]):
-    """Start-time fair queueing: sources that wait get equal cost, and a source alone gets everything.
-
-    The next item is of the source whose last work began the longest ago, counted in cost. A source with nothing waiting
-    for a while neither saves anything up nor owes anything.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        """Cost at which the source stood that was served last."""
-        self._latest = 0.0
-        """Cost at which the source stands that has had most."""
-        self._waiting: dict[str, _Line[T]] = {}
-        """Sources with something waiting."""
-        self._stood: dict[str, float] = {}
-        """Cost at which other sources stand, if they have had more than the source that was served last."""
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def push(self, sources: Sequence[str], cost: float, item: T) -> None:
-        """Let an item wait, on the account of `sources[0]`, within it on that of the next."""
-        line = self._waiting.get(sources[0])
-        if line is None:
-            if len(self._waiting) + len(self._stood) >= SOURCES_REMEMBERED:
-                self._stood = {}
-            line = self._waiting[sources[0]] = _Line(max(self._stood.pop(sources[0], 0.0), self._now))
-        self._count += 1
-        if len(sources) > 1:
-            line.parts = line.parts or FairQueue()
-            line.parts.push(sources[1:], cost, item)
-        else:
-            line.items.append((cost, item))
-
-    def pop(self) -> T:
-        """The next item. IndexError where none waits."""
-        return self.take()[1]
-
-    def first(self) -> T:
-        """The item that would be next now. IndexError where none waits."""
-        return self._next()[1].first()
-
-    def take(self) -> tuple[float, T]:
-        """The next item and its cost. IndexError where none waits."""
-        source, line = self._next()
-        self._now = line.stands_at
-        cost, item = line.take()
-        self._count -= 1
-        line.stands_at += cost
-        self._latest = max(self._latest, line.stands_at)
-        if not len(line):
-            del self._waiting[source]
-            self._stood[source] = line.stands_at
-            if not self._waiting:  # nobody has to wait for anybody: all begin anew
-                self._now = self._latest
-                self._stood.clear()
-        return cost, item
-
-    def _next(self) -> tuple[str, _Line[T]]:
-        if not self._waiting:
-            raise IndexError("nothing waits")
-        if len(self._waiting) > 1:
-            return min(self._waiting.items(), key=_stands_at)
-        return next(iter(self._waiting.items()))
-
-
-def _stands_at(waiting: tuple[str, _Line[Any]]) -> float:
-    return waiting[1].stands_at
-
-
-class _Line(Generic[T]):
-    """What one source has waiting, by itself or by its parts."""
-
-    __slots__ = ("items", "parts", "stands_at")
-
-    def __init__(self, stands_at: float) -> None:
-        self.stands_at = stands_at
-        self.items: list[tuple[float, T]] = []
-        self.parts: FairQueue[T] | None = None
-
-    def __len__(self) -> int:
-        return len(self.items) + (len(self.parts) if self.parts else 0)
-
-    def take(self) -> tuple[float, T]:
-        return self.items.pop(0) if self.items or self.parts is None else self.parts.take()
-
-    def first(self) -> T:
-        return self.items[0][1] if self.items or self.parts is None else self.parts.first()
 
 
 logger = logging.getLogger(__name__)
@@ -177,8 +86,8 @@ class Compute(ABC):
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
-        """For which calls have run. A microbatch's call ends when a GPU has done it; what a step leaves a GPU to do is
-        in the next call's time."""
+        """For which calls have run. A microbatch's call ends when what it gives is on the host, and time in which two
+        run counts once. What a step leaves a GPU to do is in the next call's time."""
         self._busy = dict.fromkeys(Priority, 0.0)
 
     @property
@@ -204,17 +113,21 @@ class Compute(ABC):
     async def run(
         self,
         priority: Priority,
-        work: Callable[[], T],
+        work: Callable[[], T | UnderWay[T]],
         turn: QueueTurn = OWN,
         waits: DeviceWaits | None = None,
         ahead: Ahead | None = None,
     ) -> T:
-        """Run `work` on the device; its result or exception comes back. Forwards go by their `turn`. What it waits is
-        added to `waits`. What it needs may come `ahead` of it."""
+        """Run `work` on the device; its result or exception comes back, in the order in which calls are taken. Forwards
+        go by their `turn`. What it waits is added to `waits`. What it needs may come `ahead` of it."""
 
     @abstractmethod
     async def close(self) -> None:
         """Finish what is queued and end."""
+
+
+_Came = tuple[Any, Exception | None]
+"""What a call returned, or raised."""
 
 
 class ComputeThread(Compute):
@@ -228,6 +141,10 @@ class ComputeThread(Compute):
         self._starving = Starving()
         self._sender: threading.Thread | None = None
         """Sends what calls need ahead of them; made for the first that needs anything."""
+        self._answers: _Answers | None = None
+        """Tells what came of calls; made for the first whose answer arrives late."""
+        self._worked_until = 0.0
+        """Monotonic seconds up to which work has been counted."""
         self.lost: asyncio.Future[UserError] = self._loop.create_future()
         """Why the device answers nothing any more, once that is so: no call after it does better in this process."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -246,7 +163,7 @@ class ComputeThread(Compute):
     async def run(
         self,
         priority: Priority,
-        work: Callable[[], T],
+        work: Callable[[], T | UnderWay[T]],
         turn: QueueTurn = OWN,
         waits: DeviceWaits | None = None,
         ahead: Ahead | None = None,
@@ -280,17 +197,35 @@ class ComputeThread(Compute):
             self._stopping = True
             self._queue.put(Priority.STOP, _Call(_leave), OWN)
         await ambient.elsewhere(self._thread.join)
+        if self._answers is not None:
+            await ambient.elsewhere(self._answers.close)
         if self._sender is not None:
             self._queue.close()
             await ambient.elsewhere(self._sender.join)
 
-    def _carry_out(self, priority: Priority, work: Callable[[], T], future: asyncio.Future[T]) -> None:
+    def _carry_out(self, priority: Priority, work: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         if future.cancelled():
             return
-        started = ambient.monotonic()
-        result, error = attempt(work)
-        self._worked(priority, ambient.monotonic() - started)
-        starved = self._starving.after(priority, error, ambient.monotonic())
+        began = ambient.monotonic()
+        came = attempt(work)
+        ended = ambient.monotonic()
+        late = cast("UnderWay[Any] | None", came[0] if isinstance(came[0], UnderWay) else None)
+        if late is not None and self._answers is None:
+            self._answers = _Answers()
+        if self._answers is None:
+            self._tell(priority, (began, ended), came, future)
+        elif late is None:
+            self._answers.put(lambda: self._tell(priority, (began, ended), came, future))
+        else:
+            self._answers.put_late(late, lambda came: self._tell(priority, (began, ambient.monotonic()), came, future))
+
+    def _tell(self, priority: Priority, worked: tuple[float, float], came: _Came, future: asyncio.Future[Any]) -> None:
+        """What came of a call that was worked on from then until then: on one thread at a time, in the order of
+        calls."""
+        (began, ended), (result, error) = worked, came
+        self._worked(priority, max(0.0, ended - max(began, self._worked_until)))
+        self._worked_until = max(ended, self._worked_until)
+        starved = self._starving.after(priority, error, ended)
         if isinstance(error, torch.AcceleratorError):
             starved = error = _lost_by(error)
         if starved is not None:
@@ -323,8 +258,46 @@ class ComputeThread(Compute):
             del ahead
 
 
+class _Answers:
+    """A thread that tells what came of calls, each after those before it. So the device is given call n + 1 before
+    anybody waits for call n; that one is waited for before call n + 2."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(1)
+        """One answer is on its way beside the call that is worked on: more would hold memory, and work that is more
+        urgent would wait behind what the device has been given."""
+        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+        self._thread.start()
+
+    def put(self, tell: Callable[[], None]) -> None:
+        """Tell it once all before it was told."""
+        self._calls.put(tell)
+
+    def put_late(self, answer: UnderWay[Any], tell: Callable[[_Came], None]) -> None:
+        """Wait for the answer there, and tell what it is. Waits here for the one before it."""
+        self._room.acquire()
+
+        def arrive() -> None:
+            came = attempt(answer.wait)
+            self._room.release()
+            tell(came)
+
+        self._calls.put(arrive)
+
+    def close(self) -> None:
+        """Tell all, and end."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call
+
+
 class Starving:
-    """How often in a row a device had no memory for calls of one kind. Belongs to the compute thread."""
+    """How often in a row a device had no memory for calls of one kind. Belongs to the thread that tells of calls."""
 
     def __init__(self) -> None:
         self._in_a_row: dict[Priority, tuple[int, float]] = {}

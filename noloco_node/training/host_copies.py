@@ -2,24 +2,27 @@
 
 The processor and a GPU go the same way through here. On the processor nothing is copied that is there already.
 
-What a microbatch needs of the device is waited for. What it needs there may come ahead of it, while the device works on
-another: then only the device waits for it. What an outer step needs, a vector as long as the stage, crosses on a stream
-of its own: the device computes on meanwhile, and who waits for it is not the thread that keeps the device at work.
+What a microbatch needs there may come ahead of it, while the device works on another: then only the device waits for
+it. What it gives may arrive late, while the device works on the next one. The thread that keeps the device at work then
+waits for those numbers alone that decide something. What an outer step needs, a vector as long as the stage, crosses on
+a stream of its own: the device computes on meanwhile, and that thread does not wait for it either.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.training.compute_device import memory_of_device, new_event, streams_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,10 +35,23 @@ class _OnItsWay:
     """The event at which it is there."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UnderWay(Generic[T]):
+    """What a call on the device came to, of which something has yet to arrive on the host. For any thread."""
+
+    result: T
+    arrivals: tuple[Callable[[], None], ...]
+
+    def wait(self) -> T:
+        """The result, when all of it is there. Raises what its arrival raises."""
+        for arrive in self.arrivals:
+            arrive()
+        return self.result
+
+
 class HostCopies:
-    """What crosses. Belongs to the compute thread but for `bring`, `room` and what comes ahead; it waits for the device
-    nowhere else as it trains, but for a look that transformers takes at the positions as a forward begins: what the
-    microbatch before it and an inner step have left to do is waited for there.
+    """What crosses. Belongs to the compute thread but for `bring`, `room`, what comes ahead and what arrives late; it
+    waits for the device nowhere else as it trains.
 
     A GPU's own queue is not asked before everything that a microbatch needs of it is in there: `to_host` is that one
     question.
@@ -52,8 +68,10 @@ class HostCopies:
         self._lock = threading.Lock()
         self._taken: Any = None
         """The event at which the device has read what came last."""
+        self._late: list[Callable[[], None]] | None = None
+        """What waits for answers, where they may arrive late."""
         self.waits = 0
-        """How often the device was waited for."""
+        """How often the thread that keeps the device at work has waited for it."""
 
     def to_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A host tensor on the device; itself where it is there in this precision. Waits for nothing. What crosses is
@@ -123,6 +141,40 @@ class HostCopies:
         here = [(self.room(tensor.shape, tensor.dtype), tensor) for tensor in tensors]
         self._beside(here, self._going)()
         return tuple(to for to, _ in here)
+
+    def late(self, work: Callable[[], T]) -> T | UnderWay[T]:
+        """What `work` returns. Where an `answer` of it has a way to go, that is waited for afterwards, and the device
+        can be given something else before."""
+        if self._streams is None:
+            return work()
+        self._late = late = list[Callable[[], None]]()
+        try:
+            result = work()
+        finally:
+            self._late = None
+        return UnderWay(result, tuple(late)) if late else result
+
+    @property
+    def answers_late(self) -> bool:
+        """Whether an `answer` is waited for afterwards."""
+        return self._late is not None
+
+    def answer(self, tensors: Sequence[Tensor], then: Callable[..., None]) -> tuple[Tensor, ...]:
+        """These tensors of the device on the host, for `then` to look at: by one wait, or `late`."""
+        if self._late is None:
+            here = self.to_host(*tensors)
+            then(*here)
+            return here
+        pairs = [(self.room(tensor.shape, tensor.dtype), tensor) for tensor in tensors]
+        crossed = self._beside(pairs, self._going)
+
+        def arrive() -> None:
+            crossed()
+            # What it came from is held until now: the device's memory of it would be used for something else.
+            then(*(to for to, _ in pairs))
+
+        self._late.append(arrive)
+        return tuple(to for to, _ in pairs)
 
     def begin_to_host(self, room: Tensor, source: Tensor) -> Callable[[], None] | None:
         """Copy a long vector of the device, as it is now, into the host's `room`. None where that is done; else what

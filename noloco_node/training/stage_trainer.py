@@ -132,9 +132,12 @@ class StageTrainer(Trainer):
             passage.inputs, outputs, routed = self._forward_with_graph(passage, inputs)
             passage.outputs, passage.routed = outputs, routed
         wire = outputs.detach().to(self.wire_dtype)
-        host, total, *counts = self.copies.to_host(wire, _sum(wire), *_chosen(routed))
-        passage.chosen = _counts(counts)
-        return self._fitting(host, total)
+
+        def arrived(_wire: Tensor, total: Tensor, *counts: Tensor) -> None:
+            passage.chosen = _counts(counts)
+            self._check_fits(total)
+
+        return self.copies.answer((wire, _sum(wire), *_chosen(routed)), arrived)[0]
 
     def backward(
         self,
@@ -208,7 +211,8 @@ class StageTrainer(Trainer):
         with torch.no_grad():
             wire = self._run(self.versions.current, self._to_device(inputs), positions, ids).to(self.wire_dtype)
             host, total = self.copies.to_host(wire, _sum(wire))
-        return self._fitting(host, total)
+        self._check_fits(total)
+        return host
 
     def evaluate_loss(self, inputs: Tensor, labels: Tensor, ids: Tensor | None = None) -> float:
         """See `Trainer.evaluate_loss`."""
@@ -336,9 +340,13 @@ class StageTrainer(Trainer):
     def _read(
         self, wire: Tensor | None, numbers: Sequence[Tensor], *counts: Tensor
     ) -> tuple[Tensor | None, list[float], tuple[Tensor, ...]]:
-        """All that is wanted of the device for a microbatch, by one wait."""
-        tensors = (*counts, torch.stack(list(numbers)), *(() if wire is None else (wire,)))
-        read = self.copies.to_host(*tensors)
+        """All that is wanted of the device for a microbatch, by one wait; or by one for the numbers, and `wire` late:
+        nothing is decided by it."""
+        told, answer = (*counts, torch.stack(list(numbers))), () if wire is None else (wire,)
+        if self.copies.answers_late:
+            read = (*self.copies.to_host(*told), *(self.copies.answer(answer, _as_it_is) if answer else ()))
+        else:
+            read = self.copies.to_host(*told, *answer)
         values = cast("list[float]", read[len(counts)].tolist())  # pyright: ignore[reportUnknownMemberType]
         return None if wire is None else read[-1], values, read[: len(counts)]
 
@@ -353,12 +361,11 @@ class StageTrainer(Trainer):
                 for total, part in zip(self._gradient_views, own, strict=True):
                     total.add_(part)
 
-    def _fitting(self, wire: Tensor, total: Tensor) -> Tensor:
-        """Raise MicrobatchNotFinite if the wire precision cannot hold the numbers: a peer that got them would take this
-        node for a liar."""
+    def _check_fits(self, total: Tensor) -> None:
+        """Raise MicrobatchNotFinite if the wire precision cannot hold the numbers of which this is the sum. A peer that
+        got them would take this node for a liar."""
         if not math.isfinite(cast(float, total.tolist())):  # pyright: ignore[reportUnknownMemberType]
             raise MicrobatchNotFinite(f"activations do not fit {self.wire_dtype} here")
-        return wire
 
     def _check(self, numbers: Sequence[float]) -> None:
         """Those of `_Gradients.numbers`. Raises MicrobatchNotFinite: one sender must not spoil the others' work."""
@@ -387,6 +394,10 @@ def _chosen(routed: Routed | None) -> tuple[Tensor, ...]:
 def _counts(chosen: Sequence[Tensor]) -> tuple[int, ...]:
     """The numbers of none or one vector on the host."""
     return tuple(cast("list[int]", chosen[0].tolist())) if chosen else ()  # pyright: ignore[reportUnknownMemberType]
+
+
+def _as_it_is(_wire: Tensor) -> None:
+    """What has arrived needs no look."""
 
 
 def _sum(wire: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from noloco_node.training.frozen_state import (
     sizes_of,
     without_missing_trail,
 )
-from noloco_node.training.host_copies import DeviceWatch
+from noloco_node.training.host_copies import DeviceWatch, UnderWay
 from noloco_node.training.progress import (
     LastTrained,
     Progress,
@@ -225,8 +225,12 @@ class StageWorker:
         """Activations for the next stage. `draw` marks a new microbatch of stage 0, which waits for all other work;
         `turn` says on whose account others' goes, `waits` is told what it waits."""
         priority = Priority.DRAW if draw else Priority.FORWARD
-        ahead = self._trainer.copies.ahead(inputs)
-        return await self._thread.run(priority, lambda: self._trainer.forward(inputs, passage), turn, waits, ahead)
+        copies = self._trainer.copies
+
+        def work() -> Tensor | UnderWay[Tensor]:
+            return copies.late(lambda: self._trainer.forward(inputs, passage))
+
+        return await self._thread.run(priority, work, turn, waits, copies.ahead(inputs))
 
     async def backward(
         self,
@@ -251,7 +255,8 @@ class StageWorker:
             self._count_gradient()
             return result
 
-        return await self._thread.run(Priority.BACKWARD, work, OWN, waits, self._trainer.copies.ahead(gradient))
+        copies = self._trainer.copies
+        return await self._thread.run(Priority.BACKWARD, lambda: copies.late(work), OWN, waits, copies.ahead(gradient))
 
     async def loss(
         self,
@@ -274,8 +279,8 @@ class StageWorker:
             self._count_gradient()
             return result
 
-        priority, ahead = Priority.DRAW if draw else Priority.FORWARD, self._trainer.copies.ahead(inputs, labels)
-        return await self._thread.run(priority, work, turn, waits, ahead)
+        priority, copies = Priority.DRAW if draw else Priority.FORWARD, self._trainer.copies
+        return await self._thread.run(priority, lambda: copies.late(work), turn, waits, copies.ahead(inputs, labels))
 
     async def evaluate(
         self, inputs: Tensor, positions: Tensor | None = None, turn: QueueTurn = OWN, *, ids: Tensor | None = None

@@ -162,10 +162,11 @@ def test_a_stage_must_fit_the_device_and_the_host() -> None:
 
 
 @pytest.mark.parametrize(("codec", "stage"), [("fp16", 0), ("int8", 1)])
-async def test_inputs_sent_ahead_of_their_turn_are_counted_where_a_device_has_memory_of_its_own(
+async def test_what_crosses_beside_calls_is_counted_where_a_device_has_memory_of_its_own(
     codec: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the byte what is sent for a call that waits while the device is busy; on the processor nothing is."""
+    """To the byte what is sent for a call that waits while the device is busy, and an answer as large; on the processor
+    nothing is."""
     run = changed(micro_spec(stages=2), "pipeline", activations=[codec])
     trainer = make_trainer(run, stage)
     trainer.copies, _ = late_copies(monkeypatch)
@@ -189,7 +190,7 @@ async def test_inputs_sent_ahead_of_their_turn_are_counted_where_a_device_has_me
     await asyncio.gather(asked, return_exceptions=True)
     await thread.close()
     planned = needs(run)[stage]
-    assert planned.ahead == MOST_AHEAD * sum(tensor.nbytes for tensor in sent)
+    assert planned.ahead == (MOST_AHEAD + 1) * sum(tensor.nbytes for tensor in sent)
     own, processor = planned.total(own_memory=True), planned.total(own_memory=False)
     crossing = max(planned.correction, planned.coding) + planned.rounding
     assert own.device + own.host == processor.host + 2 * planned.ahead + crossing

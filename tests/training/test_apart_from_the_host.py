@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import masking_utils
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.document_marks import BEGINS, inputs_and_labels, positions_of
@@ -38,10 +37,6 @@ class Apart(TorchDispatchMode):
         super().__init__()
         self.by_copies = False
         self.crossed: list[str] = []
-        self.looks = 0
-        """How often transformers has looked at positions: once in each forward, at its very beginning."""
-        self.documents = False
-        """What it finds there: whether windows hold several."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, named = func.overloadpacket.__name__, kwargs or {}
@@ -89,15 +84,9 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Generator[Apart]:
         assert {tensor.device.type for tensor in tensors} == {"meta"}
         return tuple(torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in tensors)
 
-    def looked(positions: Tensor) -> Tensor | None:
-        mode.looks += 1
-        apart_from_each_other = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-        return apart_from_each_other if mode.documents else None
-
     monkeypatch.setattr(HostCopies, "to_host", to_host)
     for name in ("to_device", "bring", "begin_to_host"):
         monkeypatch.setattr(HostCopies, name, mode.freely(getattr(HostCopies, name)))
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looked)
     monkeypatch.setattr(Precision, "computing", computing)
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_: None)
     with mode:
@@ -147,12 +136,10 @@ def specs() -> dict[str, RunSpec]:
 
 @pytest.mark.parametrize("kind", list(specs()))
 def test_microbatches_and_inner_steps_stay_on_the_device(kind: str, apart: Apart) -> None:
-    """One look of transformers at each forward aside, which finds the device with nothing of the microbatch to do."""
+    """transformers would look at the positions as each forward begins: whether rows hold several documents."""
     trainers = made(specs()[kind])
     apart.crossed.clear()
-    apart.documents = kind == "documents"
-    carry(trainers, documents=apart.documents)
-    assert apart.looks == (2 * len(trainers) - 1 if kind == "recompute" else len(trainers))
+    carry(trainers, documents=kind == "documents")
     assert not apart.crossed
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.training.compute_thread import SOURCES_REMEMBERED, FairQueue
+from noloco_node.tallies import SOURCES_REMEMBERED, FairQueue
 
 
 @dataclass(frozen=True)
