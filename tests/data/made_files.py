@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-Writer = Callable[[Path, Sequence[str]], None]
 
 
 def lines(texts: Sequence[str]) -> bytes:

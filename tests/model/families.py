@@ -56,8 +56,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Settings that make the layers of each family differ from one another, where they can."""
 MIXED_LAYERS = frozenset({"qwen2", "qwen3", "gemma3_text", "smollm3", "gemma2"})
 """Families whose layers attend in two ways, by their number."""
-EXPERTS = frozenset({"qwen3_moe", "mixtral"})
-"""Mixtures of experts."""
 
 
 def spec_of(family: str, stages: int = 1, seed: int = 3, **changes: Any) -> ModelSpec:

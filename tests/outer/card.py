@@ -21,7 +21,6 @@ NAME = "fakegpu"
 aten: Any = torch.ops.aten
 CROSSES = {aten._to_copy.default, aten.copy_.default}
 """They take tensors of two places."""
-FREE = {aten.detach.default, aten.alias.default}
 
 
 class OnCard(Tensor):

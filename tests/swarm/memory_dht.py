@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,6 @@ from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.identity.keys import Identity
 from noloco_node.peers.scorecard import PeerStats
 from tests.swarm.hostile_dht import throw_away_key
-
-Hook = Callable[[str, str], Awaitable[None]]
 
 
 class MemoryP2P:

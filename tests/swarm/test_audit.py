@@ -31,8 +31,6 @@ from tests.inside import audits_under_way, reputes_of
 from tests.support import eventually
 from tests.worlds import micro_spec, peer_name
 
-ALWAYS = PipelineSpec(routing="uniform", audit_share=1.0, budget_seconds=10.0, progress_seconds=5.0)
-
 
 @given(st.integers(0, 2**31), st.floats(-4.0, 4.0))
 def test_likeness_is_that_of_the_formula(seed: int, factor: float) -> None:

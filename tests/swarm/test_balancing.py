@@ -362,7 +362,7 @@ def test_a_thousand_nodes_find_the_best_division_and_keep_it_under_churn() -> No
 @pytest.mark.timeout(120)
 def test_hundreds_of_nodes_find_the_best_division_and_keep_it_under_churn() -> None:
     """See below."""
-    divide_themselves(400)
+    divide_themselves(250)
 
 
 def divide_themselves(nodes: int) -> None:
@@ -391,7 +391,7 @@ def divide_themselves(nodes: int) -> None:
 @pytest.mark.parametrize("seed", range(tries(3, one_of=3)))
 def test_without_churn_everybody_comes_to_rest(seed: int) -> None:
     """Once the stages are even within what single nodes can do, nobody moves any more."""
-    made = town(200, churn=False, seed=seed)
+    made = town(120, churn=False, seed=seed)
     list(made.run(3 * 3600.0))
     made.moves = 0
     rest = list(made.run(3600.0))

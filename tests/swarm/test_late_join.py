@@ -88,16 +88,16 @@ async def is_copy_of(replica: Replica, donor: Replica) -> bool:
     return torch.equal(await fast_weights(replica), await fast_weights(donor))
 
 
-def forge(replica: Replica, monkeypatch: pytest.MonkeyPatch, change: Callable[[JsonObject], JsonObject]) -> None:
-    """This donor's manifests are changed after they were signed."""
-    method = served_by(replica.context.transport)[state_messages.OPEN.name]
-    honest = method.handle
+def forge(replica: Replica, change: Callable[[JsonObject], JsonObject], method: str = state_messages.OPEN.name) -> None:
+    """This donor's answers to a method, its signed manifests for example, are changed before they go out."""
+    served = served_by(replica.context.transport)[method]
+    honest = served.handle
 
     async def forged(peer: PeerId, message: Message) -> Message:
         answer = await honest(peer, message)
         return Message({**answer.header, **change(answer.header)}, answer.tensors)
 
-    monkeypatch.setattr(method, "handle", forged)
+    served.handle = forged
 
 
 async def join_until_the_first_has_failed(made: World, joiner: Replica, *, honest: bool = False) -> str:
@@ -119,11 +119,11 @@ async def join_until_the_first_has_failed(made: World, joiner: Replica, *, hones
     ],
 )
 async def test_a_manifest_that_its_donor_did_not_sign_is_refused_and_the_next_donor_gives(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[JsonObject], JsonObject], complaint: str
+    change: Callable[[JsonObject], JsonObject], complaint: str
 ) -> None:
     """Whatever was changed after the signature was made, or where there is none."""
     async with donors_and_joiner() as (made, joiner):
-        forge(made.replicas[0], monkeypatch, change)
+        forge(made.replicas[0], change)
         assert complaint in await join_until_the_first_has_failed(made, joiner)
 
 
@@ -137,13 +137,13 @@ SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.04, Priority.FORWARD: 0.02,
 """What the modelled device takes where a test runs in virtual time."""
 
 
-async def test_a_manifest_that_another_peer_signed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_manifest_that_another_peer_signed_is_refused() -> None:
     """A peer cannot pass another one's state off as its own."""
     async with donors_and_joiner() as (made, joiner):
         first, second = made.replicas[:2]
         asked = state_messages.StateRequest.model_validate(request_of(joiner).header)
         stolen = await second.state_transfer.donor.handle_open(joiner.context.transport.peer_id, asked)
-        forge(first, monkeypatch, lambda _: stolen.header.model_dump())
+        forge(first, lambda _: stolen.header.model_dump())
         assert "not signed by the state source" in await join_until_the_first_has_failed(made, joiner)
 
 
@@ -194,17 +194,10 @@ async def test_an_altered_chunk_is_refused_and_the_next_donor_gives(monkeypatch:
         assert "chunk 3 of its state does not match" in await join_until_the_first_has_failed(made, joiner)
 
 
-async def test_an_offer_that_is_none_is_an_offence(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_offer_that_is_none_is_an_offence() -> None:
     """The first donor claims to have fewer than no readers; the second one gives."""
     async with donors_and_joiner() as (made, joiner):
-        method = served_by(made.replicas[0].context.transport)[state_messages.OFFER.name]
-        honest = method.handle
-
-        async def altered(peer: PeerId, message: Message) -> Message:
-            answer = await honest(peer, message)
-            return Message({**answer.header, "readers": -1})
-
-        monkeypatch.setattr(method, "handle", altered)
+        forge(made.replicas[0], lambda _: {"readers": -1}, state_messages.OFFER.name)
         assert "bad StateOffer: readers" in await join_until_the_first_has_failed(made, joiner)
 
 

@@ -26,14 +26,8 @@ from noloco_node.placement.balancing import (
 )
 from tests.worlds import record_of
 
-WORK = (1.0, 1.0, 1.0)
 OWN = PeerId("peer-own-00000")
 LIFE, STAY = 20.0, 300.0
-
-
-def uneven(rng: random.Random) -> float:
-    """Speeds of 1 to 16."""
-    return 16.0 ** rng.random()
 
 
 def view_of(*stages: Sequence[PeerId], scales: tuple[Scale, ...] = (), capacity: float = 5.0) -> DirectoryView:

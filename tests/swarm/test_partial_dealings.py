@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node import PROTOCOL_VERSION, tallies
+from noloco_node import tallies
 from noloco_node.accounting import receipts as receipts_module
 from noloco_node.accounting.receipts import open_receipts
 from noloco_node.accounting.statements import read_contribution
-from noloco_node.directory.buckets import RENEWED_SECONDS, Place, bucket_of, prefix_of
+from noloco_node.directory.buckets import RENEWED_SECONDS, bucket_of, prefix_of
 from noloco_node.directory.known_peers import MOST_PEERS, HeldState, KnownPeers
-from noloco_node.directory.records import LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.store import Esteem
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.messages import Ledger
@@ -26,14 +25,10 @@ from noloco_node.state_transfer.backups import standby_rank
 from noloco_node.tallies import PeerTable
 from noloco_node.training.progress import Progress
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from tests.memory_directory import MemoryDirectoryHub
 from tests.swarm.test_known_peers import at
 from tests.swarm.test_partial_view import HELD, LEVEL, MANY, by_bucket, membership_of, names, view_of
-from tests.swarm.test_sampled_view import LIFE, LOOK, Keys, Observer
+from tests.swarm.test_sampled_view import LOOK, Keys, Observer
 from tests.swarm.worlds import AllAnswer
-
-HOUR = round(3600 / LOOK)
-"""Looks."""
 
 
 class Enough(Exception):
@@ -150,26 +145,6 @@ async def test_receipts_count_for_whoever_worked_and_are_forgotten_without_losin
     assert again.receipts[own.peer_id].microbatches == 3
     for transport in (own, server, *passers):
         await transport.close()
-
-
-def record_of(peer: PeerId, stage: int, standby_of: int | None) -> PeerRecord:
-    """A replica that trains."""
-    return PeerRecord(
-        peer_id=peer,
-        stage=stage,
-        state=PeerState.TRAINING,
-        standby_of=standby_of,
-        protocol=PROTOCOL_VERSION,
-        version="0",
-    )
-
-
-class Renewed(MemoryDirectoryHub):
-    """Whose records are of middle age whenever they are read."""
-
-    def live(self, place: Place, now: float) -> dict[PeerId, LiveRecord]:
-        """See `MemoryDirectoryHub.live`."""
-        return {peer: LiveRecord(row.record, now + 0.8 * LIFE) for peer, row in self.at(place).items()}
 
 
 def test_whoever_comes_to_a_lost_stage_sees_a_copy_nearly_always_whatever_buckets_it_sees() -> None:
