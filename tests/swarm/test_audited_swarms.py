@@ -141,7 +141,7 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
 async def test_honest_replicas_agree_through_a_whole_run(subspace: dict[str, object] | None) -> None:
     """Every microbatch is looked at, beside three stages that average and move, and nobody is ever contradicted,
     however narrow the numbers are that travel."""
-    spec = near_spec(stages=3, steps=10, subspace=subspace)
+    spec = near_spec(stages=3, steps=15, subspace=subspace)
     pipeline = spec.pipeline.model_copy(update={"activations": ("int4",)})
     spec = spec.model_copy(update={"pipeline": pipeline})
     async with world(spec, replicas=3, settings=NodeSettings(in_flight=2)) as made:

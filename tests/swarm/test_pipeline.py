@@ -116,28 +116,20 @@ async def test_how_large_a_returned_gradient_is_goes_to_the_trainer_with_it(
 
 
 @virtually
-async def test_a_sample_is_put_back_and_drawn_again() -> None:
-    """When a whole hop fails the sample returns to the queue and is trained later: put back is an event, not a loss."""
-    pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1)
+@pytest.mark.parametrize(("most", "requeued", "dropped"), [({}, 3, 0), ({"requeues": 2}, 2, 1)])
+async def test_a_sample_whose_hop_fails_is_drawn_again_as_often_as_is_allowed(
+    most: dict[str, int], requeued: int, dropped: int
+) -> None:
+    """It returns to the queue and is trained later: put back is an event, not a loss. One that always fails is given
+    up, and the run goes on with the next ones."""
+    pipeline = PipelineSpec.model_validate({"budget_seconds": 2.0, "progress_seconds": 1.0, "hop_attempts": 1, **most})
     async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
         await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
         account = closed_account(made)
         losses = [event for event in made.events[0] if isinstance(event, InnerStep)]
     assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
-    assert account.requeued == 3
-    assert account.dropped == account.held_at_end == 0
+    assert (account.requeued, account.dropped, account.held_at_end) == (requeued, dropped, 0)
     assert len(losses) == 12 == account.trained
-
-
-@virtually
-async def test_a_sample_that_always_fails_is_dropped_with_the_account_closed() -> None:
-    """After requeues returns a sample is given up; the run goes on with the next ones."""
-    pipeline = PipelineSpec(budget_seconds=2.0, progress_seconds=1.0, hop_attempts=1, requeues=2)
-    async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
-        await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
-        account = closed_account(made)
-    assert made.network.fired[FaultKind.LOSE_REQUEST] == 3
-    assert (account.requeued, account.dropped, account.trained) == (2, 1, 12)
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "loss", "evaluate", "evaluate_loss"])

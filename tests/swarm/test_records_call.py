@@ -58,23 +58,14 @@ async def test_both_sides_tell_and_hear_whole_records_and_no_more_than_fit() -> 
     assert asking.heard == [(TWO, (row(50),))]
 
 
-async def test_who_has_said_what_it_serves_is_told_few_from_then_on() -> None:
-    """A newcomer as many as travel at once, in its first answer."""
+@pytest.mark.parametrize("says", [{"stage": 0}, {}], ids=["what it serves", "nothing"])
+async def test_a_newcomer_is_told_many_in_its_first_answer_and_few_from_then_on(says: dict[str, int]) -> None:
+    """One that never says what it serves would have a hundred times the bytes that it sends, again and again."""
     network, many = MemoryNetwork(), [row(number) for number in range(MOST_TOLD)]
     caller, server, book = MemoryTransport(network, ONE), MemoryTransport(network, TWO), Book()
     serve_records(server, RUN, Book(*many))
     for _ in range(3):
-        assert (await tell(caller, TWO, RUN, book, stage=0)).answered
-    assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEW_TOLD]
-
-
-async def test_who_never_says_what_it_serves_is_told_many_now_and_then_only() -> None:
-    """It would have a hundred times the bytes that it sends, again and again."""
-    network, many = MemoryNetwork(), [row(number) for number in range(MOST_TOLD)]
-    caller, server, book = MemoryTransport(network, ONE), MemoryTransport(network, TWO), Book()
-    serve_records(server, RUN, Book(*many))
-    for _ in range(3):
-        assert (await tell(caller, TWO, RUN, book)).answered
+        assert (await tell(caller, TWO, RUN, book, **says)).answered
     assert [len(rows) for _, rows in book.heard] == [MOST_TOLD, FEW_TOLD, FEW_TOLD]
 
 
