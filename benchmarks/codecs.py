@@ -1,4 +1,5 @@
-"""What each codec of the outer step costs and loses: bytes, error and time for a weight.
+"""What each codec of the outer step costs and loses: bytes, error and time for a weight; and what one of activations
+takes for a number (`--activations`: these alone).
 
 python -m benchmarks.codecs --out codecs.json
 
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import command, parser_of, results_file, whole
+from noloco_node.config.run_spec import ACTIVATION_CODECS, token_bytes
 from noloco_node.outer.codec import CODECS, Codec
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
 from noloco_node.outer.workplace import Accelerator
+from noloco_node.pipeline.activations import decode, encode
 from noloco_node.training.host_copies import HostCopies
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
@@ -30,6 +33,8 @@ ROW = 128
 CHUNK_BYTES = 1 << 20
 EXCHANGES = 4
 """Over which the error is taken."""
+TOKEN = 256
+"""Numbers of a token, as in the subspace of `consumer-24gb`."""
 REPEATS = 10
 """Exchanges of which the quickest counts."""
 
@@ -157,13 +162,39 @@ def measure(size: int) -> list[dict[str, object]]:
     return rows
 
 
+def of_activations(size: int) -> list[dict[str, object]]:
+    """Each codec of activations: bytes of a number, and its least CPU time on one core to encode and to decode."""
+    torch.set_num_threads(1)
+    tensor = torch.randn(size // TOKEN, TOKEN, generator=torch.Generator().manual_seed(1))
+    rows: list[dict[str, object]] = []
+    for codec in ACTIVATION_CODECS:
+        times: list[tuple[float, float]] = []
+        for _ in range(REPEATS):
+            began = time.thread_time()
+            wire = encode(tensor, codec)
+            between = time.thread_time()
+            decode(wire, codec, torch.float32, TOKEN)
+            times.append((between - began, time.thread_time() - between))
+        there, back = (round(min(column) / tensor.numel() * 1e9, 1) for column in zip(*times, strict=True))
+        nbytes = token_bytes(TOKEN, codec) / TOKEN
+        rows.append({"codec": codec, "bytes_per_number": nbytes, "encode_ns": there, "decode_ns": back})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     """Measure and write."""
     parser = parser_of(__doc__, out=False)
+    parser.add_argument("--activations", action="store_true", help="the codecs of activations alone")
     parser.add_argument("--size", type=whole, default=1 << 22, help="weights")
     parser.add_argument("--out", type=results_file, required=True)
     arguments = parser.parse_args()
-    result = {"weights": arguments.size, "torch": str(torch.__version__), "codecs": measure(arguments.size)}
+    result = {
+        "weights": arguments.size,
+        "torch": str(torch.__version__),
+        "activations": of_activations(arguments.size),
+        "codecs": [] if arguments.activations else measure(arguments.size),
+    }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,8 +6,8 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 61_100,
-    "lines of the tests": 60_850,
-    "lines of benchmarks and deploy": 4_440,
+    "lines of the tests": 60_940,
+    "lines of benchmarks and deploy": 4_475,
     "module-level numbers": 572,
     "files of the package": 303,
     "files of the package below 60 lines": 43,

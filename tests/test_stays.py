@@ -20,6 +20,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory import membership, records
 from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState, look_for_others
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import stage_lifecycle as stays_module
@@ -29,8 +30,9 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.balancing import Move
 from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.traffic import line_needs
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually, one_turn
 from tests.worlds import NAMED, World, micro_spec, peer_name, world
@@ -75,6 +77,36 @@ def stays_in(made: World, settings: NodeSettings) -> StageLifecycle:
     return StageLifecycle(
         replica.context.spec, settings, footprint_of(replica.context.spec), transport, MemoryDirectory(made.hub)
     )
+
+
+async def test_a_first_stage_is_one_that_the_line_bears_and_a_refused_node_is_waited_for_by_nobody() -> None:
+    """Of four stages the middle ones send twice as much, and the last one the least. Who has named no line is not
+    measured, and may come. A line that bears no stage, or has less than the run asks for, is refused before anything is
+    announced or copied."""
+    spec = micro_spec(stages=4)
+    spec = spec.model_copy(update={"limits": spec.limits.model_copy(update={"least_uplink_mbit": 1e-9})})
+    ends, middle = (line_needs(spec, footprint_of(spec))[stage].least_up for stage in (0, 1))
+    assert middle > 1.5 * ends
+
+    async def chosen(hub: MemoryDirectoryHub, up: float | None, seed: int = 0) -> int:
+        transport, settings = MemoryTransport(MemoryNetwork(), peer_name(0, seed)), NodeSettings(uplink_mbit=up)
+        try:
+            stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(hub))
+            return await stays.first_stage(None)
+        finally:
+            await transport.close()
+
+    for little, words in ((0.5 * ends, "too little for stage"), (1e-10, "asks its nodes for 1e-09")):
+        hub = MemoryDirectoryHub(4)
+        with pytest.raises(UserError, match=words) as refused:
+            await chosen(hub, little)
+        assert refused.value.exit_code is ExitCode.CONFIG
+        assert not any(hub.rows)
+    narrow = {await chosen(MemoryDirectoryHub(4), (ends + middle) / 2, seed) for seed in range(8)}
+    assert narrow == {3}
+    hub = MemoryDirectoryHub(4)
+    assert await chosen(hub, None) == 0, "nobody is there yet"
+    assert any(hub.rows)
 
 
 async def test_who_is_alone_waits_for_others_once(

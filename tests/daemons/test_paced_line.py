@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
+import time
 from asyncio.subprocess import PIPE
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from noloco_node.telemetry.events import Account, InnerStep, NodeStarted
+from noloco_node.telemetry.events import Account, Doing, InnerStep, NodeStarted
 from tests.chaos.namespaces import Halves, ip, two_halves, why_impossible
 from tests.daemons.test_relayed import MICRO, events_of, inside, node
 from tests.support import eventually
@@ -23,6 +25,8 @@ MBIT, NARROW = 8.0, 0.5
 ENDLESS = ("--set", "run.inner.target_tokens=100_000_000")
 BEGINS, SHORT, LONG = 2.0, 10.0, 600.0
 """The line is counted so long after the taker has begun, and for so many seconds."""
+FREE, QUIET = 2.0, 0.05
+"""Seconds after which a paused node has left its line, and Mbit/s of what it still says to be found again."""
 BURST = 8e-6 * (1 << 18)
 """Megabits that come on top where the count ends while the machine's buffer of one connection fills at once."""
 
@@ -90,23 +94,32 @@ async def test_a_line_carries_what_it_may_and_small_messages_do_not_wait(
 
 
 @pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")
-async def test_a_daemon_with_a_bound_trains_within_it_and_loses_nothing(tmp_path: Path, temporary: Path) -> None:
+async def test_a_daemon_with_a_bound_trains_within_it_and_a_paused_one_frees_its_line(
+    tmp_path: Path, temporary: Path
+) -> None:
     """Its microbatches alone would take many times as much. The bound holds by the interface's count, and the account
-    closes."""
+    closes. Two seconds after it is told to pause, the line of a node whose peer has work for it is quiet both ways."""
     folders = tmp_path / "origin", tmp_path / "tail"
     async with two_halves() as net, contextlib.AsyncExitStack() as stack:
         place = [inside(name) for name in net.names]
         for name in net.names:
             await ip("-n", name, "link", "set", "eth0", "gso_max_segs", "1")
         where = [("--host", net.address(half), "--stage", str(half), "--set", "node.map_port=false") for half in (0, 1)]
-        await stack.enter_async_context(node(place[1], folders[1], "run", str(MICRO), *ENDLESS, *where[1]))
+        rests = await stack.enter_async_context(node(place[1], folders[1], "run", str(MICRO), *ENDLESS, *where[1]))
         up = await eventually(partial(events_of, folders[1], NodeStarted), 120, "the tail is up")
         joining = ("run", str(MICRO), *ENDLESS, *where[0], "--initial-peers", up[0].addresses[0])
         bound = ("--set", f"node.uplink_mbit={NARROW}")
         await stack.enter_async_context(node(place[0], folders[0], *joining, *bound))
         await eventually(lambda: len(events_of(folders[0], InnerStep)) > 3, 120, "it trains")
         rate = await rate_of(net, 0, "tx")
-    print(f"{rate:.3f} of {NARROW} Mbit/s")
+        rests.send_signal(signal.SIGUSR1)
+        told = time.time()
+        await asyncio.sleep(FREE)
+        quiet = await asyncio.gather(*(rate_of(net, 1, what) for what in ("tx", "rx")))
+        said = [event for event in events_of(folders[1], Doing) if event.what == "paused"]
+    print(f"{rate:.3f} of {NARROW} Mbit/s; paused after {said[0].time - told:.2f} s, then {quiet} Mbit/s")
+    assert said[0].time <= told + FREE
+    assert max(quiet) < QUIET
     assert 0.5 * NARROW < rate <= 1.1 * NARROW  # what p2pd says by itself comes on top, and counts on so narrow a line
     account = events_of(folders[0], Account)[-1]
     assert (account.dropped, account.drawn) == (0, account.trained + account.held_at_end)
