@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_waits import random_batch
-from noloco_node.address_space import NoMemory
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
+from noloco_node.process_memory import NoMemory
 from noloco_node.training.compute_device import free_cached_memory, memory_of_device
 from noloco_node.training.compute_thread import attempt
 from noloco_node.training.stage_trainer import StageTrainer

@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from noloco_node.collector import loading
-from noloco_node.config import hub_token
+from noloco_node.config import environment
+from noloco_node.process_memory import loading
 
 MODULES = (
     *("noloco_node", "tests.chaos.paced_node", "tests.chaos.hostile_node", "tests.daemons.patient_node"),
@@ -38,7 +38,7 @@ MODULES = (
 """What is forked: these, run as `python -m`."""
 LAUNCHES = ("swarm", "--devices")
 """Words of commands that start daemons of their own: those are forked, too."""
-FREE = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", hub_token.VARIABLE)
+FREE = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", environment.HUB_VARIABLE)
 """Variables of which no library takes note when it is imported, or which a command sets by itself; those of this
 project neither."""
 SPAWN = "NOLOCO_TESTS_SPAWN"

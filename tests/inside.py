@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import Directory
-from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.libp2p.relay_server import CircuitRelay
 from noloco_node.peers.hop import UNBLEMISHED
 from noloco_node.pipeline.server import Repeats
 from noloco_node.training.compute_thread import Compute

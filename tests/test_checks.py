@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
-from noloco_node.address_space import refused_memory
 from noloco_node.bootstrap.hello import measure_hello, serve_hello
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import NodeSettings
@@ -34,6 +33,7 @@ from noloco_node.node.checks import (
     raise_file_limit,
 )
 from noloco_node.node.start_checks import among_peers, for_a_stage, report
+from noloco_node.process_memory import refused_memory
 from noloco_node.sizing.memory import free_memory
 from noloco_node.sizing.preflight import plan_run
 from noloco_node.storage.run_folder import RunFolder

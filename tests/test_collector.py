@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from noloco_node.collector import loading
+from noloco_node.process_memory import loading
 
 LOADED = "tests.a_library"
 

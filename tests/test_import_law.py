@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(rooms.split())
     for rooms in (
         "ambient",
-        "errors aio address_space collector finite document_marks plain_files tallies",
+        "errors aio finite document_marks process_memory tallies",
         "workers",
         "outer",
         "config",

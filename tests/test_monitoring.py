@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deploy.monitoring.trials import HEALTHY, TRIALS, Trial
-from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE, Metric
+from noloco_node.telemetry.metrics import SEED_TABLE, TABLE, Metric
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"

@@ -20,7 +20,7 @@ from noloco_node.errors import EXIT_MEANINGS, ExitCode
 from noloco_node.state_transfer.copies import CopyManifest
 from noloco_node.state_transfer.fetch import StateManifest
 from noloco_node.telemetry.events import AnyEvent
-from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE
+from noloco_node.telemetry.metrics import SEED_TABLE, TABLE
 from noloco_node.telemetry.summary import Summary
 from noloco_node.transport.errors import Refusal
 from tests.swarm.wire_examples import examples

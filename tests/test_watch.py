@@ -6,7 +6,7 @@ import pytest
 
 from noloco_node.cli import main as cli
 from noloco_node.errors import ExitCode
-from noloco_node.observer.swarm_view import nothing_seen
+from noloco_node.observer import nothing_seen
 from noloco_node.telemetry.swarm_state import Happening
 from noloco_node.telemetry.terminal import swarm_screen
 from tests.telemetry.made_swarm import drawn, node, stage, swarm

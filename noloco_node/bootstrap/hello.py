@@ -15,13 +15,12 @@ from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.identity.addresses import parse_address
-from noloco_node.identity.births import BirthId
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Evaluation
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw
-from noloco_node.transport.messages import ClockValue, ProtocolVersion, StageIndex, WireModel
+from noloco_node.transport.messages import BirthId, ClockValue, ProtocolVersion, StageIndex, WireModel
 
 logger = logging.getLogger(__name__)
 

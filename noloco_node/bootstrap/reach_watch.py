@@ -30,7 +30,7 @@ from noloco_node.bootstrap.reachability import (
 from noloco_node.identity.addresses import PeerAddress, Reach, dialable, parse_address, reach_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.relay.places import MOST_RELAYS, ask_for_place, circuit_address
+from noloco_node.libp2p.relay_places import MOST_RELAYS, ask_for_place, circuit_address
 from noloco_node.tallies import Doubling, PeerTimes
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_node import ambient
-from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.process_memory import loading
 from noloco_node.telemetry.words import say_loading
 
 if TYPE_CHECKING:

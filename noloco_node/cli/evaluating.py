@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noloco_node.cli.node_options import CONFIG_ARGUMENT, OWN_TEXT, guest_arguments, own_text_argument, set_argument
-from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.sources import (
     are_addresses,
@@ -22,6 +21,7 @@ from noloco_node.exporting.sources import (
     say,
     with_text,
 )
+from noloco_node.process_memory import loading
 from noloco_node.telemetry.words import plain_text, say_loading
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from noloco_node.cli.printing import (
     start_json_log,
     teller,
 )
-from noloco_node.collector import loading
 from noloco_node.errors import ExitCode
+from noloco_node.process_memory import loading
 from noloco_node.telemetry.words import say_asking, say_loading
 
 if TYPE_CHECKING:

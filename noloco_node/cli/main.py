@@ -14,10 +14,10 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from noloco_node.address_space import refused_memory
 from noloco_node.cli.commands import parser
 from noloco_node.cli.small import completed
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.process_memory import refused_memory
 
 INVITATION = "noloco-invitation-"
 """The text of an invitation begins so (`identity.invitations`, which takes a while to load)."""

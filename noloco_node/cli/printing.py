@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_node.collector import loading
+from noloco_node.process_memory import loading
 
 if TYPE_CHECKING:
     from noloco_node.config.data_spec import DataSpec
@@ -186,11 +186,13 @@ def _costs(run: RunSpec, outlook: SwarmSummary, settings: NodeSettings | None) -
 def _from_hub(data: DataSpec) -> Iterator[str]:
     """What of a run comes from the hub, and whether the user's own token goes there."""
     from noloco_node.config.data_spec import BYTES, NO_TOKENIZER
-    from noloco_node.config.hub_token import OPTION, hub_token
+    from noloco_node.config.environment import HUB_OPTION, hub_token
 
     what = ["its text"] if any(part.source == "huggingface" for part in data.parts) else []
     what += [] if data.own_tokenizer or data.tokenizer in (BYTES, NO_TOKENIZER) else ["its tokenizer"]
-    how = f"without your token; {OPTION} sends it" if hub_token() is False else f"with your own token ({OPTION})"
+    how = (
+        f"without your token; {HUB_OPTION} sends it" if hub_token() is False else f"with your own token ({HUB_OPTION})"
+    )
     if what:
         yield f"  from the hub      {' and '.join(what)}, {how}"
 

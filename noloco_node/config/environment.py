@@ -1,12 +1,20 @@
-"""Settings of `node:` from the environment: `NOLOCO_NODE_DEVICE=cuda` stands for `node.device`."""
+"""What the environment says: settings of `node:` (`NOLOCO_NODE_DEVICE=cuda` stands for `node.device`), and whether this
+process shows a hub the token that its user is logged in with.
+
+A run names its text and its tokenizer, and a stranger may have written the run. With the token the stranger would
+choose among all that the user may read, private data sets included.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -108,3 +116,34 @@ def _kinds(annotation: object) -> Iterator[object]:
     else:
         for inner in typing.get_args(annotation):
             yield from _kinds(inner)
+
+
+HUB_SETTING = "node.hub_token"
+HUB_OPTION = "--hub-token"
+HUB_VARIABLE = "HF_HUB_DISABLE_IMPLICIT_TOKEN"
+"""The hub's library reads this variable when it is loaded, here and in every process that this one starts."""
+
+
+def settle_hub_token(raw: Mapping[str, Any]) -> None:
+    """Have this process and those that it starts send the token only where a configuration, as it was written, says so.
+
+    A library may look for the token by itself, so the choice is made for the whole process.
+    """
+    node: object = raw.get("node")
+    sent = isinstance(node, dict) and cast("dict[str, object]", node).get(HUB_SETTING.removeprefix("node.")) is True
+    os.environ[HUB_VARIABLE] = "0" if sent else "1"
+    constants: Any = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:
+        constants.HF_HUB_DISABLE_IMPLICIT_TOKEN = not sent
+
+
+def hub_token() -> Literal[False] | None:
+    """What a library of the hub is given as its `token`: False sends none, None the one that it finds."""
+    return None if os.environ.get(HUB_VARIABLE) == "0" else False
+
+
+def hub_remedy() -> str:
+    """What else to do where a hub gives nothing, to stand behind other remedies; empty where the token was sent."""
+    if hub_token() is None:
+        return ""
+    return f"; a private or gated one comes only with your own token, which {HUB_OPTION} sends"

@@ -1,9 +1,13 @@
-"""Configuration files: those that come with the package, by name, and YAML as settings are written in it."""
+"""Files as they are read: the configurations that come with the package, by name, YAML as settings are written in it,
+and plain files of a folder from somewhere else: no links, no devices, no longer than they may be."""
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import re
+import stat
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -146,3 +150,29 @@ def _check_size(value: object) -> None:
             waiting += cast("dict[object, object]", each).values()
         elif isinstance(each, list):
             waiting += cast("list[object]", each)
+
+
+def is_plain(path: Path) -> bool:
+    """Whether an ordinary file lies there, and no link to one."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def check_plain(path: Path) -> None:
+    """Raise OSError where something else than an ordinary file lies there, or nothing. Through a link a folder from
+    somewhere else would have this node read, or write, what lies outside of it."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(errno.EINVAL, "it is a link or no ordinary file", str(path))
+
+
+def read_small(path: Path, most: int = 1 << 20) -> bytes:
+    """An ordinary file's content. OSError where it is none, or longer than `most` bytes."""
+    check_plain(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is longer than {most:,} bytes", str(path))
+    return content

@@ -16,7 +16,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from noloco_node.config import hub_token
+from noloco_node.config import environment
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.files import parse_yaml, read_config
 from noloco_node.config.lab_spec import LabSpec
@@ -195,7 +195,7 @@ def load_join(overrides: Sequence[str], environ: Mapping[str, str] = NO_ENVIRONM
             )
         _apply(raw, override)
     with_new_names(raw)
-    hub_token.settle(raw)
+    environment.settle_hub_token(raw)
     remedy = "correct it; noloco-node config show CONFIG lists every setting of node: with its meaning"
     where = (
         "the command line and the environment"
@@ -210,7 +210,7 @@ def validate(raw: Mapping[str, Any], where: str) -> Config:
     `with_own_paths`, `with_pretrained` and `with_tokenizer` do."""
     raw = copy.deepcopy(dict(raw))
     with_new_names(raw)
-    hub_token.settle(raw)
+    environment.settle_hub_token(raw)
     raw = with_tokenizer(with_pretrained(with_own_paths(raw)))
     remedy = f"correct it, then check with noloco-node config validate {shlex.quote(where)} and the same --set"
     return _validated(Config, raw, where, remedy)

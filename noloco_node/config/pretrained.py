@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from noloco_node.config.hub_token import hub_token, remedy
+from noloco_node.config.environment import hub_remedy, hub_token
 from noloco_node.config.tokenizer_files import FETCH, POINTER, is_pointer
 from noloco_node.errors import ExitCode, UserError
 
@@ -220,7 +220,7 @@ def _fetched(name: str) -> Path:
             ExitCode.DATA,
             f"run.model.from_pretrained is '{name}': there is no folder {_looked_at(name)}, and the hub gives no model "
             f"of that name: {why}",
-            f"check the name and the network, or name a folder that holds the model{remedy()}",
+            f"check the name and the network, or name a folder that holds the model{hub_remedy()}",
         ) from None
 
 

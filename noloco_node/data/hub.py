@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_node.config.data_spec import HUB_DATASET, REVISION, DataSpec
-from noloco_node.config.hub_token import hub_token, remedy
+from noloco_node.config.environment import hub_remedy, hub_token
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import MASK, document_of, no_column, with_column
 from noloco_node.errors import UserError
@@ -132,7 +132,7 @@ def _unreachable(spec: DataSpec, error: Exception) -> UserError:
         f"run.data.path is '{spec.path}' (run.data.subset {spec.subset or 'not set'}, run.data.split "
         f"'{spec.split}'), which the datasets library cannot load: {_reason(error)}",
         "name a dataset of the Hugging Face hub (owner/name), one of its subsets and splits; what lies on this "
-        f"machine is read with run.data.source text{remedy()}",
+        f"machine is read with run.data.source text{hub_remedy()}",
     )
 
 

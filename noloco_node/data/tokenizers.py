@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noloco_node.config.data_spec import BYTES, NO_TOKENIZER, REVISION, DataSpec
-from noloco_node.config.hub_token import hub_token, remedy
+from noloco_node.config.environment import hub_remedy, hub_token
 from noloco_node.config.tokenizer_files import check_tokenizer
 from noloco_node.errors import ExitCode, UserError
 
@@ -205,5 +205,5 @@ def _load_backend(name: str, revision: str | None) -> Any:
         raise UserError(
             ExitCode.DATA,
             f"run.data.tokenizer is '{name}', which transformers cannot load{_as_what(name)}: {reason}",
-            f"set it to 'bytes', to a local tokenizer folder, or to a tokenizer of the Hugging Face hub{remedy()}",
+            f"set it to 'bytes', to a local tokenizer folder, or to a tokenizer of the Hugging Face hub{hub_remedy()}",
         ) from error

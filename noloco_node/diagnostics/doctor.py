@@ -21,7 +21,7 @@ from noloco_node.identity.invitations import named_invitation
 from noloco_node.identity.keys import holder_of, load_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import check_port_free, node_arguments, one_family
-from noloco_node.libp2p.relay.places import ask_for_place
+from noloco_node.libp2p.relay_places import ask_for_place
 from noloco_node.libp2p.start import reached_by_a_stranger
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
 from noloco_node.node.checks import (

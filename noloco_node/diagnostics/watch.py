@@ -24,7 +24,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.node.interrupts import interruptible
 from noloco_node.node.network import Entrance, looking_on
-from noloco_node.observer.swarm_view import Onlooker
+from noloco_node.observer import Onlooker
 from noloco_node.telemetry.logging import LogTail, NodeLog, configure_logging
 from noloco_node.telemetry.node_state import NodeState
 from noloco_node.telemetry.swarm_state import SwarmView, document

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from noloco_node.config.data_spec import MOST_ROWS
 from noloco_node.config.node_settings import NodeName
 from noloco_node.data.claims import MOST_CLAIMS
-from noloco_node.identity.births import BirthId
 from noloco_node.identity.invitations import Proof
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.transport.messages import BirthId
 
 
 class PeerState(StrEnum):

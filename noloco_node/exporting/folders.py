@@ -10,12 +10,12 @@ from pathlib import Path
 from torch import Tensor
 
 from noloco_node.bootstrap.spec_fetch import read_agreed
+from noloco_node.config.files import is_plain, read_small
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.diagnostics.status import Events
 from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 from noloco_node.exporting.gathered import Gathered, Reported, SavedReplica, Shapes, final_weights
-from noloco_node.plain_files import is_plain, read_small
 from noloco_node.storage.checkpoint import STATE, CheckpointFolder, Unusable, read_slow, read_standing
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import MANIFEST, read_manifest

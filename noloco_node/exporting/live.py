@@ -29,7 +29,7 @@ from noloco_node.model.stage import build_stage
 from noloco_node.node.interrupts import interruptible
 from noloco_node.node.network import Outside, looking_on
 from noloco_node.state_transfer.copies import fetch_slow, of_one_mind
-from noloco_node.storage.disk_memory import DiskMemory
+from noloco_node.state_transfer.fetch import DiskMemory
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout

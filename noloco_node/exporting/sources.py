@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_node.collector import loading
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.process_memory import loading
 from noloco_node.telemetry.words import say_asking, say_loading
 
 if TYPE_CHECKING:

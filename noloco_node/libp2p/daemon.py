@@ -42,7 +42,7 @@ from noloco_node.libp2p.hivemind_link import (
     reconnect_hivemind,
     withdraw_handler,
 )
-from noloco_node.libp2p.relay.messages import varint
+from noloco_node.libp2p.relay_messages import varint
 from noloco_node.storage.private_folder import PrivateFolder
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHandler

@@ -15,7 +15,7 @@ from noloco_node.identity.keys import Identity, identity_taken
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import ALWAYS, NOT_THIS_PEER, check_port_free, node_arguments
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.relay.places import circuit_address, keep_places, willing_relays
+from noloco_node.libp2p.relay_places import circuit_address, keep_places, willing_relays
 from noloco_node.storage.private_folder import PrivateFolder, sweep_dead_folders
 
 logger = logging.getLogger(__name__)

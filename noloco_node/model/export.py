@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.data_spec import BYTES, NO_TOKENIZER
-from noloco_node.config.hub_token import hub_token
+from noloco_node.config.environment import hub_token
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.tokenizer_files import files_to_copy
 from noloco_node.document_marks import positions_of, without_marks

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.address_space import refused_memory
 from noloco_node.ambient import OneByOne
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.document_marks import without_marks
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node.replica import Replica
 from noloco_node.pipeline.messages import Sample
+from noloco_node.process_memory import refused_memory
 from noloco_node.storage.checkpoint import (
     Checkpoint,
     CheckpointFailed,

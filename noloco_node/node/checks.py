@@ -22,10 +22,10 @@ from typing import NoReturn
 import psutil
 
 from noloco_node import ambient
-from noloco_node.address_space import address_space_left
 from noloco_node.bootstrap.hello import measure_hello
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.process_memory import address_space_left
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_bytes
 from noloco_node.transport.calls import ASKED_AT_ONCE

@@ -6,12 +6,12 @@ import glob
 import os
 from pathlib import Path
 
-from noloco_node.collector import loading
 from noloco_node.config.load import Config, OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import check_addresses, no_address
 from noloco_node.libp2p.arguments import check_port_free, listen_address
+from noloco_node.process_memory import loading
 from noloco_node.storage.run_folder import RunFolder
 
 TEXT_ENDINGS = frozenset({".txt", ".text", ".md", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".gz", ".zst"})

@@ -33,8 +33,8 @@ from noloco_node.identity.keys import Identity, IdentityLock, load_or_create_ide
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import one_family
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.relay.places import connected_by_relay
-from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.libp2p.relay_places import connected_by_relay
+from noloco_node.libp2p.relay_server import CircuitRelay
 from noloco_node.libp2p.start import Doors, running_p2p
 from noloco_node.libp2p.supervisor import Supervisor
 from noloco_node.node import start_checks

@@ -31,7 +31,7 @@ from noloco_node.errors import UserError
 from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Entrance, entrance, keep_life, supervisor
 from noloco_node.node.way_out import WayOut
-from noloco_node.observer.swarm_view import Onlooker
+from noloco_node.observer import Onlooker
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.logging import NodeLog, configure_logging
 from noloco_node.telemetry.swarm_metrics import SwarmPages

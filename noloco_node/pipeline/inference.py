@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION
-from noloco_node.address_space import NoMemory
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.clocks import FarBehind
 from noloco_node.finite import found_finite
@@ -18,6 +17,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.admission import Rations
 from noloco_node.pipeline.messages import NO_MEMORY
+from noloco_node.process_memory import NoMemory
 from noloco_node.training.compute_thread import QueueTurn
 from noloco_node.training.trainer import MicrobatchNotFinite, StageFacts, carried_dtype
 from noloco_node.transport.calls import NOTHING, Method, Nothing, Reply, on_tensors

@@ -19,7 +19,6 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec, RunSpec
 from noloco_node.data.samples import Samples
@@ -52,8 +51,9 @@ from noloco_node.pipeline.messages import (
     tokens_to_send,
 )
 from noloco_node.pipeline.routing import CircuitBreaker, LoadBalancer, outcome_of
+from noloco_node.process_memory import NoMemory
 from noloco_node.tallies import Doubling
-from noloco_node.telemetry.metric_table import HOP_SECONDS
+from noloco_node.telemetry.metrics import HOP_SECONDS
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite

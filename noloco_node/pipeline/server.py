@@ -18,7 +18,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.address_space import NoMemory
 from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.directory.clocks import FarBehind, OriginsSeen
@@ -42,6 +41,7 @@ from noloco_node.pipeline.messages import (
     labels_and_ids,
 )
 from noloco_node.pipeline.microbatch import Downstream
+from noloco_node.process_memory import NoMemory
 from noloco_node.tallies import PeerTable
 from noloco_node.training.bounds import NormBound
 from noloco_node.training.compute_thread import DeviceWaits

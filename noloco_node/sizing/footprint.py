@@ -8,10 +8,10 @@ from typing import cast
 
 import torch
 
-from noloco_node.collector import loading
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.cut import build_config, build_on_meta, cut_model, cut_width, idle_experts
 from noloco_node.model.subspace import SubspaceExperts, SubspaceLinear, bind_to_subspace
+from noloco_node.process_memory import loading
 from noloco_node.sizing.activations import ActivationGraph, graph_of
 from noloco_node.training.inner_optimizer import Matrices, is_for_muon, workspace_numbers
 from noloco_node.training.layout import LayoutEntry, kind_of

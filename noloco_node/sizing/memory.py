@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from noloco_node.address_space import address_space_left
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.outer.replica import device_bytes
+from noloco_node.process_memory import address_space_left
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD

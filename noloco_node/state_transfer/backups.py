@@ -37,8 +37,8 @@ from noloco_node.state_transfer.copies import (
     sign_copy,
     two_faced,
 )
+from noloco_node.state_transfer.fetch import DiskMemory
 from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS, longest_reading
-from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.tallies import PeerTable
 from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.stage_worker import StageWorker

@@ -23,8 +23,8 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import canonical_json
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.state_transfer.fetch import DiskMemory
 from noloco_node.state_transfer.rate import longest_reading
-from noloco_node.storage.disk_memory import DiskMemory
 from noloco_node.transport.calls import CHUNK_ATTEMPTS, BadAnswer, Method, Nothing, ask, call, judging
 from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport

@@ -31,9 +31,9 @@ from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from noloco_node import __version__, ambient
+from noloco_node.config.files import check_plain, read_small
 from noloco_node.data.samples import Position
 from noloco_node.finite import all_finite
-from noloco_node.plain_files import check_plain, read_small
 from noloco_node.storage import atomic
 from noloco_node.storage.weights import MANIFEST, Sealed, Sha256, file_sha256
 from noloco_node.training.frozen_state import FrozenState, Sizes, Thawed

@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from noloco_node.config.files import is_plain, read_small
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.plain_files import is_plain, read_small
 from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, holder_pid, lock_holder
 
@@ -44,7 +44,7 @@ class RunMark(BaseModel):
     run_name: str
     ended: bool = False
     birth: str | None = None
-    """The life of the run that this folder is of (`identity.births`); None where an older release wrote it."""
+    """The life of the run that this folder is of (`trust.lives`); None where an older release wrote it."""
     end: tuple[EndWord, ...] = ()
     """The words of origins that the run has come to its end."""
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnkn
 from torch import Tensor
 
 from noloco_node import __version__
+from noloco_node.config.files import check_plain, read_small
 from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut
-from noloco_node.plain_files import check_plain, read_small
 from noloco_node.storage import atomic
 
 MANIFEST = "manifest.json"

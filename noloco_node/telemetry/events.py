@@ -17,7 +17,7 @@ from typing import Annotated, Literal, cast
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from noloco_node import ambient
-from noloco_node.plain_files import is_plain
+from noloco_node.config.files import is_plain
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
-"""Prometheus metrics of one node, fed by the same events as its event file: one source of truth."""
+"""Prometheus metrics of one node, fed by the same events as its event file: one source of truth. `metrics.md` beside
+this has a row for each, which is shown as a page, too."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from itertools import accumulate
 from operator import attrgetter
 from threading import active_count
@@ -33,10 +36,55 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.history import Utilization
 from noloco_node.telemetry.memory_limit import MemoryUse
-from noloco_node.telemetry.metric_table import TABLE, Metric
 from noloco_node.telemetry.web import Page
 
 without_time_of_creation()
+
+TEXT = files("noloco_node.telemetry").joinpath("metrics.md").read_text(encoding="utf-8")
+SEED = "# Metrics of a seed"
+"""Below this heading stand the metrics of a seed that knows its run: the whole swarm, as far as its nodes answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric. `unit` is Prometheus' base unit, or what is counted."""
+
+    name: str
+    """The name as it is scraped; that of a histogram without `_bucket`, `_sum` and `_count`."""
+    kind: str
+    """`counter`, `gauge`, `histogram` or `info`."""
+    unit: str
+    help: str
+    labels: tuple[str, ...]
+    buckets: tuple[float, ...]
+    """Upper bounds, of a histogram."""
+    known: tuple[str, ...]
+    """Values of its one label that are there from the start, at 0, so that the first rise is one."""
+    sources: tuple[str, ...]
+    """The events and the fields that it is made of: `inner_step.loss`. Empty where more than that is done."""
+
+
+def _rows(text: str) -> Iterator[Metric]:
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            name, kind, unit, labels, sources, meaning = (cell.strip() for cell in line.strip("|").split(" | "))
+            kind, _, bounds = kind.partition(": ")
+            yield Metric(
+                name=name.strip("`"),
+                kind=kind,
+                unit=unit.strip("–"),
+                help=meaning,
+                labels=tuple(re.findall(r"`(\w+)`", labels)),
+                buckets=tuple(map(float, bounds.split(", "))) if bounds else (),
+                known=tuple(filter(None, labels.partition(": ")[2].split(", "))),
+                sources=tuple(re.findall(r"`([\w.]+)`", sources)),
+            )
+
+
+_OF_A_NODE, _, _OF_A_SEED = TEXT.partition(SEED)
+TABLE: dict[str, Metric] = {metric.name: metric for metric in _rows(_OF_A_NODE)}
+SEED_TABLE: dict[str, Metric] = {metric.name: metric for metric in _rows(_OF_A_SEED)}
+HOP_SECONDS = TABLE["noloco_hop_duration_seconds"].buckets
 
 
 def exposition(registry: CollectorRegistry, headers: Mapping[str, str]) -> Page:
@@ -46,7 +94,7 @@ def exposition(registry: CollectorRegistry, headers: Mapping[str, str]) -> Page:
 
 
 class Metrics:
-    """One node's metrics (`metric_table`) in a registry of their own. Labels are bounded: no peer id ever is one."""
+    """One node's metrics in a registry of their own. Labels are bounded: no peer id ever is one."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=True)

@@ -12,8 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 
 from noloco_node import __version__, ambient
 from noloco_node.aio import Heartbeat
-from noloco_node.telemetry.metric_table import SEED_TABLE
-from noloco_node.telemetry.metrics import exposition
+from noloco_node.telemetry.metrics import SEED_TABLE, exposition
 from noloco_node.telemetry.node_pages import StatePage, liveness
 from noloco_node.telemetry.swarm_state import Middle, SwarmDocument, SwarmView, document
 from noloco_node.telemetry.web import Page, PageMaker, state_page

@@ -20,8 +20,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 
 from noloco_node import ambient
-from noloco_node.address_space import NoMemory, refused_memory
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.process_memory import NoMemory, refused_memory
 from noloco_node.tallies import FairQueue
 from noloco_node.training.host_copies import Ahead, UnderWay
 

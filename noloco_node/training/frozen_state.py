@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.address_space import refused_memory
+from noloco_node.process_memory import refused_memory
 from noloco_node.training.progress import Progress
 
 PIECE = 1 << 24

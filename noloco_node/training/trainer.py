@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from noloco_node.address_space import refused_memory
 from noloco_node.config.run_spec import ActivationCodec, PrecisionName
 from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Routed, Router
+from noloco_node.process_memory import refused_memory
 from noloco_node.training.bounds import LossBound
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.host_copies import HostCopies

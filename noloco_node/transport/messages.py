@@ -119,6 +119,9 @@ StageIndex = Annotated[int, Field(ge=0, lt=256)]
 ProtocolVersion = Annotated[int, Field(ge=0, le=1 << 16)]
 PeerName = Annotated[str, Field(min_length=10, max_length=128)]
 RandomId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+BirthId = Annotated[str, Field(pattern=r"^[0-9a-f]{24}$")]
+"""One life of a run: seconds since 1970 in 8 hexadecimal digits, then 16 random ones. Of two births the elder sorts
+first."""
 
 H = TypeVar("H", bound="WireModel")
 

@@ -1,6 +1,9 @@
 """The life of a run in which this node takes part. It has nothing to do with peers in another life.
 
-A node keeps the birth (`identity.births`) of the state in its folder. Otherwise it takes that of the peers by which it
+A RunSpec's hash names what is trained, and stays the same when somebody begins the run anew with the same file. A birth
+(`BirthId`), an id that the run's first node draws, names one training of it.
+
+A node keeps the birth of the state in its folder. Otherwise it takes that of the peers by which it
 comes in, and if none names one it draws one. A drawn birth can be exchanged for that of others until this node has
 worked.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from noloco_node import ambient
@@ -18,7 +22,6 @@ from noloco_node.directory.membership import REFRESH_SECONDS
 from noloco_node.directory.records import Directory, LiveRecord, PeerRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
-from noloco_node.identity.births import born_at, draw_birth, most_named
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.tallies import PeerTable
 from noloco_node.telemetry.events import Warned
@@ -27,6 +30,22 @@ from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
+
+
+def draw_birth() -> str:
+    """A birth of this moment."""
+    return f"{min(int(ambient.wall()), 0xFFFFFFFF):08x}{ambient.token(8)}"
+
+
+def born_at(birth: str) -> float:
+    """When its first node drew it, by that node's clock: seconds since 1970."""
+    return float(int(birth[:8], 16))
+
+
+def most_named(births: Iterable[str]) -> str | None:
+    """The birth that is named most often, of several the elder. None where none is named."""
+    named = Counter(births)
+    return min(named, key=lambda birth: (-named[birth], birth), default=None)
 
 
 class OwnLife:

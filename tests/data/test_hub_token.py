@@ -13,7 +13,7 @@ from datasets.splits import SplitDict, SplitInfo
 
 from noloco_node.cli.main import parser
 from noloco_node.cli.printing import print_run
-from noloco_node.config import hub_token
+from noloco_node.config import environment
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config, load_join
 from noloco_node.config.pretrained import open_pretrained
@@ -34,7 +34,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     import datasets.config  # noqa: F401 - each library keeps where the hub is as it is loaded
 
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv(hub_token.VARIABLE, "")
+    monkeypatch.setenv(environment.HUB_VARIABLE, "")
     for name, value in (
         ("HF_HUB_OFFLINE", False),
         ("HF_HUB_DISABLE_IMPLICIT_TOKEN", False),
@@ -71,12 +71,12 @@ def test_a_run_is_fetched_without_the_users_token_unless_they_say_so(hub: Hub) -
     """A stranger's run would choose among all that the volunteer may read. Refusals name the option."""
     text = f"run.data={{source: huggingface, path: {NAME}, tokenizer: {NAME}, sequence_length: 16}}"
     spec = load_config(MICRO, [text]).run.data
-    assert all(hub_token.OPTION in words for words in fetch_all(spec))
+    assert all(environment.HUB_OPTION in words for words in fetch_all(spec))
     assert len(hub.asked) >= 6
     assert set(hub.shown) == {None}
     hub.shown.clear()
     load_join(parser().parse_args(["join", "--hub-token", "--set", "node.seed=1"]).set)
-    assert not any(hub_token.OPTION in words for words in fetch_all(spec))
+    assert not any(environment.HUB_OPTION in words for words in fetch_all(spec))
     assert set(hub.shown) == {f"Bearer {TOKEN}"}
 
 
@@ -119,7 +119,7 @@ def test_a_private_dataset_that_the_library_kept_here_is_no_strangers_to_choose(
     info.write_to_directory(str(kept))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "kept"))
     monkeypatch.setattr("datasets.builder.config.HF_DATASETS_CACHE", str(tmp_path / "kept"))
-    with pytest.raises(UserError, match=hub_token.OPTION):
+    with pytest.raises(UserError, match=environment.HUB_OPTION):
         list(hub_documents(DataSpec(source="huggingface", path=NAME)))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert [each.text for each in hub_documents(DataSpec(source="huggingface", path=NAME))] == ["my diary"]

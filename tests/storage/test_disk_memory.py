@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from noloco_node.storage.disk_memory import DiskMemory
+from noloco_node.state_transfer.fetch import DiskMemory
 
 
 def test_what_left_memory_is_there_when_it_is_looked_at_again(tmp_path: Path) -> None:

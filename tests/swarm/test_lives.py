@@ -15,7 +15,6 @@ from noloco_node import PROTOCOL_VERSION
 from noloco_node.bootstrap.hello import Hello, serve_hello
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.identity.births import most_named
 from noloco_node.node.network import keep_life
 from noloco_node.peers.scorecard import Bans
 from noloco_node.storage.run_folder import MARK, RunFolder
@@ -24,7 +23,7 @@ from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.trust.filtered_directory import ScreenedDirectory
-from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
+from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth, most_named
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm
 from tests.worlds import record_of

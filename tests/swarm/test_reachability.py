@@ -31,7 +31,7 @@ from noloco_node.bootstrap.reachability import (
 )
 from noloco_node.identity.addresses import PeerAddress, parse_address
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.libp2p.relay_server import CircuitRelay
 from noloco_node.tallies import Doubling
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport

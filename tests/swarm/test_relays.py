@@ -21,11 +21,11 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p import relay_places
+from noloco_node.libp2p import relay_server as circuit_relay
 from noloco_node.libp2p import start as p2pd_start
 from noloco_node.libp2p.daemon import PrivateP2P, to_dial
-from noloco_node.libp2p.relay import places as relay_places
-from noloco_node.libp2p.relay import server as circuit_relay
-from noloco_node.libp2p.relay.messages import (
+from noloco_node.libp2p.relay_messages import (
     HOP,
     Status,
     hop_answer,
@@ -37,8 +37,8 @@ from noloco_node.libp2p.relay.messages import (
     wanted_peer,
     write_message,
 )
-from noloco_node.libp2p.relay.places import ask_for_place, connected_by_relay, only_relayed
-from noloco_node.libp2p.relay.server import CircuitRelay
+from noloco_node.libp2p.relay_places import ask_for_place, connected_by_relay, only_relayed
+from noloco_node.libp2p.relay_server import CircuitRelay
 from noloco_node.libp2p.start import reached_by_a_stranger, running_p2p, start_p2p
 from noloco_node.tallies import Rest
 from noloco_node.transport.libp2p import Libp2pTransport

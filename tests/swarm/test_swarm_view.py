@@ -14,9 +14,9 @@ from noloco_node.config.run_spec import AccessSpec, LimitsSpec
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import believed
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.observer.swarm_view import Onlooker, nothing_seen, view_swarm
+from noloco_node.observer import Onlooker, nothing_seen, view_swarm
 from noloco_node.peers.scorecard import NOBODY
-from noloco_node.telemetry.metric_table import SEED_TABLE
+from noloco_node.telemetry.metrics import SEED_TABLE
 from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.swarm_metrics import rows_of
 from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_VERSIONS, Middle, SwarmView, document

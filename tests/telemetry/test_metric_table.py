@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.telemetry.events import AnyEvent, WarningKind
-from noloco_node.telemetry.metric_table import SEED_TABLE, TABLE, TEXT
-from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.metrics import SEED_TABLE, TABLE, TEXT, Metrics
 from tests.worlds import micro_spec, run_to_the_end, world
 
 QUICK = LimitsSpec(record_seconds=1, grace_seconds=0.5, chunk_bytes=4096)

@@ -16,8 +16,7 @@ from noloco_node.pipeline.messages import Meter
 from noloco_node.sizing.devices import peak_of
 from noloco_node.telemetry.events import Doing, NodeReassigned, OuterStep, P2pdRestarted, Warned
 from noloco_node.telemetry.memory_limit import MemoryUse
-from noloco_node.telemetry.metric_table import HOP_SECONDS, TABLE
-from noloco_node.telemetry.metrics import Metrics
+from noloco_node.telemetry.metrics import HOP_SECONDS, TABLE, Metrics
 from noloco_node.telemetry.of_node import free_bytes
 from tests.telemetry import made_events as made
 

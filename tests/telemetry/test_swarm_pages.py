@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from noloco_node.aio import Heartbeat
-from noloco_node.telemetry.metric_table import SEED_TABLE
+from noloco_node.telemetry.metrics import SEED_TABLE
 from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.swarm_metrics import SwarmPages
 from noloco_node.telemetry.swarm_state import Middle

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from noloco_node import ambient
-from noloco_node.address_space import NoMemory
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.process_memory import NoMemory
 from noloco_node.training.compute_thread import ComputeThread, DeviceWaits, Priority
 from tests.support import eventually
 

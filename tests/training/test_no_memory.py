@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from noloco_node.address_space import NoMemory, refused_memory
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.errors import ExitCode
+from noloco_node.process_memory import NoMemory, refused_memory
 from noloco_node.training import trainer as trainers
 from noloco_node.training.compute_thread import STARVED_CALLS, STARVED_SECONDS, ComputeThread, Priority, Starving
 from noloco_node.training.inner_optimizer import InnerOptimizer

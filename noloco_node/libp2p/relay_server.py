@@ -17,7 +17,7 @@ from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.relay.messages import (
+from noloco_node.libp2p.relay_messages import (
     CONNECT,
     HOP,
     RESERVE,

@@ -14,7 +14,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import CIRCUIT, PeerAddress, dialable, parse_address
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.relay.messages import (
+from noloco_node.libp2p.relay_messages import (
     HOP,
     Status,
     hop_status,
