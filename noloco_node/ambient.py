@@ -20,6 +20,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+LOOK_SECONDS = 1.0
+"""What cannot be awaited, such as a file, a clock or a view of others, is looked at once in so many seconds."""
+
+
 class Ambience:
     """What an event loop brings that is not in the real world. Its `run_in_executor` counts too."""
 

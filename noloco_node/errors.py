@@ -7,6 +7,9 @@ import signal
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
+SHOWN = 8
+"""A message names at most so many of what there may be many of."""
+
 
 class ExitCode(IntEnum):
     """Exit codes of `noloco-node`, the same for every command."""

@@ -15,8 +15,6 @@ from noloco_node import ambient
 INLINE_ELEMENTS = 1 << 18
 """Tensors of up to so many elements are checked on the event loop: handing them to a thread would take longer (0.1 ms).
 """
-_IN_CACHE = 1 << 18
-"""The fp32 copy of so many elements stays in a processor's cache."""
 
 
 def all_finite(values: Tensor) -> bool:
@@ -32,7 +30,7 @@ def root_mean_square(values: Tensor) -> float:
     """The root mean square of all elements, 0 if there is none. It is NaN or infinite if one is, or if fp32 does not
     hold the sum of some squares."""
     flat = values.reshape(-1)
-    parts = (flat[start : start + _IN_CACHE] for start in range(0, flat.numel(), _IN_CACHE))
+    parts = (flat[start : start + INLINE_ELEMENTS] for start in range(0, flat.numel(), INLINE_ELEMENTS))
     norms = [float(torch.linalg.vector_norm(part, dtype=torch.float32)) for part in parts]  # pyright: ignore
     return math.hypot(*norms) / math.sqrt(max(1, values.numel()))
 

@@ -244,7 +244,7 @@ async def rescues(
 ) -> StageLifecycle:
     """The stays of one of two replicas of stage 0, whose next stage nobody serves, after it has set out for it
     while that `happens`."""
-    monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(stays_module, "REFRESH_SECONDS", 0.02)
     monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 0.02)
     replica, tried = made.replicas[0], list[PeerState]()
 
@@ -263,7 +263,7 @@ async def rescues(
     async def looks() -> None:
         while True:
             await directory.refresh()
-            await asyncio.sleep(stays_module.LOOK_SECONDS)
+            await asyncio.sleep(stays_module.REFRESH_SECONDS)
 
     beside += [asyncio.create_task(stays.accompany(replica)), asyncio.create_task(looks())]
     await eventually(lambda: tried or stays.move, 30, "it sets out")

@@ -13,10 +13,9 @@ from noloco_node.telemetry.events import Doing
 from noloco_node.telemetry.words import as_many
 
 IDLE_SECONDS = 10.0
-"""A node is waiting after so many seconds without a trained token, and after the usual time of five inner steps."""
+"""A node is waiting after so many seconds without a trained token, and after the usual time of five inner steps. Two
+reports of the same thing, with only its details changed, are as far apart."""
 USUAL_STEPS = 5
-SAY_AGAIN_SECONDS = 10.0
-"""Two reports of the same thing, with only its details changed, are at least so many seconds apart."""
 
 What = Literal[
     "joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining", "paused"
@@ -110,7 +109,7 @@ class Activity:
         """The node does this now."""
         now, said = ambient.wall(), self._said
         if said is not None and said.what == what:
-            if said.detail == detail or now - said.time < SAY_AGAIN_SECONDS:
+            if said.detail == detail or now - said.time < IDLE_SECONDS:
                 return
             since = said.since
         else:

@@ -33,8 +33,8 @@ dies."""
 LEAST_SECONDS = 5.0
 """In the long run two receipts of one peer are at least so many seconds apart. Two may come at once, and what comes
 more often is refused as `busy`."""
-LAST_PAUSE_SECONDS = 0.5
 TRIES = 10
+LAST_PAUSE_SECONDS = LEAST_SECONDS / TRIES
 
 
 class ReceiptHeader(WireModel):

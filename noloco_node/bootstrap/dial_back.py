@@ -29,7 +29,7 @@ from noloco_node.transport.messages import WireModel
 logger = logging.getLogger(__name__)
 
 MAX_PORTS = 2
-MAX_HOSTS = 2
+MAX_HOSTS = MAX_PORTS
 """One peer is seen at, and dialled at, at most so many hosts."""
 PEER_SECONDS = 20.0
 """Two questions of one peer are at least so many seconds apart."""

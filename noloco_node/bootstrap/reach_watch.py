@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 MOST_ASKED = 4
 """At most so many peers are asked to dial at once, of as many networks as there are."""
 MOST_OF_THE_ONLY_NETWORK = 2
-MOST_ASKED_TO_RELAY = 8
+MOST_ASKED_TO_RELAY = 2 * MOST_ASKED
 LOOK_SECONDS = 300.0
 """Seconds between two looks while all is well."""
 SOON = Doubling(PEER_SECONDS + 5.0, 600.0)

@@ -28,10 +28,7 @@ from noloco_node.config.settings import Settings, new_name, with_new_names
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
-from noloco_node.errors import ExitCode, UserError
-
-MAX_PROBLEMS_SHOWN = 12
-"""One message lists at most so many problems, so that it stays on one screen."""
+from noloco_node.errors import SHOWN, ExitCode, UserError
 
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
@@ -398,9 +395,9 @@ def _meaning(setting: str, root: type[Settings]) -> str:
 
 
 def _as_user_error(problems: Sequence[Problem], where: str, remedy: str) -> UserError:
-    shown = [f"  {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
-    if len(problems) > MAX_PROBLEMS_SHOWN:
-        shown.append(f"  and {len(problems) - MAX_PROBLEMS_SHOWN} more")
+    shown = [f"  {problem}" for problem in problems[:SHOWN]]
+    if len(problems) > SHOWN:
+        shown.append(f"  and {len(problems) - SHOWN} more")
     count = "a setting is wrong" if len(problems) == 1 else f"{len(problems)} settings are wrong"
     if len(problems) > 1:
         remedy = remedy.replace("correct it", "correct them", 1)

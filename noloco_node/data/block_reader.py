@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.data.documents import data_error
 from noloco_node.data.mixture import MixedPosition, SourceOrder, naming_source
 from noloco_node.data.prefetch import Portion, Portions
@@ -123,7 +124,6 @@ MOST_FAILED = 10
 blocks, it is all of them."""
 PAUSES = Doubling(1.0, 60.0)
 """Seconds of pause after blocks in a row that broke off: the disk or the hub may be away for a while."""
-ASK_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +309,7 @@ class _RowReader:
                 elif (turn := self.turns.take()) is not None:
                     return turn
                 else:
-                    self._changed.wait(ASK_AGAIN_SECONDS)
+                    self._changed.wait(LOOK_SECONDS)
         return None
 
     def _read(self, turn: Turn) -> Generator[Tokens]:

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MOST_CLAIMS = 4
 """One replica may claim so many slots at a time: what it reads, what its reader holds already, and the next."""
-SPREAD = 4
+SPREAD = MOST_CLAIMS
 """A replica draws from so many free slots a replica: at a common start all draw at once, and see no claims yet."""
 REACH, REACH_AT_LEAST = 32, 64
 """Slots a replica, and beside them: claims further beyond the median claim are not believed, since one far claim must

@@ -65,7 +65,7 @@ def undecodable(path: object, lost: int, characters: int, encoding: str) -> User
 
 HEAD_BYTES = 64 << 10
 """The bytes that are read of a file's beginning to tell its format."""
-BINARY_PROBE_BYTES = 8192
+BINARY_PROBE_BYTES = HEAD_BYTES // 8
 
 
 class Format(StrEnum):

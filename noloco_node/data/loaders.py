@@ -28,7 +28,7 @@ LONGEST_TEXT = 16 << 20
 """A text file of up to so many characters is one document. A longer file is cut at line ends into documents of a
 sixteenth."""
 BATCH_ROWS = 256
-JSON_CHARACTERS = 1 << 20
+JSON_CHARACTERS = LONGEST_TEXT // 16
 _KINDS = {"int": "whole numbers", "float": "numbers", "bool": "true and false", "dict": "groups of fields"}
 _BETWEEN = re.compile(r"[\s,]*")
 

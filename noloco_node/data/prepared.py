@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from noloco_node import ambient
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.config.data_spec import NOT_PREPARED, DataSpec
 from noloco_node.data.documents import Document, Fingerprint, data_error
 from noloco_node.data.encoding import encode
@@ -32,8 +33,6 @@ from noloco_node.workers import cores
 BATCH_LENGTH = 1 << 18
 """A thread tokenises so many characters at a time."""
 _Batch = list[tuple[Document, bool]]
-LOOK_SECONDS = 0.5
-"""A listener hears every so many seconds how far a preparation has come."""
 SAVE_SECONDS = 5.0
 """A preparation writes down how far it has come every so many seconds."""
 _DONE, _UNDER_WAY = "manifest.json", "unfinished.json"

@@ -11,6 +11,7 @@ import torch
 
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import measure_hello
+from noloco_node.bootstrap.reach_watch import MOST_ASKED
 from noloco_node.bootstrap.spec_fetch import fetch_run_spec
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
@@ -40,9 +41,6 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.words import as_utc
 from noloco_node.training.compute_device import all_devices, check_device, idle_gpu, resolve_device
 from noloco_node.trust.admission import own_access
-
-MOST_ASKED = 5
-"""At most so many peers are asked to dial back."""
 
 
 async def examine(settings: NodeSettings) -> list[Check]:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from noloco_node import ambient
 from noloco_node.accounting.statements import Contribution, read_contribution
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import SHOWN, ExitCode, UserError
 from noloco_node.identity.keys import load_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import RunFolder
@@ -38,7 +38,6 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.words import an_hour, as_bytes, as_clock_time, as_long, as_nodes, one_line, printable
 
-SHOWN_PEERS = 8
 SHOWN_WARNINGS = (
     ("invitation_ends", "invitation"),
     ("clock_wrong", "clock"),
@@ -365,10 +364,10 @@ def _receipts(total: Contribution) -> Iterator[str]:
     rows = sorted(total.receipts.items(), key=lambda item: -item[1].microbatches)
     microbatches, tokens = sum(row.microbatches for _, row in rows), sum(row.tokens for _, row in rows)
     yield f"  receipts          {microbatches:,} microbatches, {tokens:,} tokens, signed by {len(rows)} peers"
-    for peer, row in rows[:SHOWN_PEERS]:
+    for peer, row in rows[:SHOWN]:
         yield f"    {peer}  {row.microbatches:,} microbatches, {row.tokens:,} tokens"
-    if len(rows) > SHOWN_PEERS:
-        yield f"    and {len(rows) - SHOWN_PEERS} more"
+    if len(rows) > SHOWN:
+        yield f"    and {len(rows) - SHOWN} more"
 
 
 def _ago(seconds: float) -> str:

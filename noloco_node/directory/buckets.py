@@ -54,7 +54,7 @@ CROWDED = 2 * TARGET
 """A bucket with so many records is crowded: somebody sought ids for it. It counts for no more than so many."""
 CONFIRMING = 3
 """The number of buckets of a level far above that must be as full as it says before a node goes there."""
-CONFIRMED_AGAIN = 8
+CONFIRMED_AGAIN = 2 * LOOKED_BACK
 """A level that was not confirmed is left alone for so many looks at level 0."""
 FALL = 3
 """A node goes down so many levels at once if all is empty."""
@@ -255,7 +255,7 @@ SAMPLED_AGAIN = 0.6
 READ_AGAIN, READ_AGAIN_AT_LAST = 0.4, 0.5
 """A held bucket is read again after the first part of a record's life, or at most the second if buckets are full. A
 record is renewed at a third of its life."""
-SETTLED = 4
+SETTLED = LOOKED_BACK
 """A node that has come to a level reads so many of its buckets at once, one at each look."""
 
 

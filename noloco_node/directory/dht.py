@@ -17,7 +17,7 @@ from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.dht_node import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
-from noloco_node.directory.dht_walk import Walker
+from noloco_node.directory.dht_walk import WALK_SECONDS, Walker
 from noloco_node.directory.intake import Intake
 from noloco_node.directory.known_peers import LostPeers
 from noloco_node.directory.records import (
@@ -40,7 +40,6 @@ from noloco_node.tallies import PeerTable
 
 logger = logging.getLogger(__name__)
 
-STORE_SECONDS = 5.0
 WALK_AGAIN = 0.5
 """All nodes near the stages' keys are asked every so many record lives."""
 JOIN_SECONDS = 20.0
@@ -200,10 +199,10 @@ class DhtDirectory:
             rows.append((key_id, Stored(key_id.to_bytes(), own, signed, expires)))
             self._intake.take(own, *rows[-1][1])
         try:
-            async with asyncio.timeout(STORE_SECONDS):
+            async with asyncio.timeout(WALK_SECONDS):
                 answers = await asyncio.gather(*(self._store(key_id, row) for key_id, row in rows))
         except TimeoutError:
-            logger.debug("publishing at stage %d took more than %g s", stage, STORE_SECONDS)
+            logger.debug("publishing at stage %d took more than %g s", stage, WALK_SECONDS)
             return False
         return any(answers)
 
@@ -414,7 +413,7 @@ def _whole(view: DirectoryView, as_of: DirectoryView) -> DirectoryView:
 
 async def _leave(node: DhtNode) -> None:
     try:
-        async with asyncio.timeout(STORE_SECONDS):
+        async with asyncio.timeout(WALK_SECONDS):
             await node.close()
     except (TimeoutError, OSError, P2PDaemonError):
         logger.debug("the DHT did not shut down in order")

@@ -51,9 +51,8 @@ BUCKET_SIZE, DEPTH_MODULO = 20, 5
 REPLICAS = 5
 """Records are stored at so many nodes nearest to their key."""
 MOST_ASKED = 256
-"""A request for records has at most so many keys: a run has no more stages."""
-MOST_STORED = 256
-"""At most so many records of one request are examined."""
+"""A request for records has at most so many keys, since a run has no more stages. Of records that a request brings so
+many are examined."""
 ROW_BYTES = 24
 """A record takes so many bytes in an answer, beside its signer and what it signed."""
 ANSWER_BYTES = 256 << 10
@@ -270,9 +269,9 @@ class DhtNode:
         """A node asks to hold records: each is judged by itself."""
         self._met(context.remote_id, request.peer.node_id)
         response = _pb.StoreResponse(store_ok=[], peer=self._info)
-        storer, left = peer_name(context.remote_id), MOST_STORED
+        storer, left = peer_name(context.remote_id), MOST_ASKED
         fields = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
-        for key, subkey, value, expires, in_cache in itertools.islice(zip(*fields, strict=False), MOST_STORED):
+        for key, subkey, value, expires, in_cache in itertools.islice(zip(*fields, strict=False), MOST_ASKED):
             offered = [] if in_cache or left <= 0 else _offered(subkey, value, expires)[:left]
             left -= len(offered)
             taken = 0

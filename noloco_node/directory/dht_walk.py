@@ -27,7 +27,7 @@ walk that nobody answers takes no more than `WALK_PATIENCE`, or views would empt
 WALK_PATIENCE = 0.25
 MOST_INTRODUCED = 40
 """One walk asks at most so many nodes on the word of others."""
-MOST_BY_ONE = 8
+MOST_BY_ONE = MOST_INTRODUCED // 5
 """One walk asks at most so many nodes on the word of one."""
 PAUSES = Doubling(5.0, 300.0)
 GLANCED = 2

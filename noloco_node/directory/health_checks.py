@@ -17,6 +17,7 @@ from enum import IntEnum
 
 from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.aio import Pulse, some_at_a_time
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.bootstrap.hello import ask_hello
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
@@ -28,8 +29,6 @@ from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
-LOOK_SECONDS = 1.0
-"""The longest time between two choices of peers to ask, in seconds."""
 SWEEP_SECONDS = 10.0
 """A sweep asks all peers within so many seconds before something is decided."""
 STRANGERS_SECONDS = 3.0

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node import ambient
 from noloco_node.aio import some_at_a_time
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.directory.records import DirectoryView, PeerState
 from noloco_node.directory.store import Esteem, hearsay
 from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
@@ -38,7 +39,6 @@ from noloco_node.transport.calls import ASKED_AT_ONCE
 logger = logging.getLogger(__name__)
 
 MOST_PEERS = 32
-LOOK_SECONDS = 1.0
 LOOKS_BETWEEN = 30
 """All addresses are asked for again after so many looks, since peers may have moved."""
 MAX_FILE_BYTES = 256 * 1024

@@ -16,6 +16,7 @@ from enum import IntEnum, StrEnum
 from typing import TypeVar
 
 from noloco_node import ambient
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
@@ -28,11 +29,10 @@ MOST_RECORDS = 512
 MOST_HEARSAY = CROWDED
 """One peer may bring so many records of others under one key, if this node knows nothing more of the others. A bucket
 may be read from one of its holders alone, which brings as many as show that it is crowded."""
-MOST_IN_ALL = 16_384
+MOST_IN_ALL = 32 * MOST_RECORDS
 """At most so many records are held, of the stages of all runs: a seed holds those of other people's."""
 REGULAR_SECONDS = 60.0
 """A peer that has brought its own record for so many seconds, again and again, is known by that."""
-SWEEP_SECONDS = 1.0
 SAMPLED = 32
 """The number of places that are examined for one to give up."""
 
@@ -261,7 +261,7 @@ class RecordStore:
 
     def _drop_all_ended(self, now: float) -> None:
         """Looks at everything, so not at every record of a flood."""
-        if abs(now - self._swept) < SWEEP_SECONDS:
+        if abs(now - self._swept) < LOOK_SECONDS:
             return
         self._swept = now
         for key in list(self._rows):

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from noloco_node import ambient
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import Directory, PeerRecord, PeerState
 from noloco_node.errors import UserError
@@ -42,8 +43,6 @@ the others."""
 LAST_COLLECTIONS = 10
 """The number of collections at the run's end, one at each look: its nodes take their last steps and leave one by
 one."""
-LOOK_SECONDS = 1.0
-"""The run's end is looked for every so many seconds."""
 NEEDS_FOLDERS = (
     "unless newer weights come, ask volunteers for their run folders, and make the model of those with noloco-node "
     "export"

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import SHOWN, ExitCode, UserError
 from noloco_node.finite import all_finite
 from noloco_node.model.stage import Stage, stage_without_weights
 from noloco_node.storage.weights import load_slow, read_manifest
@@ -19,9 +19,6 @@ from noloco_node.telemetry.words import as_stages
 from noloco_node.training.layout import FlatLayout
 
 logger = logging.getLogger(__name__)
-
-SHOWN = 5
-"""At most so many faults are shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 PLACE_SECONDS = 60.0
 """A place is kept for so many seconds for a peer that does not ask again."""
 MOST_PLACES = 128
-MOST_CIRCUITS = 256
-MOST_CIRCUITS_OF_ONE = 64
+MOST_CIRCUITS = 2 * MOST_PLACES
+MOST_CIRCUITS_OF_ONE = MOST_PLACES // 2
 MOST_CIRCUITS_OF_A_PAIR = 4
 """The most circuits that may run from one caller to one peer. p2pd wants one; a second stands while the first has died
 unnoticed. With more, one caller could use up all circuits of the peer that it calls."""
-MOST_HANDSHAKES = 256
-MOST_HANDSHAKES_OF_ONE = 16
+MOST_HANDSHAKES = 2 * MOST_PLACES
+MOST_HANDSHAKES_OF_ONE = MOST_PLACES // 8
 """If so many requests of one peer are being read or refused, the next is dropped. A node may call many peers at once,
 each in an instant. Only a peer that never finishes its requests has as many open."""
 HANDSHAKE_SECONDS = 10.0

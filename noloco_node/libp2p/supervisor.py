@@ -22,13 +22,9 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.tallies import Doubling
+from noloco_node.telemetry.memory_limit import AMPLE, SHORT
 
 logger = logging.getLogger(__name__)
-
-SHORT = 0.9
-"""Newcomers may find no place from this share in use on."""
-RELAXED = 0.7
-"""Below this share the shortage is over; it is reported anew when it comes again."""
 
 
 class DescriptorWatch:
@@ -39,7 +35,7 @@ class DescriptorWatch:
 
     def look(self, used: int, limit: int) -> None:
         """`used` of `limit` are open now."""
-        if self.short and used < RELAXED * limit:
+        if self.short and used < AMPLE * limit:
             self.short = False
             logger.warning("p2pd has descriptors to spare again: %d of %d are open", used, limit)
         elif not self.short and used >= SHORT * limit:

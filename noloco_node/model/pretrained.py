@@ -13,7 +13,7 @@ from torch import Tensor
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.pretrained import Pretrained, StoredTensor, open_pretrained, other_weights, ties
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import SHOWN, ExitCode, UserError
 from noloco_node.finite import all_finite
 from noloco_node.model.cut import build_config, build_on_meta
 from noloco_node.model.subspace import WRITERS, basis_of, bound_layers, is_in_span, outside_subspace
@@ -27,7 +27,6 @@ the other in the tensor's rows; files name them in the way of one family or anot
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _AT_ONCE = 16 << 20
 """The count of numbers that are read at a time: no stage needs room for its weights twice."""
-_SHOWN = 3
 _COMPILED = "_orig_mod."
 """torch.compile puts this into the names of a module's parameters."""
 _BASE = "model."
@@ -65,8 +64,8 @@ class Weights:
         names of the stored tensors that they are made of. Reads no weights."""
         missing = [name for name in shapes if self._source(name, shapes[name]) is None]
         if missing:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            raise self._unfit(f"it has no {', '.join(missing[:_SHOWN])}{more}")
+            more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+            raise self._unfit(f"it has no {', '.join(missing[:SHOWN])}{more}")
         used: set[str] = set()
         for name, shape in shapes.items():
             source = self._source(name, shape)

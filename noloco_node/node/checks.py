@@ -33,7 +33,7 @@ from noloco_node.transport.interface import Transport
 
 WEIGHTS_BYTES_PER_PARAMETER = 8
 """Bytes a parameter that a stage leaves at its end: slow and fast weights in fp32."""
-CHECKPOINT_BYTES_PER_PARAMETER = 24
+CHECKPOINT_BYTES_PER_PARAMETER = 3 * WEIGHTS_BYTES_PER_PARAMETER
 """Bytes a parameter of a whole state in fp32: slow and fast weights, outer momentum, Adam's two moments, gathered
 gradient."""
 DISK_BYTES_PER_PARAMETER = WEIGHTS_BYTES_PER_PARAMETER + 3 * CHECKPOINT_BYTES_PER_PARAMETER
@@ -41,7 +41,7 @@ DISK_BYTES_PER_PARAMETER = WEIGHTS_BYTES_PER_PARAMETER + 3 * CHECKPOINT_BYTES_PE
 SMALLEST_DISK = 64 << 20
 CLOCK_LIMIT_SECONDS = 3.0
 """hivemind's directory takes no peer whose clock is off by more seconds than this."""
-CLOCK_WARNING_SECONDS = 1.5
+CLOCK_WARNING_SECONDS = CLOCK_LIMIT_SECONDS / 2
 WANTED_FILES = 65536
 FEWEST_FILES = 1024
 

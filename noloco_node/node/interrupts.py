@@ -17,14 +17,13 @@ from typing import Literal
 
 from noloco_node import ambient
 from noloco_node.aio import Pulse
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.config.node_settings import Hours, as_time, inside, next_begin
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node.way_out import AT_ONCE_SECONDS, LISTENING, WayOut
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
-"""The machine's clock is looked at every so many seconds, by a node that has hours."""
 
 Word = Literal["pause", "resume"]
 

@@ -13,6 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.known_peers import HeldState
 from noloco_node.directory.membership import Membership
@@ -37,8 +38,6 @@ HOLDER_SECONDS = 15.0
 """How long a node without a state waits for a peer that held it when it was last seen at work; once."""
 HOLDER_LOADS_SECONDS = 60.0
 """The seconds for which a node waits for a peer that holds the state of its stage and is on its way back there."""
-LOOK_SECONDS = 1.0
-"""The directory is read again every so many seconds by a node that waits."""
 RESTORE_SECONDS = 600.0
 """A node that comes to a lost stage waits so many seconds for another that came as well and announces itself."""
 

@@ -14,7 +14,7 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
-from noloco_node.directory.membership import Membership
+from noloco_node.directory.membership import REFRESH_SECONDS, Membership
 from noloco_node.directory.records import (
     FIRST_LOOK_SECONDS,
     SERVING,
@@ -50,8 +50,6 @@ from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
-"""A node considers a move every so many seconds; the directory is read as often."""
 
 BeginsFrom = Literal["seed", "peer", "standby", "checkpoint"]
 
@@ -277,7 +275,7 @@ class StageLifecycle:
         )
         relocation, began = Relocation(standing, self._rng), replica.worker.progress.clock
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(REFRESH_SECONDS)
             if replica.stop.is_set() or not replica.course.run_goes_on():
                 continue
             view, shut = self._directory.view, self._shut(replica)

@@ -22,7 +22,7 @@ import psutil
 
 import noloco_node
 from noloco_node import ambient
-from noloco_node.errors import ExitCode
+from noloco_node.errors import SHOWN, ExitCode
 
 T = TypeVar("T")
 
@@ -31,7 +31,6 @@ AT_ONCE_SECONDS = 60.0
 and nothing is saved; a busy machine takes longer."""
 SAY_SECONDS = 5.0
 """The seconds that the last words may take: their reader may be what hangs."""
-MOST_NAMED = 12
 
 LISTENING = "signals"
 """The thread that hears them; it never does anything else."""
@@ -155,8 +154,8 @@ def standing(loop: asyncio.AbstractEventLoop | None) -> list[str]:
         steps = _steps(stack)
         if steps and ident not in unasked and not stack[-1].f_code.co_filename.endswith(IDLE):
             lines.append(f"thread {names.get(ident, ident)}: {steps}")
-    more = len(lines) - MOST_NAMED
-    return lines[:MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
+    more = len(lines) - SHOWN
+    return lines[:SHOWN] + ([f"and {more} more"] if more > 0 else [])
 
 
 def _tasks_of(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:

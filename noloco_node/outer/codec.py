@@ -34,7 +34,7 @@ from noloco_node.outer.modulo_codes import (
     sketch_of,
 )
 
-_FP16_MAX = 65504.0
+_FP16_MAX = torch.finfo(torch.float16).max
 
 
 class Coding(Protocol):

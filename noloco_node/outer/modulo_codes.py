@@ -76,7 +76,7 @@ _PRIOR_SAMPLES = 2.0
 _FINEST_STEP = 2.0**-18
 _LARGEST_CODE = 2.0**23
 _BLOCKS_IN_CACHE = 128
-_BLOCKS_ON_A_DEVICE = 2048
+_BLOCKS_ON_A_DEVICE = 16 * _BLOCKS_IN_CACHE
 """The number of blocks that a device works on at once. Its memory for a chunk then grows little with the chunk."""
 _AMBIGUOUS = -128
 """This code is half the range either way, so it counts as no difference."""

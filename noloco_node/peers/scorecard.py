@@ -34,7 +34,7 @@ ANSWER_SECONDS = 60.0
 """An answer counts for so many seconds."""
 SILENCES_TOLERATED = 1
 """The link may lose so many calls after an answer before the peer no longer counts as answering."""
-WORK_SECONDS = 120.0
+WORK_SECONDS = 2.0 * ANSWER_SECONDS
 """Work counts for so many seconds."""
 ASKS_REMEMBERED = 64
 """The number of latest asks for work that are remembered of peers without work so far."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import Directory, PeerState
-from noloco_node.errors import ExitCode, UserError
+from noloco_node.errors import SHOWN, ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import build_config, cut_width
 from noloco_node.peers.scorecard import ANSWER_SECONDS
@@ -47,7 +47,6 @@ FOR_GOOD = frozenset(
     {Refusal.UNKNOWN_METHOD, Refusal.NOT_ADMITTED, Refusal.WRONG_PROTOCOL, Refusal.WRONG_RUN, Refusal.BANNED}
 )
 """These refusals do not change by waiting."""
-SHOWN_REASONS = 4
 WORDS = {
     PeerUnreachable: "cannot be reached",
     DeadlinePassed: "is silent",
@@ -177,8 +176,8 @@ def _for_good(error: Refused | TransportError) -> bool:
 def _shown(reasons: dict[PeerId, Refused | TransportError]) -> str:
     if not reasons:
         return "the directory shows none"
-    words = [f"…{peer[-6:]} {_word(error)}" for peer, error in list(reasons.items())[:SHOWN_REASONS]]
-    return ", ".join(words + (["and others"] if len(reasons) > SHOWN_REASONS else []))
+    words = [f"…{peer[-6:]} {_word(error)}" for peer, error in list(reasons.items())[:SHOWN]]
+    return ", ".join(words + (["and others"] if len(reasons) > SHOWN else []))
 
 
 def _word(error: Refused | TransportError) -> str:

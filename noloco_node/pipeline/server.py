@@ -22,7 +22,7 @@ from noloco_node.aio import run_to_end
 from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.directory.clocks import FarBehind, OriginsSeen
 from noloco_node.document_marks import positions_of, without_marks
-from noloco_node.finite import found_finite, scale_of
+from noloco_node.finite import INLINE_ELEMENTS, found_finite, scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
 from noloco_node.pipeline.activations import from_wire, to_wire
@@ -55,7 +55,7 @@ SCALE_MULTIPLE = 16.0
 """Activations are refused if their root mean square is this many times the usual one."""
 ANSWERS_KEPT = 32
 KEPT_ANSWER_BYTES = 64 << 20
-INLINE_BYTES = 1 << 20
+INLINE_BYTES = 4 * INLINE_ELEMENTS
 """Checksums of up to so many bytes are taken on the event loop (0.15 ms)."""
 
 

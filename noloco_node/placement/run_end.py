@@ -26,7 +26,7 @@ NEAR_TARGET = 0.9
 """Share of the target from which a short run is at its end, though nobody has said so."""
 IDLE_GRACES = 15
 """Grace times without work after which a node leaves: near the target that is the run's end, far from it an error."""
-HELD_UP_GRACES = 180
+HELD_UP_GRACES = 12 * IDLE_GRACES
 """Grace times without work after which a node leaves while a stage has no replica, or only this node gets nothing to
 train."""
 BEGINNING_SECONDS = 86_400.0

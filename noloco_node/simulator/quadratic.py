@@ -36,10 +36,10 @@ from noloco_node.training.trainer import ForwardContext, LossResult, StepResult,
 from noloco_node.transport.memory import Parcel
 from noloco_node.transport.messages import DTYPE_NAMES, TensorSpec
 
-HELD_OUT = 1 << 40
-"""The number of the first held-out window: beyond all that is trained on."""
 NODE_WINDOWS = 1 << 20
 """The windows of one node and of the next are so many numbers apart."""
+HELD_OUT = NODE_WINDOWS**2
+"""The number of the first held-out window: beyond all that is trained on."""
 
 
 def made_up(numbers: Sequence[int], vocabulary: int, length: int) -> Tensor:

@@ -17,6 +17,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.outer.replica import device_bytes
 from noloco_node.process_memory import address_space_left
+from noloco_node.sizing.activations import FP32
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD
@@ -24,17 +25,14 @@ from noloco_node.training.frozen_state import SPARE_BYTES
 from noloco_node.training.trainer import PRECISIONS, carried_dtype
 
 GIB = 1 << 30
-FP32 = 4
 OUTER_VECTORS = 2
 """The outer step's vectors: slow weights and snapshot. Where α is not 0 the outer momentum is a third, and where the
 codec trails the trail is one more."""
 GIVEN_VECTORS = 2
 """The vectors of a state without moments: fast and slow weights. Outer momentum and trail come to them likewise."""
-CAST_BYTES = 2
+HALF_BYTES = 2
 ID_BYTES = 4
 """The bytes of a token's number, or of a label."""
-STANDBY_BYTES = 2
-"""The bytes of a parameter in a copy of a stage, which is half precision."""
 BESIDE_A_LAYER = 6
 """The number of tensors of the size of a microbatch's activations that lie beside a layer's backward: inputs, outputs,
 the gradient that was given, that of the residual stream, and a norm's, which is fp32 and counts twice."""
@@ -185,7 +183,7 @@ def _stage_memory(
     versions = 1 + math.ceil(held / run.microbatches_a_step(replicas))
     left, worked_on, at_the_end = _microbatch(run, footprint, stage)
     if precision.autocast:  # the graph holds the weights that it has cast
-        cast = CAST_BYTES * count
+        cast = HALF_BYTES * count
         left += cast if run.inner.backward == "keep" else 0
         of_a_layer = cast // footprint.layers[stage]
         worked_on += of_a_layer if run.inner.backward == "checkpoint" else cast
@@ -196,13 +194,13 @@ def _stage_memory(
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
     keeping = bool(run.standby_copies and others)
     # The keeper of a standby copy has the old one while the new one comes, and gives one of its own stage.
-    kept = STANDBY_BYTES * (2 * max(others) + count) if keeping else 0
+    kept = HALF_BYTES * (2 * max(others) + count) if keeping else 0
     return StageMemory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,
         moments=precision.masters.itemsize * moments + FP32 * footprint.workspace[stage],
         versions=precision.published.itemsize * (versions * count + footprint.fixed)
-        + CAST_BYTES * footprint.fixed * precision.autocast
+        + HALF_BYTES * footprint.fixed * precision.autocast
         + footprint.fixed_bytes,
         held=max(0, held - 1) * left,
         at_work=max(worked_on, at_the_end + precision.published.itemsize * count),

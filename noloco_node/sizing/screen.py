@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName, RunSpec
+from noloco_node.errors import SHOWN
 from noloco_node.outer import CodecName
 from noloco_node.sizing.advice import CARD_SECONDS, Expectation, loads_of, step_microbatches
 from noloco_node.sizing.devices import Device, device_by_name, peak_of
@@ -24,7 +25,6 @@ from noloco_node.sizing.traffic import rest_of_run
 from noloco_node.sizing.utilisation import Link
 from noloco_node.telemetry.words import as_bytes
 
-STAGES_SHOWN = 6
 KNOWN_DEVICE = "RTX 4090"
 """A node's work is told in shares of this device, if the user has named no other."""
 WORTH_A_PRECISION = 1.5
@@ -94,7 +94,7 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
             words += f"; {_flop(work)} of work a second{_of_a_known_device(work, run.inner.precision)}"
             words += _of_own_bound(node.uplink_mbit, bits * use.sent)
         lines.append(f"  {'' if lines else 'costs a node':<17} stage {stage}: {words}")
-    if len(lines) > STAGES_SHOWN:
+    if len(lines) > SHOWN:
         lines = [lines[0], *(f"  {'':<17} {line.strip()}" for line in (lines[len(lines) // 2], lines[-1]))]
     return [
         *lines,
@@ -163,7 +163,7 @@ def expectation_lines(
 ) -> list[str]:
     """What to expect of such devices on such links, and which settings would raise it."""
     out, run = found.outlook, config.run
-    few = len(out.device_share) <= STAGES_SHOWN
+    few = len(out.device_share) <= SHOWN
     shares = ", ".join(map(_percent, out.device_share if few else (min(out.device_share), max(out.device_share))))
     which = "by stage" if few else "least and most"
     tokens = out.microbatches_a_second * run.microbatch_tokens
@@ -214,7 +214,7 @@ def _fits(device: Device, needs: Sequence[StageMemory]) -> list[str]:
 
 def _shown(needs: Sequence[StageMemory]) -> list[tuple[int, StageMemory]]:
     """All of a few stages; of many the first two, the largest and the last."""
-    if len(needs) <= STAGES_SHOWN:
+    if len(needs) <= SHOWN:
         return list(enumerate(needs))
     largest = max(range(len(needs)), key=lambda stage: needs[stage].on_device)
     return [(stage, needs[stage]) for stage in sorted({0, 1, largest, len(needs) - 1})]

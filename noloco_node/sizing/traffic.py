@@ -12,8 +12,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import fragments_of
 from noloco_node.sizing.footprint import Footprint
-
-LABEL_BYTES = 4
+from noloco_node.sizing.memory import ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Traffic:
 def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
     """The traffic of each stage, by the narrowest codec that the run allows, which slow links take. Pure arithmetic."""
     activations = float(run.microbatch_tokens * token_bytes(footprint.cut_width, run.pipeline.activations[-1]))
-    labels = run.microbatch_tokens * LABEL_BYTES
+    labels = run.microbatch_tokens * ID_BYTES
     return tuple(
         Traffic(
             forward=activations + labels if stage < run.stages - 1 else 0.0,

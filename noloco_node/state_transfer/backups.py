@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from noloco_node import ambient
@@ -64,7 +65,7 @@ OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
 goes on from."""
 COPIES_COMPARED = 3
 """The number of strangers' copies that are fetched to be compared."""
-LARGEST = 65504.0
+LARGEST = torch.finfo(torch.float16).max
 """The largest number in half precision."""
 
 

@@ -40,7 +40,7 @@ from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.messages import check_addressed
 
 SNAPSHOT_LIFE_SECONDS = 60.0
-SNAPSHOT_SHARED_SECONDS = 10.0
+SNAPSHOT_SHARED_SECONDS = SNAPSHOT_LIFE_SECONDS / 6
 HELD_SHARE = 0.05
 """The training may have to wait for snapshots; they may cost at most this share of a donor's time."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from noloco_node import ambient
 from noloco_node.aio import Heartbeat
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.logging import LogTail
@@ -21,8 +22,6 @@ from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer, state_pa
 
 BEATEN_WITHIN_SECONDS = 10.0
 """An event loop that has not come round for more seconds is stuck."""
-CACHED_SECONDS = 1.0
-"""The state is made at most once in so many seconds, however many ask for it."""
 
 Headers = Mapping[str, str]
 
@@ -62,9 +61,9 @@ class StatePage:
         self.made: tuple[float, Page] | None = None
 
     def page(self, state: Callable[[], dict[str, Any]]) -> Page:
-        """The state as it is now, or was within `CACHED_SECONDS`."""
+        """The state as it is now, or was within `LOOK_SECONDS`."""
         now = ambient.monotonic()
-        if self.made is None or now - self.made[0] >= CACHED_SECONDS:
+        if self.made is None or now - self.made[0] >= LOOK_SECONDS:
             said = state() | {"curves": {name: curve.points() for name, curve in self.curves.items()}}
             self.made = now, Page(json.dumps(said, separators=(",", ":"), allow_nan=False).encode(), JSON)
         return self.made[1]

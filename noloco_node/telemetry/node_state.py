@@ -33,9 +33,9 @@ from noloco_node.telemetry.words import shortened
 
 RATE_SECONDS = 60.0
 """Speeds are counted over so many seconds, and over `RATE_STEPS` inner steps if these take longer."""
-RATE_STEPS = 10
 LOSS_STEPS = 5
 """The shown training loss is the mean of so many inner steps."""
+RATE_STEPS = 2 * LOSS_STEPS
 STALL_STEPS = 3.0
 """After so many times the usual time without an inner step a node is slower than it was, and the shown speed sinks."""
 KEPT = 16

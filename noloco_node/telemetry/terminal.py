@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, StateDownload
 from noloco_node.telemetry.node_state import NodeSeen, NodeState, NodeView
 from noloco_node.telemetry.swarm_state import Departed, Happening, Middle, SwarmView
@@ -40,8 +41,6 @@ OTHER_LINES = 20
 LAST_LINES = 8
 """A screen shows so many of the last lines of a log, or of the last things that happened in a swarm."""
 WARNINGS_SHOWN = 3
-LOOK_SECONDS = 1.0
-"""A screen is drawn anew every so many seconds."""
 WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "reassigned": "reassigned to"}
 
 Figures = Iterable[tuple[str, str, str, str]]

@@ -7,8 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-STAGES_LISTED = 6
-"""A line counts the nodes of up to so many stages one by one; of more stages only those without a node are named."""
+from noloco_node.errors import SHOWN
 
 
 def as_loss(value: float | None) -> str:
@@ -58,7 +57,7 @@ def an_hour(count: float, seconds: float) -> str:
 def as_nodes(per_stage: Sequence[int]) -> str:
     """How many nodes serve which stage: `4 (stage 0: 2, stage 1: 2)`."""
     total, empty = sum(per_stage), [stage for stage, count in enumerate(per_stage) if not count]
-    if len(per_stage) <= STAGES_LISTED:
+    if len(per_stage) <= SHOWN:
         listed = ", ".join(f"stage {stage}: {count}" for stage, count in enumerate(per_stage))
         return f"{total} ({listed})"
     without = f"none at {as_stages(empty)}" if empty else "each has some"

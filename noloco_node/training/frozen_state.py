@@ -20,7 +20,7 @@ from noloco_node.process_memory import refused_memory
 from noloco_node.training.progress import Progress
 
 PIECE = 1 << 24
-"""Numbers that are read at once: 64 MiB of fp32."""
+"""Numbers that are read, or added, at once: 64 MiB of fp32."""
 SPARE_BYTES = 2 * 4 * PIECE
 """The bytes of a state that are copied where it is changed before it was read. For the rest the change waits."""
 PATIENCE_SECONDS = 120.0

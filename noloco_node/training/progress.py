@@ -114,7 +114,7 @@ PACE_A_LAG = 2.0
 """The factor by which a clock runs faster or slower for each such lag beyond it. With more the clocks of short windows
 swing: what is heard of the origins is some microbatches old."""
 SLOWEST_PACE = 0.5
-FASTEST_PACE = 1.5
+FASTEST_PACE = 2.0 - SLOWEST_PACE
 """Bounds of `tied_pace`: what a stage is told of its origins may be a lie."""
 
 

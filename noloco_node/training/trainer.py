@@ -18,7 +18,7 @@ from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Routed, Router
 from noloco_node.process_memory import refused_memory
 from noloco_node.training.bounds import LossBound
-from noloco_node.training.frozen_state import Vectors
+from noloco_node.training.frozen_state import PIECE, Vectors
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.layout import FlatLayout
 
@@ -149,10 +149,6 @@ class VersionStore:
         flat = torch.empty(self._layout.size, dtype=self._dtype, device=device)
         leaves = {name: view.detach().requires_grad_() for name, view in self._layout.views(flat).items()}
         return Version(0, flat, leaves)
-
-
-PIECE = 1 << 24
-"""Numbers of a correction that are added at once: so many are brought to a device that had no memory for all."""
 
 
 class MicrobatchNotFinite(ValueError):

@@ -25,12 +25,11 @@ ANSWER_SHARE = 0.02
 """Bytes on the line back for each that goes one way: TCP confirms every second packet."""
 SLICE_SECONDS = 0.02
 """A large message goes out in slices that the line takes so long for. A small one waits for one of them at most."""
-LEAST_SLICE = 4 * 1024
+LEAST_SLICE = SMALL_BYTES // 4
 CREDIT_SECONDS = 0.25
 """The line may catch up on so much of what it was not used for: timers are late, and gaps would add up."""
 PACKET_BYTES = 100
 """What a message costs on the line that carries next to nothing."""
-BITS = 8.0
 BODIES_AT_ONCE = 2
 """The number of bodies that asked first and go out at once: while one waits for a round trip, the other has the
 line."""
@@ -150,4 +149,4 @@ def at_once(method: str) -> int:
 
 def line_of(uplink_mbit: float | None, downlink_mbit: float | None) -> Line:
     """A line with these bounds, in Mbit/s."""
-    return Line(*(None if mbit is None else LineRate(1e6 * mbit / BITS) for mbit in (uplink_mbit, downlink_mbit)))
+    return Line(*(None if mbit is None else LineRate(1e6 * mbit / 8.0) for mbit in (uplink_mbit, downlink_mbit)))

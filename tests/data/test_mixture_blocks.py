@@ -69,7 +69,7 @@ def streamed(folder: Path) -> DataSpec:
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that has no turn yet asks again at once."""
-    monkeypatch.setattr(block_reader, "ASK_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(block_reader, "LOOK_SECONDS", 0.001)
 
 
 async def opened(spec: DataSpec, position: Position | None = None, size: int = SIZE) -> Samples:

@@ -47,7 +47,7 @@ LENGTH = 17
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that has no turn yet asks again at once."""
-    monkeypatch.setattr(block_reader, "ASK_AGAIN_SECONDS", 0.001)
+    monkeypatch.setattr(block_reader, "LOOK_SECONDS", 0.001)
 
 
 def write_shards(folder: Path, suffix: str = ".jsonl.gz", shards: int = SHARDS) -> Path:

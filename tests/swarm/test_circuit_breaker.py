@@ -124,7 +124,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
 ) -> None:
     """Six keys that answer and are always too busy are all that is at stage 1. One of the two nodes of stage 0 goes
     there, and finds nobody worth its trust there."""
-    monkeypatch.setattr(stays_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(stays_module, "REFRESH_SECONDS", 0.05)
     monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 0.2)
     monkeypatch.setattr("noloco_node.pipeline.participant.patience", lambda *_: 0.3)
     spec = micro_spec(limits=LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096))

@@ -71,7 +71,7 @@ async def test_four_hundred_ghosts_a_stage_change_neither_share_nor_clock_nor_pa
 async def test_ghosts_move_nobody_and_put_no_rescue_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of both stages claim the speed of a thousand nodes. Nobody leaves its stage for that. When stage 1 has lost
     both replicas, one of stage 0 goes there although its ghosts live."""
-    monkeypatch.setattr(stage_lifecycle, "LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(stage_lifecycle, "REFRESH_SECONDS", 0.5)
     monkeypatch.setattr(balancing, "RESCUE_SLOT_SECONDS", 1.0)
     settings = NodeSettings(in_flight=1, drain_seconds=1, reassign="always", min_stay_seconds=1.0, start_replicas=2)
     spec = micro_spec(layers=2, steps=4000, microbatches_a_step=2, outer=AVERAGING, limits=LIMITS)

@@ -187,8 +187,8 @@ def test_only_the_terminal_that_a_process_is_in_front_of_is_drawn_on() -> None:
     [
         ((2, 0), "2 (stage 0: 2, stage 1: 0)"),
         ((4,), "4 (stage 0: 4)"),
-        ((1,) * 7, "7 at 7 stages, each has some"),
-        ((1, 1, 0, 1, 1, 1, 0), "5 at 7 stages, none at stages 2 and 6"),
+        ((1,) * 9, "9 at 9 stages, each has some"),
+        ((1, 1, 0, 1, 1, 1, 0, 1, 1), "7 at 9 stages, none at stages 2 and 6"),
     ],
 )
 def test_nodes_are_counted_by_stage_in_words(counts: tuple[int, ...], words: str) -> None:
