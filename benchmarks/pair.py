@@ -41,7 +41,7 @@ from noloco_node.model.cut import cut_model
 from noloco_node.model.stage import build_stage
 from noloco_node.outer import CodecName
 from noloco_node.participant import ReplicaContext
-from noloco_node.state_transfer.donor import StateTransfer, nobody_relayed
+from noloco_node.state_transfer.donor import StateDonor
 from noloco_node.telemetry.events import AnyEvent, OuterStep
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import outer_of
@@ -118,7 +118,7 @@ class HeldReplica:
         clocks = PeerClocks(math.inf, lambda: self.worker.progress.clock, lambda: (), lambda: ())
         self.averaging = Averaging(context, clocks)
         self.averaging.side.begin_last_round()  # so that it steps whenever it is asked
-        self.giving = StateTransfer(context, lambda claimed: claimed, nobody_relayed)
+        self.giving = StateDonor(context)
         for participant in (self.averaging, self.giving):
             self._served += participant.serve()
             participant.open()
@@ -132,7 +132,7 @@ class HeldReplica:
     async def _tend(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self.giving.donor.tend()
+            self.giving.tend()
 
     async def move_apart(self, seed: int) -> None:
         """As training would move the fast weights, differently on each side."""

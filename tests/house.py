@@ -168,11 +168,11 @@ async def _joiner() -> list[str]:
     settings, spec = NodeSettings(in_flight=1, initial_peers=(NAMED,)), micro_spec(stages=1)
     with _watched() as visited:
         async with world(spec, replicas=2, settings=settings) as made:
-            joiner, donor = made.replicas
+            joiner, veteran = made.replicas
             transport, directory = joiner.context.transport, MemoryDirectory(made.hub)
-            await run_ahead(donor, 1e6)
-            donor.state_transfer.open()
-            await donor.membership.announce(PeerState.TRAINING)
+            await run_ahead(veteran, 1e6)
+            veteran.donor.open()
+            await veteran.membership.announce(PeerState.TRAINING)
             stays = StageLifecycle(spec, settings, footprint_of(spec), transport, directory)
             with visited.recording():
                 await stays.look_around()

@@ -134,7 +134,7 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
     monkeypatch.setattr(revival, "LOOK_SECONDS", 0.05)
     warnings: list[Warned] = []
     async with trained_world(keepers=0, giving=0) as (made, (_, _, holder, newcomer), _):
-        holder.state_transfer.open()
+        holder.donor.open()
         await lose(made, 2)
         held = HeldState(stage=1, clock=holder.worker.progress.clock, seen=time.time())
         stays = stays_of(made, newcomer, warnings)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 61_100,
+    "lines of the package": 60_905,
     "lines of the tests": 60_940,
     "lines of benchmarks and deploy": 4_475,
-    "module-level numbers": 572,
-    "files of the package": 303,
-    "files of the package below 60 lines": 43,
+    "module-level numbers": 512,
+    "files of the package": 295,
+    "files of the package below 60 lines": 34,
     "kB of Markdown": 380,
     "kB of results in docs": 310,
     "decision records": 40,

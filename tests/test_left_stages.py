@@ -58,12 +58,12 @@ async def test_a_stage_that_was_left_is_freed_at_once_and_its_replica_is_held_by
         transport, ledger = leaver.context.transport, leaver.pipeline.ledger
         transport.conduct.offended(PeerId("somebody"), Offence.MALFORMED)
         await live(leaver, tmp_path)
-        leaver.state_transfer.open()
-        await stage_peer.state_transfer.copier.copy_from(peer_name(0, 0))
+        leaver.donor.open()
+        await stage_peer.copier.copy_from(peer_name(0, 0))
         trainer, outer = trainer_of(leaver.worker), leaver.worker.outer
         vectors = [weakref.ref(tensor) for tensor in (trainer.master, trainer.gradient, outer.slow, outer.snapshot)]
         vectors.append(weakref.ref(trainer))
-        held = leaver.state_transfer.donor._held
+        held = leaver.donor._held
         assert held is not None
         vectors.append(weakref.ref(held.digests))
         del held

@@ -96,10 +96,10 @@ async def test_no_vector_of_the_stages_size_is_touched_on_the_event_loop(tmp_pat
                 assert replica.pipeline.origin is not None
                 assert await replica.pipeline.origin.train_one()
             right.averaging.open()
-            left.state_transfer.open()
+            left.donor.open()
             async with alongside(right.averaging.run()):
                 assert await left.averaging.dial(peer_name(0, 1))
-                await right.state_transfer.copier.copy_from(peer_name(0, 0))
+                await right.copier.copy_from(peer_name(0, 0))
                 copies = StageCopies(SPEC, [size], left.context.transport, random.Random(0))
                 copies._own = 0, left.worker
                 half = (await copies._copy_of(0, peer_name(0, 1), "fp16")).weights

@@ -324,7 +324,7 @@ async def test_of_two_that_come_to_a_lost_stage_one_restores_and_the_other_waits
         )
         assert origin == "seed"
         assert not waiting.done()
-        first.state_transfer.open()
+        first.donor.open()
         await first.membership.announce(PeerState.TRAINING)
         async with alongside(first.membership.run()):
             assert await waiting is None

@@ -16,6 +16,7 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.diagnostics.pausing import tell_nodes
 from noloco_node.errors import ExitCode, UserError, describe_exit
+from noloco_node.launch.local_swarm import ORDERLY_EXITS, POLL_SECONDS, signal_all
 from noloco_node.node.interrupts import WORDS, Word, heeded_signals
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
@@ -139,7 +140,7 @@ class DeviceGroup:
             lives += [self._begin(member, stdin, addresses) for member in others]
         codes = await asyncio.gather(*(life.ended for life in lives))
         await asyncio.gather(*(life.up for life in lives))
-        bad = [code for code in codes if code not in (ExitCode.OK, ExitCode.INTERRUPTED)]
+        bad = [code for code in codes if code not in ORDERLY_EXITS]
         return bad[0] if bad else codes[0]
 
     def _begin(self, member: Member, stdin: int, addresses: Sequence[str]) -> _Life:
@@ -159,7 +160,7 @@ class DeviceGroup:
             process.send_signal(signal.SIGTERM)
         self._say(f"{member.device}: process {process.pid}, folder {member.folder}")
         code = await process.wait()
-        _end_children(process.pid)
+        signal_all(process.pid, signal.SIGKILL)
         self._say(f"{member.device}: ended, {describe_exit(code)}")
         return code if code >= 0 else int(ExitCode.NODE_DIED)
 
@@ -172,7 +173,7 @@ class DeviceGroup:
                 self._write_targets()
                 return started
             # The first daemon's event file cannot be awaited.
-            await asyncio.wait((living,), timeout=0.2)
+            await asyncio.wait((living,), timeout=POLL_SECONDS)
         return None
 
     def _write_targets(self) -> None:
@@ -207,11 +208,3 @@ def run_devices(arguments: Sequence[str], devices: str, settings: NodeSettings, 
     command = (sys.executable, "-m", "noloco_node", *arguments)
     group = DeviceGroup(command, members, settings.run_folder, founds=not settings.initial_peers, say=say)
     return asyncio.run(group.run())
-
-
-def _end_children(group: int) -> None:
-    """A daemon that was killed could stop no child of its own."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return

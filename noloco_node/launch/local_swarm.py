@@ -37,6 +37,12 @@ cores."""
 ORDERLY_EXITS = (ExitCode.OK, ExitCode.INTERRUPTED)
 
 
+def signal_all(leader: int, number: signal.Signals) -> None:
+    """Signal a daemon and its children, since one that was killed could stop none; nothing where all are gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
 class Observer:
     """Is told what happens in a local swarm; a subclass overrides what it wants to know."""
 
@@ -130,10 +136,7 @@ class SwarmNode:
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the daemon and its children; nothing where all are gone."""
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:
-            return
+        signal_all(self.pid, number)
 
 
 class LocalSwarm:

@@ -322,7 +322,7 @@ class FirstState:
     async def _copy_a_stage_peer(self, patience: float) -> PeerId:
         """Become a copy of a stage peer; busy ones are waited for `patience` seconds. Raises NoDonor."""
         self._replica.activity.say("downloading", f"a stage peer's state of stage {self._stage}")
-        donor, _ = await self._replica.state_transfer.copier.copy_best(self.possible_donors, patience)
+        donor, _ = await self._replica.copier.copy_best(self.possible_donors, patience)
         self._replica.begins_as_copy()
         return donor
 

@@ -34,7 +34,8 @@ from noloco_node.node.outer_steps import OuterSteps
 from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.pipeline.participant import Pipeline
-from noloco_node.state_transfer.donor import StateTransfer, nobody_relayed
+from noloco_node.state_transfer.donor import StateDonor, nobody_relayed
+from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.telemetry.events import AnyEvent, InnerStep
 from noloco_node.telemetry.node_state import NodeView
 from noloco_node.training.compute_thread import Compute
@@ -145,11 +146,11 @@ class Replica:
         self._behind = FarBehind(self._clocks)
         self.pipeline = Pipeline(context, stage, samples, ledger or Ledger(), self._behind)
         self.averaging = Averaging(context, self._clocks)
-        self.state_transfer = StateTransfer(context, self._clocks.not_beyond, relayed)
+        self.donor = StateDonor(context, relayed)
+        self.copier = StateCopier(context, self._clocks.not_beyond)
         self._served: list[Withdraw] = []
-        self.participants = (self._neighbourhood, self.pipeline, self.averaging, self.state_transfer)
-        copier = self.state_transfer.copier
-        self.outer_steps = OuterSteps(context, self.membership, self.averaging, copier, self._pace, self._behind)
+        self.participants = (self._neighbourhood, self.pipeline, self.averaging, self.donor)
+        self.outer_steps = OuterSteps(context, self.membership, self.averaging, self.copier, self._pace, self._behind)
         self.signed = signed or SignedEnd(transport, directory, spec, peers_at(settings.initial_peers))
         self.course = course = ReplicaCourse(
             context, self.membership, self.pipeline, self.averaging, samples, self.signed
@@ -273,7 +274,7 @@ class Replica:
         while True:
             await asyncio.sleep(2.0)
             self.books.write()
-            self.state_transfer.donor.tend()
+            self.donor.tend()
             idle = self.activity.idle_seconds(self.worker.last_trained.at)
             pace, in_hand, missing = self._pace.step_seconds, self.pipeline.in_hand, self.missing.stages
             self.activity.say(*doing(facts_of(self.membership, idle, pace, in_hand, missing)))

@@ -246,7 +246,7 @@ class StageLifecycle:
     async def accompany(self, replica: Replica) -> None:
         """Beside the training: keep and give copies, and set `move` and the replica's `stop` when it is time to go."""
         replica.course.hand_over = self.copies.hand_over
-        keep = self.copies.keep(replica.membership, replica.worker, replica.state_transfer.donor.rate.take)
+        keep = self.copies.keep(replica.membership, replica.worker, replica.donor.rate.take)
         self._replica = replica
         try:
             async with asyncio.TaskGroup() as group:

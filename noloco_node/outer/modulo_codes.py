@@ -18,9 +18,8 @@ from torch.nn import functional
 
 from noloco_node.outer.workplace import HOST, on_host
 
-BLOCK = 1024
-
 _SIDE = 32
+BLOCK = _SIDE * _SIDE
 _MASK = 0xFFFFFFFF
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from noloco_node.finite import all_finite
 from noloco_node.outer.codec import BLOCK, Codec, Coding
 from noloco_node.outer.decoupled import add_where_whole_
-from noloco_node.outer.learnt import LearntWay
+from noloco_node.outer.learnt import LEARNT_STEPS, LearntWay
 from noloco_node.outer.update import OuterRule, contribution, step_
 from noloco_node.outer.workplace import HOST, Accelerator, Workplace, on_host
 
@@ -27,7 +27,7 @@ _LARGEST_SQUARE = 1e60
 """A chunk with a larger sum of squares counts as not finite: decoded, its values might be."""
 _DEVICE_BYTES = 30
 """Bytes of a device's memory that the arithmetic takes for each weight of a chunk, at the highest."""
-TRAIL_STEPS = 16
+TRAIL_STEPS = LEARNT_STEPS
 """A trail averages over so many outer steps (decision 4)."""
 
 

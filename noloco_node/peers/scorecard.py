@@ -36,12 +36,12 @@ SILENCES_TOLERATED = 1
 """The link may lose so many calls after an answer before the peer no longer counts as answering."""
 WORK_SECONDS = 2.0 * ANSWER_SECONDS
 """Work counts for so many seconds."""
-ASKS_REMEMBERED = 64
-"""The number of latest asks for work that are remembered of peers without work so far."""
 ASKS_ALLOWED = 16
 """A peer may be asked in vain in so many windows without any work from it in between. Peers that all work refuse a
 replica four times out of five if it is a fast one among slow ones, or if its exchanges take as long as the steps in
 between."""
+ASKS_REMEMBERED = 4 * ASKS_ALLOWED
+"""The number of latest asks for work that are remembered of peers without work so far."""
 FAILURE_ASKS = 6
 """Work that a peer was given and that came to nothing counts as so many asks: the third in a row is too many."""
 REST_AN_ASK = 0.25

@@ -1,23 +1,17 @@
-"""The giving side of a state transfer: one consistent snapshot at a time, for a few readers, at a bounded rate.
-
-Together with the taking side it is a participant of one replica.
-"""
+"""The giving side of a state transfer: one consistent snapshot at a time, for a few readers, at a bounded rate."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant, ReplicaContext
-from noloco_node.state_transfer.donor_choice import StateCopier
 from noloco_node.state_transfer.fetch import (
     CHUNK,
     OFFER,
@@ -33,16 +27,17 @@ from noloco_node.state_transfer.fetch import (
 )
 from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate, Readers, least_rate
 from noloco_node.training.frozen_state import Thawed
-from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused
-from noloco_node.transport.interface import Transport, Withdraw
+from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import check_addressed
 
 SNAPSHOT_LIFE_SECONDS = 60.0
 SNAPSHOT_SHARED_SECONDS = SNAPSHOT_LIFE_SECONDS / 6
 HELD_SHARE = 0.05
 """The training may have to wait for snapshots; they may cost at most this share of a donor's time."""
+DONOR_PLACES = 2
+"""Late joiners that may copy a node's state at once; others are told `busy` and ask another node."""
 
 
 @dataclass(slots=True)
@@ -60,41 +55,29 @@ async def nobody_relayed(_peer: PeerId) -> bool:
     return False
 
 
-class StateDonor:
+class StateDonor(Participant):
     """Gives this replica's state to stage peers: one snapshot at a time, shared by all that ask at the same time.
 
-    At most `places` peers read at once. Others are told `busy`, which is no offence, and the first of them gets the
-    next place (`Readers`). Peers that `relayed` says are connected through a relay only are refused. `tend` must be
+    At most `DONOR_PLACES` peers read at once. Others are told `busy`, which is no offence, and the first of them gets
+    the next place (`Readers`). Peers that `relayed` says are connected through a relay only are refused. `tend` must be
     called every second or two.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        stage: int,
-        transport: Transport,
-        worker: StageWorker,
-        *,
-        places: int,
-        relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed,
-        folder: Path | None = None,
-    ) -> None:
-        """A snapshot lies on the disk of `folder`."""
-        self._folder = folder
-        self._spec = spec
+    def __init__(self, context: ReplicaContext, relayed: Callable[[PeerId], Awaitable[bool]] = nobody_relayed) -> None:
+        """A snapshot lies on the disk of the run's folder."""
         self.relayed = relayed
-        self._stage = stage
-        self._transport = transport
-        self._worker = worker
-        self._places = places
+        self._context = context
+        self._spec, self._transport, self._worker = context.spec, context.transport, context.worker
+        self._places = DONOR_PLACES
         self._held: _Held | None = None
         self._taking = asyncio.Lock()
-        patience = spec.limits.exchange_progress_seconds
-        self._readers = Readers(places, patience, spec.limits.chunk_bytes)
+        limits = context.spec.limits
+        patience = limits.exchange_progress_seconds
+        self._readers = Readers(self._places, patience, limits.chunk_bytes)
         self.rate = DonorRate(
-            lambda: worker.last_trained,
-            lowest=least_rate(spec.limits),
-            places=places,
+            lambda: context.worker.last_trained,
+            lowest=least_rate(limits),
+            places=self._places,
             window=min(WINDOW_SECONDS, patience / 4),
         )
         self.accepting = False
@@ -108,6 +91,17 @@ class StateDonor:
             on(self._transport, CHUNK, self.handle_chunk, self._admit),
         )
 
+    def open(self) -> None:
+        """Give the own state from now on."""
+        self.accepting = True
+
+    def shut(self) -> None:
+        """Give it to nobody from now on; a reader that has begun goes on."""
+        self.accepting = False
+
+    def drain(self) -> None:
+        """A leaving node gives its state as long as it is there: it may be the last of its stage."""
+
     @property
     def readers(self) -> int:
         """Peers that read a snapshot now."""
@@ -117,9 +111,9 @@ class StateDonor:
         """Measure what giving costs, and free a snapshot that nobody has asked for lately."""
         self.rate.tend()
         if self._held is not None and ambient.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
-            self.let_go()
+            self.close()
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """The replica has left, or nobody asks: free the snapshot at once."""
         self._held = None
         self._readers.clear()
@@ -131,7 +125,7 @@ class StateDonor:
             run=request.run,
             stage=request.stage,
             own_run=self._spec.run_id,
-            own_stage=self._stage,
+            own_stage=self._context.stage,
             protocol=request.protocol,
         )
         if request.contract != self._worker.contract:
@@ -169,7 +163,7 @@ class StateDonor:
     async def _take_snapshot(self) -> _Held:
         sizes, chunk = self._worker.state_sizes(), self._spec.limits.chunk_bytes
         try:
-            packed = await ambient.elsewhere(PackedState, sizes, self._folder)
+            packed = await ambient.elsewhere(PackedState, sizes, self._context.settings.run_folder)
         except OSError as error:
             size = packed_size(sizes)
             raise Refused(Refusal.BUSY, f"no room for a copy of this node's state, {size} bytes: {error}") from None
@@ -183,7 +177,7 @@ class StateDonor:
         manifest = StateManifest(
             source=self._transport.peer_id,
             run=self._spec.run_id,
-            stage=self._stage,
+            stage=self._context.stage,
             contract=self._worker.contract,
             snapshot=ambient.token(8),
             clock=progress.clock,
@@ -211,58 +205,3 @@ class StateDonor:
         if self._held is held:
             self._readers.gave(peer, request.index, held.used, self.rate.rate)
         return Reply(NOTHING, (torch.frombuffer(part, dtype=torch.uint8),))
-
-
-DONOR_PLACES = 2
-"""Late joiners that may copy a node's state at once; others are told `busy` and ask another node."""
-
-
-class StateTransfer(Participant):
-    """`believe` turns a donor's claimed clock into the one to take over; peers that `relayed` says are connected
-    through a relay only are given nothing."""
-
-    def __init__(
-        self,
-        context: ReplicaContext,
-        believe: Callable[[float], float],
-        relayed: Callable[[PeerId], Awaitable[bool]],
-    ) -> None:
-        spec, worker = context.spec, context.worker
-        self.donor = StateDonor(
-            spec,
-            context.stage,
-            context.transport,
-            worker,
-            places=DONOR_PLACES,
-            relayed=relayed,
-            folder=context.settings.run_folder,
-        )
-        self.copier = StateCopier(
-            spec,
-            context.stage,
-            context.transport,
-            worker,
-            believe=believe,
-            emit=context.emit,
-            rng=context.rng,
-            folder=context.settings.run_folder,
-        )
-
-    def serve(self) -> tuple[Withdraw, ...]:
-        """Register the donor's methods."""
-        return self.donor.serve()
-
-    def open(self) -> None:
-        """Give the own state from now on."""
-        self.donor.accepting = True
-
-    def shut(self) -> None:
-        """Give it to nobody from now on; a reader that has begun goes on."""
-        self.donor.accepting = False
-
-    def drain(self) -> None:
-        """A leaving node gives its state as long as it is there: it may be the last of its stage."""
-
-    def close(self) -> None:
-        """Free the snapshot."""
-        self.donor.let_go()

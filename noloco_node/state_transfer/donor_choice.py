@@ -13,13 +13,13 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.participant import ReplicaContext
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.state_transfer.fetch import (
     OFFER,
@@ -35,10 +35,8 @@ from noloco_node.state_transfer.fetch import (
 from noloco_node.state_transfer.rate import WHOLE_SECONDS
 from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import AnyEvent, StateDownload, StateSourceFailed
-from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call, floor_of
 from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refusal, Refused, TransportError
-from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -156,31 +154,16 @@ class _Search:
 class StateCopier:
     """Makes this replica a copy of a stage peer. `believe` turns a donor's claimed clock into the one to take over."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        stage: int,
-        transport: Transport,
-        worker: StageWorker,
-        *,
-        believe: Callable[[float], float],
-        emit: Callable[[AnyEvent], None],
-        rng: random.Random,
-        folder: Path | None = None,
-    ) -> None:
-        """What comes lies on the disk of `folder` until it is whole."""
-        self._spec = spec
-        self._stage = stage
-        self._folder = folder
-        self._transport = transport
-        self._worker = worker
+    def __init__(self, context: ReplicaContext, believe: Callable[[float], float]) -> None:
+        """What comes lies on the disk of the run's folder until it is whole."""
+        self._spec, self._stage, self._folder = context.spec, context.stage, context.settings.run_folder
+        self._transport, self._worker = context.transport, context.worker
+        self._emit, self._rng = context.emit, context.rng
         self._believe = believe
-        self._emit = emit
-        self._rng = rng
-        self._book = transport.peer_stats.book
         self._relayed_told = False
-        limits, size = spec.limits, packed_size(worker.state_sizes())
-        self._paces = DonorPaces(floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds), self._book)
+        limits, size = self._spec.limits, packed_size(self._worker.state_sizes())
+        floor = floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds)
+        self._paces = DonorPaces(floor, self._transport.peer_stats.book)
 
     async def copy_best(
         self, donors: Callable[[], Awaitable[Sequence[PeerId]]], patience: float = BUSY_PATIENCE_SECONDS

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.aio import cancel_and_wait
+from noloco_node.aio import Pulse, cancel_and_wait
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.model.cut import StageCut
+from noloco_node.participant import ReplicaContext
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.state_transfer.donor import StateDonor
 from noloco_node.state_transfer.donor_choice import NoDonor, StateCopier
@@ -24,6 +27,7 @@ from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.progress import LastTrained, Progress
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import Nothing, Reply
+from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport, Parcel
 from tests.worlds import micro_spec
 
@@ -99,7 +103,7 @@ class _Faithless(StateDonor):
     async def handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
         self.given += 1
         if self.given % 100 == 0:
-            self.let_go()
+            self.close()
             await asyncio.Event().wait()
         return await super().handle_chunk(peer, request)
 
@@ -113,6 +117,10 @@ def copied(
     """Seconds in which a joiner is a copy of one of them, all behind one line, and of which. Raises NoDonor."""
     spec, network = micro_spec(stages=1, limits=LIMITS), MemoryNetwork(line)
 
+    def context(transport: Transport, worker: StageWorker) -> ReplicaContext:
+        cut, rng = StageCut(0, 1, 0, 1), random.Random(1)
+        return ReplicaContext(spec, NodeSettings(), cut, transport, worker, rng, Pulse(), lambda _: None)
+
     async def work() -> tuple[float, int]:
         givers: list[StateDonor] = []
         holders = [_Holder(chunks, 1000.0 * index) for index in range(donors + 1)]
@@ -120,19 +128,11 @@ def copied(
         names = [PeerId(f"donor{index}") for index in range(donors)]
         for index, (name, worker) in enumerate(zip(names, workers[1:], strict=True)):
             transport = MemoryTransport(network, name)
-            giver = kind(index)(spec, 0, transport, worker, places=1)
-            giver.accepting = True
+            giver = kind(index)(context(transport, worker))
+            giver.open()
             giver.serve()
             givers.append(giver)
-        copier = StateCopier(
-            spec,
-            0,
-            MemoryTransport(network, PeerId("joiner")),
-            workers[0],
-            believe=lambda claimed: claimed,
-            emit=lambda _: None,
-            rng=random.Random(1),
-        )
+        copier = StateCopier(context(MemoryTransport(network, PeerId("joiner")), workers[0]), lambda claimed: claimed)
 
         async def tend() -> None:
             while True:

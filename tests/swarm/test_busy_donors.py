@@ -67,7 +67,7 @@ async def test_a_donor_that_drips_does_not_keep_a_joiner_from_one_that_is_busy(m
 async def test_where_the_others_are_busy_for_ever_the_slow_donor_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has come of its state stays; that it is slow is told once."""
     async with one_busy_and_one_dripping(monkeypatch, times=None) as (made, joiner):
-        donor, _ = await joiner.state_transfer.copier.copy_best(FirstState(joiner).possible_donors)
+        donor, _ = await joiner.copier.copy_best(FirstState(joiner).possible_donors)
         assert donor == SECOND
         assert await is_copy_of(joiner, made.replicas[1])
         slow = [e for e in made.events[-1] if isinstance(e, StateSourceFailed) and PeerId(e.source) == SECOND]
@@ -79,5 +79,5 @@ async def test_a_joiner_whose_patience_with_busy_donors_is_over_stays_with_the_s
 ) -> None:
     """It is not left for one that does not give."""
     async with one_busy_and_one_dripping(monkeypatch, times=None) as (_, joiner):
-        donor, _ = await joiner.state_transfer.copier.copy_best(FirstState(joiner).possible_donors, patience=0.0)
+        donor, _ = await joiner.copier.copy_best(FirstState(joiner).possible_donors, patience=0.0)
         assert donor == SECOND

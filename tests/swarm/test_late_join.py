@@ -61,7 +61,7 @@ async def make_veteran(replica: Replica) -> None:
     for _ in range(3):
         await replica.pipeline.origin.train_one()
     await replica.averaging.step_alone()
-    replica.state_transfer.open()
+    replica.donor.open()
     await replica.membership.announce(PeerState.TRAINING)
 
 
@@ -142,7 +142,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused() -> None:
     async with donors_and_joiner() as (made, joiner):
         first, second = made.replicas[:2]
         asked = state_messages.StateRequest.model_validate(request_of(joiner).header)
-        stolen = await second.state_transfer.donor.handle_open(joiner.context.transport.peer_id, asked)
+        stolen = await second.donor.handle_open(joiner.context.transport.peer_id, asked)
         forge(first, lambda _: stolen.header.model_dump())
         assert "not signed by the state source" in await join_until_the_first_has_failed(made, joiner)
 
@@ -172,9 +172,9 @@ async def test_who_has_copied_as_many_rounds_as_go_in_gives_its_own_state_after_
     first_claims(1 << 32, monkeypatch)
     async with donors_and_joiner() as (made, joiner):
         victim = made.replicas[1]
-        await victim.state_transfer.copier.copy_from(FIRST, [FIRST])
+        await victim.copier.copy_from(FIRST, [FIRST])
         await victim.averaging.step_alone()
-        await joiner.state_transfer.copier.copy_from(SECOND, [SECOND])
+        await joiner.copier.copy_from(SECOND, [SECOND])
         assert await is_copy_of(joiner, victim)
 
 
@@ -291,7 +291,7 @@ async def test_a_donor_is_asked_again_after_lost_requests_and_while_it_is_not_re
             assert len([event for event in made.events[-1] if isinstance(event, StateSourceFailed)]) == 1
     async with donors_and_joiner(1) as (made, joiner):
         donors = [[], [FIRST]]
-        assert (await joiner.state_transfer.copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
+        assert (await joiner.copier.copy_best(lambda: asyncio.sleep(0, donors.pop(0))))[0] == FIRST
         asked = made.network.inject(Fault(FaultKind.UNREACHABLE, method=state_messages.OFFER.name, times=99))
         with pytest.raises(UserError):
             await become_current(joiner)
@@ -334,7 +334,7 @@ async def test_no_state_crosses_a_relay(monkeypatch: pytest.MonkeyPatch, relayed
         return looks <= relayed_looks
 
     async with donors_and_joiner(1) as (made, joiner):
-        made.replicas[0].state_transfer.donor.relayed = relayed
+        made.replicas[0].donor.relayed = relayed
         if relayed_looks < late_join.AWAY_TRIES:
             assert await become_current(joiner) == FIRST
             return
@@ -369,7 +369,7 @@ async def test_a_laggard_that_only_relays_connect_says_so_once(
 
     monkeypatch.setattr(late_join, "new_download", counted)
     async with donors_and_joiner(1) as (made, laggard):
-        made.replicas[0].state_transfer.donor.relayed = relayed
+        made.replicas[0].donor.relayed = relayed
         await laggard.membership.refresh()
         for _ in range(5):
             await laggard.outer_steps.catch_up(FIRST)
@@ -459,7 +459,7 @@ async def test_a_full_donor_says_busy_and_the_joiner_waits_for_a_place(monkeypat
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.05, 0.1))
     monkeypatch.setattr(state_donor, "DONOR_PLACES", 1)
     async with donors_and_joiner(1) as (made, joiner):
-        donor = made.replicas[0].state_transfer.donor
+        donor = made.replicas[0].donor
         stranger = MemoryTransport(made.network, PeerId("another-joiner"))
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
         await stranger.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
@@ -507,7 +507,7 @@ async def test_busy_donors_are_named_when_the_joiners_patience_ends(monkeypatch:
     async with donors_and_joiner() as (made, joiner):
         made.network.inject(Fault(FaultKind.REFUSE, method=state_messages.OPEN.name, reason=Refusal.BUSY))
         with pytest.raises(late_join.NoDonor) as error:
-            await joiner.state_transfer.copier.copy_best(FirstState(joiner).possible_donors, patience=0.5)
+            await joiner.copier.copy_best(FirstState(joiner).possible_donors, patience=0.5)
         assert set(error.value.reasons) == {FIRST, SECOND}
         assert all("busy" in reason for reason in error.value.reasons.values())
 

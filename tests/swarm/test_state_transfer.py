@@ -43,7 +43,7 @@ async def veteran_and_joiner(
             for _ in range(5):
                 await veteran.pipeline.origin.train_one()
             await veteran.averaging.step_alone()
-            veteran.state_transfer.open()
+            veteran.donor.open()
             veteran.averaging.open()
             await veteran.membership.announce(PeerState.TRAINING)
         yield made, made.replicas
@@ -91,7 +91,7 @@ async def test_who_has_no_first_weights_copies_a_stage_peer_before_any_outer_rou
     """A seed would not give what the run began with."""
     async with world(begun_with_weights(), replicas=2) as made:
         first, second = made.replicas
-        first.state_transfer.open()
+        first.donor.open()
         await first.membership.announce(PeerState.TRAINING)
         shift = torch.full_like((await first.worker.slow_weights())[1], 0.5)
         await first.worker.load_slow_weights(0.0, 0, shift)

@@ -78,7 +78,7 @@ async def past_the_first_round(origin: Replica) -> None:
     for _ in range(3):
         await origin.pipeline.origin.train_one()
     await origin.averaging.step_alone()
-    origin.state_transfer.open()
+    origin.donor.open()
 
 
 @asynccontextmanager
@@ -225,7 +225,7 @@ async def test_a_stranger_that_answers_and_claims_to_be_ahead_keeps_no_run_from_
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         stranger, joiner, other = made.replicas[0], made.replicas[1], made.replicas[2]
         await haunt(made, PeerState.FINISHING, name=peer_name(0, 0), finished=True)
-        assert not stranger.state_transfer.donor.accepting
+        assert not stranger.donor.accepting
         await other.membership.announce(PeerState.TRAINING)
         assert await become_current(joiner) is None
 
@@ -245,8 +245,8 @@ async def test_most_of_those_that_answer_may_claim_to_be_ahead_and_keep_no_run_f
         for stranger in made.replicas[1:3]:
             await haunt(made, PeerState.TRAINING, name=stranger.context.transport.peer_id)
             if busy:
-                stranger.state_transfer.open()
-            stranger.state_transfer.donor.refuse_relayed = refuses  # type: ignore[method-assign]
+                stranger.donor.open()
+            stranger.donor.refuse_relayed = refuses  # type: ignore[method-assign]
         await other.membership.announce(PeerState.TRAINING)
         entered = FirstState(joiner, [other.context.transport.peer_id])
         assert await asyncio.wait_for(entered.take(None), 60) is None
