@@ -164,9 +164,11 @@ def _subspace_line(run: RunSpec, numbers: Plan) -> list[str]:
     """What crosses a cut in a subspace, and what is free of it."""
     if run.model.subspace_rank is None:
         return []
-    layers = sum(numbers.layers)
-    bound = layers - (numbers.layers[-1] if run.model.subspace_last_stage_free else 0)
+    layers, free = sum(numbers.layers), run.model.subspace_last_stage_free
+    bound = layers - (numbers.layers[-1] if free else 0)
     which = f"{bound} of {layers} layers write into it"
+    if free and 2 * bound > layers:
+        which += ", and fewer cost less loss (run.model.layers_per_stage)"
     return [f"  subspace          {numbers.cut_width:,} of {numbers.hidden:,} numbers a token travel; {which}"]
 
 

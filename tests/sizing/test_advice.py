@@ -69,10 +69,17 @@ def test_a_fixed_part_that_is_too_small_is_warned_of() -> None:
 
 def test_a_plan_says_how_many_layers_a_subspace_binds() -> None:
     """The fewer it leaves free, the more it costs in loss; the last stage may have few of them."""
-    shape = ["run.model.subspace_rank=32", "run.model.config.num_hidden_layers=4", "run.model.layers_per_stage=[3, 1]"]
-    for free, told in (("true", "3 of 4 layers write into it"), ("false", "4 of 4 layers write into it")):
-        run = load_config(Path("tiny"), [*shape, f"run.model.subspace_last_stage_free={free}"]).run
-        assert any(line.endswith(told) for line in plan_lines(run, plan_run(run)))
+    shape = ["run.model.subspace_rank=32", "run.model.config.num_hidden_layers=4"]
+    for free, cut, told, more in (
+        ("true", "[3, 1]", "3 of 4 layers write into it", True),
+        ("true", "[2, 2]", "2 of 4 layers write into it", False),
+        ("false", "[3, 1]", "4 of 4 layers write into it", False),
+    ):
+        changes = [f"run.model.layers_per_stage={cut}", f"run.model.subspace_last_stage_free={free}"]
+        run = load_config(Path("tiny"), [*shape, *changes]).run
+        (line,) = [line for line in plan_lines(run, plan_run(run)) if "subspace" in line]
+        assert told in line
+        assert ("run.model.layers_per_stage" in line) is more
 
 
 _TIED = {"model_type": "llama", "tie_word_embeddings": True, "hidden_size": 64}
