@@ -46,7 +46,15 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.devices import peak_of
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import memory_of
-from noloco_node.training.compute_device import check_device, device_name, finish, resolve_device
+from noloco_node.training.compute_device import (
+    check_device,
+    device_kind,
+    device_name,
+    finish,
+    free_cached_memory,
+    has_own_memory,
+    resolve_device,
+)
 
 NO_DEVICE = 3
 """Exit code where the device is not there."""
@@ -58,7 +66,8 @@ WARM_UP = 3
 CODED = 1 << 24
 """Weights of an outer step whose arithmetic is timed."""
 LEAST_DAEMON_STEPS = 2 * STEPS_BEFORE_WINDOW
-PRODUCT = {"cpu": 1024, "cuda": 8192}
+PRODUCT, PRODUCT_OF_A_CARD = 1024, 8192
+"""Rows of the matrices whose product is timed."""
 
 Reached = Mapping[torch.dtype, float]
 """Operations a second of one large product of matrices."""
@@ -80,7 +89,7 @@ class Alone:
     of_a_plain_loop: float
     """Of what a plain loop of torch reaches with the same model, computed in the same type."""
     memory: int
-    """Bytes of the device at the most; 0 on the processor."""
+    """Bytes of the device at the most; 0 where it has no memory of its own."""
     planned: int
     """Bytes that the plan has for it."""
     waits_a_microbatch: float
@@ -182,7 +191,7 @@ def rate_of(trained: Trained | Plain, seconds: float) -> float:
 
 def product_flop_per_second(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """What one large product of matrices reaches."""
-    size = PRODUCT[device.type]
+    size = PRODUCT if device_kind(device) is None else PRODUCT_OF_A_CARD
     one: Tensor = torch.randn(size, size, device=device, dtype=dtype)
     torch.mm(one, one)
     finish(device)  # what the first one sets up is no part of it
@@ -213,13 +222,14 @@ def look(run: RunSpec, device: str, seconds: float) -> tuple[float, tuple[float,
     look is left, whose memory would count."""
     here = torch.device(device)
     gc.collect()
-    if here.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(here)
+    free_cached_memory(device)
+    own = torch.get_device_module(here) if has_own_memory(device) else None
+    if own is not None:
+        own.reset_peak_memory_stats(here)
     trained = Trained(run, device)
     rate, copies = rate_of(trained, seconds), trained.trainer.copies
     microbatches = waits(here, copies, lambda: [trained.microbatch() for _ in range(LOOKED_AT)])
-    memory = torch.cuda.max_memory_allocated(here) if here.type == "cuda" else 0
+    memory = 0 if own is None else int(own.max_memory_allocated(here))
     return rate, (microbatches / LOOKED_AT, float(waits(here, copies, trained.step)), memory)
 
 
@@ -298,7 +308,7 @@ def layout_row(name: str, rates: Sequence[float], flop: float, peak: float | Non
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """What was asked for."""
     parser = parser_of(__doc__)
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, cpu, auto")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, xpu, mps, cpu, auto")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--hidden", type=whole, default=1024)
     parser.add_argument("--layers", type=whole, default=16)

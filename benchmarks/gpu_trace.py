@@ -56,7 +56,7 @@ async def traced(run: RunSpec, device: str, trace: Path | None) -> tuple[dict[st
     placed = await place_stage(run, build_stage(run.model, 0), thread, device=device, wire_dtype=torch.float32)
     worker = StageWorker(run, placed.trainer, placed.outer, thread, steps.append)
     microbatches = run.inner.global_batch_tokens // random_batch(run)[1].numel()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.device(device).type == "cuda" else [])]
+    kinds = [ProfilerActivity.CPU, *_activities(torch.device(device))]
     try:
         await _train(worker, run, microbatches)  # allocators and what compiles itself are set up
         finish(torch.device(device))
@@ -72,6 +72,12 @@ async def traced(run: RunSpec, device: str, trace: Path | None) -> tuple[dict[st
     if trace is not None:
         _write(profiler, trace)
     return shares_of(cast(Any, profiler.events()), course.seconds), course
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    """What torch's profiler tells of a device: nothing of the processor and of Apple's."""
+    told = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    return [told[device.type]] if device.type in told else []
 
 
 async def _train(worker: StageWorker, run: RunSpec, microbatches: int) -> Course:
@@ -111,7 +117,7 @@ def _write(profiler: profile, trace: Path) -> None:
 def shares_of(events: Sequence[Any], seconds: float) -> dict[str, float | None]:
     """Of so many seconds, by what the profiler tells of the device: computing, copies to the host and from it, and
     these beside computing. None where nothing is told of it."""
-    told = [each for each in events if "CUDA" in str(each.device_type)]
+    told = [each for each in events if str(each.device_type).endswith(("CUDA", "XPU"))]
     if not told:
         return {"computing": None, "copying": None, "copying beside computing": None}
     copies, kernels = list[tuple[float, float]](), list[tuple[float, float]]()

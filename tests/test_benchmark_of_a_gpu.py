@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_checks
+from benchmarks import gpu, gpu_checks, host_time
 from benchmarks.gpu import NO_DEVICE, layout_row, main
 from benchmarks.gpu_trace import UNDER_WAY, length_of, shares_of, traced
 from benchmarks.gpu_waits import waits, waits_of_stages
@@ -30,7 +30,7 @@ SMALL = ("--hidden", "64", "--layers", "1", "--length", "16", "--windows", "1", 
 
 def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step but the daemons, each figure a line; nothing is said of a device that is not there."""
-    monkeypatch.setattr(gpu, "PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(gpu, "PRODUCT", 64)
     out, trace = tmp_path / "gpu.jsonl", tmp_path / "trace.json"
     asked = ("--device", "cpu", *SMALL, "--layers", "2", "--precisions", "fp32", "bf16", "--out", str(out))
     for step in ("exact", "oom", "machine", "alone", "codecs", "waits", "trace"):
@@ -162,13 +162,13 @@ async def test_what_is_traced_goes_the_way_of_a_node(monkeypatch: pytest.MonkeyP
     assert sum(copy.stream is streams.made[2] for copy in streams.copies) >= 2, "a snapshot and what it is corrected by"
 
 
-def test_copies_of_a_device_within_itself_are_computing() -> None:
+@pytest.mark.parametrize("kind", ["CUDA", "XPU"])
+def test_copies_of_a_device_within_itself_are_computing(kind: str) -> None:
     """What crosses is apart, and what crosses beside computing is told."""
 
     def event(name: str, start: float, end: float) -> SimpleNamespace:
-        return SimpleNamespace(
-            name=name, device_type="DeviceType.CUDA", time_range=SimpleNamespace(start=start, end=end)
-        )
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=f"DeviceType.{kind}", time_range=span)
 
     told = [
         event("gemm", 0.0, 4e5),
@@ -202,6 +202,20 @@ def test_nothing_of_an_earlier_look_is_left_when_the_next_begins(monkeypatch: py
     options = gpu.options_of(["--device", "cpu", *SMALL, "--rounds", "2", "--precisions", "fp32", "bf16"])
     gpu.alone(options, dict.fromkeys((torch.float32, torch.bfloat16), 1.0), lambda *_, **__: None)
     assert alive == [0, 0, 0, 0]
+
+
+def test_memory_is_asked_of_whoever_made_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of NVIDIA's, AMD's and Intel's by one name; of a device without memory of its own nothing is asked."""
+    asked: list[str] = []
+    made = SimpleNamespace(
+        reset_peak_memory_stats=lambda _device: asked.append("reset"), max_memory_allocated=lambda _device: 7
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: made)
+    run = small_run("run.model.stages=1")
+    assert gpu.look(run, "cpu", 0.01)[1][2] == 0
+    monkeypatch.setattr(gpu, "has_own_memory", lambda _name: True)
+    assert gpu.look(run, "cpu", 0.01)[1][2] == 7
+    assert asked == ["reset"]
 
 
 def test_a_product_is_timed_after_the_device_has_done_what_sets_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +280,17 @@ def test_without_a_gpu_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert "torch finds no CUDA device; --device cpu" in told
+
+
+def test_what_a_microbatch_costs_the_host_is_told_by_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """And what passes beside a thread of Python, by how often Python changes threads."""
+    before = sys.getswitchinterval()
+    host_time.main(["--layers", "1", "--beside", "--switch", "0.002", "0.005"])
+    told = capsys.readouterr().out.splitlines()
+    ways = ["keep", "recompute", "checkpoint", "plain module"]
+    assert [line.split(":")[0] for line in told[:4]] == [f"1 layers, {way}" for way in ways]
+    assert [line.split(":")[0] for line in told[4:]] == [f"1 layers, keep, beside Python and {ms} ms" for ms in (2, 5)]
+    assert sys.getswitchinterval() == before
 
 
 def test_copies_beside_computing_are_counted_once() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_905,
+    "lines of the package": 60_910,
     "lines of the tests": 60_940,
-    "lines of benchmarks and deploy": 4_475,
+    "lines of benchmarks and deploy": 4_605,
     "module-level numbers": 512,
     "files of the package": 295,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 380,
+    "kB of Markdown": 382,
     "kB of results in docs": 310,
     "decision records": 40,
 }

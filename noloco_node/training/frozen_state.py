@@ -148,7 +148,9 @@ class FrozenState:
                 pass
             try:
                 for piece in self._left_of(names):
-                    piece.source, piece.copied = piece.source.to("cpu", copy=True), True
+                    here = self._to_host(piece.source)
+                    piece.source = here.to("cpu", copy=True) if here is piece.source else here
+                    piece.copied = True
             except (MemoryError, RuntimeError) as refusal:  # the training goes on, and the reader is told
                 if refused_memory(refusal) is None:
                     raise

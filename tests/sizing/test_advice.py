@@ -10,7 +10,7 @@ from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.in_flight import Rate, next_limit
-from noloco_node.sizing.advice import check_outer_steps, expect, fitting_rank, outlook_on, under_way
+from noloco_node.sizing.advice import arithmetic_seconds, check_outer_steps, expect, fitting_rank, outlook_on, under_way
 from noloco_node.sizing.devices import (
     REACHED,
     bytes_a_second,
@@ -130,6 +130,18 @@ def test_outer_steps_that_a_bounded_line_cannot_carry_in_their_turn_are_refused_
         check_outer_steps(enough, footprint, link, speed)
         unbound = load_config(Path("consumer-24gb"), ["run.outer.inner_steps=4"])
         check_outer_steps(unbound, footprint, link, speed)
+
+
+@pytest.mark.parametrize("on_card", [False, True])
+@pytest.mark.parametrize("name", ["consumer-24gb", "paper-1.3b"])
+def test_a_quick_line_never_hides_the_arithmetic_of_outer_steps(name: str, on_card: bool) -> None:
+    """At 10 Gbit/s and more an outer step takes what its largest stage's weights take of a thread, or of a card."""
+    config, device = load_config(Path(name)), device_by_name("H100", "bf16")
+    least = max(footprint_of(config.run).parameters) * arithmetic_seconds(config.run.outer.codec, on_card=on_card)
+    for line in (1.25e9, 1e12):
+        found = expect(config, Link(line, 0.0), device.flop_per_second, on_card=on_card).outlook
+        assert found.outer_seconds >= least
+    assert found.outer_by_arithmetic
 
 
 def test_it_is_one_screen() -> None:

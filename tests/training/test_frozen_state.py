@@ -15,6 +15,7 @@ from noloco_node.training import frozen_state
 from noloco_node.training.frozen_state import FrozenState, Thawed
 from noloco_node.training.stage_worker import StageWorker
 from tests.support import eventually
+from tests.training.late_streams import late_copies
 from tests.training.made_trainers import checkpoint_of, lone_worker
 from tests.worlds import LENGTH, WINDOWS, micro_spec, window_batch
 
@@ -130,6 +131,19 @@ def test_what_is_changed_is_copied_before_and_no_more_than_is_allowed(monkeypatc
     assert torch.equal(found, before)
     assert not vector.any()
     assert state.held_seconds > 0.04
+
+
+def test_what_is_changed_before_it_was_read_crosses_by_memory_that_is_never_paged_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The training stands still until a device has given it, and a copy to other memory takes several times as long."""
+    copies, streams = late_copies(monkeypatch)
+    there, state = torch.arange(2.0 * SMALL), FrozenState()
+    state.freeze({"fast": [(0, there)]}, copies.piece_to_host)
+    state.free({"fast"})
+    there.zero_()
+    assert torch.equal(state.collect()["fast"], torch.arange(2.0 * SMALL))
+    assert [copy.pinned and copy.non_blocking for copy in streams.copies] == [True, True]
 
 
 def test_a_reader_that_hangs_is_told_that_it_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
