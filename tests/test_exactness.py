@@ -67,10 +67,11 @@ async def test_losses_and_weights_equal_single_process_training(stages: int, bac
         await run_and_compare(made, spec)
 
 
-async def test_muon_and_rates_by_kind_equal_single_process_training() -> None:
-    """A matrix lies in one stage as a whole, however many stages there are."""
+@pytest.mark.parametrize("stages", [1, 2, 4])
+async def test_muon_and_rates_by_kind_equal_single_process_training(stages: int) -> None:
+    """Whatever the cut: a matrix lies in one stage as a whole."""
     rates = {"optimizer": "muon", "embedding_rate": 4.0, "head_rate": 2.0, "norm_rate": 3.0}
-    spec = micro_spec(stages=4, steps=STEPS, inner=rates)
+    spec = micro_spec(stages=stages, steps=STEPS, inner=rates)
     async with world(spec) as made:
         await run_and_compare(made, spec, tolerance=1e-4)
 

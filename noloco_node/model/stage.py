@@ -124,8 +124,8 @@ def _answer_transformers() -> None:
     """Let transformers ask a stage whether rows hold several documents. By itself it looks at the positions as each
     forward begins. On a GPU that waits for all that the device has in hand, so nothing could be queued behind it."""
     masks: Any = import_module("transformers.masking_utils")
-    by_looking = masks.find_packed_sequence_indices
-    if getattr(by_looking, "asks", False):
+    by_looking = getattr(masks, "find_packed_sequence_indices", None)
+    if by_looking is None or getattr(by_looking, "asks", False):  # a later release may look in another way
         return
 
     def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
