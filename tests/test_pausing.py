@@ -78,7 +78,7 @@ def test_one_node_that_cannot_be_told_keeps_no_other_from_it(tmp_path: Path, mon
 
     def send(folder: RunFolder, _pid: int, _word: Word) -> None:
         if folder.path == folders[1]:
-            raise UserError(ExitCode.FAILURE, "process 7 does not listen for SIGUSR1 (yet)", "wait until it is up")
+            raise UserError(ExitCode.FAILURE, "process 7 does not listen for SIGUSR1", "wait until it is up")
         told.append(folder.path)
 
     monkeypatch.setattr(pausing, "_send", send)
@@ -90,6 +90,20 @@ def test_one_node_that_cannot_be_told_keeps_no_other_from_it(tmp_path: Path, mon
         with pytest.raises(UserError, match="b: process 7 does not listen"):
             lines.extend(saying)
     assert told == [folders[0], folders[2]]
+
+
+def test_a_node_that_ended_while_it_was_told_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was about to end does not listen any more, and its owner heard that it was not up yet."""
+    write(tmp_path, made.started("s0-r0"))
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(RunFolder(tmp_path).lock())
+
+        def ends(_folder: RunFolder, _pid: int, _word: Word) -> None:
+            lock.close()
+            raise UserError(ExitCode.FAILURE, "process 7 does not listen for SIGUSR1", "wait until it is up")
+
+        monkeypatch.setattr(pausing, "_send", ends)
+        assert list(tell_nodes(tmp_path, "pause")) == [f"{tmp_path}: it has ended just now"]
 
 
 def test_a_system_that_does_not_say_who_listens_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

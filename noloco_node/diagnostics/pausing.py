@@ -40,7 +40,10 @@ def tell_nodes(path: Path, word: Word) -> Iterator[str]:
         try:
             asked.append(_Asked(folder, word))
         except UserError as error:
-            untold[folder.path] = error
+            if folder.in_use:
+                untold[folder.path] = error
+            else:
+                yield one_line(f"{folder.path}: it has ended just now")
     until = ambient.monotonic() + ANSWER_SECONDS
     for one in asked:
         yield one_line(f"{one.folder.path}: {one.answer(until)}")
@@ -113,7 +116,8 @@ def _send(folder: RunFolder, pid: int, word: Word) -> None:
         if not _has_open(pid, folder.path / NODE_LOCK):
             raise UserError(ExitCode.FAILURE, f"process {pid} of this machine is not the node", remedy)
         if not _listens(pid, number):
-            raise UserError(ExitCode.FAILURE, f"process {pid} does not listen for {number.name} (yet)", remedy)
+            what = f"process {pid} does not listen for {number.name}: it is not up yet, or is about to end"
+            raise UserError(ExitCode.FAILURE, what, remedy)
         os.kill(pid, number)
     except OSError as error:
         why = error.strerror or str(error)
