@@ -101,8 +101,11 @@ def orthogonal(matrix: Tensor, iterations: int = 3) -> Tensor:
     return wide if x.shape[0] <= x.shape[1] else wide.T
 
 
-def optimizers_of(parameters: Mapping[str, Tensor], inner: InnerSpec) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Optimizers that share the weights among them, and by what each multiplies the rate."""
+def optimizers_of(
+    parameters: Mapping[str, Tensor], inner: InnerSpec, *, torchs_muon: bool = False
+) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Optimizers that share the weights among them, and by what each multiplies the rate. Torch's own Muon iterates in
+    bf16 and takes no stacks of matrices."""
     kinds: dict[str, list[Tensor]] = {"embedding": [], "head": [], "norm": [], "matrix": []}
     for name, parameter in parameters.items():
         table = "embedding" if "embed_tokens" in name else "head" if "lm_head" in name else "matrix"
@@ -112,7 +115,10 @@ def optimizers_of(parameters: Mapping[str, Tensor], inner: InnerSpec) -> list[tu
     for kind, own in kinds.items():
         decay = 0.0 if kind == "norm" else inner.weight_decay / rates[kind]
         if kind == "matrix" and inner.optimizer == "muon":
-            found.append((PlainMuon(own, MUON_MOMENTUM, decay), 1.0))
+            rule = {"ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+            theirs = {"lr": 1.0, "weight_decay": decay, "momentum": MUON_MOMENTUM}
+            muon = torch.optim.Muon(own, **theirs, **rule) if torchs_muon else PlainMuon(own, MUON_MOMENTUM, decay)
+            found.append((muon, 1.0))
         elif own:
             betas = (inner.beta1, inner.beta2)
             adamw = torch.optim.AdamW(own, lr=1.0, betas=betas, eps=inner.eps, weight_decay=decay)
@@ -121,13 +127,17 @@ def optimizers_of(parameters: Mapping[str, Tensor], inner: InnerSpec) -> list[tu
 
 
 def train(
-    spec: RunSpec, batches: Sequence[tuple[Tensor, Tensor]], microbatches_a_step: int = 1
+    spec: RunSpec,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    microbatches_a_step: int = 1,
+    *,
+    torchs_muon: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of each inner step, and the final weights by full name. Clipped stage by stage."""
     inner = spec.inner
     model, groups = whole_model(spec)
     parameters = dict(model.named_parameters())
-    optimizers = optimizers_of(parameters, inner)
+    optimizers = optimizers_of(parameters, inner, torchs_muon=torchs_muon)
     losses: list[float] = []
     clock = 0
     for start in range(0, len(batches), microbatches_a_step):
