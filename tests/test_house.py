@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_910,
-    "lines of the tests": 60_940,
+    "lines of the package": 60_570,
+    "lines of the tests": 60_720,
     "lines of benchmarks and deploy": 4_605,
-    "module-level numbers": 512,
-    "files of the package": 295,
+    "module-level numbers": 509,
+    "files of the package": 294,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 382,
+    "kB of Markdown": 381,
     "kB of results in docs": 310,
     "decision records": 40,
 }

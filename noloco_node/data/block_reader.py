@@ -270,8 +270,6 @@ class _RowReader:
             reached, last = turn.start, None
             with closing(self._read(turn)) as windows:
                 for window in windows:
-                    if not self.turns.holds(turn.slot):
-                        break
                     if last is not None:  # only now is it known that this one was not the block's last
                         yield last, [*passed, _Mark(turn.slot, reached, False)]
                         passed = []
@@ -331,13 +329,12 @@ class _RowReader:
             self._changed.wait_for(lambda: self.closed, PAUSES.after(self._failed - 1))
 
     def _note_empty(self, turn: Turn, reached: int) -> None:
-        """What others say that they have read of a block, or that it is theirs, is no word about the text."""
+        """What an earlier life has read of a block is no word about the text."""
         if reached > turn.start:
             self._empty = 0
             return
-        whole = turn.start == 0 and self.turns.holds(turn.slot)
-        self.turns.empty(turn.slot)
-        self._empty += whole
+        self.turns.finished(turn.slot)  # it need not be held until what was read before it is drawn
+        self._empty += turn.start == 0
         if self._empty > self._blocks.count:
             raise data_error(
                 "no block of the text has as many tokens as one window of run.data.sequence_length + 1",

@@ -12,8 +12,8 @@ from itertools import accumulate
 from pydantic import BaseModel, ConfigDict
 
 from noloco_node.config.data_spec import PASS_WINDOWS, SHARDS, TEXT, DataSpec, apportioned
-from noloco_node.data.claims import SharedPosition
 from noloco_node.data.sampler import BEGINNING, Permutation, SamplerPosition, WindowSampler
+from noloco_node.data.shared_turns import SharedPosition
 from noloco_node.errors import UserError
 
 

@@ -42,8 +42,6 @@ class Reader:
     peer_id: str
     microbatch_windows: int
     held_out_windows: int
-    record_seconds: float
-    """For which what it says of its blocks counts with others."""
     prefetch_bytes: int = 16_000_000
 
 
@@ -117,7 +115,7 @@ def _in_blocks(
         positions = [BEGINNING] * len(blocks) if begin is None else list(begin.sources)
     own = reader.peer_id
     turns = [
-        SharedTurns(each.count, spec.seed, own, reader.record_seconds, random.Random(f"slots/{own}"), begin)
+        SharedTurns(each.count, spec.seed, own, random.Random(f"slots/{own}"), begin)
         for each, begin in zip(blocks, positions, strict=True)
     ]
     rows = [Row(each, its) for each, its in zip(blocks, turns, strict=True)]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
 
-from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.sampler import SamplerPosition
-from noloco_node.data.shared_turns import SharedTurns, SlotEvent
+from noloco_node.data.shared_turns import Claim, Said, SharedPosition, SharedTurns, SlotEvent
 
 
 class SharedRows:
     """Tells of several rows in one list of claims: slot s of row r of n is slot s · n + r there.
 
-    `heard` brings the stage peers' words, `claims` is what the own record is to say, `published` that it has said so.
+    `heard` brings the stage peers' words, `claims` is what the own record is to say.
     """
 
     def __init__(self, rows: Sequence[SharedTurns]) -> None:
@@ -28,59 +27,34 @@ class SharedRows:
     @property
     def claims(self) -> tuple[Claim, ...]:
         """What the own record is to say."""
-        return self._told([row.claims for row in self._rows])
-
-    @property
-    def news(self) -> bool:
-        """Whether the slots that it holds are others than the record says."""
-        return any(row.news for row in self._rows)
+        return tuple(
+            Claim(claim.slot * len(self._rows) + number, claim.position, claim.begun)
+            for number, row in enumerate(self._rows)
+            for claim in row.claims
+        )
 
     @property
     def counts(self) -> dict[str, int]:
-        """Slots by what became of them, and windows read twice."""
+        """Slots by what became of them."""
         found: Counter[str] = Counter()
         for row in self._rows:
             found.update(row.counts.by_name)
         return dict(found)
 
-    def published(self, claims: Collection[Claim]) -> None:
-        """A record that says so is out."""
-        for row, own in zip(self._rows, self._parted(claims), strict=True):
-            row.published(own)
-
     def heard(self, said: Iterable[Said], live: int) -> None:
         """The newest words of the stage peers that count, of which `live` replicas train in all, this one included."""
-        words: list[list[Said]] = [[] for _ in self._rows]
-        for word in said:
-            for own, claims in zip(words, self._parted(word.claims), strict=True):
-                own.append(Said(word.peer, tuple(claims[:MOST_CLAIMS]), word.leaving, word.overdue))
-        for row, own in zip(self._rows, words, strict=True):
-            row.heard(own, live)
-
-    def leave(self) -> tuple[Claim, ...]:
-        """Hand out no more; what it held, each up to where it was drawn, is for others from now on."""
-        return self._told([row.leave() for row in self._rows])
+        words = list(said)
+        for number, row in enumerate(self._rows):
+            row.heard([Said(word.peer, self._of_row(number, word.claims)) for word in words], live)
 
     def events(self) -> list[tuple[int | None, SlotEvent]]:
         """What became of slots since they were asked for last, each with the row's number where there are several."""
         several = len(self._rows) > 1
         return [(number if several else None, event) for number, row in enumerate(self._rows) for event in row.events()]
 
-    def _told(self, rows: Sequence[Sequence[Claim]]) -> tuple[Claim, ...]:
-        count = len(rows)
-        return tuple(
-            Claim(claim.slot * count + number, claim.position, claim.begun)
-            for number, claims in enumerate(rows)
-            for claim in claims
-        )
-
-    def _parted(self, claims: Iterable[Claim]) -> list[list[Claim]]:
-        """The claims of each row."""
-        rows: list[list[Claim]] = [[] for _ in self._rows]
-        for claim in claims:
-            slot, number = divmod(claim.slot, len(rows))
-            rows[number].append(Claim(slot, claim.position, claim.begun))
-        return rows
+    def _of_row(self, number: int, claims: Iterable[Claim]) -> tuple[Claim, ...]:
+        count = len(self._rows)
+        return tuple(Claim(c.slot // count, c.position, c.begun) for c in claims if c.slot % count == number)
 
 
 Position = SamplerPosition | SharedPosition | MixedPosition

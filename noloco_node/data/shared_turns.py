@@ -1,30 +1,79 @@
-"""Turns that stage 0's replicas share: a block is read by one of them at a time, and nobody shares them out."""
+"""Turns at the blocks of a text that stage 0's replicas share: one of them reads a block, and nobody deals them out.
+
+The blocks of all passes are one endless row of slots. Each replica says which slots it has taken (`Claim`) and takes
+one of the lowest free ones, at random, so that two seldom take the same. If two did, one yields unless it has begun.
+A slot that was claimed stays taken, whatever becomes of its replica: a node that dies leaves some blocks of a pass
+unread, and the next pass has them again. Only the node itself goes on with them when it comes back.
+
+Nothing here asks which peers a replica sees: a claim that is not seen costs an overlap, never a halt.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from itertools import count, islice
+from statistics import median_low
+from typing import Annotated, Literal
 
-from noloco_node import ambient
-from noloco_node.data.claims import MOST_CLAIMS, Claim, Said, SharedPosition, SlotBook
+from pydantic import BaseModel, ConfigDict, Field
+
 from noloco_node.data.sampler import Permutation
 
-PATIENCE_LIVES = 3.0
-"""A silent replica keeps its slots for so many record lives. A replica that sees the others in part hears of each of
-them only now and then. A node that starts again goes on with its own slots."""
-SETTLED_LIVES = 2.0
-"""After so many record lives a claim is known to every replica that would claim the same slot."""
-FIRST_WAIT_LIVES = 0.2
-"""A claim stands for so many record lives before its block is begun, if others are there: two looks."""
-
-
+MOST_CLAIMS = 4
+"""One replica may claim so many slots at a time: what it reads, what its reader holds already, and the next."""
 MOST_BEGUN = MOST_CLAIMS - 1
 """The number of blocks that may be begun and not drawn to their end: the claim beside them is for the next one."""
+SPREAD = MOST_CLAIMS
+"""A replica draws from so many free slots a replica: at a common start all draw at once, and see no claims yet."""
+REACH, REACH_AT_LEAST = 32, 64
+"""Slots a replica, and beside them: claims further beyond the median claim are not believed, since one far claim must
+not draw the others after it. A slot that nobody took is waited for within as many behind the others' claims."""
+LOOKS = 3
+"""A replica looks so often at the others' claims before it begins its first block, since at a common start all draw at
+once."""
+FURTHEST = 1 << 40
+"""No run comes so far. A peer that says so, even with most of the stage peers, draws nobody to where a slot cannot be
+told."""
 
-Outcome = Literal["begun", "finished", "yielded", "given_back"]
+Outcome = Literal["begun", "finished"]
+_Count = Annotated[int, Field(ge=0, le=1 << 48)]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A slot that a replica has taken, how many windows of its block are drawn, and whether this replica has begun
+    it."""
+
+    slot: int
+    position: int = 0
+    """Kept for the own next life. Records say it for older releases, which go on where a replica has left."""
+    begun: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a peer's newest record says."""
+
+    peer: str
+    claims: tuple[Claim, ...]
+
+
+class SharedPosition(BaseModel):
+    """What a replica keeps of the row for its next life."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # an older release kept more
+
+    row: Annotated[int, Field(gt=0)]
+    """Blocks of a pass."""
+    base: _Count
+    taken: Annotated[str, Field(pattern=r"^[0-9a-f]*$")]
+    """Slots from `base` on: bits, the lowest first, as a hexadecimal number."""
+    own: tuple[tuple[_Count, _Count], ...]
+    """Slots that it holds itself, each with the windows that are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +90,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class SlotEvent:
-    """What became of a slot: how many windows of its block are drawn, and why it is told."""
+    """What became of a slot, and how many windows of its block are drawn."""
 
     slot: int
     block: int
@@ -56,11 +105,8 @@ class SlotCounts:
 
     claimed: int = 0
     finished: int = 0
-    given_back: int = 0
     yielded: int = 0
-    """Given up for another replica that had claimed them as well."""
-    repeated: int = 0
-    """Windows of blocks that it had begun before it yielded them: another reads them again."""
+    """Left before they were begun, for another replica that had claimed them as well."""
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -69,50 +115,36 @@ class SlotCounts:
 
 
 class SharedTurns:
-    """Hands out the slots, by what stage peers say. `count`: blocks of a pass; `life`: seconds that a record lives. A
-    `position` is gone on from where it is one of the same row.
+    """Hands out the slots of a row of `row` blocks a pass, by what stage peers say. A `position` is gone on from where
+    it is one of the same row.
 
     `take` is called by the reader's thread, the rest by the event loop's, in the order of what is drawn. `heard` brings
-    the stage peers' words, `claims` is what the own record is to say, `published` that it has said so. Waits go by
-    `clock`, which is monotonic; by `wall` only what a next life must know. Thread-safe.
+    the stage peers' words, `claims` is what the own record is to say. Thread-safe.
     """
 
-    def __init__(
-        self,
-        count: int,
-        seed: int,
-        own: str,
-        life: float,
-        rng: random.Random,
-        position: object = None,
-        clock: Callable[[], float] = ambient.monotonic,
-        wall: Callable[[], float] = ambient.wall,
-    ) -> None:
-        self._count, self._seed, self._life, self._rng = count, seed, life, rng
-        self._clock, self._wall = clock, wall
-        self._book = SlotBook(own, PATIENCE_LIVES * life, count)
+    def __init__(self, row: int, seed: int, own: str, rng: random.Random, position: object = None) -> None:
+        self._row, self._seed, self._name, self._rng = row, seed, own, rng
         self._lock = threading.Lock()
+        self._base = 0
+        """Everything below it is settled: taken, or no longer waited for."""
+        self._taken: set[int] = set()
+        """Slots from there on that somebody claimed."""
         self._own: dict[int, Claim] = {}
         """Slots that this replica holds, in the order in which it reads them; the last may be not begun yet."""
-        self._published: dict[int, tuple[Claim, float]] = {}
-        """What others were told of each, and when they were told of it first."""
-        self._looked = self._leaving = False
-        self._began = clock()
+        self._live = 1
+        self._looks = 0
         self._events: list[SlotEvent] = []
         self.counts = SlotCounts()
-        self._kept = position if isinstance(position, SharedPosition) and position.row == count else None
+        self._kept = position if isinstance(position, SharedPosition) and position.row == row else None
 
     def take(self) -> Turn | None:
-        """The next slot; None before others were heard, while the claim on it is not known to them, and once this
-        replica leaves."""
+        """The next slot; None before others were heard a few times, and while as many are begun as may be."""
         with self._lock:
             begun = sum(claim.begun for claim in self._own.values())
-            if not self._looked or self._leaving or begun >= MOST_BEGUN:
+            if begun >= MOST_BEGUN or self._looks < (1 if self._live == 1 else LOOKS):
                 return None
             self._draw_next()
-            claim = next((claim for claim in self._own.values() if not claim.begun), None)
-            if claim is None or not self._stands(claim):
-                return None
+            claim = next(claim for claim in self._own.values() if not claim.begun)
             self._own[claim.slot] = Claim(claim.slot, claim.position, begun=True)
             self._note("begun", claim)
             self._draw_next()
@@ -125,75 +157,40 @@ class SharedTurns:
                 self._own[slot] = Claim(slot, position, begun=True)
 
     def finished(self, slot: int) -> None:
-        """All of the slot's block has been drawn."""
+        """All of the slot's block has been drawn, or there is none of it."""
         with self._lock:
             claim = self._own.pop(slot, None)
             if claim is not None:
                 self.counts.finished += 1
                 self._note("finished", claim)
 
-    def empty(self, slot: int) -> None:
-        """No window of the slot's block is there: it need not be held until what was read before it is drawn."""
-        self.finished(slot)
-
-    def holds(self, slot: int) -> bool:
-        """Whether the slot is still this replica's: another may have it."""
-        with self._lock:
-            return slot in self._own
-
     @property
     def position(self) -> SharedPosition:
         """Where drawing goes on, for a checkpoint."""
         with self._lock:
-            return self._book.kept(self._own.values(), self._wall(), left=self._leaving)
+            bits = sum(1 << slot - self._base for slot in self._taken)
+            own = tuple((claim.slot, claim.position) for claim in self._own.values())
+            return SharedPosition(row=self._row, base=self._base, taken=f"{bits:x}", own=own)
 
     @property
     def claims(self) -> tuple[Claim, ...]:
         """What the own record is to say."""
         with self._lock:
-            return tuple(self._own.values())[:MOST_CLAIMS]
-
-    @property
-    def news(self) -> bool:
-        """Whether the slots that it holds are others than the record says."""
-        with self._lock:
-            said = self._published
-            return any(
-                slot not in said or said[slot][0].begun != claim.begun for slot, claim in self._own.items()
-            ) or any(slot not in self._own for slot in said)
-
-    def published(self, claims: Collection[Claim]) -> None:
-        """A record that says so is out."""
-        with self._lock:
-            now, before = self._clock(), self._published
-            self._published = {claim.slot: (claim, before.get(claim.slot, (claim, now))[1]) for claim in claims}
+            return tuple(self._own.values())
 
     def heard(self, said: Iterable[Said], live: int) -> None:
         """The newest words of the stage peers that count, of which `live` replicas train in all, this one included."""
         with self._lock:
-            self._book.look(said, self._clock(), live)
-            if not self._looked:
-                self._looked = True
-                self._resume()
-            for slot, claim in list(self._own.items()):
-                known, since = self._published.get(slot, (claim, self._clock()))
-                settled = self._clock() - since >= SETTLED_LIVES * self._life
-                if not self._book.keeps(known, settled=settled):
-                    self._yield(claim)
-            if not self._leaving:
-                self._draw_next()
-
-    def leave(self) -> tuple[Claim, ...]:
-        """Hand out no more; what it held, each up to where it was drawn, is for others from now on."""
-        with self._lock:
-            held = tuple(self._own.values())
-            if not self._leaving:
-                self._leaving = True
-                self.counts.given_back += len(held)
-                for claim in held:
-                    if claim.begun:
-                        self._note("given_back", claim)
-            return held[:MOST_CLAIMS]
+            self._live, words = max(1, live), [word for word in said if word.peer != self._name and word.claims]
+            self._take_in(words)
+            if not self._looks:
+                self._resume(words)
+            self._looks += 1
+            for claim in [claim for claim in self._own.values() if not claim.begun]:
+                if any(self._goes_first(word, claim.slot) for word in words):
+                    del self._own[claim.slot]
+                    self.counts.yielded += 1
+            self._draw_next()
 
     def events(self) -> list[SlotEvent]:
         """What became of slots since they were asked for last."""
@@ -201,50 +198,66 @@ class SharedTurns:
             told, self._events = self._events, []
             return told
 
-    def _resume(self) -> None:
-        """Go on from the position of an earlier life, with what it knew of the row. It goes on with its own slots that
-        nobody else has taken, unless one of the others has come further since. It also does so while they wait for a
-        replica that has not left."""
+    def _take_in(self, words: Sequence[Said]) -> None:
+        """A replica that has not begun takes all that the others have reached as taken. What lies far behind them is no
+        longer waited for."""
+        window = REACH * self._live + REACH_AT_LEAST
+        if words:
+            highest = sorted(max(claim.slot for claim in word.claims) for word in words)
+            reach = max(min(median_low(highest), FURTHEST), self._base) + window
+            frontier = min(highest[-1 - len(highest) // 8], reach)  # an eighth of them is left aside
+            self._base = max(self._base, frontier - window if self._looks else frontier + 1)
+            self._taken |= {claim.slot for word in words for claim in word.claims[:MOST_CLAIMS] if claim.slot <= reach}
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._base in self._taken:
+            self._base += 1
+        self._taken = {slot for slot in self._taken if slot >= self._base}
+
+    def _resume(self, words: Sequence[Said]) -> None:
+        """Go on from the position of an earlier life, with what it knew of the row. Where nobody else is there yet, the
+        row goes on from there, else from where the others are. Its own slots nobody else reads."""
         kept, self._kept = self._kept, None
         if kept is None:
             return
-        newest = self._book.restore(kept)
-        if newest or (not kept.left and self._wall() - kept.time <= self._book.patience):
-            for slot, start in kept.own:
-                if not self._book.is_held(slot):
-                    self._claim(slot, start)
+        bits = int(kept.taken or "0", 16)
+        self._taken |= {kept.base + place for place in range(bits.bit_length()) if bits >> place & 1}
+        self._base = max(self._base, kept.base)
+        self._settle()
+        others = {claim.slot for word in words for claim in word.claims}
+        for slot, position in kept.own[:MOST_CLAIMS]:
+            if slot not in others:
+                self._claim(slot, position)
 
-    def _claim(self, slot: int, start: int) -> None:
-        self._own[slot] = Claim(slot, start)
-        self._book.claimed(slot)
+    def _claim(self, slot: int, position: int = 0) -> None:
+        self._own[slot] = Claim(slot, position)
+        self._taken.add(slot)
         self.counts.claimed += 1
 
     def _draw_next(self) -> None:
-        if all(claim.begun for claim in self._own.values()) and len(self._own) < MOST_CLAIMS:
-            slot, start = self._book.choose(self._own, self._rng)
-            self._claim(slot, start)
+        """Claim one of the lowest slots that are free, if the last one is begun."""
+        if len(self._own) < MOST_CLAIMS and all(claim.begun for claim in self._own.values()):
+            spread = 1 if self._live == 1 else max(1, min(SPREAD * self._live, self._row // 4))
+            free = (slot for slot in count(self._base) if slot not in self._taken)
+            self._claim(self._rng.choice(list(islice(free, spread))))
+            self._settle()
 
-    def _stands(self, claim: Claim) -> bool:
-        """Tell whether a replica that claims the same slot at about the same time must have heard of the claim."""
-        if not self._book.stage_peers and self._book.live == 1:
-            return True
-        said = self._published.get(claim.slot)
-        return said is not None and self._clock() - said[1] >= FIRST_WAIT_LIVES * self._life
-
-    def _yield(self, claim: Claim) -> None:
-        del self._own[claim.slot]
-        self._book.yielded(claim.slot)
-        self._published.pop(claim.slot, None)
-        self.counts.yielded += 1
-        if claim.begun:
-            self.counts.repeated += claim.position
-            self._note("yielded", claim)
+    def _goes_first(self, word: Said, slot: int) -> bool:
+        """Whether a peer's claim goes before the own one, which is not begun: it is begun, or chance decides, the same
+        wherever it is asked."""
+        theirs = next((claim for claim in word.claims if claim.slot == slot), None)
+        return theirs is not None and (theirs.begun or _lot(word.peer, slot) < _lot(self._name, slot))
 
     def _turn(self, claim: Claim) -> Turn:
-        epoch, place = divmod(claim.slot, self._count)
-        block = Permutation(self._count, f"blocks/{self._seed}/{epoch}")[place]
+        epoch, place = divmod(claim.slot, self._row)
+        block = Permutation(self._row, f"blocks/{self._seed}/{epoch}")[place]
         return Turn(claim.slot, block, epoch, claim.position)
 
     def _note(self, what: Outcome, claim: Claim) -> None:
         turn = self._turn(claim)
         self._events.append(SlotEvent(turn.slot, turn.block, turn.epoch, claim.position, what))
+
+
+def _lot(peer: str, slot: int) -> tuple[bytes, str]:
+    return hashlib.blake2b(f"{slot}/{peer}".encode(), digest_size=8).digest(), peer

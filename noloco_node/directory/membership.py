@@ -28,7 +28,7 @@ from noloco_node.directory.records import (
     PeerState,
     look_for_others,
 )
-from noloco_node.directory.shared_text import SharedText, in_record
+from noloco_node.directory.shared_text import SharedText
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
 
@@ -302,7 +302,6 @@ class Membership:
             life += WITHDRAWAL_MARGIN_SECONDS
         figures = self._describe()
         self._sequence += 1
-        claims = self.text.to_say(leaving=figures.shown.paused or state is PeerState.GONE) if self.text else ()
         self._announced_speed, self._announced_newcomer = figures.tokens_per_second, figures.newcomer
         record = PeerRecord(
             peer_id=self._own,
@@ -315,7 +314,7 @@ class Membership:
             outer_steps_taken=figures.outer_rounds,
             finished=self._finished,
             newcomer=figures.newcomer,
-            slots=in_record(claims),
+            slots=self.text.to_say() if self.text else (),
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=self._sequence,
@@ -324,8 +323,6 @@ class Membership:
         stored = await self._directory.publish(record, life)
         if not stored:
             logger.debug("no peer took this node's record (state %s)", state)
-        if self.text:
-            self.text.said(claims)
         return stored
 
     async def refresh(self) -> None:

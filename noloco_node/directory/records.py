@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from noloco_node.config.data_spec import MOST_ROWS
 from noloco_node.config.node_settings import NodeName
-from noloco_node.data.claims import MOST_CLAIMS
+from noloco_node.data.shared_turns import MOST_CLAIMS
 from noloco_node.identity.invitations import Proof
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.messages import BirthId
@@ -64,8 +64,7 @@ class OwnWord(BaseModel):
     replica_divergence: _Figure | None = None
     """mean((θ_i − θ_j)²)/2 at its last averaging with a stage peer."""
     paused: bool = False
-    """It has left for a while (its state is `draining`): its volunteer uses device or line otherwise. What it reads
-    of a shared text it has given back."""
+    """It has left for a while (its state is `draining`): its volunteer uses device or line otherwise."""
 
 
 NOTHING_SHOWN = OwnWord()
@@ -93,7 +92,7 @@ class PeerRecord(BaseModel):
     newcomer: bool = False
     """It has just joined and is not averaged with yet: it dials others."""
     slots: Annotated[tuple[SlotClaim, ...], Field(max_length=MOST_SAID)] = ()
-    """The slots that it reads of a text that the replicas share; a node that has left names those that it gave back."""
+    """The slots that it reads of a text that the replicas share."""
     protocol: Annotated[int, Field(ge=0, le=1 << 16)]
     version: Annotated[str, Field(max_length=32)]
     sequence: Annotated[int, Field(ge=0, le=1 << 53)] = 0

@@ -299,7 +299,7 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: Position) -
     if stage_index > 0:
         return stage, None
     windows = spec.inner.microbatch_windows, spec.evaluation.windows
-    return stage, open_samples(spec.data, stage.vocab_size, Reader(own, *windows, spec.limits.record_seconds), position)
+    return stage, open_samples(spec.data, stage.vocab_size, Reader(own, *windows), position)
 
 
 def _spare_the_collector() -> None:

@@ -61,7 +61,7 @@ class Neighbourhood(Participant):
         self._directory = directory
         spec, transport, life = context.spec, context.transport, context.spec.limits.record_seconds
         shared = None if samples is None else samples.shared
-        text = shared and SharedText(shared, directory, transport.peer_id, life, context.emit)
+        text = shared and SharedText(shared, directory, context.emit)
         self.membership = Membership(
             ScreenedDirectory(directory, transport.conduct),
             transport.peer_stats,

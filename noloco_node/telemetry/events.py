@@ -283,12 +283,11 @@ class Account(Event):
     """Bytes of a GPU: allocated, reserved, free, total; empty for the processor."""
     strangers: Strangers = Strangers()
     text_slots: dict[str, int] = {}
-    """Blocks of a shared text by what became of them here: claimed, finished, given_back, yielded. `repeated`: windows
-    read of blocks that this node then yielded."""
+    """Blocks of a shared text by what became of them here: claimed, finished, yielded (left to another, not begun)."""
 
 
 class TextBlock(Event):
-    """A block of a text that the replicas share: this node has begun, finished, yielded or given it back."""
+    """A block of a text that the replicas share: this node has begun or finished it."""
 
     event: Literal["text_block"] = "text_block"
     source: int | None = None
@@ -301,6 +300,7 @@ class TextBlock(Event):
     position: int
     """Windows of it that are drawn."""
     what: Literal["begun", "finished", "yielded", "given_back"]
+    """The last two are of older releases."""
 
 
 class CheckpointTaken(Event):

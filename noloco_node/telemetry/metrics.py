@@ -260,8 +260,6 @@ class Metrics:
             self._add("noloco_microbatches_total", rise("microbatches", outcome, getattr(event, outcome)), outcome)
         for outcome in TABLE["noloco_text_blocks_total"].known:
             self._add("noloco_text_blocks_total", rise("blocks", outcome, event.text_slots.get(outcome, 0)), outcome)
-        repeated = event.text_slots.get("repeated", 0)
-        self._add("noloco_text_repeated_windows_total", rise("blocks", "repeated", repeated))
         for direction, traffic in (("sent", event.bytes_sent), ("received", event.bytes_received)):
             for kind, count in traffic.items():
                 self._add("noloco_bytes_total", rise(direction, kind, count), kind, direction)

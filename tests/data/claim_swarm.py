@@ -6,8 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from noloco_node.data.claims import Claim, Said, SharedPosition
-from noloco_node.data.shared_turns import SharedTurns, Turn
+from noloco_node.data.shared_turns import Claim, Said, SharedPosition, SharedTurns, Turn
 
 LIFE, RENEWAL, LOOK, DELAY = 20, 7, 2, 1
 """Seconds: a record's life, the time between two renewals and two looks, and how long a record takes to be found."""
@@ -38,10 +37,6 @@ class Shape:
 class Record:
     said: Said
     published: int
-    late: Said = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.late = replace(self.said, overdue=True)
 
 
 @dataclass
@@ -56,6 +51,7 @@ class Modelled:
     at: int = 0
     progress: float = 0.0
     renewed: int = -RENEWAL
+    told: tuple[Claim, ...] = ()
 
 
 @dataclass
@@ -78,14 +74,11 @@ class ClaimSwarm:
             self.add()
         self.lying = {node.name for node in self.nodes[: self.shape.liars]}
 
-    def _time(self) -> float:
-        return float(self.now)
-
     def add(self, position: SharedPosition | None = None, name: str | None = None) -> Modelled:
         name = name or f"peer{self._born}"
         self._born += 1
         rng = random.Random(f"{self.seed}/{name}")
-        turns = SharedTurns(self.shape.row, 0, name, LIFE, rng, position, self._time, self._time)
+        turns = SharedTurns(self.shape.row, 0, name, rng, position)
         low, high = self.shape.speeds
         speed = min(high, max(low, self.rng.lognormvariate(0.0, 0.5)))
         node = Modelled(name, turns, speed, self.rng.randrange(LOOK))
@@ -107,10 +100,8 @@ class ClaimSwarm:
     def replace(self) -> None:
         """One that leaves, in whatever way, and a newcomer in its place."""
         node = self.nodes.pop(self.rng.randrange(self.shape.liars, len(self.nodes)))
-        way = self.rng.choice(("killed", "drained", "restarted"))
+        way = self.rng.choice(("gone", "gone", "restarted"))
         self.events[way] += 1
-        if way == "drained":
-            self.records[node.name] = Record(Said(node.name, node.turns.leave(), leaving=True), self.now)
         if way == "restarted":
             self.add(node.turns.position, node.name)
         else:
@@ -127,16 +118,14 @@ class ClaimSwarm:
     def look(self, node: Modelled, fresh: list[Record]) -> None:
         shape = self.shape
         shown = fresh if shape.seen == 1.0 else self.rng.sample(fresh, round(shape.seen * len(fresh)))
-        late = self.now - RENEWAL - LOOK
-        said = [r.late if r.published < late else r.said for r in shown]
-        node.turns.heard(said, shape.replicas)
-        if node.turns.news or self.now - node.renewed >= RENEWAL:
+        node.turns.heard([record.said for record in shown], shape.replicas)
+        told = {(claim.slot, claim.begun) for claim in node.told}
+        if {(claim.slot, claim.begun) for claim in node.turns.claims} != told or self.now - node.renewed >= RENEWAL:
             self.publish(node)
 
     def publish(self, node: Modelled) -> None:
         claims = self.claims_of(node)
-        node.renewed = self.now
-        node.turns.published(claims)
+        node.renewed, node.told = self.now, node.turns.claims
         self.records[node.name] = Record(Said(node.name, claims), self.now)
 
     def claims_of(self, node: Modelled) -> tuple[Claim, ...]:
@@ -154,8 +143,6 @@ class ClaimSwarm:
         node.progress += node.speed
         while node.progress >= 1.0:
             node.progress -= 1.0
-            if node.turn is not None and not node.turns.holds(node.turn.slot):
-                node.turn = None
             if node.turn is None:
                 node.turn = node.turns.take()
                 if node.turn is None:

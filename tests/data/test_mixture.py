@@ -135,7 +135,7 @@ def test_the_order_does_not_depend_on_the_machine() -> None:
 
 async def opened(spec: DataSpec, position: SamplerPosition) -> Samples:
     """As a replica of stage 0 opens its text."""
-    return await asyncio.to_thread(open_samples, spec, 256, Reader("peer", 50, 24, 20.0, 1 << 16), position)
+    return await asyncio.to_thread(open_samples, spec, 256, Reader("peer", 50, 24, 1 << 16), position)
 
 
 @pytest.mark.parametrize("attention", ["whole", "document"])

@@ -18,21 +18,19 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
 from noloco_node.data import block_reader, prepared
 from noloco_node.data.block_reader import StreamedBlocks
-from noloco_node.data.claims import Claim, Said
 from noloco_node.data.mixture import MixedPosition
 from noloco_node.data.prepared import check_text_here, fingerprint_of
 from noloco_node.data.reading import Reader, held_out_by_source, open_samples
 from noloco_node.data.sampler import Permutation, SamplerPosition
 from noloco_node.data.samples import Position, Samples, SharedRows
 from noloco_node.data.shards import TextShards
-from noloco_node.data.shared_turns import SharedTurns, Turn
+from noloco_node.data.shared_turns import Said, SharedTurns, Turn
 from noloco_node.data.tokenizers import ByteTokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.sizing.preflight import note_on_blocks
 from noloco_node.tallies import Doubling
 from tests.data.made_files import write_texts
-from tests.support import Clock
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 LETTERS = "abc"
@@ -74,7 +72,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def opened(spec: DataSpec, position: Position | None = None, size: int = SIZE) -> Samples:
     """As the only replica of stage 0 opens it; little is read ahead."""
-    reader = Reader("peer", size, 24, 20.0, 4 * SIZE * LENGTH)
+    reader = Reader("peer", size, 24, 4 * SIZE * LENGTH)
     samples = await asyncio.to_thread(open_samples, spec, 256, reader, position or SamplerPosition())
     if samples.shared is not None:
         samples.shared.heard((), 1)
@@ -201,35 +199,23 @@ class StagePeers:
     """Replicas that hear of each other every five seconds, each in one list of claims."""
 
     def __init__(self, names: Sequence[str], counts: Sequence[int]) -> None:
-        self._clock = Clock()
-        self.turns = {
-            name: [SharedTurns(count, 0, name, 20.0, random.Random(name), None, self._clock) for count in counts]
-            for name in names
-        }
+        self.turns = {name: [SharedTurns(count, 0, name, random.Random(name)) for count in counts] for name in names}
         self.rows = {name: SharedRows(turns) for name, turns in self.turns.items()}
-        self.gone: list[Said] = []
 
     def look(self) -> None:
         """All of them hear and say."""
-        self._clock.now += 5.0
-        said = [*self.gone, *(Said(name, rows.claims) for name, rows in self.rows.items())]
+        said = [Said(name, rows.claims) for name, rows in self.rows.items()]
         for rows in self.rows.values():
             rows.heard(said, len(self.rows))
-            rows.published(rows.claims)
-
-    def leave(self, name: str) -> Said:
-        """One says its last word."""
-        self.turns.pop(name)
-        word = Said(name, self.rows.pop(name).leave(), leaving=True)
-        self.gone.append(word)
-        return word
 
     def take(self) -> Iterator[tuple[int, Turn]]:
-        """A turn of each row for each, where there is one, read to its end at once."""
+        """A turn of each row for each, where there is one; it is read to its end by the next time."""
         for turns in self.turns.values():
             for number, row in enumerate(turns):
+                for claim in row.claims:
+                    if claim.begun:
+                        row.finished(claim.slot)
                 if (turn := row.take()) is not None:
-                    row.finished(turn.slot)
                     yield number, turn
 
 
@@ -238,32 +224,12 @@ def test_replicas_share_out_each_source_by_one_list_of_claims() -> None:
     stage_peers, read = StagePeers(("one", "two", "three"), COUNTS), [Counter[int]() for _ in COUNTS]
     for _ in range(60):
         stage_peers.look()
+        stage_peers.look()  # what was drawn in a look is known by the next one
         for number, turn in stage_peers.take():
             read[number][turn.slot] += 1
     for slots, count in zip(read, COUNTS, strict=True):
         assert set(range(2 * count)) <= set(slots)
         assert max(slots.values()) == 1
-
-
-def test_who_leaves_gives_back_what_it_held_of_each_source() -> None:
-    """With its place in each; the others go on from there."""
-    stage_peers = StagePeers(("one", "two", "three"), COUNTS)
-    begun: dict[int, Turn] = {}
-    while len(begun) < len(COUNTS):
-        stage_peers.look()
-        for number, row in enumerate(stage_peers.turns["three"]):
-            if number not in begun and (turn := row.take()) is not None:
-                row.reached(turn.slot, 11)
-                begun[number] = turn
-    stage_peers.look()
-    given_back = stage_peers.leave("three").claims
-    assert {Claim(turn.slot * 3 + number, 11, begun=True) for number, turn in begun.items()} <= set(given_back)
-    found: list[tuple[int, int, int]] = []
-    for _ in range(30):
-        stage_peers.look()
-        found += [(number, turn.slot, turn.start) for number, turn in stage_peers.take()]
-    assert {(number, turn.slot, 11) for number, turn in begun.items()} <= set(found)
-    assert len({each[:2] for each in found}) == len(found), "and nobody reads one twice"
 
 
 def test_one_row_is_told_as_it_is() -> None:

@@ -19,7 +19,6 @@ from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import load_config
 from noloco_node.data import block_reader
 from noloco_node.data.block_reader import BlockReader, Row, StreamedBlocks, cut_windows
-from noloco_node.data.claims import SharedPosition
 from noloco_node.data.documents import data_error
 from noloco_node.data.prefetch import Prefetch
 from noloco_node.data.prepared import check_text_here, fingerprint_of
@@ -27,7 +26,7 @@ from noloco_node.data.reading import Reader, held_out_windows, open_samples
 from noloco_node.data.sampler import BEGINNING, Permutation
 from noloco_node.data.samples import Position, Samples
 from noloco_node.data.shards import TextShards
-from noloco_node.data.shared_turns import SharedTurns, Turn
+from noloco_node.data.shared_turns import SharedPosition, SharedTurns, Turn
 from noloco_node.data.tokenizers import ByteTokenizer, Tokens
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
@@ -74,7 +73,7 @@ async def opened(
     spec: DataSpec, position: Position = BEGINNING, size: int = 1, ahead: int = 1
 ) -> AsyncIterator[Samples]:
     """As the only replica of stage 0 opens it; one microbatch is read ahead."""
-    samples = await asyncio.to_thread(open_samples, spec, 256, Reader("peer", size, 4, 20.0, ahead), position)
+    samples = await asyncio.to_thread(open_samples, spec, 256, Reader("peer", size, 4, ahead), position)
     assert samples.shared is not None
     samples.shared.heard((), 1)
     try:
@@ -200,7 +199,7 @@ class Watching(SharedTurns):
     """Turns of the only replica that remember what they were told; with `gaps` there is none every other time."""
 
     def __init__(self, count: int, gaps: bool = False) -> None:
-        super().__init__(count, 0, "peer", 20.0, random.Random(0))
+        super().__init__(count, 0, "peer", random.Random(0))
         self.heard((), 1)
         self._gaps = gaps
         self.asked = 0
@@ -286,7 +285,7 @@ async def test_blocks_smaller_than_a_microbatch_do_not_end_the_reading(
     sizes: tuple[int, ...], rows: list[list[int]]
 ) -> None:
     """Where the replicas share the text, so few may be begun at a time that they may not fill a microbatch."""
-    turns = SharedTurns(SmallBlocks.count, 0, "own", 20.0, random.Random(0))
+    turns = SharedTurns(SmallBlocks.count, 0, "own", random.Random(0))
     turns.heard((), 1)
     async with reading(Row(SmallBlocks(sizes), turns), 8, 1) as (_, prefetch):
         assert [[int(row[0]) for row in await prefetch.draw()] for _ in rows] == rows

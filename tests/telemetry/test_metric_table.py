@@ -111,7 +111,7 @@ def test_names_follow_prometheus_conventions() -> None:
         assert list(metric.buckets) == sorted(set(metric.buckets)), name
 
 
-OF_SHARED_TEXTS = {"noloco_text_blocks_total", "noloco_text_repeated_windows_total"}
+OF_SHARED_TEXTS = {"noloco_text_blocks_total"}
 OF_MIXTURES = {"noloco_validation_source_loss"}
 OF_TEXTS_ON_A_DISK = {"noloco_data_wait_seconds_total"}
 
