@@ -46,7 +46,18 @@ Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(ma
 Mode = Literal["train", "evaluate"]
 
 COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
-"""These refusals say nothing against the peer that gives them."""
+"""These refusals are no failure of the microbatch; `outcome_of` says what they cost the peer."""
+OF_ANY_MICROBATCH = (
+    *COME_BACK,
+    Refusal.OUT_OF_REACH,
+    Refusal.BANNED,
+    Refusal.NOT_ADMITTED,
+    Refusal.UNKNOWN_METHOD,
+    Refusal.WRONG_RUN,
+    Refusal.WRONG_STAGE,
+    Refusal.WRONG_PROTOCOL,
+)
+"""These refusals would meet any other microbatch as well: they say nothing against this one."""
 PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
 """A peer that gives one of these refusals says that others further on gave up."""
 
@@ -146,27 +157,27 @@ class Trained:
 
 
 class HopFailed(Exception):
-    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere. `reached` is False where no peer
-    ever had it in hand: that says nothing against the microbatch."""
+    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere. `suspect` is False where nothing
+    says that the microbatch itself may be at fault."""
 
-    def __init__(self, reason: Refusal, detail: str, *, reached: bool) -> None:
+    def __init__(self, reason: Refusal, detail: str, *, suspect: bool) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
-        self.reached = reached
+        self.suspect = suspect
 
 
-def given_up(reason: Refusal, why: str, reached: bool) -> HopFailed:
-    """What to raise when all tries are used up. Where nobody had the microbatch in hand the origin must know: it is
-    held back then, however often."""
-    return HopFailed(reason if reached else Refusal.OUT_OF_REACH, why, reached=reached)
+def given_up(reason: Refusal, why: str, suspect: bool) -> HopFailed:
+    """What to raise when all tries are used up. Where the microbatch is not suspect the origin must know: it is held
+    back then, however often."""
+    return HopFailed(reason if suspect else Refusal.OUT_OF_REACH, why, suspect=suspect)
 
 
-def passed_upward(refusal: Refused, reached: bool) -> HopFailed:
+def passed_upward(refusal: Refused, suspect: bool) -> HopFailed:
     """What to raise where a peer says that others further on gave up."""
     if refusal.reason is Refusal.OUT_OF_REACH:
-        return HopFailed(Refusal.OUT_OF_REACH, refusal.detail, reached=reached)
-    return HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, reached=True)
+        return HopFailed(Refusal.OUT_OF_REACH, refusal.detail, suspect=suspect)
+    return HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, suspect=True)
 
 
 @dataclass(slots=True, eq=False)

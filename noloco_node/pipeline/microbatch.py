@@ -35,6 +35,7 @@ from noloco_node.pipeline.messages import (
     COME_BACK,
     MICROBATCH,
     NO_MEMORY,
+    OF_ANY_MICROBATCH,
     PASSED_UPWARD,
     HopFailed,
     Ledger,
@@ -77,8 +78,8 @@ _NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 def _own_failure(error: MicrobatchNotFinite | NoMemory) -> HopFailed:
     """What this node itself cannot carry through fails like what comes back from a hop."""
     if isinstance(error, NoMemory):
-        return HopFailed(Refusal.BUSY, NO_MEMORY, reached=False)
-    return HopFailed(Refusal.NOT_FINITE, str(error), reached=True)
+        return HopFailed(Refusal.BUSY, NO_MEMORY, suspect=False)
+    return HopFailed(Refusal.NOT_FINITE, str(error), suspect=True)
 
 
 class MicrobatchSource:
@@ -213,7 +214,7 @@ class MicrobatchSource:
         if failure is None:
             self._ledger.trained += 1
             return True
-        if failure.reached:  # where nobody had it in hand, an outage says nothing against the sample
+        if failure.suspect:  # an outage, or peers without a place, say nothing against the sample
             if sample.requeues >= self._spec.pipeline.requeues:
                 self._ledger.dropped += 1
                 logger.warning("a sample was dropped after %d requeues: %s", sample.requeues, failure)
@@ -269,8 +270,8 @@ class _Hop:
     """Those of them that speak against the microbatch or its peer."""
     excluded: set[PeerId] = field(default_factory=set[PeerId])
     """Peers that said no in this round."""
-    reached: bool = False
-    """Whether any peer had it in hand."""
+    suspect: bool = False
+    """Whether it may be at fault itself: it came to nothing in somebody's hands."""
     busy_since: float = math.inf
     """When it was first refused since a peer was full."""
 
@@ -328,7 +329,7 @@ class Downstream:
             else:
                 return self._settle(hop, answer, patience, began)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
-        raise given_up(Refusal.BUDGET_SPENT, why, hop.reached)
+        raise given_up(Refusal.BUDGET_SPENT, why, hop.suspect)
 
     async def _begin_another_round(self, hop: _Hop, left: float) -> None:
         """Nobody may be asked now. Once all have refused, one round follows at once, in which the microbatch may wait
@@ -418,22 +419,22 @@ class Downstream:
         """A try came to nothing: what that says of the peer, of the stage and of the microbatch. Raises HopFailed where
         no other peer is to be tried."""
         refusal = error.reason if isinstance(error, Refused) else None
-        in_hand = refusal is not Refusal.OUT_OF_REACH and not isinstance(error, PeerUnreachable)
+        suspect = refusal not in OF_ANY_MICROBATCH and not isinstance(error, PeerUnreachable)
         self._note_failure(peer, error)
         if refusal is not Refusal.OUT_OF_REACH:
             self.circuit_breaker.failed()
         if self._stage > 0 and isinstance(error, Refused) and refusal in PASSED_UPWARD:
-            raise passed_upward(error, hop.reached) from None
+            raise passed_upward(error, hop.suspect) from None
         logger.debug("microbatch %s came to nothing at %s: %r", hop.outgoing.id[:8], peer, error)
-        hop.reached = hop.reached or in_hand
+        hop.suspect = hop.suspect or suspect
         hop.failures += refusal not in COME_BACK
         if refusal is Refusal.BUSY:
             hop.busy_since = min(hop.busy_since, began)
-        if hop.trains and refusal is None and in_hand:
+        if hop.trains and refusal is None and suspect:
             self._ledger.repeated += 1  # it may have been trained there all the same
         if hop.failures >= self._spec.pipeline.hop_attempts:
             why = f"{hop.failures} failures at stage {self._stage + 1}"
-            raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, hop.reached) from None
+            raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, hop.suspect) from None
         hop.asks += 1
         hop.excluded.add(peer)
         if hop.trains:

@@ -34,7 +34,7 @@ class Refusal(StrEnum):
     NOT_FINITE = "not_finite", "a tensor holds NaN or infinity"
     BUDGET_SPENT = "budget_spent", "too little of the microbatch's time is left"
     DOWNSTREAM_EXHAUSTED = "downstream_exhausted", "no peer of the next stage finished the microbatch"
-    OUT_OF_REACH = "out_of_reach", "nobody of a later stage could be reached, which says nothing against the microbatch"
+    OUT_OF_REACH = "out_of_reach", "nobody of a later stage could take the microbatch, which says nothing against it"
     ALREADY_TRAINED = "already_trained", "this microbatch was trained here and its answer is gone"
     INTERNAL = "internal", "the peer failed while it worked on the request"
     DIVERGED = "diverged", "with the peer's weights the microbatch has a loss or a gradient that is not finite"

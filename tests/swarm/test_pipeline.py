@@ -187,6 +187,24 @@ async def test_an_outage_two_stages_on_drops_no_sample() -> None:
     assert account.dropped == account.held_at_end == 0
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("reason", [Refusal.BUSY, Refusal.DRAINING, Refusal.NOT_ADMITTED, Refusal.WRONG_STAGE])
+@virtually
+async def test_peers_that_would_refuse_any_microbatch_cost_no_sample(reason: Refusal, stages: int) -> None:
+    """The last stage has no place for longer than a sample's whole time, at the next hop or two hops on. It had dropped
+    samples that nobody had looked into."""
+    pipeline = PipelineSpec(budget_seconds=1.0, progress_seconds=0.5, requeues=0, hop_attempts=2)
+    async with world(micro_spec(stages=stages, layers=stages, steps=12, pipeline=pipeline)) as made:
+        target, times = peer_name(stages - 1, 0), 60 if reason is Refusal.BUSY else 16
+        fault = Fault(FaultKind.REFUSE, None, target, microbatch.MICROBATCH.name, times, reason)
+        await run_with_faults(made, fault)
+        account = closed_account(made)
+    assert made.network.fired[FaultKind.REFUSE] == times
+    assert account.requeued >= 2
+    assert account.trained == 12
+    assert account.dropped == account.held_at_end == 0
+
+
 @virtually
 async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody serves the last of three stages. The origin holds back, says which stage it waits for, in the log and in
