@@ -26,6 +26,7 @@ from noloco_node.transport.messages import (
     FrameError,
     FrameKind,
     Message,
+    OtherFrameVersion,
     Prefix,
     check_sendable,
     decode_envelope,
@@ -170,6 +171,8 @@ class Libp2pTransport(Transport):
                 raise DeadlinePassed(f"{sending.method} of {peer}: {error}") from None
             except StreamEnded as error:
                 raise BrokenStream(f"{sending.method} of {peer}: {error}") from None
+            except OtherFrameVersion as error:
+                raise Refused(Refusal.WRONG_PROTOCOL, str(error)) from None
             except FrameError as error:
                 raise ProtocolViolation(f"{sending.method} of {peer}: {error}") from None
             finally:
@@ -203,7 +206,8 @@ class Libp2pTransport(Transport):
         except (StreamEnded, StreamStalled) as error:
             logger.debug("a stream of %s is over: %s", peer, error)
         except FrameError as error:
-            await self._refuse_and_linger(stream, peer, Refused(Refusal.MALFORMED, str(error)))
+            reason = Refusal.WRONG_PROTOCOL if isinstance(error, OtherFrameVersion) else Refusal.MALFORMED
+            await self._refuse_and_linger(stream, peer, Refused(reason, str(error)))
         except Refused as refused:
             await self._refuse_and_linger(stream, peer, refused)
         except asyncio.CancelledError:

@@ -190,6 +190,10 @@ class FrameError(Exception):
     """Bytes that are no valid frame, envelope or refusal. The stream they came from cannot be used any more."""
 
 
+class OtherFrameVersion(FrameError):
+    """A frame of another release. That is no offence: during an upgrade both are about."""
+
+
 class FrameKind(IntEnum):
     """What a frame carries."""
 
@@ -282,13 +286,14 @@ AT_WORK_FRAME = encode_frame(FrameKind.AT_WORK, b"")
 
 
 def decode_prefix(data: bytes) -> Prefix:
-    """Parse `PREFIX_BYTES` bytes. FrameError for a wrong magic, version, kind or length."""
+    """Parse `PREFIX_BYTES` bytes. FrameError for a wrong magic, kind or length, OtherFrameVersion for another
+    version."""
     magic, version, kind_number, length = cast("tuple[bytes, int, int, int]", _FIELDS.unpack_from(data))
     (checksum,) = cast("tuple[int]", _CHECKSUM.unpack_from(data, _FIELDS.size))
     if magic != MAGIC:
         raise FrameError("no frame starts here")
     if version != FRAME_VERSION:
-        raise FrameError(f"frame version {version}, not {FRAME_VERSION}")
+        raise OtherFrameVersion(f"frame version {version}, not {FRAME_VERSION}")
     try:
         kind = FrameKind(kind_number)
     except ValueError:

@@ -19,18 +19,31 @@ from noloco_node.directory import records_call
 from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.records_call import serve_records, tell
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.keys import identity_of_seed
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checks import CheckOutcome, check_versions
-from noloco_node.peers.scorecard import Bans
+from noloco_node.peers.scorecard import TOLERATED, Bans
 from noloco_node.telemetry.events import AnyEvent, OuterStep
+from noloco_node.transport.calls import NOTHING, Method, Nothing, call
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Admit, Handle, Withdraw
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
-from noloco_node.transport.messages import Message
+from noloco_node.transport.messages import (
+    FRAME_VERSION,
+    PREFIX_BYTES,
+    FrameKind,
+    Message,
+    decode_prefix,
+    decode_refusal,
+    encode_envelope,
+    encode_frame,
+)
+from noloco_node.transport.same_machine import SameMachine
 from noloco_node.trust.filtered_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm
+from tests.swarm.worlds import nearby_world
 from tests.worlds import micro_spec, world
 
 ONE, TWO = PeerId("peer-number-one"), PeerId("peer-number-two")
@@ -127,6 +140,42 @@ async def test_whoever_speaks_another_version_serves_no_stage_of_this_run(theirs
     assert told.answered
     assert told.stage is None
     assert not ours.peer_stats.takes_part(TWO)
+
+
+def of_version(version: int, frame: bytes) -> bytes:
+    """A frame as a release with another frame version sends it."""
+    return frame[:2] + bytes([version]) + frame[3:]
+
+
+@pytest.mark.parametrize("theirs", [FRAME_VERSION - 1, FRAME_VERSION + 1])
+async def test_frames_of_another_version_are_refused_and_bring_no_ban(theirs: int) -> None:
+    """A node that was upgraded first asks and is asked: the older ones had banned it for broken frames, and it them."""
+    one, two = (identity_of_seed(bytes([number]) * 32) for number in (1, 2))
+    asked = Method("asked", Nothing, Nothing)
+    async with nearby_world() as made:
+        other = SameMachine(one)
+        for _ in range(int(TOLERATED) + 2):
+            ends = await other.open(made.server.peer_id)
+            assert ends is not None
+            reader, writer = ends
+            writer.write(of_version(theirs, encode_frame(FrameKind.HEADER, encode_envelope("echo", {}, ()))))
+            prefix = decode_prefix(await reader.readexactly(PREFIX_BYTES))
+            refused = decode_refusal(await reader.readexactly(prefix.length))
+            assert refused.reason is Refusal.WRONG_PROTOCOL
+            writer.close()
+        assert made.server.conduct.offences.total() == 0
+
+        async def answer(_peer: PeerId, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(of_version(theirs, encode_frame(FrameKind.HEADER, encode_envelope("", {}, ()))))
+
+        newer = SameMachine(two)
+        await newer.serve(answer, 5.0)
+        for _ in range(int(TOLERATED) + 2):
+            with pytest.raises(Refused) as told:
+                await call(made.caller, two.peer_id, asked, NOTHING, seconds=5.0)
+            assert told.value.reason is Refusal.WRONG_PROTOCOL
+        assert made.caller.conduct.offences.total() == 0
+        newer.close()
 
 
 class NewerTransport(MemoryTransport):
