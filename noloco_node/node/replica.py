@@ -1,8 +1,8 @@
 """One replica of one stage in the swarm, on any transport: the daemon runs it over libp2p, tests also in memory.
 
 Its life: copy a stage peer's state if the swarm is past its first outer step, and advertise. It trains and averages
-until the clock reaches the target (stage 0) or nobody trains any more (later stages). A last outer step follows, and it
-leaves.
+until the clock reaches the target (stage 0) or the origins of most of its work have finished (`EndOfRun`). A last outer
+step follows, and it leaves.
 """
 
 from __future__ import annotations

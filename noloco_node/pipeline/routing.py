@@ -97,7 +97,7 @@ def choose_peer(
 
     `uniform` draws one, as the paper does. `balanced` draws two and takes the less loaded. A peer of less weight is
     drawn as often as its weight says. `fixed`, for the ablation of routing, always takes the candidate at `own_rank`,
-    modulo their number. That rank is this peer's place among its stage peers.
+    modulo their number, even while it is suspended. That rank is this peer's place among its stage peers.
 
     Suspended peers are passed over, unless all are. Then the one that returns first is tried, so that a stage with a
     single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones are suspended. Peers that are
