@@ -18,6 +18,7 @@ import pytest
 from noloco_node import __version__
 from noloco_node.cli import main as cli
 from noloco_node.cli import small
+from noloco_node.cli.help_texts import HELP
 from noloco_node.cli.small import (
     DEFAULT_METRICS_PORT,
     FOLDER_VARIABLE,
@@ -208,6 +209,11 @@ def test_the_configurations_that_come_along_are_listed(capsys: pytest.CaptureFix
     assert all(len(line.split()) > 3 for line in lines)
     assert all(line.endswith((".", "?", "…")) for line in lines)
     assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in lines}) == 1, "one column"
+
+
+def test_each_command_explains_itself_with_an_example() -> None:
+    """The README promises it."""
+    assert not [name for name, text in HELP.items() if f"noloco-node {name}" not in text.partition("\nexample")[2]]
 
 
 def test_a_shell_completes_commands_and_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -72,7 +72,10 @@ example:
   noloco-node report runs/node
   noloco-node report runs/tiny-20260101-120000 --out /tmp/tiny""",
     "data": """\
-Work on the text that a configuration names, before a run.""",
+Work on the text that a configuration names, before a run.
+
+example:
+  noloco-node data prepare own-text --set run.data.path=my-text --to my-tokens""",
     "data prepare": """\
 Tokenise the text of a run once, into a folder that its nodes on this machine read in place of the text. They begin at
 once, and train on the same tokens in the same order. Interrupted, the same command goes on. Memory does not grow with
@@ -82,7 +85,10 @@ example:
   noloco-node data prepare own-text --set run.data.path=my-text --to my-tokens
   noloco-node swarm own-text --set run.data.path=my-text --set run.data.prepared=my-tokens""",
     "tokenizer": """\
-Make a tokenizer for a run.""",
+Make a tokenizer for a run.
+
+example:
+  noloco-node tokenizer train own-text --set run.data.path=my-text --vocab-size 8192 --out my-tokenizer""",
     "tokenizer train": """\
 Learn a tokenizer from the text of a run: byte-level BPE, so that every text has its tokens and comes back from them
 byte for byte. Documents that the run holds out are not learnt from. DIR becomes an ordinary tokenizer folder, which
@@ -263,7 +269,10 @@ into its start-up file.
 example:
   eval "$(noloco-node completion bash)\"""",
     "config": """\
-Look at a configuration file, or write one. CONFIG is a YAML file, or the name of one that comes with noloco-node.""",
+Look at a configuration file, or write one. CONFIG is a YAML file, or the name of one that comes with noloco-node.
+
+example:
+  noloco-node config validate tiny""",
     "simulate": """\
 Run a swarm in virtual time, in this process. The `sim:` part of CONFIG says what, by sim.kind:
   swarm   the node's own code on modelled devices, links and directory (4 to some hundred nodes)
