@@ -9,8 +9,17 @@ import pytest
 from noloco_node.config.load import load_config
 from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.outer.codec import CODECS
 from noloco_node.pipeline.in_flight import Rate, next_limit
-from noloco_node.sizing.advice import arithmetic_seconds, check_outer_steps, expect, fitting_rank, outlook_on, under_way
+from noloco_node.sizing.advice import (
+    CODEC_SECONDS,
+    arithmetic_seconds,
+    check_outer_steps,
+    expect,
+    fitting_rank,
+    outlook_on,
+    under_way,
+)
 from noloco_node.sizing.devices import (
     REACHED,
     bytes_a_second,
@@ -37,6 +46,11 @@ def test_every_suggestion_gives_what_it_says() -> None:
         assert outlook.share == pytest.approx(suggestion.share)
         assert outlook.share > found.outlook.share
     assert [s.share for s in found.suggestions] == sorted((s.share for s in found.suggestions), reverse=True)
+
+
+def test_every_codec_has_a_cost() -> None:
+    """`config validate --device` asks for that of the run's codec."""
+    assert CODEC_SECONDS.keys() == CODECS.keys()
 
 
 def test_a_subspace_is_advised_where_a_line_limits_and_the_model_can_be_in_one() -> None:
