@@ -87,6 +87,14 @@ def test_what_stayed_on_this_machine_is_told_apart() -> None:
     assert "7.0 MB" in text
 
 
+def test_why_a_peer_is_left_alone_is_told_below_the_peers() -> None:
+    """Of three at most, in words that cannot speak to the terminal."""
+    alone = [{"peer_id": f"peer-{n:04}", "stage": 1, "left_alone": f"it is on trial, {n} s more\x1b"} for n in range(9)]
+    text = drawn(screen(Follower(told, "here", told(peers=alone, stage=0, stages=2, peer_id="p" * 20)), 50))
+    assert [n for n in range(9) if f"it is on trial, {n} s more" in text] == [0, 1, 2]
+    assert "\x1b" not in text
+
+
 def test_a_node_that_falls_silent_is_shown_as_it_was() -> None:
     """With since when; one that nobody has ever heard of is an error with a remedy."""
     answers = iter([told(), NoState("connection refused")])

@@ -100,6 +100,8 @@ def node_screen(state: NodeState, foot: str, *, trouble: str = "", height: int =
     ]
     if state.peers:
         parts += [Text(), _peers(state, max(3, min(MOST_LISTED, height - OTHER_LINES - LAST_LINES)))]
+        alone = [f"{as_node(peer.peer_id, peer.name)}: {peer.left_alone}" for peer in state.peers if peer.left_alone]
+        parts += [Text(printable(line), "yellow", no_wrap=True, overflow="ellipsis") for line in alone[:WARNINGS_SHOWN]]
     if state.log:
         parts += [Text(), *(_log_line(line.time, line.level, line.text) for line in state.log[-LAST_LINES:])]
     # Names are others' words: as text they are drawn as they are, never read as markup.
